@@ -19,7 +19,7 @@ from .batches.figures import BatchFigures
 from .batches.routes_inside import RoutesInside
 from .batches.service import Batches
 from .calls.context import ServerContext
-from .errors.handlers import install_error_handlers
+from .dialects import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.exchange import (
     BodyLimitMiddleware,
@@ -53,12 +53,12 @@ from .routes import (
     tokenize,
     vllm,
 )
+from .routing import JsonDispatcher, RouteTable
 from .settings import ServerSettings
 from .transport.connection import SHEDDER
 from .transport.connection_limits import file_limit
 from .transport.load_shedding import LoadShedder
 from .wire.json_reader import JsonReader
-from .wire.json_route import JsonPaths, routes_by_path
 from .wire.version import penstock_version
 
 
@@ -122,14 +122,7 @@ def create_app(
     if cache is not None:
         context.metrics.register(CacheFigures(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
-    dialects = (openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, ollama)
-    routers = [module.router for module in (*dialects, encode)]
-    if settings.operator_routes:
-        routers.append(operations.operator_router)
-    if admin_keys.are_required:
-        routers.append(operations.admin_router)
-    routers.append(batch_routes.off if batches is None else batch_routes.router)
-    json_routes = routes_by_path(route for router in routers for route in router.routes)
+    routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     pace = RefusalPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
@@ -142,7 +135,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         shedder = LoadShedder(
-            json_routes,
+            routes,
             table,
             keys,
             observers.all,
@@ -152,14 +145,17 @@ def create_app(
         )
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            inside = JsonPaths(app, **paths)
-            offline = batches.running(RoutesInside(app, inside, keys.client_name, keys.namespace_of, keys.knows))
+            inside = JsonDispatcher(app, app.exception_handlers, answer_room.leave, table.release)
+            offline = batches.running(
+                RoutesInside(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
+            )
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
 
     app = Application(
         names=[name for model in models for name in model.shown_names],
         needs_key=keys.are_required,
+        routes=routes,
         title="penstock",
         version=penstock_version(),
         docs_url=None,
@@ -170,33 +166,39 @@ def create_app(
     app.state.context = context
     app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
     app.state.startup = startup
-    app.state.json_routes = json_routes
+    app.state.routes = routes
     app.router.redirect_slashes = False
-    paths: dict[str, Any] = {
-        "routes": json_routes,
-        "error_handlers": app.exception_handlers,
-        "on_end": answer_room.leave,
-        "on_answer": table.release,
-    }
-    for router in (*routers, operations.router, pages.router):
-        app.include_router(router)
     install_error_handlers(app)
     # FastAPI's net for unexpected errors answers in plain text: what its routes raise never comes to it.
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
-    exchange: ASGIApp = JsonPaths(app.own_layers, **paths)
+    exchange: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, answer_room.leave, table.release)
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchFigures(batches))
         exchange = LiveTrafficMiddleware(exchange, batches.traffic)
-    unlimited = () if batches is None else (batch_routes.FILES,)
-    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, settings.max_body_bytes, unlimited))
+    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, settings.max_body_bytes))
     if keys.are_required or admin_keys.are_required:
         exchange = AuthMiddleware(exchange, keys, admin_keys)
     if settings.cors_origins:
         exchange = CORSMiddleware(exchange, **cors)
-    app.exchange = ExchangeMiddleware(exchange, observers.all, pace)
+    app.exchange = ExchangeMiddleware(exchange, routes, observers.all, pace)
     return app
+
+
+def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
+    """Returns the routes that the settings switch on."""
+    modules = (
+        *(openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, ollama, encode),
+        *(operations, pages),
+    )
+    routers = [module.router for module in modules]
+    routers.append(batch_routes.off if settings.data_dir is None else batch_routes.router)
+    if settings.operator_routes:
+        routers.append(operations.operator_router)
+    if has_admin_keys:
+        routers.append(operations.admin_router)
+    return RouteTable(route for router in routers for route in router.routes)
 
 
 class Application(DocumentedApp):

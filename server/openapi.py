@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import FastAPI
 
-from .errors.handlers import OLLAMA_PREFIX, TEI_PATHS
-from .middleware.auth import is_open
-from .schemas.errors import ErrorBody, TeiErrorBody
-from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, PRIORITY_PATTERN, TIMEOUT_PATTERN, WITHOUT_FORWARD
+from .routing import Access, Route, RouteTable
+from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, PRIORITY_PATTERN, TIMEOUT_PATTERN
 
 Json = dict[str, Any]
 
-OPENAPI_PATH: Final = "/openapi.json"
 DESCRIPTION: Final = """\
 OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models.
 
@@ -97,55 +93,54 @@ _UNAUTHORIZED: Final[Json] = {
 _ERRORS_OF_BODIES: Final = ("400", "408", "413", "415", "422", "424", "429", "504")
 
 
-def operation_id(route: APIRoute) -> str:
-    """Returns the path as a name: clients are generated from it, and paths outlive the functions behind them."""
-    return "_".join(part.strip("{}").replace(":path", "").replace("-", "_") for part in route.path.split("/") if part)
-
-
 class DocumentedApp(FastAPI):
     """FastAPI with a complete document.
 
     Args:
         names: Served names; examples show the first one.
-        needs_key: Data routes want an API key.
-        options: FastAPI's own.
+        needs_key: Routes that are not open need an API key.
+        routes: All routes.
+        options: FastAPI's.
     """
 
-    def __init__(self, *, names: Sequence[str], needs_key: bool, **options: Any) -> None:
-        self._names, self._needs_key = tuple(names), needs_key
+    def __init__(self, *, names: Sequence[str], needs_key: bool, routes: RouteTable, **options: Any) -> None:
+        self._names, self._needs_key, self._table = tuple(names), needs_key, routes
         self._document: Json | None = None
         self._encoded: dict[str, bytes] = {}  # by the path below which a proxy serves all of this
         super().__init__(
-            description=DESCRIPTION, openapi_tags=TAGS, generate_unique_id_function=operation_id, **options
+            description=DESCRIPTION, openapi_tags=TAGS, openapi_url=None, routes=[*routes.routes], **options
         )
 
     def openapi(self) -> Json:
         """Returns the document; it is made once."""
         if self._document is None:
             self._document = super().openapi()
-            _complete(self._document, self._names[:1], needs_key=self._needs_key)
+            _complete(self._document, self._names[:1], self._table, needs_key=self._needs_key)
         return self._document
 
-    def setup(self) -> None:
-        """Adds the route of the document. FastAPI's own encodes it anew for every request, which takes 30 ms."""
-        self.add_route(OPENAPI_PATH, self._send_document, include_in_schema=False)
+    def encoded_document(self, root_path: str) -> bytes:
+        """Returns the document as JSON for a server below a path of a proxy.
 
-    async def _send_document(self, request: Request) -> Response:
-        root_path = request.scope.get("root_path", "").rstrip("/")
+        It is encoded once: FastAPI's own route encodes it anew for every request, which takes 30 ms.
+        """
+        root_path = root_path.rstrip("/")
         if root_path not in self._encoded:
             servers = {"servers": [{"url": root_path}]} if root_path else {}
             self._encoded[root_path] = orjson.dumps({**self.openapi(), **servers})
-        return Response(self._encoded[root_path], media_type="application/json")
+        return self._encoded[root_path]
 
 
-def _complete(document: Json, name: Sequence[str], *, needs_key: bool) -> None:
+def _complete(document: Json, name: Sequence[str], table: RouteTable, *, needs_key: bool) -> None:
+    routes = {(method, route.path_format): route for route in table.routes for method in route.methods or ()}
     components = document["components"]
     components["parameters"], components["headers"] = _PARAMETERS, _HEADERS
     if needs_key:
         components["securitySchemes"] = _SECURITY_SCHEMES
     for path, item in document["paths"].items():
         for method, operation in item.items():
-            _complete_operation(path, operation, needs_key=needs_key and not is_open(method.upper(), path))
+            _complete_operation(routes[method.upper(), path], operation, needs_key=needs_key)
+    if (batch := components["schemas"].get("BatchRequest")) is not None:
+        batch["properties"]["endpoint"]["enum"] = [*table.batch_uses()]
     for schema in components["schemas"].values():
         for example in schema.get("examples", ()):
             if name and isinstance(example, dict) and "model" in example:
@@ -155,7 +150,7 @@ def _complete(document: Json, name: Sequence[str], *, needs_key: bool) -> None:
             parameter["example"] = name[0]
 
 
-def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
+def _complete_operation(route: Route, operation: Json, *, needs_key: bool) -> None:
     responses, headers = operation["responses"], {"x-request-id": _reference("headers", "RequestId")}
     parameters = [_reference("parameters", "RequestId")]
     if "requestBody" not in operation:
@@ -163,16 +158,15 @@ def _complete_operation(path: str, operation: Json, *, needs_key: bool) -> None:
             responses.pop(status, None)
     else:
         parameters += [_reference("parameters", "TraceParent")]
-        if path in WITHOUT_FORWARD:
+        if route.runs_model:
+            parameters += [_reference("parameters", "RequestTimeout"), _reference("parameters", "Priority")]
+        else:
             for status in ("408", "504"):
                 responses.pop(status, None)
-        else:
-            parameters += [_reference("parameters", "RequestTimeout"), _reference("parameters", "Priority")]
         responses["200"].setdefault("headers", {})["Server-Timing"] = _reference("headers", "ServerTiming")
-    if needs_key:
+    if needs_key and route.access is not Access.OPEN:
         operation["security"] = [{scheme: []} for scheme in _SECURITY_SCHEMES]
-        body = TeiErrorBody if path in TEI_PATHS or path.startswith(OLLAMA_PREFIX) else ErrorBody
-        schema = _reference("schemas", body.__name__)
+        schema = _reference("schemas", route.dialect.error_model.__name__)
         responses["401"] = {**_UNAUTHORIZED, "content": {"application/json": {"schema": schema}}}
     for response in responses.values():
         response["headers"] = {**response.get("headers", {}), **headers}

@@ -22,7 +22,7 @@
         +-- WeightError              a tensor is missing or has the wrong shape
         +-- MachineError             the machine or the installation lacks what the model needs
 
-Knows nothing about HTTP: server/errors/table.py holds the only table from class to status.
+Knows nothing about HTTP: server/errors.py holds the only table from class to status.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
 
-from ..wire.json_route import json_response
+from ..wire.json_pieces import json_response
 from ..wire.limit_errors import ServerRefusalReason
 from ..wire.request_limits import client_of
 from .sizes import NOTHING, AnswerSize

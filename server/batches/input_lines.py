@@ -20,12 +20,6 @@ MAX_INPUTS: Final = 50_000
 MAX_ERRORS: Final = 100
 """Faults of one file that are told."""
 MAX_ID_CHARS: Final = 512
-_EMBEDDING: Final = frozenset(
-    {
-        *("/v1/embeddings", "/v1/multi-vector", "/v1/encode", "/v1/embed", "/v2/embed"),
-        *("/embed", "/embed_all", "/embed_sparse", "/pooling"),
-    }
-)
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
 """Lines that are parsed without a look at how many values they hold."""
@@ -82,13 +76,17 @@ class InputFile:
         endpoint: The route that all lines have to name.
         max_line_bytes: Of a line: what a route takes as a body.
         max_values: Numbers and words of a line; see --max-json-values.
+        counts_inputs: All lines together may have MAX_INPUTS inputs.
     """
 
-    def __init__(self, path: Path, endpoint: str, max_line_bytes: int, max_values: int) -> None:
+    def __init__(
+        self, path: Path, endpoint: str, max_line_bytes: int, max_values: int, *, counts_inputs: bool = True
+    ) -> None:
         self._path = path
         self._endpoint = endpoint
         self._max_line_bytes = max_line_bytes
         self._max_values = max_values
+        self._counts_inputs = counts_inputs
 
     def check(self) -> Checked:
         """Checks all lines, on a thread: it lets others have the interpreter now and then. Raises OSError."""
@@ -106,7 +104,8 @@ class InputFile:
                 if (first := seen.setdefault(custom_id, number)) != number:
                     message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
                     raise _LineError("duplicate_custom_id", message, "custom_id")
-                num_inputs += _num_inputs(self._endpoint, line["body"])
+                if self._counts_inputs:
+                    num_inputs += _num_inputs(line["body"])
                 del line  # before the next one is read
             except _LineError as error:
                 errors.append(LineError(error.code, error.message, error.param, number))
@@ -238,10 +237,8 @@ def _stripped(number: int, text: bytes) -> bytes:
     return (text.removeprefix(codecs.BOM_UTF8) if number == 1 else text).strip()
 
 
-def _num_inputs(endpoint: str, body: dict[str, Any]) -> int:
-    """Returns how many texts a line embeds; 0 where it does something else. A list of numbers is one text."""
-    if endpoint not in _EMBEDDING:
-        return 0
+def _num_inputs(body: dict[str, Any]) -> int:
+    """Returns how many texts a line embeds. A list of numbers is one text."""
     for key in _INPUT_KEYS:
         if isinstance(inputs := body.get(key), list):
             return 1 if inputs and isinstance(inputs[0], int | float) else len(inputs)

@@ -15,15 +15,17 @@ from penstock.engine.protocol.errors import drop_tracebacks
 from penstock.engine.protocol.request import STAGE_TIMES
 
 from ..calls.context import CONNECTION_LOST
-from ..errors.table import HIDDEN_MESSAGE, status_response
+from ..dialects import OPENAI
+from ..errors import HIDDEN_MESSAGE
 from ..models.table import IS_PATIENT
 from ..observability.timing import REQUEST, RequestRecord
+from ..routing import RouteTable
 from ..wire.request_limits import MAX_PRIORITY
 
 logger = logging.getLogger(__name__)
 
 _HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(MAX_PRIORITY).encode())]
-_FAILED: Final = status_response(500, HIDDEN_MESSAGE).body
+_FAILED: Final = OPENAI.status_error(500, HIDDEN_MESSAGE).body
 
 
 class RouteAnswer(NamedTuple):
@@ -59,21 +61,28 @@ class RoutesInside:
     Args:
         app: The application with the state of the routes.
         paths: Its routes, without middleware.
+        routes: The table of its routes.
         client_name: Returns the identity by which an owner takes turns with others.
         namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
         is_known: Whether the key of an owner is valid still.
+
+    Attributes:
+        batch_uses: Paths that lines may call.
     """
 
     def __init__(
         self,
         app: FastAPI,
         paths: ASGIApp,
+        routes: RouteTable,
         client_name: Callable[[str], str],
         namespace_of: Callable[[str], str],
         is_known: Callable[[str], bool],
     ) -> None:
         self._app = app
         self._paths = paths
+        self._routes = routes
+        self.batch_uses = routes.batch_uses()
         self._client_name = client_name
         self._namespace_of = namespace_of
         self._is_known = is_known
@@ -110,6 +119,7 @@ class RoutesInside:
             IS_PATIENT: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
         }
+        self._routes.enter(scope)
         status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]
 
         async def receive() -> Message:

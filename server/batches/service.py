@@ -19,6 +19,7 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
+from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
 from ..wire.limit_errors import ServerRefusalReason
@@ -83,6 +84,7 @@ class Batches:
         self._retry_s = retry_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._around: Surroundings | None = None
+        self._batch_uses: Mapping[str, BatchUse] = {}
         # Held from a check of batches and files to the change that relies on it.
         self._changing = asyncio.Lock()
 
@@ -95,6 +97,7 @@ class Batches:
     async def running(self, routes: RoutesInside) -> AsyncIterator[None]:
         """Runs batches by these routes, those first that an earlier server has not ended."""
         window = Window(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
+        self._batch_uses = routes.batch_uses
         self._around = Surroundings(
             self._store, self.files, routes.ask, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
         )
@@ -126,11 +129,15 @@ class Batches:
 
         Raises:
             UnknownObjectError: Its file is none of its owner's.
-            InvalidRequestError: The file is no input, or the window is too long.
+            InvalidRequestError: Lines may not call the endpoint, the file is no input, or the window is too long.
             EngineOverloadedError: The owner has many batches already.
             HTTPException: 413, the owner has too many files for those that the batch makes.
             StorageError: The disk does not keep it.
         """
+        if body.endpoint not in self._batch_uses:
+            known = ", ".join(self._batch_uses)
+            message = f"endpoint is {shown(body.endpoint)}; lines of batches may call {known}."
+            raise InvalidRequestError(message, param="endpoint")
         hours = int(body.completion_window.removesuffix("h"))
         if hours > MOST_HOURS:
             message = f"completion_window is {hours}h; it must be 1h to {MOST_HOURS}h."
@@ -211,7 +218,13 @@ class Batches:
         assert self._around is not None
         settings = self._settings
         path = self.files.path(batch.input_file_id)
-        lines = InputFile(path, batch.endpoint, settings.max_body_bytes, settings.max_json_values)
+        lines = InputFile(
+            path,
+            batch.endpoint,
+            settings.max_body_bytes,
+            settings.max_json_values,
+            counts_inputs=self._batch_uses.get(batch.endpoint) is BatchUse.EMBEDDING,
+        )
         run = BatchRun(batch, lines, self._around, crashes)
         self._runs[batch.id] = run, asyncio.create_task(self._run(run))
 

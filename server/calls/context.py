@@ -29,9 +29,10 @@ from ..models.table import ModelTable, Target
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
+from ..routing import runs_model
 from ..schemas.options import RequestBody
 from ..settings import ServerSettings
-from ..wire.request_limits import WITHOUT_FORWARD, RequestLimits, limits_of
+from ..wire.request_limits import RequestLimits, limits_of
 from .prompts import prompt_for
 
 CONNECTION_LOST: Final = "penstock.connection_lost"
@@ -81,7 +82,7 @@ class ServerContext:
         target = self.models.find(name, request.scope, kinds)
         if target is not None:
             return target
-        is_timed = request.scope["path"] not in WITHOUT_FORWARD
+        is_timed = runs_model(request.scope)
         if is_timed:
             limits_of(request.scope)  # raises what is wrong with the headers: the watch reads them later
         with ClientWatch(request, is_timed=is_timed):

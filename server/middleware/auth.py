@@ -17,7 +17,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors.handlers import refusal
+from ..dialects import dialect_of
+from ..routing import ACCESS, Access
 from ..settings import UsageError
 
 logger = logging.getLogger(__name__)
@@ -31,18 +32,6 @@ _NAMESPACE: Final = b"namespace"
 """What a digest is for: other digests with the same salt say nothing about this one."""
 _Version = tuple[int, int, int]
 
-# Clients probe these without a key (mteb never authenticates GET /v1/models).
-OPEN_PATHS: Final = frozenset(
-    {
-        *("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version", "/info"),
-        *("/api/version", "/api/tags"),
-        *("/models", "/v1/models", "/docs", "/openapi.json"),
-    }
-)
-OPEN_PREFIXES: Final = ("/v1/models/", "/models/", "/docs/")
-ADMIN_PATHS: Final = frozenset({"/models/load", "/models/unload"})
-"""Open to the keys of whoever runs the server, and to no other."""
-
 
 class AuthMiddleware:
     """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
@@ -53,7 +42,7 @@ class AuthMiddleware:
     Args:
         app: The next application.
         keys: For data; without any, data is open.
-        admin_keys: For ADMIN_PATHS.
+        admin_keys: For routes with Access.ADMIN_KEY.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys) -> None:
@@ -62,10 +51,11 @@ class AuthMiddleware:
         self.admin_keys = admin_keys
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answers 401 to requests for data without a key."""
-        if is_open(scope["method"], scope["path"]):
+        """Answers 401 to requests without the key that their route needs."""
+        access = scope.get(ACCESS, Access.API_KEY)
+        if access is Access.OPEN:
             return self.app(scope, receive, send)
-        keys = self.admin_keys if scope["path"] in ADMIN_PATHS else self.keys
+        keys = self.admin_keys if access is Access.ADMIN_KEY else self.keys
         owner = keys.owner_of(offered_keys(scope["headers"])) if keys.are_required else ""
         if owner is not None:
             scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
@@ -75,14 +65,8 @@ class AuthMiddleware:
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
         if len(list(offered_keys(scope["headers"]))) > MAX_OFFERS:
             message = f"The request has more than {MAX_OFFERS} headers with an API key; send one."
-        response = refusal(scope["path"], 401, message, {"www-authenticate": "Bearer"})
+        response = dialect_of(scope).status_error(401, message, {"www-authenticate": "Bearer"})
         return response(scope, receive, send)
-
-
-def is_open(method: str, path: str) -> bool:
-    """True for what needs no key: the paths above, and the root path unless something is posted to it."""
-    reads = method in ("GET", "HEAD")
-    return path in OPEN_PATHS or (reads and path.startswith(OPEN_PREFIXES)) or (path == "/" and reads)
 
 
 def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -25,9 +25,10 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..errors.handlers import engine_refusal, refusal
-from ..errors.table import HIDDEN_MESSAGE
+from ..dialects import dialect_of
+from ..errors import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
+from ..routing import RouteTable, route_of
 from ..wire.json_pieces import PIECE_BYTES
 from ..wire.json_reader import BODY_ROOM, BYTES_PER_VALUE, SMALL_BYTES
 from ..wire.limit_errors import LimitError, ServerRefusalReason, note_refusal
@@ -79,7 +80,7 @@ def canonical_path(path: str) -> str:
 
 
 class ExchangeMiddleware:
-    """Begins and ends every exchange: serves aliases of paths, names the request, times it, and paces refusals.
+    """Begins and ends every exchange: finds the route, names and times the request, and paces refusals.
 
     Aliases are served in place, because clients do not follow a redirect of a POST. The name is x-request-id of the
     client or one of our own; it is kept in the scope, where the body may replace it, and sent back. The times of the
@@ -88,12 +89,14 @@ class ExchangeMiddleware:
 
     Args:
         app: What comes next.
+        routes: All routes.
         observers: Are told of every request when its answer has gone.
         pace: When refusals go out.
     """
 
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer], pace: RefusalPace) -> None:
+    def __init__(self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RefusalPace) -> None:
         self.app = app
+        self.routes = routes
         self.observers = tuple(observers)
         self.pace = pace
         self._ids = RequestIds()
@@ -102,6 +105,7 @@ class ExchangeMiddleware:
         """Passes the request on with a record of its own."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"])
+        self.routes.enter(scope)
         scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         held: list[Message] = []
@@ -189,13 +193,13 @@ class UnexpectedErrorMiddleware:
                 "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
             )
             note_refusal(scope, error)
-            await engine_refusal(scope["path"], error, scope["request_id"])(scope, receive, send)
+            await dialect_of(scope).engine_error(error, scope["request_id"])(scope, receive, send)
         except Exception as error:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
             if _has_begun():
                 raise
             drop_tracebacks(error)
-            response = refusal(scope["path"], 500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+            response = dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
             await response(scope, receive, send)
 
 
@@ -216,20 +220,19 @@ class BodyLimitMiddleware:
     Args:
         app: The next application.
         max_body_bytes: Bytes of one body.
-        unlimited: Paths of routes that read large bodies under limits of their own.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, unlimited: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
-        self.unlimited = unlimited
         self._bodies = _BodyMemory(_NUM_LARGEST * max_body_bytes, _MOST_BEYOND)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Checks the length that was announced, and counts what arrives."""
         if scope["method"] in ("GET", "HEAD"):
             return self.app(scope, receive, send)
-        if scope["path"] in self.unlimited:
+        route = route_of(scope)
+        if route is not None and not route.limits_body:
             return self.app(scope, _unless_slow(scope, receive), send)
         announced: bytes | None = None
         for name, value in scope["headers"]:
@@ -241,7 +244,8 @@ class BodyLimitMiddleware:
         if not announced.isdigit() or int(announced) > self.max_body_bytes:
             error = self._too_large()
             note_refusal(scope, error)
-            return refusal(scope["path"], error.status_code, error.detail, error.headers)(scope, receive, send)
+            response = dialect_of(scope).status_error(error.status_code, error.detail, error.headers)
+            return response(scope, receive, send)
         if int(announced) > SMALL_BYTES:
             return self._run_held(scope, receive, send)
         return self.app(scope, _unless_slow(scope, receive), send)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..batches.window import LiveTraffic
-
-BATCH_PATHS = ("/v1/files", "/v1/batches")
-"""Requests for files and batches hold no line back."""
+from ..routing import runs_model
 
 
 class LiveTrafficMiddleware:
-    """Counts each POST request, except for files and batches, while the server works on it.
+    """Counts each request that runs a model, while the server works on it.
 
     The count begins when the body has arrived and ends when the response starts: a slow upload or a slow reader keeps
     the engine idle and holds no line back.
@@ -27,7 +25,7 @@ class LiveTrafficMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
-        if scope["method"] != "POST" or scope["path"].startswith(BATCH_PATHS):
+        if not runs_model(scope):
             await self.app(scope, receive, send)
             return
         is_counted = has_answer = False

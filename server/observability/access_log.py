@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from .timing import PROBES, RequestRecord
+from .timing import RequestRecord
 
 logger = logging.getLogger("penstock.access")
 
@@ -14,7 +14,7 @@ _MAX_PATH_CHARS: Final = 200
 
 def log_access(record: RequestRecord) -> None:
     """Logs a request unless it is a probe. The fields stand beside the message where log lines are JSON."""
-    if record.route in PROBES:
+    if record.is_probe:
         return
     scope = record.scope
     path = loggable(scope["path"])

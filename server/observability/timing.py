@@ -12,10 +12,9 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.request import Stage, StageTimes
 
+from ..routing import route_of
 from ..wire.limit_errors import REFUSED_BY
 
-PROBES: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
-"""Routes that are asked every few seconds: neither logged nor traced."""
 UNKNOWN_ROUTE: Final = "other"
 
 
@@ -28,7 +27,8 @@ class RequestRecord:
         began_s: Seconds, of time.perf_counter(). When its head was read.
         began_ns: Nanoseconds since 1970 of the same moment.
         stages: Where its time went.
-        route: The route that answered it, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
+        route: The route of its path, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
+        is_probe: It is sent every few seconds: neither logged nor traced.
         model: Shown name of the model that it went to; "" where it named none that is served, or came to no model.
         has_begun: Whether there is an answer, or the beginning of one; a refusal may still wait for its turn.
         status: HTTP status; 500 until an answer goes out.
@@ -46,6 +46,7 @@ class RequestRecord:
     began_ns: int
     stages: StageTimes = field(default_factory=StageTimes)
     route: str = UNKNOWN_ROUTE
+    is_probe: bool = False
     model: str = ""
     has_begun: bool = False
     status: int = 500
@@ -72,7 +73,9 @@ class RequestRecord:
     def end(self) -> None:
         """Notes that the answer has gone."""
         self.seconds = time.perf_counter() - self.began_s
-        self.route = getattr(self.scope.get("route"), "path", UNKNOWN_ROUTE)
+        route = route_of(self.scope)
+        if route is not None:
+            self.route, self.is_probe = route.path, route.is_probe
         self.refused_by = self.scope.get(REFUSED_BY)
 
 

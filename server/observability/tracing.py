@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ..wire.version import penstock_version
 from .access_log import loggable
-from .timing import PROBES, UNKNOWN_ROUTE, RequestRecord
+from .timing import UNKNOWN_ROUTE, RequestRecord
 
 _PARENT_HEADERS: Final = (b"traceparent", b"tracestate")
 _TRACES_PATH: Final = "/v1/traces"
@@ -48,7 +48,7 @@ class Tracing:
 
     def observe(self, record: RequestRecord) -> None:
         """Makes the spans of one request, unless it is a probe, and sets its `trace_id`."""
-        if record.route in PROBES:
+        if record.is_probe:
             return
         scope = record.scope
         carrier = {

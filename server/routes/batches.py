@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, BinaryIO, Final, Literal, Protocol
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import HTTPException, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -18,10 +18,11 @@ from ..batches.service import Batches
 from ..batches.store import Page
 from ..batches.uploads import too_large
 from ..calls.context import context_of
-from ..errors.table import status_response
+from ..dialects import OPENAI, Responses
+from ..errors import ErrorBody
+from ..routing import Router, is_from_other_origin
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
-from ..schemas.errors import ERROR_RESPONSES, ErrorBody, Responses
-from ..wire.json_route import JsonRoute, is_from_other_origin, json_response
+from ..wire.json_pieces import json_response
 from ..wire.shown_values import shown
 
 FILES: Final = "/v1/files"
@@ -33,8 +34,8 @@ _CONFLICT: Final[Responses] = {409: {"model": ErrorBody, "description": "It is i
 _CONTENT: Final[Responses] = {
     200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}, "description": "The bytes of the file."}
 }
-router = APIRouter(route_class=JsonRoute, responses={**ERROR_RESPONSES, **_MORE_ERRORS}, tags=["openai"])
-off = APIRouter(include_in_schema=False)
+router = Router(OPENAI, tag="openai", responses={**OPENAI.responses, **_MORE_ERRORS})
+off = Router(OPENAI, in_schema=False)
 
 FileId = Annotated[str, Path(description="Of the file.")]
 BatchId = Annotated[str, Path(description="Of the batch.")]
@@ -68,7 +69,7 @@ class _Entry(Protocol):
     def shown(self) -> dict[str, Any]: ...
 
 
-@router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
+@router.post(FILES, limits_body=False, response_model=FileObject, openapi_extra=UPLOAD)
 async def upload_file(request: Request) -> Response:
     """Takes a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
@@ -113,7 +114,9 @@ async def get_file_content(request: Request, file_id: FileId) -> Response:
     return OpenFileResponse(opened, media_type="application/jsonl", filename=file.filename)
 
 
-@router.delete("/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT, operation_id="delete_file")
+@router.route(
+    ["DELETE"], "/v1/files/{file_id}", response_model=FileDeleted, responses=_CONFLICT, operation_id="delete_file"
+)
 async def delete_file(request: Request, file_id: FileId) -> Response:
     """Removes a file that no batch reads."""
     await _batches(request).remove_file(file_id, _owner(request))
@@ -148,13 +151,13 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     return json_response((await _batches(request).cancel(batch_id, _owner(request))).shown())
 
 
-@off.api_route(FILES, methods=["GET", "POST"])
-@off.api_route("/v1/files/{rest:path}", methods=["GET", "DELETE"])
-@off.api_route("/v1/batches", methods=["GET", "POST"])
-@off.api_route("/v1/batches/{rest:path}", methods=["GET", "POST"])
+@off.route(["GET", "POST"], FILES)
+@off.route(["GET", "DELETE"], "/v1/files/{rest:path}")
+@off.route(["GET", "POST"], "/v1/batches")
+@off.route(["GET", "POST"], "/v1/batches/{rest:path}")
 async def tell_flag() -> Response:
     """Says how files and batches are switched on."""
-    return status_response(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
+    return OPENAI.status_error(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
 
 
 def _batches(request: Request) -> Batches:

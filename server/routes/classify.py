@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
@@ -14,6 +14,8 @@ from ..answers.sizes import of_classes, of_texts
 from ..answers.tei import prediction_rows
 from ..calls.context import CLASSIFIERS, EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
+from ..dialects import VLLM
+from ..routing import BatchUse, Router
 from ..schemas.classify import (
     ClassifyRequest,
     ClassifyResponse,
@@ -21,17 +23,15 @@ from ..schemas.classify import (
     InfinityClassifyResponse,
     TokenClassifyResponse,
 )
-from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.inputs import Text
-from ..wire.json_route import JsonRoute
 
-router = APIRouter(route_class=JsonRoute, tags=["classify"], responses=ERROR_RESPONSES)
+router = Router(VLLM, tag="classify")
 
 ClassAnswer = ClassifyResponse | CohereClassifyResponse | InfinityClassifyResponse | TokenClassifyResponse
 
 
-@router.post("/v1/classify", response_model=ClassAnswer)
-@router.post("/classify", response_model=ClassAnswer)
+@router.task("/v1/classify", batch_use=BatchUse.TASK, response_model=ClassAnswer)
+@router.task("/classify", batch_use=BatchUse.TASK, response_model=ClassAnswer)
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from penstock.engine import PoolingTask
@@ -15,6 +15,8 @@ from ..answers.room import json_answer
 from ..answers.sizes import of_numbers, of_texts, of_tokens
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, context_of
+from ..dialects import COHERE
+from ..routing import BatchUse, Router
 from ..schemas.cohere import (
     CohereDetokenizeRequest,
     CohereDetokenizeResponse,
@@ -25,21 +27,23 @@ from ..schemas.cohere import (
     CohereTokenizeResponse,
 )
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType
-from ..schemas.errors import ERROR_RESPONSES
 from ..wire.encoding import base64_row
-from ..wire.json_route import JsonRoute
 from ..wire.quantization import check_width, quantize
 
-router = APIRouter(route_class=JsonRoute, tags=["cohere"], responses=ERROR_RESPONSES)
+router = Router(COHERE, tag="cohere")
 
 
-@router.post("/v2/embed", response_model=CohereEmbedByTypeResponse)
+@router.task("/v2/embed", batch_use=BatchUse.EMBEDDING, response_model=CohereEmbedByTypeResponse)
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, in every form that is asked for."""
     return await embed(body, request, version="2")
 
 
-@router.post("/v1/embed", response_model=CohereEmbedFloatsResponse | CohereEmbedByTypeResponse)
+@router.task(
+    "/v1/embed",
+    batch_use=BatchUse.EMBEDDING,
+    response_model=CohereEmbedFloatsResponse | CohereEmbedByTypeResponse,
+)
 async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each: as plain lists, or with `embedding_types` in every form that is asked for."""
     return await embed(body, request, version="1")

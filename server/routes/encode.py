@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import PoolingTask
 
@@ -13,15 +13,17 @@ from ..answers.sizes import beyond_expected, of_numbers, of_sparse
 from ..answers.vectors import check_encodings, vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
+from ..dialects import PENSTOCK
+from ..routing import BatchUse, Router
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
-from ..schemas.errors import ERROR_RESPONSES
 from ..wire.encoding import written_rows
-from ..wire.json_route import JsonRoute
 
-router = APIRouter(route_class=JsonRoute, tags=["penstock"], responses=ERROR_RESPONSES)
+router = Router(PENSTOCK, tag="penstock")
 
 
-@router.post("/v1/encode", response_model=EncodeResponse, response_model_exclude_unset=True)
+@router.task(
+    "/v1/encode", batch_use=BatchUse.EMBEDDING, response_model=EncodeResponse, response_model_exclude_unset=True
+)
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
     context = context_of(request)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Body, Request, Response
 
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..answers.vectors import BYTES_RESPONSE
 from ..calls.context import context_of
-from ..errors.tei_errors import answered_as_tei
+from ..dialects import TEI, VLLM
+from ..routing import Router, passed_on
 from ..schemas.classify import ClassifyRequest
-from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.openai import EmbeddingRequest
 from ..schemas.rerank import RerankRequest
 from ..schemas.score import ScoreRequest
 from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
-from ..wire.json_route import JsonRoute, passed_on
 from ..wire.shown_values import shown_names
 from . import classify, openai, rerank, score, tei, vllm
 
-router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=SHARED_ERROR_RESPONSES)
+router = Router(VLLM, tag="vllm")
 
 _EXAMPLES: Final = [{"input": ["A gate holds the water."]}, {"query": "What?", "documents": ["A gate.", "A song."]}]
 _LEFT_SIDES: Final = ("text_1", "queries", "data_1")
@@ -34,14 +33,19 @@ _SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-@router.post("/invocations", response_model=dict[str, Any] | list[Any], responses={200: BYTES_RESPONSE})
+@router.task(
+    "/invocations",
+    by_key={"inputs": TEI, "texts": TEI},
+    response_model=dict[str, Any] | list[Any],
+    responses={200: BYTES_RESPONSE},
+)
 async def invocations(
     body: Annotated[dict[str, Any], Body(examples=_EXAMPLES, json_schema_extra=_SCHEMA)], request: Request
 ) -> Response:
     """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
     has = {key for key, value in body.items() if value is not None}
     if has & {"inputs", "texts"}:
-        return await answered_as_tei(tei.by_model(body, request), request)
+        return await tei.by_model(body, request)
     if "query" in has:
         return await passed_on(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):

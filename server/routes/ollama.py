@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import UnsupportedTaskError
@@ -21,10 +21,11 @@ from ..answers.room import json_answer
 from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
+from ..dialects import OLLAMA, OPENAI
 from ..models.model_entry import ModelEntry
 from ..models.table import Target
 from ..models.weight_files import WeightFiles
-from ..schemas.errors import TEXT_ERROR_RESPONSES
+from ..routing import Access, Router, passed_on
 from ..schemas.ollama import (
     OllamaEmbedBody,
     OllamaEmbeddingRequest,
@@ -39,19 +40,12 @@ from ..schemas.ollama import (
     OllamaStatus,
     TextRequest,
 )
-from ..wire.json_route import JsonRoute, json_response, passed_on
+from ..wire.json_pieces import json_response
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .operations import Version
 
-
-class OllamaRoute(JsonRoute):
-    """Reads any Content-Type as JSON, as Ollama does: the curl commands of its documentation send that of a form."""
-
-    takes_any_media = True
-
-
-router = APIRouter(route_class=OllamaRoute, tags=["ollama"], responses=TEXT_ERROR_RESPONSES)
+router = Router(OLLAMA, tag="ollama")
 
 _LOADED_S: Final = 0.05
 """Seconds within which a model is found that is loaded already."""
@@ -61,7 +55,7 @@ _NEVER_S: Final = 900 * 365 * 86400.0
 _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0"}
 
 
-@router.post("/api/embed", response_model=OllamaEmbedResponse)
+@router.task("/api/embed", response_model=OllamaEmbedResponse)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, L2-normalised."""
     began_s, context = time.perf_counter(), context_of(request)
@@ -85,7 +79,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     )
 
 
-@router.post("/api/embeddings", response_model=OllamaEmbeddingResponse)
+@router.task("/api/embeddings", response_model=OllamaEmbeddingResponse)
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Embeds one text; /api/embed is newer."""
     context = context_of(request)
@@ -98,7 +92,7 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
     return json_response({"embedding": result.embeddings[0]})
 
 
-@router.get("/api/tags", response_model=OllamaModels)
+@router.get("/api/tags", access=Access.OPEN, response_model=OllamaModels)
 async def tags(request: Request) -> Response:
     """Lists the served names."""
     cards, context = [], context_of(request)
@@ -158,16 +152,14 @@ async def pull(body: OllamaShowRequest, request: Request) -> Response:
     return json_response({"status": "success"})
 
 
-@router.get("/api/version", response_model=Version)
+@router.get("/api/version", access=Access.OPEN, response_model=Version)
 async def version() -> Response:
     """The version of penstock."""
     return json_response({"version": penstock_version()})
 
 
-@router.post("/api/generate", include_in_schema=False)
-@router.post("/api/chat", include_in_schema=False)
-@router.post("/v1/chat/completions", include_in_schema=False)
-@router.post("/v1/completions", include_in_schema=False)
+@router.post("/api/generate", aliases=["/api/chat"], include_in_schema=False)
+@router.post("/v1/chat/completions", aliases=["/v1/completions"], dialect=OPENAI, include_in_schema=False)
 async def generate(body: TextRequest, request: Request) -> Response:
     """Says what this server is, to clients that want text of it. Ollama's load a model, or let it go, without any."""
     life = body.life() if request.scope["path"].startswith("/api/") else None

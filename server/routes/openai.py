@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 
@@ -14,22 +14,23 @@ from ..answers.vectors import BYTES_RESPONSE, check_encodings, vector_width, vec
 from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.model_cards import model_card
+from ..dialects import OPENAI
 from ..models.table import Target
-from ..schemas.errors import ERROR_RESPONSES
+from ..routing import Access, BatchUse, Router
 from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, ModelCard, ModelList, MultiVectorResponse
 from ..wire.encoding import Encoding
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_pieces import json_response
 
-router = APIRouter(route_class=JsonRoute, responses=ERROR_RESPONSES)
+router = Router(OPENAI, tag="openai")
 
 
-@router.post(
+@router.task(
     "/v1/embeddings",
+    aliases=["/embeddings"],
+    batch_use=BatchUse.EMBEDDING,
     response_model=EmbeddingResponse | MultiVectorResponse,
     responses={200: BYTES_RESPONSE},
-    tags=["openai"],
 )
-@router.post("/embeddings", include_in_schema=False)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Embeds texts or token ids, one vector each, in their order; with `return_multivector` as /v1/multi-vector."""
     if body.return_multivector:
@@ -48,7 +49,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     return vectors_response(request, head, result.embeddings, encodings)
 
 
-@router.post("/v1/multi-vector", response_model=MultiVectorResponse, responses={200: BYTES_RESPONSE}, tags=["jina"])
+@router.task(
+    "/v1/multi-vector",
+    batch_use=BatchUse.EMBEDDING,
+    response_model=MultiVectorResponse,
+    responses={200: BYTES_RESPONSE},
+    tags=["jina"],
+)
 async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Response:
     """Embeds texts or token ids, one vector per token.
 
@@ -80,8 +87,7 @@ def _checked(
     return params, encodings, options
 
 
-@router.get("/v1/models", response_model=ModelList, tags=["openai"])
-@router.get("/models", include_in_schema=False)
+@router.get("/v1/models", aliases=["/models"], access=Access.OPEN, response_model=ModelList)
 async def list_models(request: Request, endpoint: str | None = None) -> Response:
     """Lists every model once, with its other names; with `endpoint`, as Cohere's clients ask, those that serve it."""
     context = context_of(request)
@@ -91,8 +97,7 @@ async def list_models(request: Request, endpoint: str | None = None) -> Response
     return json_response({"object": "list", "data": cards, "models": cards})
 
 
-@router.get("/v1/models/{name:path}", response_model=ModelCard, tags=["openai"])
-@router.get("/models/{name:path}", include_in_schema=False)
+@router.get("/v1/models/{name:path}", aliases=["/models/{name:path}"], access=Access.OPEN, response_model=ModelCard)
 async def get_model(name: str, request: Request) -> Response:
     """Describes a model by one of its names."""
     context = context_of(request)

@@ -11,7 +11,7 @@ import platform
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from pydantic_core import to_jsonable_python
@@ -20,15 +20,16 @@ from penstock.engine.model_files.resolve import resolved_table
 
 from ..calls.context import context_of
 from ..calls.model_cards import model_card
+from ..dialects import PENSTOCK, Responses
+from ..routing import Access, Router
 from ..schemas.admin import ModelRequest
-from ..schemas.errors import ERROR_RESPONSES
 from ..schemas.openai import ModelCard
 from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
 from ..settings import ServerSettings
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_pieces import json_response
 from ..wire.version import penstock_version
 
-router = APIRouter(tags=["operations"])
+router = Router(PENSTOCK, tag="operations", responses={})
 
 
 class ReplicaHealth(BaseModel):
@@ -54,22 +55,22 @@ class Version(BaseModel):
     version: str = Field(examples=["0.1.0"])
 
 
-_UNHEALTHY: Final[dict[int | str, dict[str, Any]]] = {503: {"model": Health, "description": "Not healthy."}}
+_UNHEALTHY: Final[Responses] = {503: {"model": Health, "description": "Not healthy."}}
 
 
-@router.get("/health/live", response_model=Health, responses=_UNHEALTHY)
-@router.head("/health/live", include_in_schema=False)
+@router.get(
+    "/health/live", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
+)
 async def live(request: Request) -> Response:
     """200 while the process works: an engine that is being loaded does not count, but all given up do."""
     return _health(request, is_good=context_of(request).models.is_alive)
 
 
-@router.get("/health/ready", response_model=Health, responses=_UNHEALTHY)
-@router.get("/health", response_model=Health, responses=_UNHEALTHY)
-@router.get("/ping", include_in_schema=False)
-@router.post("/ping", include_in_schema=False)
-@router.head("/health/ready", include_in_schema=False)
-@router.head("/health", include_in_schema=False)
+@router.get(
+    "/health/ready", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
+)
+@router.get("/health", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY)
+@router.route(["GET", "POST"], "/ping", access=Access.OPEN, is_probe=True, include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 when a model takes requests, or will be loaded for them; 503 while the server starts or drains.
 
@@ -78,13 +79,19 @@ async def ready(request: Request) -> Response:
     return _health(request, is_good=context_of(request).models.is_ready)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    access=Access.OPEN,
+    is_probe=True,
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}},
+)
 async def metrics(request: Request) -> Response:
     """Figures in Prometheus' text format."""
     return Response(await context_of(request).metrics.scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-@router.get("/version", response_model=Version)
+@router.get("/version", access=Access.OPEN, response_model=Version)
 async def get_version() -> Response:
     """The version of penstock."""
     return json_response({"version": penstock_version()})
@@ -103,7 +110,7 @@ def _health(request: Request, *, is_good: bool) -> Response:
     return response
 
 
-operator_router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
+operator_router = Router(PENSTOCK, tag="operations")
 
 ModelName = Annotated[str | None, Query(description="A served name; absent: the first model.")]
 
@@ -164,10 +171,10 @@ def _without_secrets(settings: ServerSettings) -> dict[str, Any]:
     return shown
 
 
-admin_router = APIRouter(route_class=JsonRoute, tags=["operations"], responses=ERROR_RESPONSES)
+admin_router = Router(PENSTOCK, tag="operations")
 
 
-@admin_router.post("/models/load", response_model=ModelCard)
+@admin_router.post("/models/load", access=Access.ADMIN_KEY, response_model=ModelCard)
 async def load(body: ModelRequest, request: Request) -> Response:
     """Loads a model and answers when it can serve. What it takes may make others go."""
     context = context_of(request)
@@ -175,7 +182,7 @@ async def load(body: ModelRequest, request: Request) -> Response:
     return json_response(model_card(context, context.models.describe(body.model)))
 
 
-@admin_router.post("/models/unload", response_model=ModelCard)
+@admin_router.post("/models/unload", access=Access.ADMIN_KEY, response_model=ModelCard)
 async def unload(body: ModelRequest, request: Request) -> Response:
     """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
     context = context_of(request)

@@ -16,12 +16,14 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import FileResponse
 
+from ..dialects import PENSTOCK
+from ..routing import Access, Router
 from . import operations
 
-router = APIRouter(include_in_schema=False)
+router = Router(PENSTOCK, in_schema=False)
 
 _SCRIPTS: Final = (
     *("elements", "requests", "colors", "embed", "rank", "vectors", "tokens", "code", "model", "examples", "start"),
@@ -78,8 +80,7 @@ _PLAYGROUND_HEADERS: Final = {
 }
 
 
-@router.get("/")
-@router.head("/")
+@router.get("/", has_head=True, access=Access.OPEN)
 async def root(request: Request) -> Response:
     """Shows the playground where HTML is asked for by name; otherwise tells health, as TEI's root path does."""
     if prefers_html(",".join(request.headers.getlist("accept"))):
@@ -163,27 +164,33 @@ _DOCUMENTATION_HEADERS: Final = {
 }
 
 
-@router.get("/docs")
-@router.head("/docs")
+@router.get("/docs", has_head=True, access=Access.OPEN)
 async def documentation(request: Request) -> Response:
     """Shows every route, with examples that can be sent."""
     here = "../" if request.scope["raw_path"].endswith(b"/") else ""
     return Response(_PAGE.substitute(here=here), headers=_DOCUMENTATION_HEADERS)
 
 
-@router.get("/docs/swagger-ui-bundle.js")
+@router.get("/openapi.json", has_head=True, access=Access.OPEN)
+async def openapi_document(request: Request) -> Response:
+    """The OpenAPI document of the routes."""
+    document = request.app.encoded_document(request.scope.get("root_path", ""))
+    return Response(document, media_type="application/json")
+
+
+@router.get("/docs/swagger-ui-bundle.js", access=Access.OPEN)
 async def script() -> Response:
     """Swagger UI itself."""
     return _asset("swagger-ui-bundle.js", "text/javascript")
 
 
-@router.get("/docs/swagger-ui.css")
+@router.get("/docs/swagger-ui.css", access=Access.OPEN)
 async def style() -> Response:
     """How Swagger UI looks."""
     return _asset("swagger-ui.css", "text/css")
 
 
-@router.get("/docs/favicon-32x32.png")
+@router.get("/docs/favicon-32x32.png", access=Access.OPEN)
 async def icon() -> Response:
     """The picture in the browser's tab."""
     return _asset("favicon-32x32.png", "image/png")

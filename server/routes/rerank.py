@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Tag
 
 from ..answers.room import json_answer
@@ -15,32 +15,37 @@ from ..answers.sizes import of_scores, of_texts
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import RERANKERS, ClientWatch, context_of
 from ..calls.inputs import cut_texts
-from ..errors.tei_errors import answered_as_tei
-from ..schemas.errors import SHARED_ERROR_RESPONSES
+from ..dialects import COHERE, TEI
+from ..routing import BatchUse, RouteOptions, Router
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
-from ..wire.json_bodies import OWN, TEI, by_keys
-from ..wire.json_route import JsonRoute, answered
+from ..wire.json_bodies import OWN_TAG, TEI_TAG, by_keys
 from .tei import RERANK, rerank_texts
 
-router = APIRouter(route_class=JsonRoute, tags=["rerank"], responses=SHARED_ERROR_RESPONSES)
+router = Router(COHERE, tag="rerank")
 
 RerankBody = Annotated[
-    Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)],
-    by_keys({"texts": TEI}, otherwise=OWN),
+    Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
+    by_keys({"texts": TEI_TAG}, otherwise=OWN_TAG),
 ]
 
+_RERANK: Final[RouteOptions] = {
+    "by_key": {"texts": TEI},
+    "batch_use": BatchUse.TASK,
+    "response_model": RerankResponse | list[TeiRank],
+    "responses": TEI_HEADERS,
+}
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
 _NO_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents to false."
 
 
-@router.post("/v2/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
-@router.post("/v1/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
-@router.post("/rerank", response_model=RerankResponse | list[TeiRank], responses=TEI_HEADERS)
+@router.task("/v2/rerank", **_RERANK)
+@router.task("/v1/rerank", **_RERANK)
+@router.task("/rerank", **_RERANK)
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
     if isinstance(body, TeiRerankRequest):
-        return await answered_as_tei(answered(rerank_texts, body, request), request)
+        return await rerank_texts(body, request)
     context = context_of(request)
     target = await context.find(request, body.model, RERANKERS)
     engine, name = target.engine, target.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import PoolingTask
 
@@ -10,15 +10,15 @@ from ..answers.room import json_answer
 from ..answers.sizes import of_scores
 from ..calls.context import RERANKERS, ClientWatch, context_of
 from ..calls.inputs import cut_texts
-from ..schemas.errors import ERROR_RESPONSES
+from ..dialects import VLLM
+from ..routing import BatchUse, Router
 from ..schemas.score import ScoreRequest, ScoreResponse
-from ..wire.json_route import JsonRoute
 
-router = APIRouter(route_class=JsonRoute, tags=["score"], responses=ERROR_RESPONSES)
+router = Router(VLLM, tag="score")
 
 
-@router.post("/v1/score", response_model=ScoreResponse)
-@router.post("/score", response_model=ScoreResponse)
+@router.task("/v1/score", batch_use=BatchUse.TASK, response_model=ScoreResponse)
+@router.task("/score", batch_use=BatchUse.TASK, response_model=ScoreResponse)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
     context = context_of(request)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import numpy as np
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import Body, Request, Response
 from pydantic import Discriminator, Tag
 
 from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, SchedulerConfig, TokenizedText
@@ -21,8 +21,9 @@ from ..answers.sizes import beyond_expected, of_classes, of_numbers, of_scores, 
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..answers.vectors import vector_width
 from ..calls.context import CLASSIFIERS, EMBEDDERS, RERANKERS, ClientWatch, context_of
+from ..dialects import TEI
+from ..routing import Access, BatchUse, Router, passed_on
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
-from ..schemas.errors import TEI_ERROR_RESPONSES
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
@@ -35,9 +36,8 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..wire.json_bodies import COHERE, TEI, embed_dialect
-from ..wire.json_pieces import json_array
-from ..wire.json_route import JsonRoute, json_response, passed_on
+from ..wire.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
+from ..wire.json_pieces import json_array, json_response
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from . import cohere
@@ -47,14 +47,15 @@ RERANK: Final = "rerank"
 _NO_TEXTS: Final = "Send fewer texts at once, or leave return_text out."
 
 EmbedBody = Annotated[
-    Annotated[TeiEmbedRequest, Tag(TEI)] | Annotated[CohereEmbedRequest, Tag(COHERE)],
+    Annotated[TeiEmbedRequest, Tag(TEI_TAG)] | Annotated[CohereEmbedRequest, Tag(COHERE_TAG)],
     Discriminator(embed_dialect),
 ]
-router = APIRouter(route_class=JsonRoute, tags=["tei"], responses=TEI_ERROR_RESPONSES)
+router = Router(TEI, tag="tei")
 
 
-@router.post(
+@router.task(
     "/embed",
+    batch_use=BatchUse.EMBEDDING,
     response_model=list[list[float]] | CohereEmbedFloatsResponse | CohereEmbedByTypeResponse,
     responses=TEI_HEADERS,
 )
@@ -79,7 +80,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-@router.post("/embed_all", response_model=list[list[list[float]]], responses=TEI_HEADERS)
+@router.task("/embed_all", batch_use=BatchUse.EMBEDDING, response_model=list[list[list[float]]], responses=TEI_HEADERS)
 async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds every token of each input, special tokens included, without pooling and normalisation.
 
@@ -101,7 +102,9 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-@router.post("/embed_sparse", response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS)
+@router.task(
+    "/embed_sparse", batch_use=BatchUse.EMBEDDING, response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS
+)
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
     began_s, context = time.perf_counter(), context_of(request)
@@ -118,7 +121,7 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-@router.post("/similarity", response_model=list[float], responses=TEI_HEADERS)
+@router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
     began_s, context = time.perf_counter(), context_of(request)
@@ -140,7 +143,12 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     return tei_response(request, result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
 
 
-@router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]], responses=TEI_HEADERS)
+@router.task(
+    "/predict",
+    batch_use=BatchUse.TASK,
+    response_model=list[TeiPrediction] | list[list[TeiPrediction]],
+    responses=TEI_HEADERS,
+)
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
     began_s, context = time.perf_counter(), context_of(request)
@@ -203,7 +211,7 @@ async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: Reque
 _POOLING_NAMES: Final = {"LAST": "last_token"}
 
 
-@router.get("/info", response_model=TeiInfo)
+@router.get("/info", access=Access.OPEN, response_model=TeiInfo)
 async def info(request: Request) -> Response:
     """Describes the default model and the limits of the server."""
     context = context_of(request)
@@ -265,7 +273,7 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
     return json_answer(request, rows)
 
 
-@router.post("/", include_in_schema=False)
+@router.task("/", include_in_schema=False)
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
     """Answers as the Inference API: with what the body asks for, or what the served model is there for."""
     model = body.get("model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Tag
 
 from penstock.engine import AsyncEngine
@@ -14,31 +14,34 @@ from ..answers.room import json_answer
 from ..answers.sizes import of_texts, of_tokens
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_messages
-from ..errors.tei_errors import answered_as_tei
+from ..dialects import TEI, VLLM
+from ..routing import Router
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
-from ..schemas.errors import SHARED_ERROR_RESPONSES
 from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from ..wire.json_bodies import COHERE, OWN, TEI, by_keys
-from ..wire.json_route import JsonRoute, answered
+from ..wire.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
 from . import cohere, tei
 
-router = APIRouter(route_class=JsonRoute, tags=["tokenize"], responses=SHARED_ERROR_RESPONSES)
+router = Router(VLLM, tag="tokenize")
 
 TokenizeBody = Annotated[
-    Annotated[TokenizeRequest, Tag(OWN)]
-    | Annotated[TeiTokenizeRequest, Tag(TEI)]
-    | Annotated[CohereTokenizeRequest, Tag(COHERE)],
-    by_keys({"inputs": TEI, "text": COHERE}, otherwise=OWN),
+    Annotated[TokenizeRequest, Tag(OWN_TAG)]
+    | Annotated[TeiTokenizeRequest, Tag(TEI_TAG)]
+    | Annotated[CohereTokenizeRequest, Tag(COHERE_TAG)],
+    by_keys({"inputs": TEI_TAG, "text": COHERE_TAG}, otherwise=OWN_TAG),
 ]
 
 
-@router.post("/tokenize", response_model=TokenizeResponse | list[list[TeiToken]] | CohereTokenizeResponse)
+@router.post(
+    "/tokenize",
+    by_key={"inputs": TEI},
+    response_model=TokenizeResponse | list[list[TeiToken]] | CohereTokenizeResponse,
+)
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
     match body:
         case TeiTokenizeRequest():
-            return await answered_as_tei(answered(tei.tokenize_texts, body, request), request)
+            return await tei.tokenize_texts(body, request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
     context = context_of(request)

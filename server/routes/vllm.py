@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from penstock.engine import (
     AsyncEngine,
@@ -22,22 +22,28 @@ from ..answers.sizes import of_numbers
 from ..answers.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..schemas.errors import ERROR_RESPONSES
+from ..dialects import VLLM
+from ..routing import BatchUse, Router
 from ..schemas.inputs import Text
 from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
 from ..wire.encoding import Encoding, Rows
-from ..wire.json_route import JsonRoute, json_response
+from ..wire.json_pieces import json_response
 from ..wire.quantization import check_width
 
-router = APIRouter(route_class=JsonRoute, tags=["vllm"], responses=ERROR_RESPONSES)
+router = Router(VLLM, tag="vllm")
 
 PoolingResult = EmbeddingResult | ClassResult | TokenResult
 
 _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 
 
-@router.post("/pooling", response_model=PoolingResponse, responses={200: BYTES_RESPONSE})
-@router.post("/v1/pooling", include_in_schema=False)
+@router.task(
+    "/pooling",
+    aliases=["/v1/pooling"],
+    batch_use=BatchUse.EMBEDDING,
+    response_model=PoolingResponse,
+    responses={200: BYTES_RESPONSE},
+)
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Answers with the numbers themselves: embeddings or class scores, of each input or of each of its tokens."""
     context = context_of(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
@@ -18,28 +18,6 @@ MOST_EXPIRY_S: Final = 30 * 24 * 3600
 MOST_HOURS: Final = 168
 _HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 
-Endpoint = Literal[
-    "/v1/embeddings",
-    "/v1/multi-vector",
-    "/v1/encode",
-    "/v1/embed",
-    "/v2/embed",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/score",
-    "/v1/score",
-    "/classify",
-    "/v1/classify",
-    "/pooling",
-    "/embed",
-    "/embed_all",
-    "/embed_sparse",
-    "/predict",
-    "/similarity",
-]
-ENDPOINTS: Final[tuple[str, ...]] = get_args(Endpoint)
-"""Routes that the lines of a batch may ask: those that run the model, but for Ollama's and /invocations."""
 Metadata = Annotated[
     dict[
         Annotated[str, StringConstraints(min_length=1, max_length=64)],
@@ -73,7 +51,7 @@ class BatchRequest(JsonBody):
     )
 
     input_file_id: str = Field(description="An uploaded file of JSON lines.")
-    endpoint: Endpoint = Field(description="The route of all its lines.")
+    endpoint: str = Field(description="The route of all its lines.")
     completion_window: CompletionWindow = Field(
         description=f"Hours after which what is left is given up, from 1h to {MOST_HOURS}h; OpenAI's clients send 24h."
     )

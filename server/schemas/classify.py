@@ -13,11 +13,11 @@ from pydantic import BaseModel, Field
 from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..dialects import COHERE, INFINITY, VLLM, keys_ignored_by
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .inputs import Text, TextOrTexts
 from .options import Answer, CohereTruncate, Flag, ListAnswer, Listed, PoolingBody, parse_truncate, truncated
-from .passed_keys import let_pass
 from .rerank import VersionMeta
 from .tei import TeiPrediction
 
@@ -46,7 +46,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         one_of=("input", "messages", "inputs"),
     )
 
-    passed_keys: ClassVar = let_pass("vllm", "infinity", "cohere")
+    ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE)
     prompt_fields: ClassVar = ("instruction",)
 
     inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")

@@ -14,12 +14,12 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..wire.json_bodies import COHERE
+from ..dialects import COHERE, keys_ignored_by
+from ..wire.json_bodies import COHERE_TAG
 from ..wire.json_schema import documented
 from .encodings import EmbeddingTypes
 from .inputs import Contents, SomeTokenIds, Texts
 from .options import PRIORITY, CohereTruncate, Count, Priority, RequestBody, Width
-from .passed_keys import let_pass
 from .rerank import VersionMeta
 
 _ENDPOINTS: Final = {
@@ -40,8 +40,8 @@ _NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0}
 class CohereBody(RequestBody):
     """Base of Cohere's own bodies."""
 
-    tag: ClassVar[str] = COHERE
-    passed_keys: ClassVar = let_pass("cohere")
+    tag: ClassVar[str] = COHERE_TAG
+    ignored_keys: ClassVar = keys_ignored_by(COHERE)
 
 
 class CohereEmbedRequest(CohereBody):

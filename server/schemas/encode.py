@@ -9,12 +9,12 @@ from pydantic import BaseModel, Field
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
+from ..dialects import PENSTOCK, keys_ignored_by
 from ..wire.encoding import Encoding
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .encodings import EncodingOptions
 from .options import EmbeddingBody, Flag, ListAnswer, Listed
-from .passed_keys import let_pass
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -46,7 +46,7 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
         one_of=("input", "messages"),
     )
 
-    passed_keys: ClassVar = let_pass("penstock")
+    ignored_keys: ClassVar = keys_ignored_by(PENSTOCK)
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "instruction")
 
     outputs: Listed[Output] | None = Field(

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..errors import EMPTY_TEXT
 from ..wire import json_schema
 from ..wire.shown_values import shown, shown_names
 from .options import Listed
@@ -243,8 +244,6 @@ Documents = Annotated[list[Document], PlainValidator(parse_documents), WithJsonS
 
 
 TextOrList = TypeVar("TextOrList", bound=str | list[Any])
-EMPTY_TEXT: Final = "empty_text"
-"""Type of the error of an empty text."""
 
 
 class Sequences(NamedTuple):

@@ -11,12 +11,12 @@ from pydantic import BaseModel, BeforeValidator, Field
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..dialects import OLLAMA, keys_ignored_by
 from ..wire.json_bodies import JsonBody
 from ..wire.json_schema import documented
 from ..wire.shown_values import shown
 from .inputs import TextOrTexts
 from .options import Count, Flag, RequestBody, Width
-from .passed_keys import let_pass
 
 _UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART: Final = rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNIT_S)})"
@@ -45,7 +45,7 @@ KeepAlive = Annotated[
 class OllamaBody(RequestBody):
     """Base of Ollama's bodies. A model's name may end in `:latest`, as clients write it."""
 
-    passed_keys: ClassVar = let_pass("ollama")
+    ignored_keys: ClassVar = keys_ignored_by(OLLAMA)
 
     def served_name(self) -> str | None:
         """Returns the name that the model is served under."""

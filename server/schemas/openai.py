@@ -11,12 +11,12 @@ from penstock.engine import PoolingParams, PoolingTask, PoolingType
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
+from ..dialects import INFINITY, JINA, OPENAI, VLLM, VOYAGE, keys_ignored_by
 from ..wire.json_schema import documented
 from .chat import InputFields
 from .encode import Output
 from .encodings import EmbeddingTypeOptions
 from .options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
-from .passed_keys import let_pass
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
@@ -41,7 +41,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         one_of=("input", "messages"),
     )
 
-    passed_keys: ClassVar = let_pass("openai", "jina", "voyage", "vllm", "infinity")
+    ignored_keys: ClassVar = keys_ignored_by(OPENAI, JINA, VOYAGE, VLLM, INFINITY)
     prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
 
     dimensions: WidthOrZero | None = Field(

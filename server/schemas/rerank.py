@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engine import PoolingParams
 
+from ..dialects import COHERE, INFINITY, JINA, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..wire.json_schema import documented
 from .inputs import Documents, TextOrObject, document_texts
 from .options import Count, Flag, FlagOrWord, Listed, PairBody, Usage, truncated
-from .passed_keys import let_pass
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
 """Keys of dialects that return documents on request only: Cohere's and Voyage's."""
@@ -44,7 +44,7 @@ class RerankRequest(PairBody):
     )
 
     own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
-    passed_keys: ClassVar = let_pass("cohere", "jina", "voyage", "vllm", "infinity", "xinference")
+    ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE)
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
     documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')

@@ -9,11 +9,11 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..dialects import VLLM, keys_ignored_by
 from ..wire import json_schema
 from ..wire.json_schema import documented
 from .inputs import content_text, parse_text_or_texts
 from .options import ListAnswer, PairBody
-from .passed_keys import let_pass
 
 _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
@@ -39,7 +39,7 @@ class ScoreRequest(PairBody):
         one_of=(*_PAIRS,),
     )
 
-    passed_keys: ClassVar = let_pass("vllm")
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     text_1: ScoreSide | None = Field(None, description="Queries. Together with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")

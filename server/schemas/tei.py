@@ -14,7 +14,8 @@ from pydantic_core import CoreSchema
 
 from penstock.engine import PoolingParams
 
-from ..wire.json_bodies import TEI
+from ..dialects import TEI, keys_ignored_by
+from ..wire.json_bodies import TEI_TAG
 from ..wire.json_schema import documented
 from .inputs import (
     FullInputs,
@@ -28,15 +29,14 @@ from .inputs import (
     TruncationSide,
 )
 from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width
-from .passed_keys import let_pass
 
 
 class TeiBody(RequestBody):
     """Base of TEI's bodies."""
 
-    tag: ClassVar[str] = TEI
+    tag: ClassVar[str] = TEI_TAG
     own_names: ClassVar = {"input": "inputs"}
-    passed_keys: ClassVar = let_pass("tei")
+    ignored_keys: ClassVar = keys_ignored_by(TEI)
 
 
 class TeiModelBody(TeiBody):

@@ -10,12 +10,12 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
+from ..dialects import VLLM, keys_ignored_by
 from ..wire.json_schema import documented
 from .chat import ChatFields, InputFields
 from .encodings import EncodingOptions
 from .inputs import TokenIds
 from .options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
-from .passed_keys import let_pass
 
 _EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
 
@@ -30,7 +30,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
         one_of=("input", "messages"),
     )
 
-    passed_keys: ClassVar = let_pass("vllm")
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
         None,
@@ -94,7 +94,7 @@ class TokenizeRequest(ChatFields):
         one_of=("prompt", "messages"),
     )
 
-    passed_keys: ClassVar = let_pass("vllm")
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     prompt: str | None = Field(None, description="The text.")
     return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
@@ -137,7 +137,7 @@ class DetokenizeRequest(RequestBody):
     model_config = documented({"tokens": [7592, 2088]})
 
     own_names: ClassVar = {"input": "tokens"}
-    passed_keys: ClassVar = let_pass("vllm")
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     tokens: TokenIds = Field(description="Token ids of the served model.")
 

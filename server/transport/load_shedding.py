@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from re import Pattern
 from time import perf_counter, time_ns
 from typing import Final
 from urllib.parse import unquote
@@ -24,24 +23,15 @@ from starlette.types import Message, Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
-from ..errors.handlers import engine_refusal
-from ..errors.tei_errors import tei_engine_error_response
+from ..dialects import Dialect
 from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds, canonical_path
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
-from ..wire.json_route import JsonRoute
+from ..routing import Route, RouteTable
 from ..wire.limit_errors import note_refusal
-from ..wire.request_limits import WITHOUT_FORWARD
 
-_TEXTS: Final = re.compile(rb'"texts"\s*:')
-_TEI_KEYS: Final[Mapping[str, Pattern[bytes]]] = {
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXTS),
-    "/invocations": re.compile(rb'"(?:inputs|texts)"\s*:'),
-}
-"""Paths whose bodies tell which dialect an error is written in, and keys of TEI's. Inside of a text a quote is escaped,
-so that it is no key."""
 _LONGEST_KEY: Final = 64
 
 Answer = Callable[[Response], None]
@@ -68,7 +58,7 @@ class Refusal:
 
     error: EngineError
     model: str
-    route: JsonRoute
+    route: Route
     scope: Scope
     cors: CORSMiddleware | None
     answer: Answer | None
@@ -76,14 +66,18 @@ class Refusal:
     ids: RequestIds
     began_s: float = field(default_factory=perf_counter)
     began_ns: int = field(default_factory=time_ns)
-    _is_tei: bool = False
+    _dialect: Dialect | None = None
     _seen: bytes = b""
 
     def look(self, body: bytes) -> None:
-        """Looks for the dialect in a piece of the body."""
-        keys = _TEI_KEYS.get(self.route.path)
-        if keys is not None and not self._is_tei:
-            self._is_tei = keys.search(self._seen + body) is not None
+        """Looks in a piece of the body for a key that tells its dialect.
+
+        A quote inside of a text is escaped, so that the text is not taken for a key.
+        """
+        if self.route.by_key and self._dialect is None:
+            for key, dialect in self.route.by_key.items():
+                if re.search(rb'"%b"\s*:' % key.encode(), self._seen + body):
+                    self._dialect = dialect
             self._seen = body[-_LONGEST_KEY:]
 
     def send(self) -> bool:
@@ -96,10 +90,7 @@ class Refusal:
         request_id = name.decode("ascii")
         known = {"method": "POST", "path": path, "route": self.route, "request_id": request_id}
         record = RequestRecord({**scope, **known}, self.began_s, self.began_ns, model=self.model)
-        if self._is_tei:
-            response = tei_engine_error_response(self.error, request_id)
-        else:
-            response = engine_refusal(path, self.error, request_id)
+        response = (self._dialect or self.route.dialect).engine_error(self.error, request_id)
         if self.cors is not None:
             _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
@@ -119,7 +110,7 @@ class LoadShedder:
     too large; and every request where several models are served, because the body names the model.
 
     Args:
-        routes: Of the application, by their paths.
+        routes: Of the application.
         models: What is served.
         keys: Who may ask.
         observers: Are told of every answer.
@@ -130,7 +121,7 @@ class LoadShedder:
 
     def __init__(
         self,
-        routes: Mapping[str, JsonRoute],
+        routes: RouteTable,
         models: ModelTable,
         keys: ApiKeys,
         observers: Sequence[Observer],
@@ -138,7 +129,7 @@ class LoadShedder:
         max_body_bytes: int,
         cors: CORSMiddleware | None,
     ) -> None:
-        self._routes = {path.encode(): route for path, route in routes.items() if path not in WITHOUT_FORWARD}
+        self._routes = {path.encode(): route for path, route in routes.json_routes().items() if route.runs_model}
         self._models = models
         self._keys = keys
         self._observers = tuple(observers)
@@ -191,7 +182,7 @@ class LoadShedder:
             return refusal
         return None
 
-    def _route(self, target: bytes) -> JsonRoute | None:
+    def _route(self, target: bytes) -> Route | None:
         route = self._routes.get(target)
         if route is not None:
             return route

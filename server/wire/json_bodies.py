@@ -1,7 +1,8 @@
 """Bodies of requests: checked by a schema that knows its own keys, and on shared paths told apart by them.
 
 Body = Annotated[
-    Annotated[RerankRequest, Tag(OWN)] | Annotated[TeiRerankRequest, Tag(TEI)], by_keys({"texts": TEI}, otherwise=OWN)
+    Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
+    by_keys({"texts": TEI_TAG}, otherwise=OWN_TAG),
 ]
 """
 
@@ -18,30 +19,30 @@ from pydantic_core import CoreSchema
 
 from .shown_values import shown_names
 
-OWN: Final = "<own>"
-TEI: Final = "<tei>"
-COHERE: Final = "<cohere>"
+OWN_TAG: Final = "<own>"
+TEI_TAG: Final = "<tei>"
+COHERE_TAG: Final = "<cohere>"
 
 MAX_SHOWN_ERRORS: Final = 3
 """Errors of one body that its client is told."""
 
-TAGS: Final = frozenset({OWN, TEI, COHERE})
+TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
 """Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
 
 
 class JsonBody(BaseModel):
-    """A body. Keys that are no field of it are refused, unless they are null, which means absent, or let pass.
+    """A body. Unknown keys are refused unless they are null, which means absent, or among `ignored_keys`.
 
     Attributes:
         tag: Of its dialect, where it shares a path with others.
-        passed_keys: Keys that are let pass though nothing here depends on them, and why.
+        ignored_keys: Keys that are accepted although nothing here depends on them, with the reason.
         own_names: See `field_names`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    tag: ClassVar[str] = OWN
-    passed_keys: ClassVar[Mapping[str, str]] = {}
+    tag: ClassVar[str] = OWN_TAG
+    ignored_keys: ClassVar[Mapping[str, str]] = {}
     own_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
@@ -53,12 +54,9 @@ class JsonBody(BaseModel):
         return None
 
     def check_keys(self) -> None:
-        """Raises RequestValidationError for keys that are no field, neither null nor let pass. Others need not ask.
-
-        What is let pass is dropped: it need not wait with the request.
-        """
+        """Raises RequestValidationError for unknown keys that are neither null nor ignored. Drops the ignored ones."""
         extra = self.model_extra or {}
-        names = [name for name, value in extra.items() if value is not None and name not in self.passed_keys]
+        names = [name for name, value in extra.items() if value is not None and name not in self.ignored_keys]
         if names:
             errors = [
                 {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
@@ -83,7 +81,7 @@ class JsonBody(BaseModel):
         """Returns the JSON Schema, with what happens to other keys."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["additionalProperties"] = {"type": "null"}
-        for name, reason in cls.passed_keys.items():
+        for name, reason in cls.ignored_keys.items():
             schema["properties"].setdefault(name, {"description": f"Accepted and ignored: {reason}"})
         return schema
 
@@ -108,23 +106,23 @@ def invalid_body(error: ValidationError, body: object) -> RequestValidationError
     return RequestValidationError(errors, body=given)
 
 
-def dialect_of(schema: Any) -> Callable[[Any], str]:
-    """Returns what gives the tag of a body by its annotation: its discriminator, or OWN for all."""
+def tag_rule(schema: Any) -> Callable[[Any], str]:
+    """Returns what gives the tag of a body by its annotation: its discriminator, or OWN_TAG for all."""
     for mark in getattr(schema, "__metadata__", ()):
         if isinstance(mark, Discriminator) and callable(mark.discriminator):
             tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # ours give names
             return tag_of
-    return lambda _: OWN
+    return lambda _: OWN_TAG
 
 
 def embed_dialect(body: Any) -> str:
     """Returns the tag of a body of /embed: Cohere's has `texts`, or `inputs` that are objects of contents."""
     if not isinstance(body, dict):
-        return TEI
+        return TEI_TAG
     inputs = body.get("inputs")
     first = inputs[0] if isinstance(inputs, list) and inputs else None
     has_contents = isinstance(first, dict) and "content" in first
-    return COHERE if has_contents or body.get("texts") is not None else TEI
+    return COHERE_TAG if has_contents or body.get("texts") is not None else TEI_TAG
 
 
 def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:

@@ -19,15 +19,6 @@ PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 TIMEOUT_PATTERN: Final = r"^([1-9][0-9]{0,14}(\.[0-9]{1,20})?|0\.[0-9]{0,19}[1-9][0-9]{0,19})$"
 """What the headers hold: numbers as JSON writes them, and not the 1_0 that Python would read as well."""
-WITHOUT_FORWARD: Final = frozenset(
-    {
-        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode"),
-        *("/api/show", "/api/pull", "/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions"),
-        *("/models/load", "/models/unload"),
-        *("/v1/files", "/v1/batches"),
-    }
-)
-"""Paths that run no model: nothing of them waits, so that they read neither header."""
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 

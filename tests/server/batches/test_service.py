@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from fastapi import HTTPException
@@ -28,6 +29,7 @@ from penstock.server.batches.run import _MOST_WAITING
 from penstock.server.batches.service import MOST_UNFINISHED, Batches
 from penstock.server.batches.store import Page, Store
 from penstock.server.batches.window import MOST_LINES, Window
+from penstock.server.routing import BatchUse
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
 from penstock.server.wire.limit_errors import LimitError
@@ -40,6 +42,8 @@ _JSON = {b"content-type": b"application/json"}
 
 class Routes:
     """Routes that answer what `answer` says: a status, or nothing until the gate is open where `holds` says so."""
+
+    batch_uses: ClassVar = {"/v1/embeddings": BatchUse.EMBEDDING}
 
     def __init__(self, answer: Callable[[int], int] = lambda number: 200) -> None:
         self.answer = answer

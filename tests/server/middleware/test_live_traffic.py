@@ -3,8 +3,10 @@
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.server.app import create_app
 from penstock.server.batches.window import LiveTraffic
 from penstock.server.middleware.live_traffic import LiveTrafficMiddleware
+from penstock.server.settings import ServerSettings
 
 HALVES: list[Message] = [
     {"type": "http.request", "body": b"a", "more_body": True},
@@ -17,6 +19,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def scope_of(method: str, path: str) -> Scope:
+    scope = {"type": "http", "method": method, "path": path}
+    create_app([], ServerSettings()).state.routes.enter(scope)
+    return scope
 
 
 async def states(method: str, path: str, messages: list[Message]) -> list[bool]:
@@ -39,7 +47,7 @@ async def states(method: str, path: str, messages: list[Message]) -> list[bool]:
         clock.now_s += 1.0
         seen.append(traffic.is_busy)
 
-    await LiveTrafficMiddleware(app, traffic)({"type": "http", "method": method, "path": path}, receive, send)
+    await LiveTrafficMiddleware(app, traffic)(scope_of(method, path), receive, send)
     clock.now_s += 1.0
     assert not traffic.is_busy
     return seen
@@ -71,6 +79,6 @@ async def test_failed_request_stops_counting() -> None:
     async def send(message: Message) -> None: ...
 
     with pytest.raises(RuntimeError):
-        await LiveTrafficMiddleware(app, traffic)({"type": "http", "method": "POST", "path": "/embed"}, receive, send)
+        await LiveTrafficMiddleware(app, traffic)(scope_of("POST", "/embed"), receive, send)
     clock.now_s += 1.0
     assert not traffic.is_busy

@@ -13,9 +13,7 @@ from jsonschema import Draft202012Validator
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.routes.batches import OpenFileResponse
-from penstock.server.schemas.batches import ENDPOINTS
 from penstock.server.settings import ServerSettings, UsageError
-from penstock.server.wire.request_limits import WITHOUT_FORWARD
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -427,10 +425,11 @@ async def test_names_of_files_may_be_any_text(client) -> None:
 
 
 async def test_every_route_that_runs_a_model_is_open_to_lines_or_left_out_on_purpose(client) -> None:
-    routes = set(client._transport.app.state.json_routes) - WITHOUT_FORWARD
+    table = client._transport.app.state.routes
+    routes = {route.path for route in table.routes if route.runs_model}
     spellings = {"/embeddings", "/v1/pooling"}
     others_clients = {"/", "/invocations", "/api/embed", "/api/embeddings"}
-    assert set(ENDPOINTS) | spellings | others_clients == routes
+    assert set(table.batch_uses()) | spellings | others_clients == routes
 
 
 async def test_clients_are_heard_while_lines_run(client, engine) -> None:

@@ -16,7 +16,6 @@ from penstock.engine.protocol.errors import (
 from penstock.engine.protocol.model_info import Activation
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
-from penstock.server.errors.handlers import TEI_PATHS
 from penstock.server.routes import tei
 
 TEXTS = ["one red", "one two three red", "blue"]
@@ -433,9 +432,7 @@ async def test_failures(client, engine, path: str, failure, status: int, error_t
 
 async def test_errors_outside_of_teis_routes_have_its_body_too(serving, engine) -> None:
     async with serving(engine, max_body_bytes=1000) as client:
-        routes = tei.router.routes
-        assert {route.path for route in routes if "POST" in route.methods} == TEI_PATHS
-        for path in sorted(TEI_PATHS):
+        for path in sorted(route.path for route in tei.router.routes if "POST" in route.methods):
             response = await client.post(path, content=b"x" * 1001)
             assert (response.status_code, checked(response)["error_type"]) == (413, "Validation")
             response = await client.put(path)

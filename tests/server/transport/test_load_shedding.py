@@ -119,7 +119,7 @@ async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
 
 async def test_every_path_is_thought_of() -> None:
     told = {path for path, _ in TOLD_BY_THE_BODY}
-    assert set(create_app([], ServerSettings()).state.json_routes) == {*SHED, *told, *NOT_SHED} - {"/ping"}
+    assert set(create_app([], ServerSettings()).state.routes.json_routes()) == {*SHED, *told, *NOT_SHED} - {"/ping"}
 
 
 @pytest.mark.parametrize(

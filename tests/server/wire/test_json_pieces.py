@@ -22,8 +22,8 @@ from penstock.server.wire.json_pieces import (
     json_array,
     json_bytes,
     json_pieces,
+    json_response,
 )
-from penstock.server.wire.json_route import json_response
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
 FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]

@@ -1,27 +1,30 @@
-"""The only table from an engine error to a status, and the error body of all routes but TEI's.
+"""Errors of the engine and of the server as HTTP: the status, type, code and text of each.
 
-The body satisfies OpenAI clients (`error` object), Cohere clients (`message`) and Jina and Voyage clients (`detail`):
-{"error": {"message": M, "type": T, "param": P, "code": C}, "message": M, "detail": M}.
-Wrong requests are 400, never 422: every client has a typed class for 400 and shows its message.
+The bodies that are made from them differ between dialects: see dialects.py. Wrong requests are 400, never 422, except
+for TEI's clients: every other client has a typed class for 400 and shows its message.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
 
-import orjson
-from fastapi import Response
+from pydantic import BaseModel
 
 from penstock.engine.protocol import errors as engine_errors
 from penstock.engine.protocol.errors import EngineError, EngineOverloadedError
 
+from .wire.json_bodies import MAX_SHOWN_ERRORS, TAGS
+from .wire.shown_values import shown, shown_names
+
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry at all above 120 s, cohere caps at 60 s.
+EMPTY_TEXT: Final = "empty_text"
+"""Type of the validation error of an empty text, which is an error of its own in TEI's dialect."""
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
 
 
@@ -78,26 +81,40 @@ STATUS_KINDS: Final = {
 }
 
 
-def error_response(
-    kind: ErrorKind, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Returns the error body."""
-    error = {"message": message, "type": kind.type, "param": param, "code": kind.code}
-    body = orjson.dumps({"error": error, "message": message, "detail": message})
-    return Response(body, kind.status, headers, media_type="application/json")
+class ErrorDetail(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns the error body for an HTTP status that no engine error stands behind."""
-    kind = STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error" if status < 500 else "server_error"))
-    return error_response(kind, message, headers=headers)
+class ErrorBody(BaseModel):
+    """The error body of all but TEI's routes: OpenAI clients read `error`, Cohere's `message`, Jina's `detail`."""
+
+    error: ErrorDetail
+    message: str
+    detail: str
 
 
-def engine_error_response(error: EngineError, request_id: str) -> Response:
-    """Returns the answer to `error`; hidden messages are logged under `request_id`."""
-    kind, message = shown_error(error, request_id)
-    param = None if kind.is_hidden else error.param
-    return error_response(kind, message, param=param, headers=retry_headers(error, kind.status))
+ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
+
+
+class TeiErrorBody(BaseModel):
+    """The error body of TEI's and Ollama's routes: their clients read `error`, others `message` or `detail`."""
+
+    error: str
+    error_type: ErrorType
+    message: str
+    detail: str
+    param: str | None
+    code: str | None
+
+
+def status_kind(status: int) -> ErrorKind:
+    """Returns the kind of an error that is no engine error, by its HTTP status."""
+    return STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error" if status < 500 else "server_error"))
 
 
 def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
@@ -116,3 +133,49 @@ def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     if status in (408, 409):
         return {"x-should-retry": "false"}  # OpenAI's clients would send it again, twice
     return {"retry-after": "1"} if status == 503 else None
+
+
+def explain(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
+    """Returns the message for the errors of one body, and the name of the first field at fault.
+
+    Args:
+        errors: pydantic's error dictionaries.
+        given: The keys that the body has; None where it could not be parsed.
+    """
+    messages = [_sentence(error, given or ()) for error in errors[:MAX_SHOWN_ERRORS]]
+    more = len(errors) - len(messages)
+    if more > 0:
+        messages.append(f"and {more} more.")
+    return " ".join(messages), _field(_untagged(errors[0]["loc"])[:2]) or None
+
+
+def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
+    kind, field = error["type"], _field(_untagged(error["loc"]))
+    if kind == "json_invalid":
+        return f"The body is not valid JSON: {error['ctx']['error']} (byte {error['loc'][-1]})."
+    if not field:
+        if kind == "missing":
+            return "The body is empty; send a JSON object."
+        return f"The body must be a JSON object, not {shown(error['input'])}."
+    if kind == "missing":
+        return f"{field} is missing; the body {f'has {shown_names(given)}' if given else 'is empty'}."
+    reason = error["msg"].removeprefix("Value error, ").removesuffix(".")  # one: names that go on end in three
+    if kind in ("value_error", "unknown_key", EMPTY_TEXT):
+        return f"{field} {reason}."
+    return f"{field}: {reason}, not {shown(error['input'])}."
+
+
+def _untagged(loc: Sequence[str | int]) -> list[str | int]:
+    """Returns the place of an error without the dialect of the body, which pydantic puts into it."""
+    return [part for part in loc if part not in TAGS]
+
+
+def _field(loc: Sequence[str | int]) -> str:
+    """Returns `documents[3].text` for ("body", "documents", 3, "text")."""
+    path = ""
+    for part in loc[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]" if path else ""
+        else:
+            path += f".{part}" if path else part
+    return path

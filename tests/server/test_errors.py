@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     RequestTooLongError,
 )
-from penstock.server.errors.table import ERROR_KINDS
+from penstock.server.errors import ERROR_KINDS
 from penstock.server.routes import openai
 
 

@@ -1,0 +1,282 @@
+"""The dialects: what the clients of each API expect of error bodies and statuses, and the keys that they may send.
+
+A route declares its dialect (routing.py). A request carries it in its scope, so that every part of the server that
+refuses the request answers in a body that its client reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Scope
+
+from penstock.engine.protocol.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestTooLongError,
+    UnsupportedTaskError,
+    drop_tracebacks,
+)
+
+from .errors import (
+    EMPTY_TEXT,
+    ERROR_KINDS,
+    ErrorBody,
+    ErrorKind,
+    TeiErrorBody,
+    explain,
+    retry_headers,
+    shown_error,
+    status_kind,
+)
+from .wire.limit_errors import note_refusal
+from .wire.shown_values import shown
+
+Responses = dict[int | str, dict[str, Any]]
+
+DIALECT: Final = "penstock.dialect"
+"""The key of a request's scope that holds its dialect."""
+
+_RETRY_AFTER: Final = {
+    "Retry-After": {
+        "description": "Seconds to wait before the request is sent again.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1, "maximum": 60},
+    }
+}
+_DESCRIPTIONS: Final[dict[int | str, str]] = {
+    400: "The request is wrong; the message names the field and the value.",
+    404: "No such model.",
+    408: "The deadline that x-request-timeout set passed, or the body came too slowly.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue or the memory of answers is full.",
+    500: "The server failed; its log has the details under x-request-id.",
+    503: "The engine is starting or shutting down, or large bodies fill the memory.",
+    504: "The deadline of the server passed.",
+    "default": "Any other error.",
+}
+_TEI_DESCRIPTIONS: Final[dict[int | str, str]] = {
+    400: "The inputs are empty, or the body is not valid JSON.",
+    422: "The request is wrong; the message names the field and the value.",
+    424: "The served model cannot do this.",
+}
+_TEI_TYPES: Final = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
+_TEI_INPUTS: Final = ("inputs", "texts", "ids")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dialect:
+    """What the clients of one API expect beside the fields of its bodies.
+
+    Attributes:
+        name: For messages and tests.
+        ignored_keys: Keys that its clients send although nothing here depends on them, with the reason. Every other key
+            that is no field of a body is refused by its name, misspelt or not: nobody should take an answer for what it
+            is not. The servers of vLLM, TEI and Infinity overlook unknown keys; those of OpenAI, Cohere, Jina and
+            Voyage refuse them as well.
+        error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
+            `detail`; TEI's and Ollama's read `error` as a text.
+        statuses: Statuses of engine errors that differ from ERROR_KINDS.
+        invalid_status: Status for a body that does not fit its schema.
+        takes_any_media: Bodies of any Content-Type are read as JSON.
+        prefix: Unknown paths below it are answered in this dialect.
+        descriptions: Statuses of its errors for the OpenAPI document, with their texts.
+    """
+
+    name: str
+    ignored_keys: Mapping[str, str]
+    error_model: type[BaseModel] = ErrorBody
+    statuses: Mapping[type[EngineError], int] = field(default_factory=dict)
+    invalid_status: int = 400
+    takes_any_media: bool = False
+    prefix: str = ""
+    descriptions: Mapping[int | str, str] = field(default_factory=lambda: _DESCRIPTIONS)
+
+    @property
+    def responses(self) -> Responses:
+        """The errors of a route that reads a body, for the OpenAPI document."""
+        return _responses(self.error_model, self.descriptions)
+
+    def engine_error(self, error: EngineError, request_id: str) -> Response:
+        """Returns the response to `error`; hidden messages are logged under `request_id`."""
+        kind, message = shown_error(error, request_id)
+        kind = replace(kind, status=self.statuses.get(type(error), kind.status))
+        param = None if kind.is_hidden else error.param
+        return self.error(kind, message, param=param, headers=retry_headers(error, kind.status))
+
+    def status_error(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+        """Returns the response for a status that no engine error stands behind."""
+        return self.error(status_kind(status), message, headers=headers)
+
+    def validation_error(self, error: RequestValidationError) -> Response:
+        """Returns the response to a body that is not valid JSON or does not fit its schema."""
+        errors = error.errors()
+        message, param = explain(errors, error.body)
+        kind = replace(ERROR_KINDS[InvalidRequestError], status=self.invalid_status)
+        if self.error_model is TeiErrorBody:
+            if errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _TEI_INPUTS):
+                return self.error(replace(kind, status=400), message, param=param, error_type="Empty")
+            if errors[0]["type"] == "json_invalid":
+                kind = replace(kind, status=400)
+        return self.error(kind, message, param=param)
+
+    def error(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        error_type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Returns the error body.
+
+        Args:
+            kind: Status, type and code.
+            message: For a person.
+            param: The field at fault.
+            error_type: TEI's type of the error; by default that of the status.
+            headers: More headers.
+        """
+        content: dict[str, Any] = {"message": message, "detail": message}
+        if self.error_model is TeiErrorBody:
+            if error_type is None:
+                error_type = _TEI_TYPES.get(kind.status, "Validation" if kind.status < 499 else "Backend")
+            content |= {"error": message, "error_type": error_type, "param": param, "code": kind.code}
+        else:
+            content["error"] = {"message": message, "type": kind.type, "param": param, "code": kind.code}
+        return Response(orjson.dumps(content), kind.status, headers, media_type="application/json")
+
+
+def _responses(body: Any, descriptions: Mapping[int | str, str]) -> Responses:
+    responses: Responses = {status: {"model": body, "description": text} for status, text in descriptions.items()}
+    for status in (429, 503):
+        responses[status]["headers"] = _RETRY_AFTER
+    return responses
+
+
+_USER: Final = {"user": "names the end user to a vendor that watches for abuse."}
+_DROP_PARAMS: Final = {"drop_params": "LiteLLM's word to itself, which RAGFlow sends to every server."}
+
+OPENAI: Final = Dialect(
+    name="openai",
+    ignored_keys={
+        **_USER,
+        "safety_identifier": "the newer name of `user`.",
+        "service_tier": "chooses a price; gateways add it to every request.",
+        "metadata": "a note for the vendor's dashboard; gateways add it to every request.",
+        **_DROP_PARAMS,
+    },
+)
+"""Also the dialect of paths that several APIs share, and of unknown paths."""
+JINA: Final = Dialect(name="jina", ignored_keys=_USER)
+VOYAGE: Final = Dialect(name="voyage", ignored_keys=_USER)
+VLLM: Final = Dialect(
+    name="vllm",
+    ignored_keys={**_USER, "cache_salt": "keeps vLLM's prefix caches apart; no answer depends on it."},
+)
+INFINITY: Final = Dialect(name="infinity", ignored_keys=_USER)
+COHERE: Final = Dialect(name="cohere", ignored_keys={**_USER, **_DROP_PARAMS})
+XINFERENCE: Final = Dialect(
+    name="xinference",
+    ignored_keys={
+        **_USER,
+        "return_len": "asks for the number of tokens, which is in `usage` always; RAGFlow sends it.",
+    },
+)
+TEI: Final = Dialect(
+    name="tei",
+    ignored_keys={
+        **_USER,
+        "options": "whether the Inference API waits for a model and uses its cache; Weaviate and LiteLLM send it.",
+    },
+    error_model=TeiErrorBody,
+    # Faults of the server are 5xx and not TEI's 424, which no client tries again.
+    statuses={InvalidRequestError: 422, RequestTooLongError: 422, UnsupportedTaskError: 424},
+    invalid_status=422,
+    descriptions={**_DESCRIPTIONS, **_TEI_DESCRIPTIONS},
+)
+OLLAMA: Final = Dialect(
+    name="ollama",
+    ignored_keys=_USER,
+    error_model=TeiErrorBody,
+    takes_any_media=True,  # the curl commands of Ollama's documentation send the type of a form
+    prefix="/api/",
+)
+PENSTOCK: Final = Dialect(name="penstock", ignored_keys=_USER)
+
+DIALECTS: Final = (OPENAI, JINA, VOYAGE, VLLM, INFINITY, COHERE, XINFERENCE, TEI, OLLAMA, PENSTOCK)
+SHARED_RESPONSES: Final = {**TEI.responses, **_responses(ErrorBody | TeiErrorBody, _DESCRIPTIONS)}
+"""Errors of a path that TEI shares with other dialects, for the OpenAPI document."""
+
+
+def keys_ignored_by(*dialects: Dialect) -> Mapping[str, str]:
+    """Returns the keys that are ignored in a body that may be of any of these dialects, and why."""
+    return {key: reason for dialect in dialects for key, reason in dialect.ignored_keys.items()}
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """Returns the dialect in which a request is answered."""
+    dialect: Dialect = scope.get(DIALECT, OPENAI)
+    return dialect
+
+
+_Handler = Callable[[Request, Any], Awaitable[Response]]
+_METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Registers the handlers of all errors that routes raise on purpose.
+
+    An error that has been answered loses its traceback: see `drop_tracebacks`.
+    """
+
+    async def on_engine_error(request: Request, error: Any) -> Response:
+        note_refusal(request.scope, error)
+        return dialect_of(request.scope).engine_error(error, request.scope["request_id"])
+
+    async def on_validation_error(request: Request, error: Any) -> Response:
+        return dialect_of(request.scope).validation_error(error)
+
+    async def on_http_error(request: Request, error: Any) -> Response:
+        note_refusal(request.scope, error)
+        path: str = request.scope["path"]
+        message, headers = str(error.detail), error.headers
+        if error.status_code == 404:
+            message = f"There is no {shown(path)} on this server; /docs lists its routes."
+        elif error.status_code == 405:
+            # The router knows one route of the path alone: GET and HEAD of a health route are two.
+            allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
+            headers = {"allow": allowed}
+            message = f"{shown(path)} takes {allowed}, not {request.method}."
+        return dialect_of(request.scope).status_error(error.status_code, message, headers)
+
+    app.add_exception_handler(EngineError, _releasing(on_engine_error))
+    app.add_exception_handler(RequestValidationError, _releasing(on_validation_error))
+    app.add_exception_handler(HTTPException, _releasing(on_http_error))
+
+
+def _releasing(handler: _Handler) -> _Handler:
+    @wraps(handler)
+    async def handle(request: Request, error: Any) -> Response:
+        try:
+            return await handler(request, error)
+        finally:
+            drop_tracebacks(error)
+
+    return handle
+
+
+def _takes(app: FastAPI, request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -1,1 +1,0 @@
-"""How errors become statuses and bodies: one table, and how they are worded."""

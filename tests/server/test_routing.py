@@ -1,0 +1,207 @@
+"""Routes and their properties: which route answers a request, the key that it needs, and its JSON body."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import httpx
+import pytest
+from fastapi import HTTPException
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Match
+
+from penstock.server.app import Application, create_app
+from penstock.server.dialects import OLLAMA, OPENAI, TEI
+from penstock.server.routing import ACCESS, DIALECT, Access, JsonDispatcher, Route, RouteTable
+from penstock.server.settings import ServerSettings
+
+OPEN = {
+    *((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/live", "/health/ready")),
+    *((method, path) for method in ("GET", "HEAD") for path in ("/docs", "/openapi.json")),
+    *(("GET", f"/docs/{name}") for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")),
+    *(("GET", path) for path in ("/metrics", "/version", "/info", "/ping", "/api/version", "/api/tags")),
+    *(("GET", path) for path in ("/models", "/v1/models", "/models/{name:path}", "/v1/models/{name:path}")),
+    ("POST", "/ping"),
+}
+"""Every route that needs no key. Clients read the lists of models without one (mteb never authenticates)."""
+
+
+def make_app(**settings: Any) -> Application:
+    return create_app([], ServerSettings(**settings))
+
+
+@pytest.fixture
+async def full_app(serving, engine, tmp_path: Path):
+    """An application with all routes that settings switch on, behind keys."""
+    keys = {"api_key": ("user",), "admin_key": ("admin",)}
+    async with serving(engine, **keys, operator_routes=True, data_dir=tmp_path / "data") as client:
+        yield client._transport.app
+
+
+def sample(route: Route) -> str:
+    """A path that the route answers."""
+    path = route.path
+    for name in route.param_convertors:
+        path = path.replace(f"{{{name}:path}}", "x").replace(f"{{{name}}}", "x")
+    return path
+
+
+def requests_of(app: Application) -> list[tuple[str, Route]]:
+    table: RouteTable = app.state.routes
+    return [(method, route) for route in table.routes for method in sorted(route.methods)]
+
+
+async def status_of(app: Application, method: str, path: str, key: str | None = None) -> int:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return (await client.request(method, path, headers=headers)).status_code
+
+
+async def test_routes_answer_401_without_a_key_unless_listed_as_open(full_app: Application) -> None:
+    for method, route in requests_of(full_app):
+        is_open = (method, route.path) in OPEN
+        assert (route.access is Access.OPEN) is is_open, (method, route.path)
+        if not is_open:
+            for key in (None, "wrong"):
+                assert await status_of(full_app, method, sample(route), key) == 401, (method, route.path)
+        elif route.path != "/metrics":
+            assert await status_of(full_app, method, sample(route)) != 401, (method, route.path)
+
+
+async def test_admin_routes_take_the_admin_key_and_no_other(full_app: Application) -> None:
+    admin = {route.path for _, route in requests_of(full_app) if route.access is Access.ADMIN_KEY}
+    assert admin == {"/models/load", "/models/unload"}
+    for path in admin:
+        assert await status_of(full_app, "POST", path, "user") == 401
+        assert await status_of(full_app, "POST", path, "admin") == 400  # no body
+    assert await status_of(full_app, "POST", "/v1/embeddings", "admin") == 401
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/metrics/x", "/docs/x", "/health\n", "/HEALTH", "//health"])
+async def test_unknown_paths_need_a_key(full_app: Application, path: str) -> None:
+    scope: dict[str, Any] = {"method": "GET", "path": path}
+    full_app.state.routes.enter(scope)
+    assert scope[ACCESS] is Access.API_KEY
+    assert "route" not in scope
+
+
+async def test_fastapi_calls_the_route_that_the_table_finds(full_app: Application) -> None:
+    table: RouteTable = full_app.state.routes
+    for method, route in requests_of(full_app):
+        path = sample(route)
+        scope = {"type": "http", "method": method, "path": path, "headers": []}
+        called = next(own for own in full_app.routes if own.matches(scope)[0] is Match.FULL)
+        assert called is table.find(method, path), (method, path)
+
+
+def test_unknown_paths_and_methods_are_answered_in_the_dialect_of_their_path() -> None:
+    table: RouteTable = make_app().state.routes
+    for method, path, dialect in (
+        ("GET", "/nowhere", OPENAI),
+        ("POST", "/api/nowhere", OLLAMA),
+        ("PUT", "/embed", TEI),
+        ("PUT", "/api/embed", OLLAMA),
+        ("POST", "/v1/completions", OPENAI),
+    ):
+        scope: dict[str, Any] = {"method": method, "path": path}
+        table.enter(scope)
+        assert scope[DIALECT] is dialect, path
+
+
+def test_every_documented_body_has_its_path_in_the_table() -> None:
+    app = make_app()
+    with_body = [path for path, item in app.openapi()["paths"].items() if "requestBody" in item.get("post", {})]
+    assert len(with_body) > 15
+    assert set(with_body) <= set(app.state.routes.json_routes())
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/embeddings"), ("POST", "/v1/models"), ("POST", "/none")])
+async def test_other_methods_and_paths_are_passed_on(method: str, path: str) -> None:
+    behind, ended = AsyncMock(), []
+    scope = {"type": "http", "method": method, "path": path}
+    make_app().state.routes.enter(scope)
+    await JsonDispatcher(behind, {}, ended.append)(scope, AsyncMock(), AsyncMock())
+    behind.assert_awaited_once()
+    assert ended == [scope]  # everything that it holds is given back, no matter what answers
+    assert "route" not in scope
+
+
+@pytest.mark.parametrize(("error", "is_known"), [(HTTPException(418), True), (ArithmeticError("ours"), False)])
+async def test_error_is_answered_by_its_handler_and_releases_the_request(error: Exception, is_known: bool) -> None:
+    app, ended, answer = make_app(), [], AsyncMock()
+    dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: AsyncMock(return_value=answer)}, ended.append)
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app}
+    app.state.routes.enter(scope)
+    with contextlib.nullcontext() if is_known else pytest.raises(ArithmeticError):
+        await dispatcher(scope, AsyncMock(side_effect=error), AsyncMock())
+    assert answer.await_count == is_known
+    assert ended == [scope]
+
+
+NO_TYPE: list[tuple[str, str]] = []
+FORM_TYPE = [("content-type", "application/x-www-form-urlencoded")]
+TEXT_TYPE = [("content-type", "text/plain;charset=UTF-8")]
+OWN_PAGE = [("origin", "http://test"), ("sec-fetch-site", "same-origin")]
+
+
+async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]]) -> httpx.Response:
+    body = {"/api/embed": b'{"model": "alias", "input": "a"}', "/embed": b'{"inputs": "a"}'}
+    return await client.post(path, content=body.get(path, b'{"input": "a"}'), headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        *((path, [("content-type", "application/json; charset=utf-8")], 200) for path in ("/embed", "/api/embed")),
+        *((path, NO_TYPE, 200) for path in ("/v1/embeddings", "/embed", "/api/embed")),
+        *((path, FORM_TYPE, 415) for path in ("/v1/embeddings", "/embed", "/pooling")),
+        *(("/api/embed", media, 200) for media in (FORM_TYPE, TEXT_TYPE)),
+        *(("/api/embed", media + OWN_PAGE, 200) for media in (NO_TYPE, FORM_TYPE)),
+        ("/api/embed", [*FORM_TYPE, ("sec-fetch-site", "none")], 200),
+        ("/api/embed", [*FORM_TYPE, ("origin", "https://proxy.example"), ("sec-fetch-site", "same-origin")], 200),
+    ],
+)
+async def test_media_types_that_each_dialect_reads_as_json(
+    client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]], status: int
+) -> None:
+    assert (await posted(client, path, headers)).status_code == status
+
+
+@pytest.mark.parametrize("media", [NO_TYPE, FORM_TYPE, TEXT_TYPE])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        [("origin", "https://evil.example")],
+        [("origin", "null")],
+        [("origin", "http://test:8001")],
+        [("origin", "http://test.evil.example")],
+        [("origin", "http://test"), ("origin", "https://evil.example")],
+        [("sec-fetch-site", "cross-site")],
+        [("sec-fetch-site", "same-site")],
+        [("origin", "http://test"), ("sec-fetch-site", "cross-site")],
+    ],
+)
+async def test_page_of_another_origin_must_send_json(
+    client: httpx.AsyncClient, engine, path: str, media: list[tuple[str, str]], site: list[tuple[str, str]]
+) -> None:
+    refused = await posted(client, path, media + site)
+    assert refused.status_code == 415
+    assert "a web page of another origin must send application/json" in refused.json()["message"]
+    assert not engine.calls
+    assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
+
+
+@pytest.mark.parametrize("origins", ["https://app.example", "*"])
+async def test_page_of_an_allowed_origin_may_send_text_to_ollama(serving, engine, origins: str) -> None:
+    site = [*TEXT_TYPE, ("sec-fetch-site", "cross-site")]
+    async with serving(engine, cors_origins=origins) as client:
+        answer = await posted(client, "/api/embed", [*site, ("origin", "https://app.example")])
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in ("https://app.example", "*")
+        assert (await posted(client, "/v1/embeddings", [*site, ("origin", "https://app.example")])).status_code == 415
+        other = await posted(client, "/api/embed", [*site, ("origin", "https://app.example.evil")])
+        assert other.status_code == (200 if origins == "*" else 415)
