@@ -73,14 +73,14 @@ class PairScorer:
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
         async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
-            if options.max_pieces == 1:
+            if options.max_passages == 1:
                 return await score(request, left, right, params, options)
             own = options if task is PoolingTask.SCORE else self._document_options(options)
-            pieces = await self._encoder.pieces(left, right, params, own)
-            queries = left if len(left) == 1 else [left[owner] for owner in pieces.owners]
+            passages = await self._encoder.passages(left, right, params, own)
+            queries = left if len(left) == 1 else [left[owner] for owner in passages.owners]
             if params.truncate_prompt_tokens is None:
-                params = params.clone(truncate_prompt_tokens=-1)  # a piece by itself may have a token more
-            return pieces.join(await score(request, queries, pieces.texts, params, options))
+                params = params.clone(truncate_prompt_tokens=-1)  # a passage encoded alone may have one more token
+            return passages.join(await score(request, queries, passages.texts, params, options))
 
     async def _score_jointly(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions

@@ -17,14 +17,14 @@ Text = str | Sequence[int]
 
 @dataclass(slots=True, eq=False)
 class TokenizedInput:
-    """One input after tokenization. Nobody changes it: it is not frozen because making it would take twice as long.
+    """One tokenized input. Treat it as immutable; it is not frozen because a frozen one takes twice as long to create.
 
     Attributes:
         token_ids: [L] int32, special tokens included.
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
-        num_hidden: Trailing tokens that no token attends to, though they attend to the others (a ColBERT query).
-        query: [Q, D] float32: the vectors that those of this input are compared with (a ColBERT document).
+        num_hidden: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
+        query: [Q, D] float32. Query vectors that the vectors of this input (a ColBERT document) are compared with.
     """
 
     token_ids: NDArray[np.int32]
@@ -46,25 +46,25 @@ class TokenizedInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How to treat a request, apart from what it asks of pooling.
+    """Options of a request other than its pooling parameters.
 
     Attributes:
-        timeout_s: Seconds until its answer is of no use.
+        timeout_s: Seconds until the deadline.
         priority: Lower goes first among the requests of its client; a level is worth one second of waiting.
-        client: The client that sent it. Clients that wait share the device evenly, however much each of them sends.
-        namespace: Cached vectors and prefixes of this namespace alone may be used. A request takes no less time because
-            another namespace has sent the same text.
+        client: The client that sent it. Waiting clients share the device evenly, regardless of how much each sends.
+        namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
+            not reveal the texts of other namespaces.
         prompt_name: Named prompt of the model to put before every text.
-        prompt: Text to put before every text; wins over `prompt_name`.
-        instruction: What `score` tells the model to look for; None takes the model's own.
-        add_special_tokens: Put the tokenizer's special tokens around every text; False where the texts spell them.
+        prompt: Text to put before every text; overrides `prompt_name`.
+        instruction: Task instruction for `score`; None takes the model's own.
+        add_special_tokens: Put the tokenizer's special tokens around every text; False if the texts contain them.
             Pairs and late chunking always have them.
-        max_pieces: `score` reads a document that does not fit in up to this many pieces, of which the best counts; 1
-            cuts it to fit, as `params` say.
-        is_query: For models with a vector per token: the inputs are queries, or they are documents; None leaves that to
-            the prompt, and without one they are documents.
-        on_rows: Told how many rows for tokens the answer will have, and their width, before the model runs; what it
-            raises refuses the request.
+        max_passages: `score` splits a document that does not fit into up to this many passages and takes the best
+            score; 1 truncates the document as `params` say.
+        is_query: For models with a vector per token: True for queries, False for documents. None: the prompt decides;
+            without a prompt they are documents.
+        on_rows: Called before the model runs with the number and the width of the token rows in the result. An error
+            that it raises refuses the request.
     """
 
     timeout_s: float | None = None
@@ -75,12 +75,12 @@ class RequestOptions:
     prompt: str | None = None
     instruction: str | None = None
     add_special_tokens: bool = True
-    max_pieces: int = 1
+    max_passages: int = 1
     is_query: bool | None = None
     on_rows: Callable[[int, int], None] | None = None
 
     def tell_rows(self, num_rows: int, width: int) -> None:
-        """Tells `on_rows`, if there is one. Raises what it raises."""
+        """Calls `on_rows`, if it is set."""
         if self.on_rows is not None:
             self.on_rows(num_rows, width)
 
@@ -88,7 +88,7 @@ class RequestOptions:
 DEFAULT_OPTIONS: Final = RequestOptions()
 
 CLIENT: Final[ContextVar[str]] = ContextVar("penstock_client", default="")
-"""The client of the request that the current task serves, for limits on work before a call has RequestOptions."""
+"""The client of the request that the current task serves, for limits that apply before RequestOptions exist."""
 
 
 class Stage(StrEnum):

@@ -1,7 +1,6 @@
-"""Renders chats by a model's chat template, with what transformers gives templates and in jinja2's sandbox.
+"""Renders chats with a model's chat template in jinja2's sandbox, with the functions that transformers provides.
 
-A template comes with the model and is not trusted: it sees plain values only, cannot change them, and reaches nothing
-else.
+Templates come with the model and are not trusted: they see plain values only and cannot change them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from ..protocol.templates import ChatOptions, ChatTemplate, Conversation, Messag
 RESERVED: Final = frozenset(
     {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
 )
-"""Names that chat_template_kwargs must not hold: they are options of their own, or none of the request's business."""
+"""Names that chat_template_kwargs must not hold, because other options of the request set them."""
 
-# Of the private use area: no template spells it. Whether the space after it is still there tells of trimming.
+# Marks the end of a text. No template holds this private-use character. A missing space shows that text was trimmed.
 _END: Final = "\ue0a4 "
 _PROBE: Final = "\ue0a5"
 
@@ -36,8 +35,8 @@ class ChatRenderer:
     """Renders chats by one template. Safe to use from several threads.
 
     Args:
-        template: The model's template. It is compiled when it is first used: many models come with a template that
-            nobody ever uses, and a broken one must not keep them from being served.
+        template: The model's template. It is compiled on first use, because a broken template that is never used must
+            not prevent the model from loading.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -47,7 +46,7 @@ class ChatRenderer:
         """Returns the text of a chat.
 
         Raises:
-            InvalidRequestError: The template does not take these messages; the message holds its words.
+            InvalidRequestError: The template refuses these messages; the error holds its message.
         """
         if options.add_generation_prompt and options.continue_final_message:
             raise InvalidRequestError(
@@ -81,7 +80,6 @@ class ChatRenderer:
         except TemplateError as error:
             raise _refused(str(error)) from error
         except Exception as error:
-            # A template may stumble over anything.
             raise _refused(f"{type(error).__name__}: {error}") from error
 
     def _continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -101,7 +99,7 @@ class ChatRenderer:
         return rendered[:place] if rendered.startswith(_END, place) else rendered[:place].rstrip()
 
     def _shaped(self, message: Message) -> dict[str, Any]:
-        """Returns a message with its content in a form that the template reads: a text or a list of typed parts."""
+        """Converts the content of a message to the form that the template reads: a text or a list of typed parts."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
             return {**message, "content": "\n".join(part["text"] for part in content)}
@@ -111,12 +109,12 @@ class ChatRenderer:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template goes through the parts of a content; others would print the list itself."""
+        """Whether the template iterates over the parts of a content. Other templates print the list itself."""
         return self._shows([{"type": "text", "text": _PROBE}])
 
     @cached_property
     def _reads_texts(self) -> bool:
-        """Whether the template takes a content that is a text; some go through parts only."""
+        """Whether the template accepts a text as content. Some accept lists of parts only."""
         return self._shows(_PROBE * 2)
 
     def _shows(self, content: Any) -> bool:
@@ -137,7 +135,7 @@ def _refused(why: str) -> InvalidRequestError:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks an assistant's words for training; here it is what stands inside it."""
+    """`{% generation %}` marks assistant text for training. Here it renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -148,7 +146,7 @@ class _Generation(Extension):
 
 
 class _TemplateDict:
-    """`dict` without the type behind it."""
+    """`dict` as a function, so that templates cannot reach the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -159,7 +157,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace` whose attributes cannot be those of the object behind it."""
+    """`namespace` without access to private attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # No parameter is called self, so that namespace(self=...) works.

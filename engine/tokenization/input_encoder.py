@@ -1,4 +1,4 @@
-"""From what a request holds to the sequences that the model runs: prompts, limits, windows, joined texts, pairs."""
+"""Converts the inputs of a request to the sequences that the model runs: prompts, limits, windows, passages, pairs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from ..protocol.vectors import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
-from .document_pieces import Pieces
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import LongText, Windows
+from .model_tokenizer import Truncation, bounded
+from .passages import Passages
 from .tokenizer import TokenizerPool
-from .truncation import Truncation, bounded
 
 _SPARE_TOKENS: Final = 4
-"""A piece of a text may have this many tokens more by itself; pieces that must not be cut leave room for them."""
+"""A passage tokenized alone may have this many more tokens. Passages that must not be truncated leave them free."""
 _MEDIA: Final = re.compile(r"data:((?:image|audio|video)/[\w.+-]+)[;,]", re.IGNORECASE)
-# As E5-Mistral, Qwen3-Embedding and their kin were trained: "Instruct: find what answers the query\nQuery: ".
+# The prompt format of E5-Mistral and Qwen3-Embedding: "Instruct: <task>\nQuery: ".
 _INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOTALL)
 
 
 class InputEncoder:
     """Encodes the inputs of one model. Safe to use from many tasks of one event loop.
 
-    Every method raises InvalidRequestError where there are no inputs or one has no tokens, and for what TokenizerPool
-    refuses.
+    Every method raises InvalidRequestError if there are no inputs or an input has no tokens, and the errors of
+    TokenizerPool.
 
     Args:
         info: The model.
         tokenizer: Its tokenizer.
-        config: What to do with over-long inputs.
+        config: Limits, and the handling of empty and over-long inputs.
 
     Raises:
-        ModelLoadError: Long-text mode does not fit the tokenizer.
+        ModelLoadError: The tokenizer does not support long-text mode.
     """
 
     def __init__(self, info: ModelInfo, tokenizer: TokenizerPool, config: EngineConfig) -> None:
@@ -55,7 +55,7 @@ class InputEncoder:
     async def encode(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
-        """Returns each input as one sequence; short queries of a multi-vector model are filled up."""
+        """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
         self._check_given(inputs)
         tokenized = await self._tokenizer.encode(
             inputs,
@@ -70,12 +70,12 @@ class InputEncoder:
                 expanded(tokens, recipe.expansion, token_id) if isinstance(item, str) else tokens
                 for item, tokens in zip(inputs, tokenized, strict=True)
             ]
-        return self._filled(tokenized)
+        return self._replace_empty(tokenized)
 
     async def windows(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> Windows:
-        """Returns inputs of the embed task; those that are longer than the model takes are cut (long_text.py)."""
+        """Returns inputs of the embed task. Inputs above the model's limit are split into windows (long_text.py)."""
         tokenized = await self.encode(inputs, params, options, param=param)
         if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
             return Windows.whole(tokenized)
@@ -95,48 +95,48 @@ class InputEncoder:
         self._check_given(pairs)
         truncation = self._truncation(params, param=param)
         tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
-        return self._filled(tokenized)
+        return self._replace_empty(tokenized)
 
-    async def pieces(
+    async def passages(
         self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, options: RequestOptions
-    ) -> Pieces:
-        """Cuts documents into pieces that fit beside their query or, for the embed task, by themselves.
+    ) -> Passages:
+        """Splits documents into passages that fit beside their query or, for embedding tasks, alone.
 
         Raises:
-            RequestTooLongError: A document does not fit into the pieces and must not be cut.
+            RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
         truncation = replace(self._truncation(params, param=None), cut=True)
         if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
-            taken = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
+            without_document = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
         else:
             pairs = [(query, "a") for query in queries]
-            taken = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
-        rooms = [truncation.max_num_tokens - len(tokens) for tokens in taken]
-        num_chars = replace(truncation, max_num_tokens=options.max_pieces * truncation.max_num_tokens).max_chars
+            without_document = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        sizes = [truncation.max_num_tokens - len(tokens) for tokens in without_document]
+        num_chars = replace(truncation, max_num_tokens=options.max_passages * truncation.max_num_tokens).max_chars
         read = [bounded(document, num_chars, keeps_end=False) for document in documents]
         details = await self._tokenizer.token_details(read, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
-        rooms = rooms if len(rooms) > 1 else rooms * len(documents)
+        sizes = sizes if len(sizes) > 1 else sizes * len(documents)
         spare = _SPARE_TOKENS if params.refuse_too_long else 0
-        pieces = Pieces.of(read, offsets, rooms, options.max_pieces, spare=spare)
+        passages = Passages.of(read, offsets, sizes, options.max_passages, spare=spare)
         unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
-        too_long = pieces.cut_document if pieces.cut_document is not None else unread
+        too_long = passages.cut_document if passages.cut_document is not None else unread
         if params.refuse_too_long and too_long is not None:
-            num_tokens, room = len(offsets[too_long]), rooms[too_long]
+            num_tokens, size = len(offsets[too_long]), sizes[too_long]
             at_least = "" if read[too_long] is documents[too_long] else "at least "
             raise RequestTooLongError(
                 "{found}. Please allow more pieces, or set {cut_to_fit} to cut it.",
                 found=f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into "
-                f"{options.max_pieces} pieces of up to {room - spare}",
+                f"{options.max_passages} pieces of up to {size - spare}",
                 cut_to_fit=CUT_TO_FIT,
                 num_tokens=num_tokens,
-                max_num_tokens=options.max_pieces * (room - spare),
+                max_num_tokens=options.max_passages * (size - spare),
                 param=None,
             )
-        return pieces
+        return passages
 
     def late_chunking(self, params: PoolingParams) -> LateChunking:
-        """Returns how inputs are joined. Raises InvalidRequestError where the model or its tokenizer forbids it."""
+        """Returns how inputs are joined. Raises InvalidRequestError if the model does not support it."""
         verify_late_chunking(self._info)
         special = self._tokenizer.special_tokens
         if special is None:
@@ -159,7 +159,7 @@ class InputEncoder:
         return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
 
     def _check_given(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
-        """Raises InvalidRequestError where there is no input, or one that is not to be read as text."""
+        """Raises InvalidRequestError if there is no input, or an input is empty or a media file."""
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
         for index, item in enumerate(inputs):
@@ -183,8 +183,8 @@ class InputEncoder:
                 param=param,
             )
 
-    def _filled(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
-        """Returns sequences that all have tokens; InvalidRequestError where no token can stand for none."""
+    def _replace_empty(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
+        """Replaces inputs without tokens by the end token. Raises InvalidRequestError if the tokenizer has none."""
         for index, tokens in enumerate(tokenized):
             if len(tokens.token_ids):
                 continue
@@ -198,7 +198,6 @@ class InputEncoder:
         return tokenized
 
     async def _prompt_ids(self, prompt: str) -> Sequence[int]:
-        """Returns the token ids of a prompt by itself, without special tokens."""
         return (await self._tokenizer.token_ids([prompt], add_special_tokens=False))[0] if prompt else ()
 
     def _prompt(self, options: RequestOptions, *, is_query: bool = False) -> str:
@@ -229,17 +228,17 @@ class InputEncoder:
             own = recipe.max_num_tokens(is_query=params.is_query)
             if own is not None and own < limit:
                 limit, name = own, "of a query" if params.is_query else "of a document"
-            # The model knows queries of one length alone.
+            # The model was trained on queries of one length only.
             is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
             cut = cut or (is_fixed and not params.refuse_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 
 
 def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:
-    """Returns the first of the named prompts with `instruction` in place of its own.
+    """Returns the first of the named prompts that holds an instruction, with `instruction` in its place.
 
     Raises:
-        InvalidRequestError: The model has no such prompt, or one without an instruction.
+        InvalidRequestError: No named prompt holds an instruction.
     """
     for name in names:
         match = _INSTRUCTED_PROMPT.fullmatch(info.prompts.get(name, ""))

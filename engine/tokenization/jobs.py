@@ -1,7 +1,7 @@
-"""Work for the threads of a tokenizer: jobs of one turn of the event loop travel together, in bounded portions.
+"""Worker threads of a tokenizer. All jobs of one iteration of the event loop are handed over together.
 
-A few short texts take less time than to wake a thread and to be woken by it: they are tokenized at once.
-What waits is bounded: it is held as it came, and its tokens are not known yet.
+A few short texts are tokenized at once in the event loop, because waking a thread would take longer. CharAdmission
+limits the characters that wait or are tokenized.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from ..protocol.errors import (
 from ..protocol.request import CLIENT, STAGE_TIMES, Stage
 
 T = TypeVar("T")
-IsGone = Callable[[], bool]
-"""Whether the caller has gone, so that the rest of its job need not be done."""
+IsCancelled = Callable[[], bool]
+"""Whether the caller of a job has disconnected, so that the job can stop."""
 
 LONG_JOB: Final = 20_000
-"""Characters. A job of more goes to a worker alone, so that short ones do not wait for it."""
+"""Characters. A longer job gets a worker of its own, so that short jobs do not wait for it."""
 _AT_ONCE: Final = 2_000
-"""Characters that are tokenized at once in a turn, at most 0.5 ms; a text counts as many more as follow."""
+"""Characters that one iteration of the event loop tokenizes at once, in at most 0.5 ms."""
 _CHARS_PER_TEXT: Final = 50
+"""Cost of a text in addition to its characters."""
 _MIN_SHARE: Final = 8
-"""Jobs. Fewer than this are not worth a second worker."""
+"""Jobs. Fewer than this are not split between workers."""
 _MAX_CHARS_PER_CALL: Final = 250_000
-"""Characters that are tokenized before anybody looks whether the caller is still there."""
+"""Characters that are tokenized between two checks for cancellation."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _RATE_MEMORY: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _LEAST_MEASURED: Final = 100_000
-"""Characters under way. Fewer tell nothing of how fast many of them go."""
+"""Characters under way. With fewer, the drain rate is not measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Work for a worker thread. `work` asks the function that it is given whether to go on."""
+    """Work for a worker thread."""
 
-    work: Callable[[IsGone], Any]
+    work: Callable[[IsCancelled], Any]
     future: asyncio.Future[Any]
     num_chars: int
 
@@ -69,20 +70,20 @@ class TokenizerJobs:
         self._admission = admission or CharAdmission(sys.maxsize)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._is_closed = False
-        self._left_at_once = _AT_ONCE  # of this turn
+        self._left_at_once = _AT_ONCE  # of this iteration of the event loop
         self._waiting: list[_Job] = []
         self._awaited: set[asyncio.Future[Any]] = set()
 
-    async def run(self, work: Callable[[IsGone], T], num_chars: int, *, num_texts: int | None = None) -> T:
-        """Runs `work` at once if it is little, or in a thread, with what else this turn of the event loop asks for.
+    async def run(self, work: Callable[[IsCancelled], T], num_chars: int, *, num_texts: int | None = None) -> T:
+        """Runs `work` at once if it is short, otherwise in a thread.
 
-        Going to a thread and back takes longer than to tokenize a short text, and requests that travel together can
-        run as one batch. Raises what CharAdmission.check raises, and EngineUnavailableError after `close`.
+        Jobs of one iteration of the event loop go to the threads together, so that their requests can run as one batch.
+        Raises the errors of CharAdmission.check and of `work`, and EngineUnavailableError after `close`.
 
         Args:
-            work: What to do. It is given a function that tells whether to go on.
+            work: The job. Its argument tells whether the caller has disconnected.
             num_chars: Characters that it tokenizes.
-            num_texts: Where it does nothing but tokenize that many texts, so that it may run at once if they are short.
+            num_texts: Number of texts if the job only tokenizes texts. Such a job may run at once.
         """
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
@@ -91,7 +92,7 @@ class TokenizerJobs:
         began_s = time.perf_counter()
         try:
             if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
-                return _tried(work, _is_there)
+                return _run_work(work, _never_cancelled)
             with self._admission.hold(num_chars, client):
                 return await self._run_in_thread(work, num_chars)
         finally:
@@ -100,7 +101,7 @@ class TokenizerJobs:
                 times.add(Stage.TOKENIZATION, began_s, times.last_s - began_s)
 
     def close(self) -> None:
-        """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
+        """Ends the worker threads. Pending jobs fail with EngineUnavailableError."""
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         for future in self._awaited:
@@ -110,7 +111,7 @@ class TokenizerJobs:
                 )
 
     def _spend(self, cost: int) -> bool:
-        """Takes from what may run at once in this turn of the event loop. Returns whether there was enough."""
+        """Takes `cost` from the characters that may be tokenized at once. Returns False if too few are left."""
         if cost > self._left_at_once:
             return False
         if self._left_at_once == _AT_ONCE:
@@ -121,7 +122,7 @@ class TokenizerJobs:
     def _renew(self) -> None:
         self._left_at_once = _AT_ONCE
 
-    async def _run_in_thread(self, work: Callable[[IsGone], T], num_chars: int) -> T:
+    async def _run_in_thread(self, work: Callable[[IsCancelled], T], num_chars: int) -> T:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._waiting:
@@ -135,19 +136,19 @@ class TokenizerJobs:
             del future  # the traceback of its error refers to this frame
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Deals what waits out to the workers."""
+        """Distributes the waiting jobs among the workers."""
         waiting, self._waiting = self._waiting, []
         if self._is_closed:
             return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
         share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
         for start in range(0, len(short), share):
-            self._hand_over(short[start : start + share], loop)
+            self._submit(short[start : start + share], loop)
         for job in waiting:
             if job.num_chars > LONG_JOB:
-                self._hand_over([job], loop)
+                self._submit([job], loop)
 
-    def _hand_over(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+    def _submit(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._executor.submit(self._work, jobs, loop)
         except RuntimeError as error:  # the machine gives no more threads
@@ -158,37 +159,42 @@ class TokenizerJobs:
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         """Runs jobs in a worker thread and hands all their results to the event loop at once."""
         done = _results(jobs)
-        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(_settle, done)
 
 
-def portions(num_chars: Sequence[int], gone: IsGone) -> Iterator[tuple[int, int]]:
-    """Cuts a list of texts into runs of bounded size, each from its first text up to the end of its last.
+def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of consecutive groups of texts with limited characters. Checks for cancellation in between.
 
     Args:
         num_chars: Characters of each text.
-        gone: Asked between two runs; RequestCancelledError is raised for a caller who has gone.
+        is_cancelled: See `check_cancelled`.
     """
     first = total = 0
     for last, count in enumerate(num_chars):
         if total and total + count > _MAX_CHARS_PER_CALL:
             yield first, last
             first, total = last, 0
-            if gone():
-                raise RequestCancelledError("The caller has gone.")
+            check_cancelled(is_cancelled)
         total += count
     yield first, len(num_chars)
 
 
+def check_cancelled(is_cancelled: IsCancelled) -> None:
+    """Raises RequestCancelledError if the caller has disconnected."""
+    if is_cancelled():
+        raise RequestCancelledError("The caller has gone.")
+
+
 def _results(jobs: Sequence[_Job]) -> list[_Result]:
-    """Runs jobs whose caller is still there."""
+    """Runs the jobs that are not cancelled."""
     done: list[_Result] = []
     for job in jobs:
         if job.future.done():
             continue
         try:
-            done.append((job.future, _tried(job.work, job.future.done), None))
-        except Exception as error:  # noqa: BLE001 - it is raised again where the job was asked for
+            done.append((job.future, _run_work(job.work, job.future.done), None))
+        except Exception as error:  # noqa: BLE001 - raised again by `run`
             if not isinstance(error, EngineError):
                 error.add_note("In a tokenizer thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
             drop_tracebacks(error)  # the frames of this thread hold the text and the future of the error
@@ -196,23 +202,22 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
     return done
 
 
-def _tried(work: Callable[[IsGone], T], is_gone: IsGone) -> T:
-    """Returns what `work` gives. Raises what it raises, and RuntimeError for a panic in the tokenizers library."""
+def _run_work(work: Callable[[IsCancelled], T], is_cancelled: IsCancelled) -> T:
+    """Runs `work`. A panic in the tokenizers library becomes a RuntimeError."""
     try:
-        return work(is_gone)
+        return work(is_cancelled)
     except (Exception, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a panic; its text may hold the input
         raise RuntimeError(f"the tokenizer failed: {type(error).__name__}") from None
 
 
-def _is_there() -> bool:
-    """Tells that the caller of what runs at once has not gone."""
+def _never_cancelled() -> bool:
     return False
 
 
 def _settle(done: Sequence[_Result]) -> None:
-    """Fills futures on their event loop; those whose caller has gone are left alone."""
+    """Sets the results of futures, on their event loop. Cancelled futures are skipped."""
     for future, result, error in done:
         if future.done():
             continue

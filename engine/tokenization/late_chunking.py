@@ -1,15 +1,15 @@
 """Late chunking: the inputs of a request run as one text, and each gets the mean of its own token rows.
 
-So every vector knows the whole text (Günther et al., Late Chunking, arXiv:2409.04701). The request's shape is that of
-Jina's API. What is decided here:
+Every vector then depends on the whole text (Günther et al., Late Chunking, arXiv:2409.04701). The request format is
+that of Jina's API. Decisions:
 
-* The inputs are tokenized one by one and their tokens joined; nothing is put between them, the prompt stands once
-  before all, and the model's special tokens once around all. Inputs of token ids are taken as they are: where the first
-  input is ids, nothing is put before it, and where the last one is, nothing after it.
-* The rows of the leading special tokens and the prompt count for the first input (not in models that leave their prompt
-  out of the pooling), those of the trailing ones for the last, as in Jina's code. So one input alone gives what it
-  gives without late chunking.
-* Only models that pool by MEAN have this; Dense modules must be linear, so that they may come before the mean.
+* The inputs are tokenized one by one and their tokens are joined without separators. The prompt comes once at the
+  beginning, the model's special tokens once around all. Nothing is added before a first input of token ids, or after a
+  last input of token ids.
+* As in Jina's code, the rows of the leading special tokens and the prompt belong to the first input, unless the model
+  excludes its prompt from the pooling. The trailing special tokens belong to the last input. A single input therefore
+  has the same vector as without late chunking.
+* Only models with MEAN pooling support it. Their Dense modules must be linear, so that they can run before the mean.
 
 Plain numpy.
 """
@@ -27,8 +27,7 @@ from ..protocol.errors import InvalidRequestError
 from ..protocol.model_info import ModelInfo
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingType
-from .special_tokens import SpecialTokens, count_prompt
-from .truncation import Truncation
+from .model_tokenizer import SpecialTokens, Truncation, count_prompt
 
 Span = tuple[int, int]
 
@@ -40,7 +39,7 @@ class JoinedText:
     Attributes:
         tokens: The sequence.
         spans: [N]. First row and end of each input in it.
-        num_tokens: [N]. Tokens that each input brought; special tokens and the prompt count with the outer ones.
+        num_tokens: [N]. Tokens of each input. Special tokens and prompt count for the first and last input.
     """
 
     tokens: TokenizedInput
@@ -48,7 +47,7 @@ class JoinedText:
     num_tokens: list[int]
 
     def pool(self, rows_TD: NDArray[np.float32], *, normalize: bool) -> NDArray[np.float32]:  # noqa: N803
-        """Returns the mean of each input's rows [N, D] float32, L2-normalised where it is asked for.
+        """Returns the mean of each input's rows [N, D] float32, L2-normalised if `normalize` is set.
 
         Args:
             rows_TD: The embedding of each token, not normalised.
@@ -66,10 +65,10 @@ class LateChunking:
     """How one model's inputs are joined.
 
     Attributes:
-        special: What the tokenizer puts around a text.
-        include_prompt: False leaves the rows of the prompt, and the special tokens before it, out of the first input.
+        special: Special tokens around a text.
+        include_prompt: False excludes the rows of the prompt and of the special tokens before it.
         truncation: What to do with a sequence that is too long.
-        cuts_left: Cut its beginning away, not its end.
+        cuts_left: Truncate the beginning, not the end.
     """
 
     special: SpecialTokens
@@ -84,12 +83,12 @@ class LateChunking:
 
         Args:
             parts: N >= 1. Token ids of each input without special tokens; the first one begins with the prompt.
-            is_text: Whether each came as text.
-            prompt_ids: Of the prompt by itself, without special tokens; empty where there is none.
-            is_whole: Whether the parts are complete; else they are only known to be too long.
+            is_text: Whether each input is a text, not token ids.
+            prompt_ids: Token ids of the prompt alone, without special tokens; empty without a prompt.
+            is_whole: Whether the parts are complete. If not, they are known to be too long.
 
         Raises:
-            RequestTooLongError: They are too long together and must not be cut.
+            RequestTooLongError: The inputs are too long together and must not be truncated.
             InvalidRequestError: An input has no tokens, or none are left of it.
         """
         leading = self.special.leading if is_text[0] else self.special.leading[:0]
@@ -129,7 +128,7 @@ class LateChunking:
 
 
 def verify_late_chunking(info: ModelInfo) -> None:
-    """Raises InvalidRequestError where the mean of token rows is not what the model gives."""
+    """Raises InvalidRequestError if the embedding of the model is not the mean of its token rows."""
     if info.sequence_pooling != (PoolingType.MEAN,):
         pooling = " + ".join(info.sequence_pooling)
         raise InvalidRequestError(

@@ -1,17 +1,15 @@
-"""Text above max_model_len: it is cut into windows, each is embedded, and their vectors become one.
+"""Embeds text above max_model_len: splits it into windows, embeds each window and averages the vectors.
 
-Two modes, `chunked_processing_mode` of the pooler configuration:
+Two modes (`chunked_processing_mode` of the pooler configuration):
 
-windows (default): The text's tokens are cut into runs. Each becomes a sequence like any other: the model's special
-    tokens are put around it, and the prompt, where there is one, before it. The embedding is the mean of the windows'
-    vectors, weighted by the number of the text's tokens in each, and L2-normalised again where embeddings are. Special
-    tokens and prompts have no weight; every token of the text counts once: one that several windows share (the overlap)
-    is split evenly among them.
-vllm: The text's token ids, special tokens and prompt once, are cut into runs of max_model_len. The embedding is the
-    mean of their vectors, weighted by length, and not normalised again.
+windows (default): Every window gets the model's special tokens and the prompt. The embedding is the mean of the window
+    vectors, weighted by the number of text tokens in each window, and L2-normalised again if embeddings are normalised.
+    Special tokens and prompt have no weight. Every text token counts once: the weight of a token that several windows
+    share (the overlap) is split evenly among them.
+vllm: The token ids of the text, including special tokens and prompt, are split into windows of max_model_len. The
+    embedding is the mean of the window vectors, weighted by length, and not normalised again.
 
-Inputs that come as token ids are taken as they are: their windows have no added special tokens and no prompt. An input
-that fits into one window is left alone. Plain numpy.
+The windows of inputs of token ids get no special tokens and no prompt. Inputs that fit are not changed. Plain numpy.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ from ..protocol.errors import InvalidRequestError, ModelLoadError
 from ..protocol.model_info import ModelInfo
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import ChunkedProcessingMode
-from .special_tokens import SpecialTokens, count_prompt
+from .model_tokenizer import SpecialTokens, count_prompt
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """N inputs as the W >= N sequences that the model runs.
+    """The W >= N sequences that the model runs for N inputs.
 
     Attributes:
         sequences: The windows of all inputs, in order.
-        num_tokens: Tokens of each input before it was cut, special tokens once.
-        num_windows: [N]. How many of them belong to each input; None: each has one.
-        weights: [W] float32. Share of each window in the embedding of its input; None as above.
+        num_tokens: Tokens of each input before it was split, special tokens once.
+        num_windows: [N]. Number of windows of each input; None: one each.
+        weights: [W] float32. Share of each window in the embedding of its input; None: one window each.
         renormalizes: Whether the mean of normalised vectors is normalised again.
     """
 
@@ -51,7 +49,7 @@ class Windows:
 
     @classmethod
     def whole(cls, inputs: list[TokenizedInput]) -> Windows:
-        """Returns inputs that all fit into a window."""
+        """Returns inputs that fit into one window each."""
         return cls(inputs, [len(i) for i in inputs])
 
     def join(self, vectors_WD: NDArray[np.float32], *, normalized: bool) -> NDArray[np.float32]:  # noqa: N803
@@ -59,7 +57,7 @@ class Windows:
 
         Args:
             vectors_WD: The embedding of each window, float32.
-            normalized: Whether they are L2-normalised.
+            normalized: Whether `vectors_WD` are L2-normalised.
         """
         if self.num_windows is None or self.weights is None:
             return vectors_WD
@@ -74,13 +72,13 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongText:
-    """How one model's over-long inputs are cut.
+    """Splits the over-long inputs of one model.
 
     Attributes:
         size: Tokens of a window, special tokens and prompt included.
         overlap: Tokens that a window shares with the one before it.
         mode: See the module.
-        special: What the tokenizer puts around a text.
+        special: Special tokens around a text.
     """
 
     size: int
@@ -90,14 +88,14 @@ class LongText:
 
     @classmethod
     def of(cls, info: ModelInfo, special: SpecialTokens | None) -> LongText | None:
-        """Returns what the operator asked for; None where long-text mode is off.
+        """Returns the long-text mode of a model; None if it is off.
 
         Args:
             info: The resolved model.
-            special: What its tokenizer puts around a text; None where it does more to it than that.
+            special: Special tokens around a text; None if the tokenizer changes texts in other ways too.
 
         Raises:
-            ModelLoadError: That does not fit the tokenizer.
+            ModelLoadError: The tokenizer or the window size does not support it.
         """
         if not info.enable_chunked_processing:
             return None
@@ -116,15 +114,15 @@ class LongText:
         return cls(info.max_model_len, info.chunk_overlap, info.chunked_processing_mode, special)
 
     def cut(self, inputs: Sequence[TokenizedInput], is_text: Sequence[bool], prompt_ids: Sequence[int] = ()) -> Windows:
-        """Cuts inputs into windows.
+        """Splits inputs into windows.
 
         Args:
-            inputs: As tokenized in one piece.
-            is_text: Whether each came as text; ids are taken as they are.
-            prompt_ids: The prompt that was put before the texts, without special tokens.
+            inputs: The tokenized inputs.
+            is_text: Whether each input is a text, not token ids.
+            prompt_ids: Token ids of the prompt of the texts, without special tokens.
 
         Raises:
-            InvalidRequestError: The prompt leaves no room in a window.
+            InvalidRequestError: The prompt leaves too few tokens in a window.
         """
         sequences: list[TokenizedInput] = []
         counts, weights = [], []
@@ -145,10 +143,10 @@ class LongText:
     def _framed(
         self, tokens: TokenizedInput, prompt_ids: Sequence[int]
     ) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
-        """Cuts a text into windows that all have the special tokens and the prompt, and weighs them."""
+        """Splits a text into windows with special tokens and prompt. Returns windows and weights."""
         num_leading, end = len(self.special.leading), len(tokens) - len(self.special.trailing)
         body = tokens.token_ids[num_leading:end]
-        # A text that was cut on the left has lost its prompt; the prompt's last token may have grown into the text.
+        # Truncation on the left removes the prompt. The last token of the prompt may have merged with the text.
         num_prompt = count_prompt(body, prompt_ids)
         head, text = tokens.token_ids[: num_leading + num_prompt], body[num_prompt:]
         room = self.size - len(self.special) - num_prompt
@@ -168,7 +166,7 @@ class LongText:
         return windows, _shares(spans, self.overlap)
 
     def _unframed(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
-        """Cuts ids as they are into windows, and weighs them."""
+        """Splits token ids into windows. Returns windows and weights."""
         spans = _spans(len(tokens), self.size, self.overlap)
         windows = [
             TokenizedInput(
@@ -181,13 +179,13 @@ class LongText:
 
 
 def _spans(num_tokens: int, room: int, overlap: int) -> list[Span]:
-    """Returns the first token and the end of each window over `num_tokens`; only the last one may be shorter."""
+    """Returns the first token and the end of each window. Only the last window may be shorter."""
     starts = range(0, max(num_tokens - overlap, 1), room - overlap)
     return [(start, min(start + room, num_tokens)) for start in starts]
 
 
 def _shares(spans: Sequence[Span], overlap: int) -> NDArray[np.float32]:
-    """Returns the share of each window, which sum to 1: a token counts once, split among the windows that hold it."""
+    """Returns the weight of each window; they sum to 1. The weight of a token is split among its windows."""
     bounds = np.array(spans)
     num_tokens = int(bounds[-1, 1])
     counts: NDArray[np.float64] = np.diff(bounds, axis=1)[:, 0] / num_tokens

@@ -1,21 +1,142 @@
-"""The tokenizer of a model: texts, or token ids, to sequences that fit. Synchronous: worker threads run it."""
+"""The tokenizer of one model: encodes texts and token ids and cuts them to the limit. Runs in worker threads.
+
+Truncation states the limit of a request; SpecialTokens are the tokens that the tokenizer puts around a text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from ..protocol.errors import InvalidRequestError
+from ..protocol.errors import InvalidRequestError, RequestTooLongError
 from ..protocol.request import Text, TokenizedInput
-from .jobs import IsGone, portions
-from .truncation import Truncation, bounded
+from .jobs import IsCancelled, portions
 
+_FEW_CHARS_PER_TOKEN: Final = 8
+_MANY_CHARS_PER_TOKEN: Final = 64
+_FIRST_CHARS: Final = 65_536
+_MAX_CHARS: Final = 524_288
+"""Least value of `max_chars`: models with short limits must read texts that begin with many blanks."""
+_MOST_CHARS: Final = 2_000_000
+"""Largest value of `max_chars`, so that reading one text takes at most about 1 GB."""
+_LONGEST_WORD: Final = 1_000
+"""Characters. Text is cut between words, unless that would remove more than this."""
 _SPARE_TOKENS: Final = 64
-"""Where a bounded text has more tokens above the limit than this, what was left out of it cannot matter."""
+"""If the read part of a text exceeds the limit by more tokens than this, the unread part cannot change the result."""
+_PROBE: Final = "One short text to begin with."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """The token limit of a request and what to do with longer inputs.
+
+    Attributes:
+        max_num_tokens: Tokens. The limit, special tokens included.
+        cut: Truncate to the limit; False refuses the request.
+        side: "left" or "right", the side that is removed; None means the tokenizer's own.
+        param: Request field that an error names.
+        name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
+    """
+
+    max_num_tokens: int
+    cut: bool = False
+    side: str | None = None
+    param: str | None = "input"
+    name: str | None = None
+
+    @property
+    def first_chars(self) -> int:
+        """Characters that are tokenized first. In nearly every text they have more tokens than the limit."""
+        return min(max(_FEW_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), self.max_chars)
+
+    @property
+    def max_chars(self) -> int:
+        """The most characters of a text that are tokenized. Real texts have fewer characters per token.
+
+        Tokenizing takes 500 bytes per token and 30 per character, so this bounds the memory of one text.
+        """
+        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _MAX_CHARS), _MOST_CHARS)
+
+    @property
+    def kept_chars(self) -> int:
+        """The most characters of a text of a pair that are tokenized if the pair may be truncated."""
+        return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
+
+    def refuse_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
+        """Raises RequestTooLongError for an input above the limit, unless it may be truncated.
+
+        Args:
+            num_tokens: Tokens of the input.
+            index: Its place in the request.
+            is_whole: All of it was tokenized; otherwise it has more tokens.
+        """
+        at_least = "" if is_whole else "at least "
+        self.refuse_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+
+    def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
+        """Raises RequestTooLongError for an input that was tokenized in part, unless it may be truncated."""
+        self.refuse_found_unless_cut(
+            f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
+        )
+
+    def refuse_found_unless_cut(
+        self,
+        found: str,
+        num_tokens: int,
+        way_out: str = "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
+    ) -> None:
+        """Raises RequestTooLongError unless inputs may be truncated; see RequestTooLongError.over_limit."""
+        if not self.cut:
+            raise RequestTooLongError.over_limit(
+                found,
+                way_out,
+                num_tokens=num_tokens,
+                max_num_tokens=self.max_num_tokens,
+                limit_name=self.name,
+                param=self.param,
+            )
+
+    def no_room(self, why: str) -> InvalidRequestError:
+        """Returns the error for a limit that leaves no tokens for text. `why` completes its sentence."""
+        return InvalidRequestError(
+            "The limit is {limit} tokens, but {why}; allow more with {truncate_prompt_tokens} or --max-model-len.",
+            param="truncate_prompt_tokens",
+            limit=self.max_num_tokens,
+            why=why,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpecialTokens:
+    """The special tokens around a text.
+
+    Attributes:
+        leading: [A] int32, such as [CLS].
+        trailing: [B] int32, such as [SEP].
+    """
+
+    leading: NDArray[np.int32]
+    trailing: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        """Returns the number of special tokens."""
+        return len(self.leading) + len(self.trailing)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> SpecialTokens | None:
+        """Returns the special tokens of a tokenizer; None if it changes texts in other ways too."""
+        bare = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        whole = tokenizer.encode(_PROBE).ids
+        for start in range(len(whole) - len(bare) + 1):
+            end = start + len(bare)
+            if bare and whole[start:end] == bare:
+                return cls(np.array(whole[:start], np.int32), np.array(whole[end:], np.int32))
+        return None
 
 
 class ModelTokenizer:
@@ -25,10 +146,10 @@ class ModelTokenizer:
         backend: Without truncation and padding.
         vocab_size: Token ids must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
-        truncation_side: "left" or "right": what is cut away where a request does not say.
+        truncation_side: "left" or "right": the side that is removed if a request names none.
 
     Attributes:
-        backend: The tokenizer itself, for texts that `cased` has seen.
+        backend: The tokenizer itself. Pass texts through `cased` first.
     """
 
     def __init__(self, backend: Tokenizer, *, vocab_size: int, do_lower_case: bool, truncation_side: str) -> None:
@@ -38,38 +159,38 @@ class ModelTokenizer:
         self._truncation_side = truncation_side
 
     def cased(self, texts: Sequence[str]) -> list[str]:
-        """Returns texts in the case that the model reads."""
+        """Returns texts, lower-cased if the model needs that."""
         return [text.lower() for text in texts] if self._do_lower_case else list(texts)
 
     def side(self, truncation: Truncation) -> str:
-        """Returns the side that is cut away, "left" or "right"."""
+        """Returns the side that is removed, "left" or "right"."""
         return truncation.side or self._truncation_side
 
     def cuts_left(self, truncation: Truncation) -> bool:
-        """Whether the left side of an over-long text is cut away."""
+        """Whether the left side of an over-long text is removed."""
         return self.side(truncation) == "left"
 
     def bounded(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
-        """Returns `num_chars` characters of enormous texts, from the side that is kept; others as they are."""
+        """Returns texts, cut to `num_chars` characters of the side that is kept."""
         keeps_end = self.cuts_left(truncation)
         return [bounded(text, num_chars, keeps_end=keeps_end) for text in texts]
 
     def room(self, truncation: Truncation, *, is_pair: bool = False) -> int:
-        """Returns the tokens that the limit leaves for text beside the special tokens.
+        """Returns the number of text tokens that fit beside the special tokens.
 
         Raises:
-            InvalidRequestError: Not even the special tokens fit.
+            InvalidRequestError: The special tokens alone do not fit.
         """
         num_special = self.backend.num_special_tokens_to_add(is_pair=is_pair)
         if truncation.max_num_tokens < num_special:
             raise truncation.no_room(f"the model's special tokens alone are {num_special}")
         return truncation.max_num_tokens - num_special
 
-    def known(self, ids: list[int]) -> NDArray[np.int32]:
+    def text_ids(self, ids: list[int]) -> NDArray[np.int32]:
         """Returns the ids of a text as an array.
 
         Raises:
-            InvalidRequestError: The tokenizer knows a token that the model has no embedding for.
+            InvalidRequestError: The model has no embedding for a token of the tokenizer.
         """
         largest = max(ids, default=0)
         if largest >= self._vocab_size:
@@ -81,11 +202,11 @@ class ModelTokenizer:
             )
         return np.array(ids, np.int32)
 
-    def checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """Returns ids that a caller gave as an array.
+    def given_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """Returns the token ids of a request as an array.
 
         Raises:
-            InvalidRequestError: There are none, or one is outside the vocabulary.
+            InvalidRequestError: The list is empty, or an id is outside the vocabulary.
         """
         if not ids:
             raise InvalidRequestError("a list of token ids is empty; give at least one id.", param="input")
@@ -105,14 +226,14 @@ class ModelTokenizer:
         prompt: str,
         skip_prompt: bool,
         specials: bool,
-        gone: IsGone,
+        is_cancelled: IsCancelled,
     ) -> list[TokenizedInput]:
         """Returns each input as a sequence; see TokenizerPool.encode."""
         skip = self._count_prefix(prompt, specials) if prompt and skip_prompt else 0
         first_chars = truncation.first_chars
         tokenized: list[TokenizedInput] = []
         num_chars = [min(len(item), first_chars) if isinstance(item, str) else 0 for item in inputs]
-        for first, last in portions(num_chars, gone):
+        for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
             texts = self.cased([prompt + item for item in part if isinstance(item, str)])
             bounded = self.bounded(texts, truncation, first_chars)
@@ -122,12 +243,12 @@ class ModelTokenizer:
                 if isinstance(item, str):
                     tokenized.append(self._fit_text(*next(encodings), truncation, skip, specials, index))
                 else:
-                    ids = self._fit_ids(self.checked(item), truncation, index)
+                    ids = self._fit_ids(self.given_ids(item), truncation, index)
                     tokenized.append(TokenizedInput(ids))
         return tokenized
 
     def encode_parts(
-        self, inputs: Sequence[Text], truncation: Truncation, prompt: str, gone: IsGone
+        self, inputs: Sequence[Text], truncation: Truncation, prompt: str, is_cancelled: IsCancelled
     ) -> tuple[list[NDArray[np.int32]], bool]:
         """Returns the ids of each part of one text, and whether they are complete; see TokenizerPool.encode_parts."""
         texts = [prompt * (i == 0) + item for i, item in enumerate(inputs) if isinstance(item, str)]
@@ -135,17 +256,19 @@ class ModelTokenizer:
         bounded = self.bounded(texts, truncation, truncation.first_chars)
         encodings: list[Encoding] = []
         is_whole = True
-        for first, last in portions([len(text) for text in bounded], gone):
+        for first, last in portions([len(text) for text in bounded], is_cancelled):
             encoded = self.backend.encode_batch_fast(bounded[first:last], add_special_tokens=False)
             for i, encoding in enumerate(encoded, first):
-                read, encoding = self._read_on(texts[i], bounded[i], encoding, truncation, specials=False)
+                read, encoding = self._encode_more(texts[i], bounded[i], encoding, truncation, specials=False)
                 if read is not texts[i]:
                     is_whole = False
                     if len(encoding) <= truncation.max_num_tokens:
                         truncation.refuse_unread_unless_cut(len(texts[i]), len(encoding), i)
                 encodings.append(encoding)
         of_texts = iter(encodings)
-        return [self.known(next(of_texts).ids) if isinstance(i, str) else self.checked(i) for i in inputs], is_whole
+        return [
+            self.text_ids(next(of_texts).ids) if isinstance(i, str) else self.given_ids(i) for i in inputs
+        ], is_whole
 
     def _fit_text(
         self,
@@ -157,13 +280,13 @@ class ModelTokenizer:
         specials: bool,
         index: int,
     ) -> TokenizedInput:
-        """Cuts an encoding to the limit and puts the special tokens, where there are to be any, around the rest."""
+        """Truncates an encoding to the limit, keeping its special tokens."""
         limit = truncation.max_num_tokens
-        bounded, encoding = self._read_on(text, bounded, encoding, truncation, specials=specials)
+        bounded, encoding = self._encode_more(text, bounded, encoding, truncation, specials=specials)
         if len(encoding) <= limit:
             if bounded is not text:
                 truncation.refuse_unread_unless_cut(len(text), len(encoding), index)
-            ids = self.known(encoding.ids)
+            ids = self.text_ids(encoding.ids)
             return TokenizedInput(ids, num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
         truncation.refuse_unless_cut(len(encoding), index, is_whole=bounded is text)
         room = self.room(truncation) if specials else limit
@@ -173,15 +296,15 @@ class ModelTokenizer:
         cut_ids = self.backend.post_process(bare).ids if specials else bare.ids
         if skip and self.cuts_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
-        return TokenizedInput(self.known(cut_ids), num_prompt_tokens=min(skip, len(cut_ids) - 1))
+        return TokenizedInput(self.text_ids(cut_ids), num_prompt_tokens=min(skip, len(cut_ids) - 1))
 
-    def _read_on(
+    def _encode_more(
         self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool
     ) -> tuple[str, Encoding]:
-        """Reads more of a text whose beginning has too few tokens to tell what fits: blanks, words of many letters.
+        """Tokenizes more of a text whose first characters have too few tokens, such as blanks or very long words.
 
         Returns:
-            What was read, and its tokens.
+            The part that was tokenized, and its encoding.
         """
         if bounded is text:
             return text, encoding
@@ -204,7 +327,7 @@ class ModelTokenizer:
         return ids[-limit:] if self.cuts_left(truncation) else ids[:limit]
 
     def _count_prefix(self, prompt: str, specials: bool) -> int:
-        """Returns how many tokens a prompt has, the special ones before it included."""
+        """Returns the number of tokens of a prompt, including leading special tokens."""
         (encoding,) = self.backend.encode_batch(self.cased([prompt]), add_special_tokens=specials)
         trailing = 0
         for is_special in reversed(encoding.special_tokens_mask):
@@ -212,3 +335,29 @@ class ModelTokenizer:
                 break
             trailing += 1
         return len(encoding) - trailing
+
+
+def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
+    """Returns at most `num_chars` characters from the end or beginning of a text, cut between words if possible."""
+    if len(text) <= num_chars:
+        return text
+    if keeps_end:
+        start = len(text) - num_chars
+        spaces = [text.find(space, start, start + _LONGEST_WORD) for space in " \n"]
+        return text[min((place for place in spaces if place >= 0), default=start) :]
+    space = max(text.rfind(space, max(num_chars - _LONGEST_WORD, 0), num_chars) for space in " \n")
+    return text[: space if space >= 0 else num_chars]
+
+
+def count_prompt(ids: NDArray[np.int32], prompt_ids: Sequence[int]) -> int:
+    """Returns the number of prompt tokens at the beginning of a text that was tokenized together with its prompt.
+
+    These are fewer than `prompt_ids` if the last letters of the prompt merged with the text into one token.
+
+    Args:
+        ids: [L]. Token ids of prompt and text together, without special tokens.
+        prompt_ids: Token ids of the prompt alone, without special tokens.
+    """
+    length = min(len(ids), len(prompt_ids))
+    differs = np.flatnonzero(ids[:length] != np.asarray(prompt_ids[:length], np.int32))
+    return int(differs[0]) if len(differs) else length

@@ -1,7 +1,4 @@
-"""Pairs of texts to joint sequences that fit the model: by its prompt for pairs, else as its tokenizer joins them.
-
-Synchronous: TokenizerPool runs it in worker threads.
-"""
+"""Tokenizes pairs of texts: with the model's prompt for pairs, or joined by its tokenizer. Runs in worker threads."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ from tokenizers import Encoding, Tokenizer
 from ..protocol.errors import InvalidRequestError
 from ..protocol.request import TokenizedInput
 from ..protocol.templates import ScoreTemplate, fields_of, split_at
-from .jobs import IsGone, portions
-from .model_tokenizer import ModelTokenizer
-from .truncation import Truncation
+from .jobs import IsCancelled, portions
+from .model_tokenizer import ModelTokenizer, Truncation
 
 Pair = tuple[str, str]
-# Of what the prompt leaves, as publishers have it that tokenize the query by itself. Others let a long query take all
-# of it, so that nothing of any document is read and all scores are the same.
 _QUERY_SHARE: Final = (3, 4)
+"""Largest share of a long query in the tokens for query and document, as in publishers' code. Without a limit, a long
+query would displace every document, and all scores would be equal."""
 
 
 class PairEncoder:
@@ -29,8 +25,8 @@ class PairEncoder:
 
     Args:
         tokenizer: The model's.
-        template: The model's prompt for pairs; None joins them as the tokenizer does.
-        uses_token_types: The model reads the second text as tokens of type 1, where the tokenizer says so.
+        template: The model's prompt for pairs; None: the tokenizer joins them.
+        uses_token_types: The model reads token type ids.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, template: ScoreTemplate | None, *, uses_token_types: bool) -> None:
@@ -39,39 +35,38 @@ class PairEncoder:
         self._uses_token_types = uses_token_types
 
     def check_instruction(self, instruction: str | None) -> None:
-        """Raises InvalidRequestError for an instruction that the model's prompt, if it has one, has no place for."""
+        """Raises InvalidRequestError for an instruction if the model's prompt has none."""
         encoder = self._by_template
         if instruction and (encoder is None or not encoder.template.takes_instruction):
             raise InvalidRequestError("The served model reads pairs without an instruction.", param="instruction")
 
     def encode(
-        self, pairs: Sequence[Pair], truncation: Truncation, instruction: str | None, gone: IsGone
+        self, pairs: Sequence[Pair], truncation: Truncation, instruction: str | None, is_cancelled: IsCancelled
     ) -> list[TokenizedInput]:
         """Returns each pair as a sequence; see TokenizerPool.encode_pairs."""
         tokenized: list[TokenizedInput] = []
         cased = self._bounded(pairs, truncation)
-        for first, last in portions([len(a) + len(b) for a, b in cased], gone):
+        for first, last in portions([len(a) + len(b) for a, b in cased], is_cancelled):
             part = cased[first:last]
             if self._by_template is not None:
-                tokenized += self._filled(self._by_template, part, truncation, instruction, first)
+                tokenized += self._encode_with_template(self._by_template, part, truncation, instruction, first)
             else:
                 encodings = self._tokenizer.backend.encode_batch_fast(part)
                 joined = enumerate(zip(part, encodings, strict=True), first)
-                tokenized += [self._joined(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
+                tokenized += [self._fit_joined(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Returns pairs without what the limit cannot keep; raises RequestTooLongError where it must keep all."""
+        """Cuts enormous texts before they are tokenized. Raises RequestTooLongError if they must not be truncated."""
         num_chars = truncation.kept_chars if truncation.cut else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:
                 truncation.refuse_unread_unless_cut(longest, 0, i)
-        # The limit keeps at most its own length of either text; where a pair fits whole, nothing is cut here.
         sides = (self._tokenizer.bounded(side, truncation, num_chars) for side in zip(*pairs, strict=True))
         return list(zip(*map(self._tokenizer.cased, sides), strict=True))
 
-    def _filled(
+    def _encode_with_template(
         self,
         encoder: ScoreTemplateEncoder,
         pairs: Sequence[Pair],
@@ -79,7 +74,7 @@ class PairEncoder:
         instruction: str | None,
         first: int,
     ) -> list[TokenizedInput]:
-        """Puts pairs, of which `first` is the place of the first one in the request, into the model's prompt."""
+        """Encodes pairs with the model's prompt. `first`: place of the first pair in the request."""
         limit, left = truncation.max_num_tokens, self._tokenizer.cuts_left(truncation)
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
@@ -89,11 +84,11 @@ class PairEncoder:
                 if cut is None:
                     raise _no_room(encoder, instruction, truncation)
                 ids = cut
-            tokenized.append(TokenizedInput(self._tokenizer.known(ids)))
+            tokenized.append(TokenizedInput(self._tokenizer.text_ids(ids)))
         return tokenized
 
-    def _joined(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
-        """Cuts a pair that the tokenizer has joined to the limit, and finds where its second text begins."""
+    def _fit_joined(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
+        """Truncates a joined pair to the limit and finds the beginning of its second text."""
         if len(encoding) > truncation.max_num_tokens:
             truncation.refuse_unless_cut(len(encoding), index)
             backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
@@ -104,11 +99,11 @@ class PairEncoder:
             second.truncate(keep_second, direction=side)
             encoding = backend.post_process(first, second)
         boundary = encoding.type_ids.index(1) if self._uses_token_types and 1 in encoding.type_ids else 0
-        return TokenizedInput(self._tokenizer.known(encoding.ids), boundary)
+        return TokenizedInput(self._tokenizer.text_ids(encoding.ids), boundary)
 
 
 def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation) -> InvalidRequestError:
-    """Returns the error for a prompt that leaves no room for a token of the query and one of the document."""
+    """Returns the error for a prompt that leaves no tokens for query and document."""
     limit = truncation.max_num_tokens
     if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
         return InvalidRequestError(
@@ -120,7 +115,7 @@ def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation:
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Splits `room` tokens over two texts by taking tokens away from the longer one first, as transformers does."""
+    """Splits `room` tokens between two texts: the longer one is cut first, as in transformers."""
     half = room // 2
     if first <= half:
         return first, min(second, room - first)
@@ -139,18 +134,18 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _LocatedPart:
-    """The ids of one part, and the first and the end of the query's and the document's among them."""
+    """The ids of one part, and the spans of the query and the document in them."""
 
     ids: list[int]
     spans: dict[str, tuple[int, int]]
 
     def count(self, field: str) -> int:
-        """Returns how many tokens a field has here."""
+        """Returns the number of tokens of a field."""
         first, last = self.spans.get(field, (0, 0))
         return last - first
 
     def cut(self, kept: Mapping[str, int], *, left: bool) -> list[int]:
-        """Returns the ids with no more than the kept tokens of each field; `left` cuts the document's beginning."""
+        """Returns the ids with at most `kept` tokens per field. `left` removes the beginning of the document."""
         ids = list(self.ids)
         for field, (first, last) in sorted(self.spans.items(), key=lambda item: item[1], reverse=True):
             num_cut = max(last - first - kept[field], 0)
@@ -162,7 +157,7 @@ class _LocatedPart:
 
 
 class ScoreTemplateEncoder:
-    """Encodes pairs into the sequences that a reranker was trained on. Safe to use from several threads.
+    """Encodes pairs with the prompt of a reranker. Safe to use from several threads.
 
     Args:
         tokenizer: Without truncation and padding.
@@ -173,11 +168,11 @@ class ScoreTemplateEncoder:
         self.template = template
         self._tokenizer = tokenizer
         self._parts = [_Part(part, fields_of(part)) for part in template.parts]
-        # What no request changes is tokenized once.
+        # Parts without fields are tokenized once.
         self._constant = {part.text: self._ids([part.text.format()])[0] for part in self._parts if not part.fields}
 
     def encode(self, pairs: Sequence[Pair], instruction: str | None) -> list[list[int]]:
-        """Returns the ids of each pair, uncut; None for `instruction` takes the template's own."""
+        """Returns the ids of each pair without truncation. `instruction`: None takes the template's own."""
         filled, parts = self.template.filled, [part.text for part in self._parts if part.fields]
         texts = [[filled(part, *pair, instruction) for part in parts] for pair in pairs]
         different = list(dict.fromkeys(text for row in texts for text in row))
@@ -192,12 +187,10 @@ class ScoreTemplateEncoder:
         return encoded
 
     def cut(self, pair: Pair, instruction: str | None, max_num_tokens: int, *, left: bool) -> list[int] | None:
-        """Returns the ids of a pair, cut to `max_num_tokens`: the document on the side asked for, the query at its end.
+        """Returns the ids of a pair, truncated to `max_num_tokens`; None if the prompt leaves no token for each text.
 
-        The query may keep up to three quarters of what the prompt and its instruction, which are never cut, leave for
-        the two. The document gets the rest.
-
-        None where they leave less than a token for each.
+        The prompt and its instruction are not truncated. The query keeps up to three quarters of the other tokens and
+        loses its end. The document gets the rest and loses its end, or its beginning with `left`.
         """
         parts = [self._located(part, pair, instruction) for part in self._parts]
         num_query, num_document = (sum(part.count(field) for part in parts) for field in ("query", "document"))
@@ -209,7 +202,7 @@ class ScoreTemplateEncoder:
         return [token_id for part in parts for token_id in part.cut(kept, left=left)]
 
     def _located(self, part: _Part, pair: Pair, instruction: str | None) -> _LocatedPart:
-        """Encodes a part and finds the query and the document in it. A token that holds a bit of either is its own."""
+        """Encodes a part and finds the tokens of the query and the document, including tokens on their borders."""
         fields = [field for field in part.fields if field != "instruction"]
         if not fields:
             return _LocatedPart(self._part_ids(part, pair, instruction), {})

@@ -1,7 +1,7 @@
-"""Text to token ids, off the event loop but for a few short texts.
+"""Tokenizes texts in worker threads.
 
-TokenizerPool runs in the client of the engine on the `tokenizers` library alone; which tokenizer to use was resolved in
-the engine process (tokenizer_loader.py) and arrives as a TokenizerSpec.
+TokenizerPool runs in the client of the engine and needs only the `tokenizers` library. The engine process resolves the
+tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from ..protocol.errors import InvalidRequestError, RequestCancelledError
+from ..protocol.errors import InvalidRequestError
 from ..protocol.model_info import TokenizerSpec
 from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.templates import ChatOptions, Conversation
-from .jobs import LONG_JOB, CharAdmission, IsGone, TokenizerJobs, portions
-from .model_tokenizer import ModelTokenizer
+from .jobs import LONG_JOB, CharAdmission, IsCancelled, TokenizerJobs, check_cancelled, portions
+from .model_tokenizer import ModelTokenizer, SpecialTokens, Truncation
 from .pairs import PairEncoder
-from .special_tokens import SpecialTokens
-from .truncation import Truncation
 
 if TYPE_CHECKING:
     from .chat_renderer import ChatRenderer
@@ -30,18 +28,18 @@ if TYPE_CHECKING:
 _PROBE_CHARS: Final = 250_000
 """Characters of a part of a long text whose tokens are counted before all of it is tokenized."""
 _SPARE_TOKENS: Final = 64
-"""A part may have this many tokens more than it has within its text: it may begin and end within a word."""
+"""A part may begin and end within a word, which adds up to this many tokens."""
 OnCount = Callable[[int], None]
-"""Told of a number of tokens; what it raises ends the work."""
+"""Called with the number of tokens so far. An error that it raises stops the job."""
 
 
 class TokenizerPool:
     """Tokenizes in worker threads. Safe to use from many tasks of one event loop.
 
-    Every method raises EngineOverloadedError where too much text waits already, EngineUnavailableError after `close`.
+    Every method raises EngineOverloadedError if too much text waits, and EngineUnavailableError after `close`.
 
     Attributes:
-        special_tokens: What the tokenizer puts around a text; None where it does more to it than that.
+        special_tokens: Tokens that the tokenizer puts around a text; None if it changes texts in other ways too.
         recipe_tokens: The tokens of a multi-vector model's recipe.
         end_id: See TokenizerSpec.
         config: See TokenizerSpec.
@@ -51,7 +49,7 @@ class TokenizerPool:
         vocab_size: Token ids given by callers must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
         num_workers: Threads.
-        admission: Bounds the text that may wait; None takes all that comes.
+        admission: Limits the characters that wait; None: no limit.
     """
 
     def __init__(
@@ -102,7 +100,9 @@ class TokenizerPool:
         """
         texts = [item for item in inputs if isinstance(item, str)]
         return await self._jobs.run(
-            lambda gone: self._tokenizer.encode(inputs, truncation, prompt, skip_prompt, add_special_tokens, gone),
+            lambda is_cancelled: self._tokenizer.encode(
+                inputs, truncation, prompt, skip_prompt, add_special_tokens, is_cancelled
+            ),
             sum(map(len, texts)) + len(prompt) * len(texts),
             num_texts=len(texts) if len(texts) == len(inputs) else None,
         )
@@ -114,8 +114,8 @@ class TokenizerPool:
 
         Args:
             inputs: Texts or lists of token ids.
-            truncation: Limit of all parts together; what an enormous part holds beyond it may be left out.
-            prompt: Put before the first part, where that is a text.
+            truncation: Limit of all parts together. Text far beyond it may be left out.
+            prompt: Put before the first part if it is a text.
 
         Returns:
             The ids of each part, and whether nothing was left out.
@@ -125,7 +125,7 @@ class TokenizerPool:
         """
         num_chars = sum(len(item) for item in inputs if isinstance(item, str))
         return await self._jobs.run(
-            lambda gone: self._tokenizer.encode_parts(inputs, truncation, prompt, gone), num_chars
+            lambda is_cancelled: self._tokenizer.encode_parts(inputs, truncation, prompt, is_cancelled), num_chars
         )
 
     async def encode_pairs(
@@ -133,13 +133,13 @@ class TokenizerPool:
     ) -> list[TokenizedInput]:
         """Tokenizes pairs into joint sequences.
 
-        Too long a pair loses tokens of its document where the model has a prompt for pairs, and of a query that takes
-        most of the room; else of its longer side first.
+        If the model has a prompt for pairs, an over-long pair loses tokens of its document, and of a query that takes
+        more than its share. Otherwise the longer text is cut first.
 
         Args:
             pairs: Queries and documents.
             truncation: Limit and what to do above it.
-            instruction: What the prompt tells the model to look for; None takes the model's own.
+            instruction: Task instruction in the prompt; None takes the model's own.
 
         Raises:
             RequestTooLongError: A pair is above the limit and must not be cut.
@@ -148,17 +148,18 @@ class TokenizerPool:
         """
         self._pairs.check_instruction(instruction)
         num_chars = sum(len(first) + len(second) for first, second in pairs)
-        return await self._jobs.run(lambda gone: self._pairs.encode(pairs, truncation, instruction, gone), num_chars)
+        return await self._jobs.run(
+            lambda is_cancelled: self._pairs.encode(pairs, truncation, instruction, is_cancelled), num_chars
+        )
 
     async def render_chats(self, conversations: Sequence[Conversation], options: ChatOptions) -> list[str]:
-        """Returns the text that the model's chat template makes of each chat; see AsyncEngine.render_chats."""
+        """Renders each chat with the model's chat template; see AsyncEngine.render_chats."""
         renderer = self._renderer()
 
-        def work(gone: IsGone) -> list[str]:
+        def work(is_cancelled: IsCancelled) -> list[str]:
             texts = []
             for conversation in conversations:
-                if gone():
-                    raise RequestCancelledError("The caller has gone.")
+                check_cancelled(is_cancelled)
                 texts.append(renderer.render(conversation, options))
             return texts
 
@@ -169,7 +170,9 @@ class TokenizerPool:
     ) -> list[list[int]]:
         """Returns the ids of each text, uncut; see `token_details`."""
         return await self._jobs.run(
-            lambda gone: [encoding.ids for encoding in self._uncut(texts, add_special_tokens, gone, on_count)],
+            lambda is_cancelled: [
+                encoding.ids for encoding in self._uncut(texts, add_special_tokens, is_cancelled, on_count)
+            ],
             sum(map(len, texts)),
         )
 
@@ -181,13 +184,13 @@ class TokenizerPool:
         Args:
             texts: Texts.
             add_special_tokens: Put the tokenizer's special tokens around every text.
-            on_count: Told of the tokens so far, in a worker thread, before much is made of them.
+            on_count: Called in a worker thread with the tokens so far, before the result is built.
         """
 
-        def work(gone: IsGone) -> list[TokenizedText]:
+        def work(is_cancelled: IsCancelled) -> list[TokenizedText]:
             return [
                 TokenizedText(e.ids, e.tokens, e.offsets, [mask == 1 for mask in e.special_tokens_mask])
-                for e in self._uncut(texts, add_special_tokens, gone, on_count)
+                for e in self._uncut(texts, add_special_tokens, is_cancelled, on_count)
             ]
 
         return await self._jobs.run(work, sum(map(len, texts)))
@@ -195,11 +198,11 @@ class TokenizerPool:
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Returns the text of each list of ids. Raises InvalidRequestError for an id outside the vocabulary."""
 
-        def work(gone: IsGone) -> list[str]:
+        def work(is_cancelled: IsCancelled) -> list[str]:
             texts: list[str] = []
-            for first, last in portions([len(ids) for ids in batches], gone):
-                checked = [self._tokenizer.checked(ids).tolist() for ids in batches[first:last]]
-                # `decode` would hold the interpreter, for seconds where a list is long.
+            for first, last in portions([len(ids) for ids in batches], is_cancelled):
+                checked = [self._tokenizer.given_ids(ids).tolist() for ids in batches[first:last]]
+                # `decode` holds the GIL, for seconds if a list is long.
                 texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
             return texts
 
@@ -210,11 +213,11 @@ class TokenizerPool:
         return self._tokenizer.cuts_left(truncation)
 
     def close(self) -> None:
-        """Ends the worker threads. What is still awaited fails with EngineUnavailableError."""
+        """Ends the worker threads. Pending jobs fail with EngineUnavailableError."""
         self._jobs.close()
 
     def _renderer(self) -> ChatRenderer:
-        """Returns what renders chats, made for the first. Raises InvalidRequestError without a template."""
+        """Returns the chat renderer, created on first use. Raises InvalidRequestError without a template."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "The served model has no chat template, so it takes no messages; send the text as input, or add the "
@@ -222,31 +225,30 @@ class TokenizerPool:
                 param="messages",
             )
         if self._chat_renderer is None:
-            from .chat_renderer import ChatRenderer  # jinja2 takes its time, and few models need it
+            from .chat_renderer import ChatRenderer  # importing jinja2 is slow, and few models need it
 
             self._chat_renderer = ChatRenderer(self._chat_template)
         return self._chat_renderer
 
     def _uncut(
-        self, texts: Sequence[str], specials: bool, gone: IsGone, on_count: OnCount | None
+        self, texts: Sequence[str], specials: bool, is_cancelled: IsCancelled, on_count: OnCount | None
     ) -> Iterator[Encoding]:
-        """Encodes texts with all that is known of their tokens; for a worker thread."""
+        """Encodes texts without truncation. Runs in a worker thread."""
         num_tokens = 0
-        for first, last in portions([len(text) for text in texts], gone):
+        for first, last in portions([len(text) for text in texts], is_cancelled):
             cased = self._tokenizer.cased(texts[first:last])
             if on_count is not None and len(cased[0]) > _PROBE_CHARS:
-                self._probe(cased[0], num_tokens, on_count, gone)
+                self._probe(cased[0], num_tokens, on_count, is_cancelled)
             encodings = self._tokenizer.backend.encode_batch(cased, add_special_tokens=specials)
             num_tokens += sum(map(len, encodings))
             if on_count is not None:
                 on_count(num_tokens)
             yield from encodings
 
-    def _probe(self, text: str, num_tokens: int, on_count: OnCount, gone: IsGone) -> None:
-        """Counts the tokens of a long text part by part: all at once they take a gigabyte where there are millions."""
+    def _probe(self, text: str, num_tokens: int, on_count: OnCount, is_cancelled: IsCancelled) -> None:
+        """Counts the tokens of a long text in parts: millions of tokens at once would take a gigabyte."""
         for start in range(0, len(text), _PROBE_CHARS):
-            if gone():
-                raise RequestCancelledError("The caller has gone.")
+            check_cancelled(is_cancelled)
             part = text[start : start + _PROBE_CHARS]
             (encoding,) = self._tokenizer.backend.encode_batch_fast([part], add_special_tokens=False)
             num_tokens += max(len(encoding) - _SPARE_TOKENS, 0)

@@ -61,7 +61,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         body.documents[:] = texts  # objects may hold much that nobody reads: it need not wait with the request
     options = replace(
         context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
-        max_pieces=body.max_chunks_per_doc or 1,
+        max_passages=body.max_chunks_per_doc or 1,
     )
     with ClientWatch(request):
         (query,) = await cut_texts(engine, [body.query], body.max_tokens_per_query)

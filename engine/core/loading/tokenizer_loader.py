@@ -12,7 +12,7 @@ from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from ...protocol.templates import ScoreTemplate, chat_template_of
 from ...tokenization.long_text import LongText
-from ...tokenization.special_tokens import SpecialTokens
+from ...tokenization.model_tokenizer import SpecialTokens
 from .chat_score_template import chat_score_template
 from .load_errors import needs_torch
 from .loaded_tokenizer import LoadedTokenizer

@@ -187,7 +187,7 @@ async def test_a_cross_encoder_reads_each_pair_as_one() -> None:
 async def test_the_best_piece_of_a_long_document_counts(changes: dict[str, Any]) -> None:
     words = ["c", "d", "e", "b"] * 10  # 40 tokens, of which the model reads 24
     bench = Bench(info(**changes))
-    result = await bench.score(["a b", "c"], [" ".join(words), "d"], max_pieces=3)
+    result = await bench.score(["a b", "c"], [" ".join(words), "d"], max_passages=3)
     ran = [text for place in range(len(bench.core.sent)) for text in bench.texts(place)]
     pieces = [text for text in ran if text not in (ids("a b"), ids("c"))]
     assert [token for piece in pieces for token in piece] == ids(" ".join([*words, "d"]))
@@ -202,23 +202,23 @@ async def test_the_best_piece_of_a_long_document_counts(changes: dict[str, Any])
 
 async def test_a_document_that_fits_is_one_piece_and_its_prompt_takes_room() -> None:
     document = " ".join(["c"] * 23)  # a piece has room for one token more, as another text may need
-    await (bench := Bench(info())).score(["a"], [document], max_pieces=3)
+    await (bench := Bench(info())).score(["a"], [document], max_passages=3)
     assert bench.texts() == [ids("a"), ids(document)]
-    await (bench := Bench(info(prompts=PROMPTS))).score(["a"], [document], max_pieces=3)
+    await (bench := Bench(info(prompts=PROMPTS))).score(["a"], [document], max_passages=3)
     assert all(text[0] == ids("document:")[0] and len(text) <= 24 for text in bench.texts()[1:])
     assert len(bench.texts()) in (3, 4)
 
 
 async def test_a_long_document_is_cut_to_its_pieces_or_refused() -> None:
     document = " ".join(["c", "d"] * 40)
-    result = await (bench := Bench(info())).score(["a"], [document], max_pieces=2)
+    result = await (bench := Bench(info())).score(["a"], [document], max_passages=2)
     assert sum(map(len, bench.texts())) < 80
     assert result.scores.shape == (1,)
     assert bench.core.sent[0][0].params.truncate_prompt_tokens == -1
     with pytest.raises(RequestTooLongError, match="Document 0 has 80 tokens, which do not fit into 2 pieces"):
-        await Bench(info()).score(["a"], [document], params=PoolingParams(refuse_too_long=True), max_pieces=2)
+        await Bench(info()).score(["a"], [document], params=PoolingParams(refuse_too_long=True), max_passages=2)
     cut = PoolingParams(truncate_prompt_tokens=20)
-    await (bench := Bench(info())).score(["a"], [document], params=cut, max_pieces=2)
+    await (bench := Bench(info())).score(["a"], [document], params=cut, max_passages=2)
     assert max(map(len, bench.texts())) <= 20
     with pytest.raises(RequestTooLongError, match="maximum context length is 24"):
         await Bench(info()).score(["a"], [document])

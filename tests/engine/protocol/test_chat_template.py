@@ -15,8 +15,8 @@ from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongE
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate, chat_template_of
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
+from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-from penstock.engine.tokenization.truncation import Truncation
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATML = """{%- for message in messages %}

@@ -6,7 +6,7 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError, Re
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.tokenization.truncation import Truncation
+from penstock.engine.tokenization.model_tokenizer import Truncation
 
 COHERE = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens", "cut_to_fit": "truncate to END"}
 

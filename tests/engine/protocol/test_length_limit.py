@@ -15,7 +15,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.input_encoder import InputEncoder
 from penstock.engine.tokenization.late_chunking import LateChunking
-from penstock.engine.tokenization.special_tokens import SpecialTokens
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 NAME = "the size of the server's KV cache, which --kv-cache-memory raises"

@@ -239,7 +239,7 @@ async def test_lengths(engine: AsyncEngine) -> None:
 
 async def test_a_document_in_pieces_counts_by_its_best(engine: AsyncEngine) -> None:
     text = " ".join(["a song"] * 20 + ["what dam"])
-    options = RequestOptions(max_pieces=8)
+    options = RequestOptions(max_passages=8)
     (cut,) = (await engine.score(["what dam"], [text], PARAMS.clone(truncate_prompt_tokens=-1))).scores
     (best,) = (await engine.score(["what dam"], [text], PARAMS.clone(truncate_prompt_tokens=-1), options)).scores
     assert best >= cut - 1e-5

@@ -12,9 +12,9 @@ from penstock.engine.core.loading.chat_score_template import chat_score_template
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from penstock.engine.protocol.model_info import PairChat, TokenizerSpec
 from penstock.engine.protocol.templates import ScoreTemplate, escaped, fields_of, split_at
+from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.pairs import ScoreTemplateEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-from penstock.engine.tokenization.truncation import Truncation
 
 JOINT = ScoreTemplate(parts=("sys", "{instruction} q {query} d {document} end", "suf"), instruction="find")
 SPLIT = ScoreTemplate(

@@ -10,8 +10,8 @@ import pytest
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.tokenization.jobs import CharAdmission, TokenizerJobs
+from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-from penstock.engine.tokenization.truncation import Truncation
 
 WORDS = '{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0,"?":1},"unk_token":"?"},"added_tokens":[],'
 WORDS += '"pre_tokenizer":{"type":"Whitespace"},"normalizer":null,"post_processor":null,"decoder":null}'

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-from penstock.engine.tokenization.truncation import Truncation
 
 TEXTS = ["a", "the cat sat on a mat", "naïve café", " one  two ", ""]
 CONFIG = {"architectures": ["LlamaModel"], "hidden_size": 8, "vocab_size": 400, "num_attention_heads": 2}

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError
-from penstock.engine.tokenization.jobs import LONG_JOB, IsGone, TokenizerJobs, portions
+from penstock.engine.tokenization.jobs import LONG_JOB, IsCancelled, TokenizerJobs, portions
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ async def jobs() -> AsyncIterator[TokenizerJobs]:
     jobs.close()
 
 
-def work_of(value: int) -> Callable[[IsGone], int]:
+def work_of(value: int) -> Callable[[IsCancelled], int]:
     return lambda _: value
 
 
@@ -35,10 +35,10 @@ async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(jobs: Tokeniz
     class Panic(BaseException):
         """As the tokenizers library raises it."""
 
-    def refuse(_: IsGone) -> int:
+    def refuse(_: IsCancelled) -> int:
         raise InvalidRequestError("no")
 
-    def panic(_: IsGone) -> int:
+    def panic(_: IsCancelled) -> int:
         raise Panic("the text of the user")
 
     works = [work_of(0), refuse, panic, work_of(3)]
@@ -54,11 +54,11 @@ async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(jobs: Tokeniz
 async def test_short_jobs_share_a_thread_and_do_not_wait_for_a_long_one(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
 
-    def wait(_: IsGone) -> int:
+    def wait(_: IsCancelled) -> int:
         may_end.wait(280)
         return -1
 
-    def thread(_: IsGone) -> int:
+    def thread(_: IsCancelled) -> int:
         return threading.get_ident()
 
     long = asyncio.create_task(jobs.run(wait, LONG_JOB + 1))
@@ -73,7 +73,7 @@ async def test_a_job_learns_that_its_caller_has_gone(jobs: TokenizerJobs) -> Non
     loop = asyncio.get_running_loop()
     began, gone = asyncio.Event(), asyncio.Event()
 
-    def work(is_gone: IsGone) -> None:
+    def work(is_gone: IsCancelled) -> None:
         loop.call_soon_threadsafe(began.set)
         while not is_gone():
             time.sleep(0.001)
@@ -148,7 +148,7 @@ async def test_failed_job_keeps_nothing_of_its_text(jobs: TokenizerJobs, error: 
     async def fail() -> weakref.ref[Text]:
         text = Text("a")
 
-        def work(gone: IsGone) -> int:
+        def work(gone: IsCancelled) -> int:
             assert text
             assert not gone()
             raise type(error)(*error.args)
@@ -171,7 +171,7 @@ async def test_failed_job_keeps_nothing_of_its_text(jobs: TokenizerJobs, error: 
 
 
 async def test_bug_in_a_job_names_its_place_in_the_thread(jobs: TokenizerJobs) -> None:
-    def broken(_: IsGone) -> int:
+    def broken(_: IsCancelled) -> int:
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug") as caught:

@@ -20,8 +20,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
-from penstock.engine.tokenization.special_tokens import SpecialTokens
-from penstock.engine.tokenization.truncation import Truncation
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
 
 PARAMS = PoolingParams()
 CHUNKS = ["Berlin is the capital of Germany.", "The city has 3.85 million people.", "It lies on the Spree."]

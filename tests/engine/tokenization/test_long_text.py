@@ -20,7 +20,7 @@ from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
-from penstock.engine.tokenization.special_tokens import SpecialTokens, count_prompt
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens, count_prompt
 
 PARAMS = PoolingParams()
 SIZE = 16

@@ -13,9 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.tokenization.special_tokens import SpecialTokens
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-from penstock.engine.tokenization.truncation import Truncation
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
 PAIRS = [("q", "d " * 50), ("long query " * 30, "short"), ("one two three " * 20, "four five " * 25), ("", "")]

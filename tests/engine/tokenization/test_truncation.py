@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.tokenization.truncation import bounded
+from penstock.engine.tokenization.model_tokenizer import bounded
 
 LONGEST_WORD = 1_000
 

@@ -81,13 +81,13 @@ async def test_the_priority_reaches_the_engine(client: httpx.AsyncClient, engine
 CHUNKS = [(None, 1), (0, 1), (1, 1), (10, 10)]
 
 
-@pytest.mark.parametrize(("max_chunks", "max_pieces"), CHUNKS)
+@pytest.mark.parametrize(("max_chunks", "max_passages"), CHUNKS)
 async def test_max_chunks_per_doc_is_pieces_of_the_engine(
-    client: httpx.AsyncClient, engine, max_chunks: int | None, max_pieces: int
+    client: httpx.AsyncClient, engine, max_chunks: int | None, max_passages: int
 ) -> None:
     body = {"query": "a", "documents": ["b"], "max_chunks_per_doc": max_chunks}
     assert (await client.post("/v1/rerank", json=body)).status_code == 200
-    assert engine.calls[-1][1][3].max_pieces == max_pieces
+    assert engine.calls[-1][1][3].max_passages == max_passages
     wrong = await client.post("/v1/rerank", json={**body, "max_chunks_per_doc": "many"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_chunks_per_doc")
 

@@ -16,7 +16,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import ScoreResult
-from penstock.engine.tokenization.document_pieces import MIN_ROOM, Pieces, split_text
+from penstock.engine.tokenization.passages import MIN_PASSAGE_TOKENS, Passages, split_text
 
 
 def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
@@ -42,9 +42,9 @@ def test_split_text(text: str, pattern: str, room: int, limit: int, pieces: list
 
 
 def test_pieces_of_several_documents_and_their_best() -> None:
-    documents = ["w " * (MIN_ROOM + 1), "short", "w " * 40, "w " * 40]
-    rooms = [MIN_ROOM, MIN_ROOM, 20, MIN_ROOM - 1]
-    pieces = Pieces.of(documents, [offsets_of(document) for document in documents], rooms, 3)
+    documents = ["w " * (MIN_PASSAGE_TOKENS + 1), "short", "w " * 40, "w " * 40]
+    rooms = [MIN_PASSAGE_TOKENS, MIN_PASSAGE_TOKENS, 20, MIN_PASSAGE_TOKENS - 1]
+    pieces = Passages.of(documents, [offsets_of(document) for document in documents], rooms, 3)
     assert pieces.owners == [0, 0, 1, 2, 2, 3]
     assert pieces.texts[2:] == ["short", ("w " * 20).strip(), ("w " * 20).strip(), documents[3]]
     scores = np.array([0.1, 0.9, -1, 0.3, 0.2, 0.5], np.float32)
@@ -67,7 +67,7 @@ def test_a_document_that_the_pieces_do_not_hold_is_named(
 ) -> None:
     documents = ["w " * length for length in lengths]
     offsets = [offsets_of(document) for document in documents]
-    pieces = Pieces.of(documents, offsets, [20] * len(documents), limit, spare=spare)
+    pieces = Passages.of(documents, offsets, [20] * len(documents), limit, spare=spare)
     assert (len(pieces.texts), pieces.cut_document) == (num_pieces, cut_document)
 
 
@@ -126,7 +126,7 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
     pieces = [words(first, first + size) for first in range(0, num_words, size)]
     alone = await engine.score([QUERY], [*pieces, *documents[1:]], CUT)
     for limit in (2, 10_000):
-        options = RequestOptions(max_pieces=limit)
+        options = RequestOptions(max_passages=limit)
         result = await engine.score([QUERY], documents, CUT, options)
         best = max(alone.scores[: min(limit, len(pieces))])
         np.testing.assert_allclose(result.scores, [best, *alone.scores[len(pieces) :]], atol=1e-6)
@@ -141,24 +141,24 @@ async def check_refusals(engine: AsyncEngine) -> None:
     """What may not be cut is read in pieces as long as they hold all of it."""
     uncut = PoolingParams(refuse_too_long=True)
     documents = [LONG, words(0, 20)]
-    pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=20))
+    pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=20))
     (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
     assert pieces.scores[1] == pytest.approx(alone, abs=1e-6)
     assert sum(pieces.num_tokens) > len(LONG.split())
     with pytest.raises(RequestTooLongError, match="Document 0 has 209 tokens, which do not fit into 2 pieces"):
-        await engine.score([QUERY], documents, uncut, RequestOptions(max_pieces=2))
+        await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=2))
     with pytest.raises(RequestTooLongError, match="maximum context length"):
-        await engine.score(["water " * 60], documents, uncut, RequestOptions(max_pieces=20))
+        await engine.score(["water " * 60], documents, uncut, RequestOptions(max_passages=20))
 
 
 async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]) -> None:
     async with started(save("BertForSequenceClassification")) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
-        hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_pieces=5))
+        hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_passages=5))
         cut = await engine.score(["water " * 60], [LONG], CUT)
         assert hopeless.scores == cut.scores  # the query leaves no room for pieces
         with pytest.raises(InvalidRequestError, match="normalize"):
-            await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_pieces=2))
+            await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_passages=2))
         await check_refusals(engine)
 
 
