@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.client.vector_cache.cache import VectorCache
 
-from .answers.room import AnswerRoom
+from .admission import AdmissionController
 from .batches.figures import BatchFigures
 from .batches.routes_inside import RoutesInside
 from .batches.service import Batches
@@ -70,7 +70,7 @@ class Common:
         salt: Of the identities of clients; None: any.
         started_s: Unix time of the start.
         gather: Returns the figures of all.
-        num_processes: How many there are: each has its part of the memory of answers.
+        num_processes: How many there are: each enforces its part of the limits.
     """
 
     salt: bytes | None = None
@@ -116,8 +116,8 @@ def create_app(
         KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
     )
     table = ModelTable(keeper)
-    answer_room = AnswerRoom(max(settings.answer_memory // common.num_processes, 1))
-    context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, answer_room)
+    admission = AdmissionController(settings, common.num_processes)
+    context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, admission)
     context.metrics.register(ModelFigures(table.entries))
     if cache is not None:
         context.metrics.register(CacheFigures(cache, table.named_engines))
@@ -145,7 +145,7 @@ def create_app(
         )
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            inside = JsonDispatcher(app, app.exception_handlers, answer_room.leave, table.release)
+            inside = JsonDispatcher(app, app.exception_handlers, admission.release_response, table.release)
             offline = batches.running(
                 RoutesInside(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
             )
@@ -164,7 +164,7 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.context = context
-    app.state.json_reader = JsonReader(settings.max_json_values, settings.max_inputs_per_request)
+    app.state.json_reader = JsonReader(admission, settings.max_inputs_per_request)
     app.state.startup = startup
     app.state.routes = routes
     app.router.redirect_slashes = False
@@ -172,12 +172,14 @@ def create_app(
     # FastAPI's net for unexpected errors answers in plain text: what its routes raise never comes to it.
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
-    exchange: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, answer_room.leave, table.release)
+    exchange: ASGIApp = JsonDispatcher(
+        app.own_layers, app.exception_handlers, admission.release_response, table.release
+    )
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchFigures(batches))
         exchange = LiveTrafficMiddleware(exchange, batches.traffic)
-    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, settings.max_body_bytes))
+    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, admission))
     if keys.are_required or admin_keys.are_required:
         exchange = AuthMiddleware(exchange, keys, admin_keys)
     if settings.cors_origins:

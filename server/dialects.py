@@ -27,6 +27,7 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
+from .admission import note_refusal
 from .errors import (
     EMPTY_TEXT,
     ERROR_KINDS,
@@ -38,7 +39,6 @@ from .errors import (
     shown_error,
     status_kind,
 )
-from .wire.limit_errors import note_refusal
 from .wire.shown_values import shown
 
 Responses = dict[int | str, dict[str, Any]]

@@ -22,9 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.engine import EngineError
 from penstock.engine.protocol.request import CLIENT
 
+from .admission import BODY_MEMORY
 from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
 from .wire.json_bodies import JsonBody, invalid_body, parsed, tag_rule
-from .wire.json_reader import BODY_ROOM, JsonReader
+from .wire.json_reader import JsonReader
 from .wire.shown_values import shown
 
 ACCESS: Final = "penstock.access"
@@ -367,9 +368,7 @@ async def _json_value(request: Request, reader: JsonReader, *, takes_any_media: 
         origins = request.app.state.context.settings.cors_origins
         check_media(media.decode("latin-1"), request.scope["headers"], origins, takes_any=takes_any_media)
     try:
-        if (hold := request.scope.get(BODY_ROOM)) is None:
-            return await reader.read(request.receive)
-        return await reader.read(request.receive, hold)
+        return await reader.read(request.receive, request.scope.get(BODY_MEMORY))
     except RequestValidationError:
         named = coding.decode("latin-1").strip().lower()
         if named not in ("", "identity"):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 
 from penstock.engine.protocol.vectors import SparseVector
 
-from ..wire.json_pieces import LARGE_BYTES
+from ..admission import AnswerSize
 
 EXPECTED_ENTRIES: Final = 512
 """Entries of a sparse vector for which there is room before the model runs. Trained models give a hundred or two."""
@@ -27,35 +27,6 @@ _TOKEN: Final = 70
 """Of a token with its text and its place."""
 _HELD_TOKEN: Final = 200
 """The same in Python."""
-
-
-class AnswerSize(NamedTuple):
-    """About how large an answer is, or a part of one.
-
-    Attributes:
-        written: Bytes of its JSON.
-        kept: Bytes of the values that it is written from.
-    """
-
-    written: int
-    kept: int
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is written piece by piece, as its client takes it."""
-        return self.written >= LARGE_BYTES
-
-    @property
-    def held(self) -> int:
-        """Bytes that it holds until its client has read it: its values or, of a small one, its JSON."""
-        return self.kept if self.is_large else self.written
-
-    def plus(self, other: AnswerSize) -> AnswerSize:
-        """Returns the size of both."""
-        return AnswerSize(self.written + other.written, self.kept + other.kept)
-
-
-NOTHING: Final = AnswerSize(0, 0)
 
 
 def of_numbers(num_values: int, *, num_forms: int = 1) -> AnswerSize:

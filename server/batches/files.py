@@ -14,8 +14,8 @@ from typing import Final
 from penstock.engine.client.own_files import sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
+from ..admission import LimitError, ServerRefusalReason
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
-from ..wire.limit_errors import LimitError, ServerRefusalReason
 from ..wire.shown_values import shown
 from .data_dir import PART, DataDir
 from .records import StoredFile, new_file_id

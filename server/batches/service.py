@@ -19,10 +19,10 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
+from ..admission import ServerRefusalReason
 from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
-from ..wire.limit_errors import ServerRefusalReason
 from ..wire.shown_values import shown
 from .data_dir import DataDir
 from .files import Files

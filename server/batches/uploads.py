@@ -14,7 +14,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
-from ..wire.limit_errors import LimitError, ServerRefusalReason
+from ..admission import LimitError, ServerRefusalReason
 from ..wire.shown_values import shown
 
 MULTIPART: Final = "multipart/form-data"

@@ -22,9 +22,9 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.model_info import ModelKind
 
+from ..admission import AdmissionController, AnswerSize
 from ..answers.limits import check_num_ids
-from ..answers.room import AnswerRoom
-from ..answers.sizes import AnswerSize, of_token_rows
+from ..answers.sizes import of_token_rows
 from ..models.table import ModelTable, Target
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
@@ -54,7 +54,7 @@ class ServerContext:
         metrics: Counters of this application.
         models: Served names to engines.
         started_s: Unix time of the start.
-        answer_room: Shared by the answers under way.
+        admission: Limits of bodies and responses.
         weight_headers: Cache of the headers of weight files.
     """
 
@@ -62,7 +62,7 @@ class ServerContext:
     metrics: Metrics
     models: ModelTable
     started_s: int
-    answer_room: AnswerRoom
+    admission: AdmissionController
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
     async def find(self, request: Request, name: str | None, kinds: Collection[ModelKind] = ()) -> Target:
@@ -95,11 +95,11 @@ class ServerContext:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
     def hold(self, request: Request, size: AnswerSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
-        """Holds room for the answer to a request, or for a further part of it; see AnswerRoom.take.
+        """Holds room for the answer to a request, or for a further part of it; see AdmissionController.hold_response.
 
         Every answer that grows with its request is told here, before the model runs where its size is known by then.
         """
-        self.answer_room.take(request.scope, size, param=param, way_out=way_out)
+        self.admission.hold_response(request.scope, size, param=param, way_out=way_out)
 
     def with_rows(
         self, request: Request, options: RequestOptions, *, param: str = "input", names_tokens: bool = False

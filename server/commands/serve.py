@@ -25,6 +25,7 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.logs import configure_logging
 from penstock.engine.protocol.errors import ModelLoadError
 
+from ..admission import ServerRefusalReason
 from ..app import create_app
 from ..middleware.auth import ApiKeys
 from ..models.model_entry import ModelEntry
@@ -32,7 +33,6 @@ from ..models.served_model import ServedModel
 from ..settings import ServerSettings, UsageError, unknown_variables
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
-from ..wire.limit_errors import ServerRefusalReason
 from .announcement import announcement, exposure
 from .load_failures import exit_code_of
 from .model_plans import ModelPlan

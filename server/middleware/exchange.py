@@ -9,9 +9,9 @@ import asyncio
 import logging
 import random
 import re
+import sys
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
@@ -25,14 +25,19 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.request import STAGE_TIMES
 
+from ..admission import (
+    BODY_MEMORY,
+    SMALL_BODY_BYTES,
+    AdmissionController,
+    LimitError,
+    ServerRefusalReason,
+    note_refusal,
+)
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..routing import RouteTable, route_of
 from ..wire.json_pieces import PIECE_BYTES
-from ..wire.json_reader import BODY_ROOM, BYTES_PER_VALUE, SMALL_BYTES
-from ..wire.limit_errors import LimitError, ServerRefusalReason, note_refusal
-from ..wire.request_limits import client_of
 from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
@@ -42,11 +47,6 @@ _DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 SLOW_BODY: Final = "penstock.slow_body"
 """The key of a request's scope under which the connection notes why its body comes too slowly, as a sentence for the
 client. The next message of the body then raises the error."""
-_TRY_AGAIN: Final = {"connection": "close", "retry-after": "1"}
-_NUM_LARGEST: Final = 32
-"""Bodies of the largest size that may be held at once; many clients that send slowly would fill the memory."""
-_MOST_BEYOND: Final = 64 * 1024 * 1024
-"""Bytes that the values of all bodies may take beyond BYTES_PER_VALUE for each byte: small bodies may be dense, too."""
 
 
 class RequestIds:
@@ -212,20 +212,17 @@ def _has_begun() -> bool:
 class BodyLimitMiddleware:
     """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading.
 
-    Bodies of more than SMALL_BYTES share a memory of 32 bodies of the largest size, with the values that they are
-    parsed into. While it is full, they are refused with 503. One client may hold half of it, so that a client that
-    sends slowly leaves the other half to others; a single body may take more while its client holds nothing else. A
-    body that comes below the minimum rate (see ConnectionLimits) is refused with 408.
+    Bodies of more than SMALL_BODY_BYTES hold memory until the response has been sent; see AdmissionController. A body
+    that comes below the minimum rate (see ConnectionLimits) is refused with 408.
 
     Args:
         app: The next application.
-        max_body_bytes: Bytes of one body.
+        admission: Limits of bodies.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
         self.app = app
-        self.max_body_bytes = max_body_bytes
-        self._bodies = _BodyMemory(_NUM_LARGEST * max_body_bytes, _MOST_BEYOND)
+        self.admission = admission
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Checks the length that was announced, and counts what arrives."""
@@ -241,111 +238,31 @@ class BodyLimitMiddleware:
                 break
         if announced is None:
             return self._run_held(scope, receive, send)
-        if not announced.isdigit() or int(announced) > self.max_body_bytes:
-            error = self._too_large()
+        num_bytes = int(announced) if announced.isdigit() else sys.maxsize
+        try:
+            self.admission.check_body_bytes(num_bytes)
+        except LimitError as error:
             note_refusal(scope, error)
             response = dialect_of(scope).status_error(error.status_code, error.detail, error.headers)
             return response(scope, receive, send)
-        if int(announced) > SMALL_BYTES:
+        if num_bytes > SMALL_BODY_BYTES:
             return self._run_held(scope, receive, send)
         return self.app(scope, _unless_slow(scope, receive), send)
 
     async def _run_held(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts the bytes of the body, and holds room for them and for the values that they become."""
-        client, memory, receive = client_of(scope), self._bodies, _unless_slow(scope, receive)
-        num_bytes = num_held = num_beyond = 0
-
-        def hold(num_more: int, num_more_beyond: int = 0) -> None:
-            nonlocal num_held, num_beyond
-            num_held += num_more
-            num_beyond += num_more_beyond
-            memory.add(client, 0, num_more, num_more_beyond)
-            memory.check(client)
-
-        def hold_values(num_more: int) -> None:
-            hold(num_more, max(num_more - BYTES_PER_VALUE * num_bytes, 0))
+        """Holds memory for the bytes of the body and for the values that they become."""
+        memory, receive = self.admission.body_memory(scope), _unless_slow(scope, receive)
 
         async def receive_and_count() -> Message:
-            nonlocal num_bytes
             message = await receive()
-            num_new = len(message.get("body", b""))
-            num_bytes += num_new
-            if num_bytes > self.max_body_bytes:
-                raise self._too_large()
-            hold(num_new)
+            memory.add_bytes(len(message.get("body", b"")))
             return message
 
-        scope[BODY_ROOM] = hold_values
-        memory.add(client, 1, 0)
+        scope[BODY_MEMORY] = memory
         try:
             await self.app(scope, receive_and_count, send)
         finally:
-            memory.add(client, -1, -num_held, -num_beyond)
-
-    def _too_large(self) -> LimitError:
-        return LimitError(
-            413,
-            f"The body is larger than this server takes ({self.max_body_bytes} bytes, --max-body-bytes); send fewer "
-            "inputs at once.",
-            ServerRefusalReason.BODY_BYTES,
-            {"connection": "close"},
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """The memory of the bodies of one client, or of all.
-
-    Attributes:
-        num_bodies: Bodies.
-        num_bytes: Bytes of the bodies and of their values.
-        num_beyond: Bytes of values beyond BYTES_PER_VALUE for each byte of a body.
-    """
-
-    num_bodies: int = 0
-    num_bytes: int = 0
-    num_beyond: int = 0
-
-    def add(self, num_bodies: int, num_bytes: int, num_beyond: int) -> None:
-        self.num_bodies += num_bodies
-        self.num_bytes += num_bytes
-        self.num_beyond += num_beyond
-
-
-class _BodyMemory:
-    """Counts the memory of bodies. Belongs to one event loop.
-
-    Args:
-        max_bytes: Of all bodies and their values.
-        max_beyond: Of values beyond BYTES_PER_VALUE for each byte.
-    """
-
-    def __init__(self, max_bytes: int, max_beyond: int) -> None:
-        self._max_bytes, self._max_beyond = max_bytes, max_beyond
-        self.all = _Held()
-        self._by_client: dict[str, _Held] = {}
-
-    def add(self, client: str, num_bodies: int, num_bytes: int, num_beyond: int = 0) -> None:
-        """Counts more, or less, for a client."""
-        own = self._by_client.setdefault(client, _Held())
-        for held in (own, self.all):
-            held.add(num_bodies, num_bytes, num_beyond)
-        if not own.num_bodies:
-            del self._by_client[client]
-
-    def check(self, client: str) -> None:
-        """Raises LimitError 503 where all bodies, or several of a client, hold too much."""
-        if self.all.num_bytes > self._max_bytes or self.all.num_beyond > self._max_beyond:
-            message = "The bodies of other requests fill the server's memory. Please try again later."
-            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY, _TRY_AGAIN)
-        own = self._by_client[client]
-        is_much = own.num_bytes > self._max_bytes // 2 or own.num_beyond > self._max_beyond // 2
-        if is_much and own.num_bodies > 1:
-            message = (
-                f"The bodies of your requests hold {own.num_bytes} bytes of the server's memory for bodies; one client "
-                f"may hold {self._max_bytes // 2}, half of it. Send large requests one after the other."
-            )
-            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY_SHARE, _TRY_AGAIN)
+            memory.release()
 
 
 def _unless_slow(scope: Scope, receive: Receive) -> Receive:

@@ -18,7 +18,7 @@ from penstock.engine import AsyncEngine
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
-from ..wire.limit_errors import ServerRefusalReason
+from ..admission import ServerRefusalReason
 from .model_entry import ModelEntry, ModelStatus
 from .resolved_rows import format_table
 from .served_model import ServedModel, check_prompt_name

@@ -13,8 +13,8 @@ from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
+from ..admission import ServerRefusalReason
 from ..observability.timing import REQUEST
-from ..wire.limit_errors import ServerRefusalReason
 from ..wire.shown_values import shown, shown_names
 from .keeper import ModelKeeper
 from .model_entry import ModelEntry, ModelStatus

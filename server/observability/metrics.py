@@ -17,7 +17,7 @@ from penstock.engine.client.stats import DispatcherStats, StepHistogram
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.request import Stage
 
-from ..wire.limit_errors import REFUSAL_REASONS
+from ..admission import REFUSAL_REASONS
 from .timing import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

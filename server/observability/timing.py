@@ -12,8 +12,8 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.request import Stage, StageTimes
 
+from ..admission import REFUSED_BY
 from ..routing import route_of
-from ..wire.limit_errors import REFUSED_BY
 
 UNKNOWN_ROUTE: Final = "other"
 

@@ -23,6 +23,7 @@ from starlette.types import Message, Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
+from ..admission import note_refusal
 from ..dialects import Dialect
 from ..middleware.auth import ApiKeys, offered_keys
 from ..middleware.exchange import RequestIds, canonical_path
@@ -30,7 +31,6 @@ from ..middleware.refusal_pace import RefusalPace, longest_wait_s
 from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
 from ..routing import Route, RouteTable
-from ..wire.limit_errors import note_refusal
 
 _LONGEST_KEY: Final = 64
 

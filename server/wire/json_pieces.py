@@ -19,8 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
 PIECE_BYTES: Final = 64 * 1024
-LARGE_BYTES: Final = 6_000_000
-"""JSON from which on an answer goes out in pieces: half a million numbers, which take 50 ms to write at once."""
 _PIECE_VALUES: Final = 8_192
 """Numbers that are written at once."""
 _TOGETHER: Final = 64

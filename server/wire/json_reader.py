@@ -8,7 +8,7 @@ one `orjson.loads` parses it, which takes about 2.5 ms for each MiB.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import orjson
@@ -16,17 +16,10 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive
 
-from .limit_errors import LimitError, ServerRefusalReason
+from ..admission import SMALL_BODY_BYTES, AdmissionController, BodyMemory
 
-BODY_ROOM: Final = "penstock.body_room"
-"""The key of a request's scope that holds a function of bytes: it reserves memory for the values of the body until the
-response has been sent."""
 WEIGHT: Final = 8
 """Values that a text, a list, an object or a key counts as: it takes more memory and time than a number."""
-BYTES_PER_VALUE: Final = 8
-"""Bytes of memory that are reserved for each value, and for each byte of any body."""
-SMALL_BYTES: Final = 4_096
-"""Bodies up to this size are not counted: the connections are bounded, and counting would cost every small request."""
 SLICE_BYTES: Final = 128 * 1024
 """Bytes that are counted before other requests are served."""
 _MOST_PER_BYTE: Final = 3
@@ -37,24 +30,25 @@ class JsonReader:
     """Reads the bodies of one application. Belongs to one event loop.
 
     Args:
-        max_values: Numbers and words that a body may hold; a text, a list, an object or a key counts as WEIGHT.
+        admission: Limits the values of a body: numbers and words count as one, a text, a list, an object or a key as
+            WEIGHT.
         max_entries: Entries of a list, unless it is a list of numbers.
     """
 
-    def __init__(self, max_values: int, max_entries: int) -> None:
-        self._max_values = max_values
+    def __init__(self, admission: AdmissionController, max_entries: int) -> None:
+        self._admission = admission
         self._max_entries = max_entries
 
-    async def read(self, receive: Receive, hold: Callable[[int], None] = lambda _: None) -> Any:
+    async def read(self, receive: Receive, memory: BodyMemory | None = None) -> Any:
         """Returns the value of a body.
 
         Args:
             receive: ASGI messages of the body.
-            hold: Called with the bytes that the values of a large or dense body take, before it is parsed.
+            memory: Reserved for the values of a large or dense body before it is parsed; None for a small body.
 
         Raises:
             RequestValidationError: There is no body, or it is not valid JSON.
-            HTTPException: 413, it holds too many values; 400, the client has gone.
+            HTTPException: 413 or 503, see AdmissionController; 400, the client has gone.
         """
         body = await _whole(receive)
         if not body:
@@ -63,10 +57,10 @@ class JsonReader:
         if self._must_count(body):
             num_values = 0
             for num_values in count_values(body):
-                if num_values > self._max_values:
-                    raise LimitError(413, self._too_many(), ServerRefusalReason.JSON_VALUES)
+                self._admission.check_json_values(num_values)
                 await asyncio.sleep(0)
-            hold(BYTES_PER_VALUE * num_values)
+            if memory is not None:
+                memory.add_values(num_values)
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -105,16 +99,10 @@ class JsonReader:
         """Returns whether a body may hold more values than are allowed, or more than its bytes account for."""
         if len(body) > SLICE_BYTES:
             return True
-        if len(body) <= SMALL_BYTES and _MOST_PER_BYTE * len(body) <= self._max_values:
+        if len(body) <= SMALL_BODY_BYTES and _MOST_PER_BYTE * len(body) <= self._admission.max_json_values:
             return False
         most = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
-        return most > min(len(body), self._max_values)
-
-    def _too_many(self) -> str:
-        return (
-            f"The body holds more than {self._max_values} values, of which a text, list, object or key counts as "
-            f"{WEIGHT}; send fewer inputs at once, or start the server with a larger --max-json-values."
-        )
+        return most > min(len(body), self._admission.max_json_values)
 
 
 def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:

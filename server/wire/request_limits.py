@@ -55,18 +55,6 @@ def limits_of(scope: Scope) -> RequestLimits:
     return RequestLimits(timeout_s, priority, scope.get("api_client", ""), scope.get("api_namespace", ""))
 
 
-def client_of(scope: Scope) -> str:
-    """Returns who sent a request, for limits on the memory of one client: the API key, else the address.
-
-    One key alone does not tell clients apart: then the address counts, as it does without keys. "" where none is known.
-    """
-    key: str = scope.get("api_client", "")
-    if key:
-        return key
-    address = scope.get("client")
-    return "" if address is None else str(address[0])
-
-
 def _seconds(text: str) -> float:
     if not re.fullmatch(TIMEOUT_PATTERN, text):
         raise InvalidRequestError(

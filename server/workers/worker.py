@@ -21,6 +21,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine.logs import configure_logging, flush_logs
 
+from ..admission import ServerRefusalReason
 from ..app import Common, create_app
 from ..models import keeper
 from ..models.served_model import ServedModel
@@ -28,7 +29,6 @@ from ..observability.metrics import Metrics
 from ..settings import UsageError
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import freeze, uvicorn_config
-from ..wire.limit_errors import ServerRefusalReason
 from .handed_server import HandedServer
 from .link import SupervisorLink
 from .plan import WorkerPlan

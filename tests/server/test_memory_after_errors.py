@@ -207,7 +207,7 @@ async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engin
 
     async with serving(engine, max_body_bytes=MAX_BODY) as client:
         app = client._transport.app
-        tasks = [asyncio.create_task(upload(app, f"10.0.0.{i}")) for i in range(8)]
+        tasks = [asyncio.create_task(upload(app, f"10.0.0.{i}")) for i in range(32)]
         await asyncio.sleep(0)
         await check(503, answer(app, EMBED, body, {}))
         for task in tasks:

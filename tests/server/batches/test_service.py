@@ -21,6 +21,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import ConflictError, EngineOverloadedError, StorageError, UnknownObjectError
+from penstock.server.admission import LimitError
 from penstock.server.batches.input_lines import InputFile, LinePlace
 from penstock.server.batches.journal import Journal
 from penstock.server.batches.records import Batch, Status
@@ -32,7 +33,6 @@ from penstock.server.batches.window import MOST_LINES, Window
 from penstock.server.routing import BatchUse
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError
-from penstock.server.wire.limit_errors import LimitError
 
 DAY_S = 24 * 3600
 TIMEOUT_S = 60

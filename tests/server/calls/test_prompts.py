@@ -6,7 +6,7 @@ import pytest
 from fastapi import Request
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.server.answers.room import AnswerRoom
+from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.context import ServerContext
 from penstock.server.models.keeper import KeeperLimits, ModelKeeper
@@ -61,7 +61,8 @@ def body(**fields: str) -> EmbeddingRequest:
 
 
 def context() -> ServerContext:
-    return ServerContext(ServerSettings(), None, ModelTable(ModelKeeper([], KeeperLimits())), 0, AnswerRoom(1))
+    settings, table = ServerSettings(), ModelTable(ModelKeeper([], KeeperLimits()))
+    return ServerContext(settings, None, table, 0, AdmissionController(settings))
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])

@@ -44,7 +44,7 @@ async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, sta
 
 async def test_dense_bodies_share_what_their_values_may_take(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.gate = asyncio.Event()
-    monkeypatch.setattr("penstock.server.middleware.exchange._MOST_BEYOND", 1_000_000)
+    monkeypatch.setattr("penstock.server.admission._DENSE_VALUE_BYTES", 1_000_000)
     dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}
     plain = {"query": "a", "documents": ["a gate " * 3_000]}
     keys = [{"authorization": f"Bearer {key}"} for key in "abcd"]

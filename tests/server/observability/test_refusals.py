@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason
-from penstock.server.wire.limit_errors import REFUSAL_REASONS
+from penstock.server.admission import REFUSAL_REASONS
 
 
 async def refused(client: httpx.AsyncClient) -> dict[str, float]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.admission import AdmissionController
+from penstock.server.settings import ServerSettings
 from penstock.server.wire.json_reader import JsonReader
 
 from .test_tei import SPLADE
@@ -65,7 +67,7 @@ async def test_one_entry_over_the_limit_is_refused(
     engine = make_engine(**SPLADE) if kind == "splade" else make_engine(kind, CLASSES if "classifier" in kind else ())
     async with serving(engine, max_inputs_per_request=2) as client:
         if counts == "route":  # the reader of bodies counts entries, too
-            client._transport.app.state.json_reader = JsonReader(10**6, 10**6)
+            client._transport.app.state.json_reader = JsonReader(AdmissionController(ServerSettings()), 10**6)
         refused = await client.post(path, json=body)
         taken = await client.post(path, json=shortened(body, param))
     assert refused.status_code in (400, 422), refused.text

@@ -112,7 +112,7 @@ async def test_embed_all_gives_a_row_per_token(client: httpx.AsyncClient, engine
 
 
 async def test_an_answer_of_too_many_numbers_is_refused(client: httpx.AsyncClient, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 10)
     response = await client.post("/embed_all", json={"inputs": ["a b"]})
     assert (response.status_code, response.json()["param"]) == (422, "inputs")
 
@@ -487,7 +487,7 @@ SPLADE = {
 
 async def test_a_sparse_vector_that_is_larger_than_expected_takes_more_room(serving, make_engine, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.answers.sizes.EXPECTED_ENTRIES", 2)
-    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     async with serving(make_engine(**SPLADE)) as client:
         assert (await client.post("/embed_sparse", json={"inputs": ["a b"]})).status_code == 200
         refused = await client.post("/embed_sparse", json={"inputs": ["a b c"]})

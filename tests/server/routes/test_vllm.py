@@ -137,7 +137,7 @@ async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engin
 
 
 async def test_an_answer_that_would_be_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 40)
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 40)
     response = await client.post("/pooling", json={"input": ["a", "b"], "task": "token_embed"})
     assert response.status_code == 400
     assert "about 576 bytes; the limit is 40" in response.json()["message"]

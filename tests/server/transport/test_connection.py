@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from penstock.server.admission import AdmissionController
 from penstock.server.middleware.exchange import BodyLimitMiddleware
+from penstock.server.settings import ServerSettings
 from penstock.server.transport import answer_writer
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
@@ -244,22 +246,26 @@ async def test_a_slow_reader_is_seen_to_read() -> None:
                 await asyncio.sleep(0.002)
 
 
+def admission_of(max_body_bytes: int) -> AdmissionController:
+    return AdmissionController(ServerSettings(max_body_bytes=max_body_bytes))
+
+
 async def test_bodies_that_are_held_are_bounded_together() -> None:
     largest = 100_000
-    app = BodyLimitMiddleware(echo, largest)
+    app = BodyLimitMiddleware(echo, admission_of(largest))
     async with running(app) as (_, port):
         most = HEAD + b"Content-Length: %d\r\n\r\n" % largest + b"z" * (largest - 1)
-        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
         for _, writer in stalled:
             writer.write(most)
             await writer.drain()
-        await until(lambda: app._bodies.all.num_bytes == 4 * (largest - 1))  # the others were refused
+        await until(lambda: app.admission._bodies.used == 16 * (largest - 1))  # the others were refused
         try:
             answer = await exchange(port, most + b"z")
         finally:
             for _, writer in stalled:
                 writer.transport.abort()
-        await until(lambda: app._bodies.all.num_bytes == 0)
+        await until(lambda: app.admission._bodies.used == 0)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
         assert (await exchange(port, most + b"z")).startswith(b"HTTP/1.1 200 ")
@@ -282,7 +288,7 @@ UNREAD = [
 
 @pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
 async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes, piece: bytes, end: bytes) -> None:
-    async with running(BodyLimitMiddleware(echo, LARGE)) as (server, port):
+    async with running(BodyLimitMiddleware(echo, admission_of(LARGE))) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         for _ in range(400):
@@ -300,7 +306,7 @@ async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_writer, "LINGER_S", 0.3)
-    async with running(BodyLimitMiddleware(echo, LARGE)) as (server, port):
+    async with running(BodyLimitMiddleware(echo, admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         began_s = time.monotonic()

@@ -11,12 +11,12 @@ import orjson
 import pytest
 from fastapi import Request
 
-from penstock.server.answers.room import AnswerRoom
+from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController
 from penstock.server.answers.sizes import AnswerSize
 from penstock.server.answers.vectors import vectors_response
+from penstock.server.settings import ServerSettings
 from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat
 from penstock.server.wire.json_pieces import (
-    LARGE_BYTES,
     PIECE_BYTES,
     PiecewiseResponse,
     json_array,
@@ -32,7 +32,9 @@ FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, En
 def request_for(written: int) -> Request:
     """Return a request whose answer is about so large."""
     request = Request({"type": "http"})
-    AnswerRoom(1).take(request.scope, AnswerSize(written, 1), param="input", way_out="")
+    AdmissionController(ServerSettings()).hold_response(
+        request.scope, AnswerSize(written, 1), param="input", way_out=""
+    )
     return request
 
 
@@ -104,8 +106,8 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
     if is_matrix:
         rows = [rows[:1], rows[1:2_500], rows[2_500:]]
     encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
-    large = vectors_response(request_for(LARGE_BYTES), HEAD, rows, encoding, name="pooling")
-    small = vectors_response(request_for(LARGE_BYTES - 1), HEAD, rows, encoding, name="pooling")
+    large = vectors_response(request_for(LARGE_RESPONSE_BYTES), HEAD, rows, encoding, name="pooling")
+    small = vectors_response(request_for(LARGE_RESPONSE_BYTES - 1), HEAD, rows, encoding, name="pooling")
     assert isinstance(large, PiecewiseResponse)
     assert not isinstance(small, PiecewiseResponse)
     headers, pieces = await sent(large)
@@ -136,14 +138,14 @@ def test_small_answers_are_written_at_once() -> None:
     assert json_response({"a": iter([1, iter([2])])}).body == b'{"a":[1,[2]]}'
 
 
-async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
+async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> None:
     engine.gate = asyncio.Event()
     texts = {"inputs": ["word " * 60] * 1_000}
     async with serving(engine, answer_memory=3_000_000) as client:
-        room = client._transport.app.state.context.answer_room
+        admission = client._transport.app.state.context.admission
         first = asyncio.create_task(client.post("/embed_all", json=texts))
         await engine.entered.wait()
-        assert room.num_bytes == 12 * 62_000 * 8
+        assert admission.responses.used == 12 * 62_000 * 8
         num_calls = len(engine.calls)
         refused = await client.post("/embed_all", json=texts)
         assert refused.status_code == 429
@@ -152,7 +154,7 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
         assert len(engine.calls) == num_calls, "it was refused after the model ran"
         engine.gate.set()
         assert (await first).status_code == 200
-        assert room.num_bytes == 0
+        assert admission.responses.used == 0
         assert (await client.post("/embed_all", json=texts)).status_code == 200
         assert (await client.post("/embed_all", json={"inputs": "a"})).status_code == 200
 
@@ -179,7 +181,7 @@ async def test_room_is_held_until_the_answer_has_gone(serving, engine) -> None:
 async def test_too_large_an_answer_is_refused_before_the_model_runs(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
 ) -> None:
-    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 10)
     answer = await client.post(path, json=body)
     assert answer.status_code in (400, 422)
     assert "the limit is 10. Send fewer inputs at once." in answer.text
@@ -202,7 +204,7 @@ async def test_too_large_an_answer_is_refused_before_the_model_runs(
 async def test_documents_are_counted_where_they_are_returned(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, body: dict, status: int
 ) -> None:
-    monkeypatch.setattr("penstock.server.answers.room.MAX_ANSWER_BYTES", 600)
+    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 600)
     answer = await client.post("/rerank", json={"query": "a", **body})
     assert answer.status_code == status
     if status != 200:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
+from penstock.server.admission import AdmissionController
+from penstock.server.settings import ServerSettings
 from penstock.server.wire.json_reader import SLICE_BYTES, WEIGHT, JsonReader, count_values
 
 CHARS = ["a", '"', "\\", "é", "я", "😀", "\n", ",", "[", "]", "{", "}", ":", '\\"', "\\\\", " "]
@@ -60,6 +63,10 @@ def test_values_inside_texts_are_not_counted(text: str, num_values: int) -> None
     assert list(count_values(text.encode(), 16))[-1] == num_values
 
 
+def json_reader(max_values: int = 2_000_000) -> JsonReader:
+    return JsonReader(AdmissionController(ServerSettings(max_json_values=max_values)), 4096)
+
+
 def receiving(*pieces: bytes) -> Any:
     left = list(pieces)
 
@@ -71,7 +78,7 @@ def receiving(*pieces: bytes) -> Any:
 
 
 async def test_the_largest_batches_and_texts_are_read() -> None:
-    reader = JsonReader(2_000_000, 4096)
+    reader = json_reader()
     ids = {"input": [list(range(1000, 1512))] * 2048}
     rows = {"texts": ['{"a": [1, 2, 3], "b": "x, y"},' * 200] * 500}
     assert len(json.dumps(rows)) > 8 * SLICE_BYTES
@@ -82,7 +89,7 @@ async def test_the_largest_batches_and_texts_are_read() -> None:
 
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'"a"', b"1", b"null", b'{"a":1}', b"[[1]]"])
 async def test_dense_bodies_are_refused_before_they_are_parsed(unit: bytes) -> None:
-    reader = JsonReader(100_000, 4096)
+    reader = json_reader(100_000)
     with pytest.raises(HTTPException) as raised:
         await reader.read(receiving(b'{"input":"a","user":[' + b",".join([unit] * 100_001) + b"]}"))
     assert raised.value.status_code == 413
@@ -101,20 +108,22 @@ async def test_dense_bodies_are_refused_before_they_are_parsed(unit: bytes) -> N
     ],
 )
 async def test_short_bodies_that_are_dense_are_held(unit: bytes, is_dense: bool) -> None:
-    held: list[int] = []
+    memory = Mock()
     body = b"[" + b",".join([unit] * (10_000 // len(unit))) + b"]"
-    assert await JsonReader(2_000_000, 4096).read(receiving(body), held.append) == json.loads(body)
-    assert bool(held) == is_dense
-    assert sum(held) >= 8 * len(body) * is_dense
-    held.clear()
-    await JsonReader(2_000_000, 4096).read(receiving(b"[" + b",".join([unit] * 100) + b"]"), held.append)
-    assert not held, "a small body need not be counted"
+    assert await json_reader().read(receiving(body), memory) == json.loads(body)
+    if is_dense:
+        assert memory.add_values.call_args.args[0] >= len(body)
+    else:
+        memory.add_values.assert_not_called()
+    memory.reset_mock()
+    await json_reader().read(receiving(b"[" + b",".join([unit] * 100) + b"]"), memory)
+    memory.add_values.assert_not_called()  # a small body need not be counted
 
 
 @pytest.mark.parametrize("body", [b"{" + b" " * SLICE_BYTES, b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""])
 async def test_what_is_no_json_has_one_kind_of_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:
-        await JsonReader(2_000_000, 4096).read(receiving(body))
+        await json_reader().read(receiving(body))
     assert raised.value.errors()[0]["type"] == ("json_invalid" if body else "missing")
 
 
@@ -153,12 +162,13 @@ async def test_many_unknown_keys_are_counted_and_few_are_worded(client: httpx.As
     assert "a, b" in answer.text
 
 
-async def test_values_of_large_bodies_count_in_the_body_memory(serving, engine, monkeypatch) -> None:
+async def test_values_of_large_bodies_count_in_the_body_memory(serving, engine) -> None:
     body = b'{"input":"a","user":[[' + b",".join([b"[]"] * 100_000) + b"]]}"
-    monkeypatch.setattr("penstock.server.middleware.exchange._NUM_LARGEST", 8)
     async with serving(engine, max_body_bytes=310_000) as client:
+        memory = client._transport.app.state.context.admission._bodies
+        memory.add("another client", memory.limit - 2_000_000)
         answer = await client.post("/v1/embeddings", content=body)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert not engine.calls
-    async with serving(engine, max_body_bytes=2_000_000) as client:
+        memory.add("another client", -memory.used)
         assert (await client.post("/v1/embeddings", content=body)).status_code == 200

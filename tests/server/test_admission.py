@@ -1,0 +1,128 @@
+"""Memory of bodies and responses: one client may hold half of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.shared_resource import SharedResource, Shortage
+from penstock.server.admission import AdmissionController, AnswerSize, BodyMemory, LimitError, ServerRefusalReason
+from penstock.server.settings import ServerSettings
+
+MIB = 2**20
+
+
+def controller(max_body_bytes: int = 100, answer_memory: int = 100) -> AdmissionController:
+    return AdmissionController(ServerSettings(max_body_bytes=max_body_bytes, answer_memory=answer_memory))
+
+
+def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
+    return {"api_client": key, "client": (address, 1)}
+
+
+def held_body(admission: AdmissionController, who: dict[str, Any], num_bytes: int, num_values: int = 0) -> BodyMemory:
+    memory = admission.body_memory(who)
+    try:
+        memory.add_bytes(num_bytes)
+        memory.add_values(num_values)
+    except LimitError:
+        memory.release()
+        raise
+    return memory
+
+
+def test_one_client_holds_half_of_the_body_memory() -> None:
+    admission = controller()  # 3,200 bytes
+    held = [held_body(admission, scope("a"), 100) for _ in range(16)]
+    with pytest.raises(LimitError, match="of your requests hold 1600 bytes") as refused:
+        held_body(admission, scope("a"), 1)
+    assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY_SHARE)
+    others = [held_body(admission, scope("b"), 100) for _ in range(16)]
+    with pytest.raises(LimitError, match="of other requests") as refused:
+        held_body(admission, scope("c"), 1)
+    assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY)
+    held.pop().release()
+    held.append(held_body(admission, scope("a"), 100))
+    for memory in (*held, *others):
+        memory.release()
+    assert admission._bodies.used == 0
+
+
+def test_values_count_in_the_body_memory() -> None:
+    admission = controller()
+    large = held_body(admission, scope("a"), 100, num_values=200)  # alone it may hold more than half
+    with pytest.raises(LimitError) as refused:
+        held_body(admission, scope("b"), 100, num_values=200)
+    assert refused.value.reason == ServerRefusalReason.BODY_MEMORY
+    large.release()
+    held_body(admission, scope("b"), 100, num_values=200)
+
+
+def test_dense_values_have_a_memory_of_their_own() -> None:
+    admission = controller(max_body_bytes=100 * MIB)
+    held_body(admission, scope("a"), 1, num_values=3 * MIB)
+    with pytest.raises(LimitError, match="one client may hold 33554432"):
+        held_body(admission, scope("a"), 1, num_values=3 * MIB)
+    held_body(admission, scope("b"), 3 * MIB, num_values=3 * MIB)
+
+
+def test_too_large_body_is_refused_while_it_arrives() -> None:
+    with pytest.raises(LimitError) as refused:
+        held_body(controller(), scope(), 101)
+    assert (refused.value.status_code, refused.value.reason) == (413, ServerRefusalReason.BODY_BYTES)
+
+
+def hold(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> None:
+    admission.hold_response(who, AnswerSize(10 * MIB, num_bytes), param="input", way_out="")
+
+
+def refusal(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> EngineOverloadedError:
+    with pytest.raises(EngineOverloadedError) as refused:
+        hold(admission, who, num_bytes)
+    return refused.value
+
+
+@pytest.mark.parametrize(("first", "other"), [(scope("a"), scope("b")), (scope(key="k"), scope(key="l"))])
+def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], other: dict[str, Any]) -> None:
+    admission = controller()
+    held = [dict(first) for _ in range(5)]
+    for each in held:
+        hold(admission, each, 10)
+    error = refusal(admission, dict(first), 1)
+    assert error.reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
+    assert "Your other responses hold 50 bytes" in error.message
+    hold(admission, dict(other), 50)
+    assert refusal(admission, scope("c", "m"), 1).reason == ServerRefusalReason.RESPONSE_MEMORY
+    admission.release_response(held[0])
+    hold(admission, dict(first), 10)
+    assert admission.responses.used == 100
+
+
+def test_one_large_response_may_take_more_than_half() -> None:
+    admission = controller()
+    large = scope()
+    hold(admission, large, 60)
+    hold(admission, large, 20)  # a further part of it
+    assert admission.responses.used == 80
+    assert refusal(admission, scope(), 1).reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
+    admission.release_response(large)
+    assert admission.responses.used == 0
+    admission.release_response(large)
+    hold(admission, scope(), 1_000)  # nothing else is held
+
+
+def test_each_process_has_its_part_of_the_memory() -> None:
+    admission = AdmissionController(ServerSettings(max_body_bytes=100, answer_memory=100), num_processes=4)
+    assert (admission._bodies.limit, admission.responses.limit) == (800, 25)
+
+
+def test_new_client_fits_beside_borrowed_amounts() -> None:
+    resource = SharedResource(100, can_overcommit=True)
+    resource.add("a", 100)  # one client alone may use all
+    assert resource.shortage("b", 51) is Shortage.FULL
+    assert resource.shortage("b", 50) is None
+    resource.add("b", 50)
+    assert resource.shortage("b", 1) is Shortage.FULL
+    assert resource.shortage("", 1) is Shortage.FULL
