@@ -44,7 +44,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel reference constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -181,13 +181,13 @@ GPU_PLATFORM ?= x86_64
 GPU_WORKERS ?= 6
 GPU_REPORT ?= build/test-gpu.xml
 GPU_PACKAGES := fastapi fastapi-swagger httptools httpx hypothesis msgspec orjson prometheus-client pydantic \
-	pydantic-settings pytest pytest-asyncio pytest-timeout python-multipart starlette uvicorn uvloop
+	pytest pytest-asyncio pytest-timeout python-multipart starlette uvicorn uvloop
 
 define GPU_PREFLIGHT
 import importlib.util, sys
 
 needed = """torch triton transformers tokenizers safetensors numpy huggingface_hub tqdm jinja2 fastapi fastapi_swagger
-starlette uvicorn uvloop httptools orjson pydantic pydantic_settings python_multipart msgspec prometheus_client pytest
+starlette uvicorn uvloop httptools orjson pydantic python_multipart msgspec prometheus_client pytest
 pytest_asyncio pytest_timeout hypothesis httpx"""
 missing = [name for name in needed.split() if importlib.util.find_spec(name) is None]
 if missing:
@@ -283,6 +283,9 @@ wheel: install ## Build the wheel into dist/.
 	@rm -rf build/lib build/bdist.* dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
+
+reference: install ## Write docs/reference/settings.md from the declarations of the settings.
+	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
 
 # The pins come from a real installation on Python 3.11, the oldest supported: what installs there exists for the newer
 # ones. The CUDA libraries of PyPI's torch are resolved without being installed.

@@ -12,11 +12,22 @@ import pytest
 
 from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import main
-from penstock.server.commands.flags import flag_of
-from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, environment_variable
+from penstock.server.settings import (
+    EmbedSettings,
+    InfoSettings,
+    ServerSettings,
+    declared_settings,
+    environment_variable,
+    flag_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
 OTHERS_FLAGS = {
@@ -69,7 +80,7 @@ def test_flags_exist(document: Path) -> None:
 
 def test_every_flag_is_documented() -> None:
     told = "".join(map(text_of, DOCUMENTS[:2] + DOCUMENTS[3:]))
-    flags = {flag_of(name) for settings in SETTINGS for name in settings.model_fields} - {"--model"}
+    flags = {flag_of(name) for settings in SETTINGS for name in declared_settings(settings)} - {"--model"}
     missing = [
         flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", told) and f"--no-{flag[2:]}" not in told
     ]
@@ -78,7 +89,7 @@ def test_every_flag_is_documented() -> None:
 
 @documents
 def test_variables_exist(document: Path) -> None:
-    known = {environment_variable(name) for settings in SETTINGS for name in settings.model_fields}
+    known = {environment_variable(name) for settings in SETTINGS for name in declared_settings(settings)}
     known |= {"PENSTOCK_TEST_MODELS", "PENSTOCK_PUBLISHED_PORT"}
     assert not set(re.findall(r"PENSTOCK_\w+", text_of(document))) - known
 

@@ -156,7 +156,7 @@ class EngineCore:
                 "%s comes with LoRA adapters (%s; %s), and none is applied: its vectors are those of the base weights.",
                 *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
             )
-        block_size = None if sequence_pool.prefixes is None else self._config.cache.block_size
+        block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
         self._build_request = RequestBuilder(info, block_size, seed=f"{info.path}@{self._config.revision}").build
         self._runner.warm_up()
         self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes

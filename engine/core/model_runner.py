@@ -265,7 +265,7 @@ class ModelRunner(Runner):
             self.limits, num_taken = self._gpu_warm_up.find_limits(is_whole=is_whole)
         if spec is not None and given is None:
             num_free = max((gauge or memory).available() - num_taken, 0)
-            self._make_pool(spec, config, int(num_free * config.cache.memory_fraction / config.num_engines))
+            self._make_pool(spec, config, int(num_free * config.cache.cache_memory_fraction / config.num_engines))
             if self._gpu_warm_up is not None and self._memory is None and not is_whole:
                 self.limits, _ = self._gpu_warm_up.find_limits(is_whole=True)
         self.take_times()
@@ -281,7 +281,7 @@ class ModelRunner(Runner):
             plan = plan_pool(
                 dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
                 memory,
-                block_size=limits.block_size,
+                block_size=limits.kv_block_size,
                 itemsize=dtype.itemsize,
                 max_num_seqs=config.scheduler.seqs(self.info.device),
             )
@@ -291,10 +291,10 @@ class ModelRunner(Runner):
             logger.warning("inputs do not run in chunks: %s", error.message)
             return
         self._memory = ChunkMemory(
-            spec, plan, block_size=limits.block_size, dtype=dtype, device=self._device, stream=self._stream
+            spec, plan, block_size=limits.kv_block_size, dtype=dtype, device=self._device, stream=self._stream
         )
         self.sequence_pool = SequencePool(
-            KvCachePool(plan.num_blocks, limits.block_size) if plan.num_blocks else None,
+            KvCachePool(plan.num_blocks, limits.kv_block_size) if plan.num_blocks else None,
             SsmStatePool(plan.num_slots) if plan.num_slots else None,
             enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes,
         )

@@ -1,6 +1,7 @@
 """Settings of one engine: what is served, where it runs and how much it may take.
 
-Frozen dataclasses only; flags and environment variables are read in server/settings/.
+Frozen dataclasses only. A field with a `setting(...)` is also a flag, an environment variable and a key of the server's
+file, which server/settings/ reads: its name, default, help text and bounds are declared here once.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Any, Final
 
 from .errors import InvalidRequestError
+from .json_text import json_object
 from .pooler_config import PoolerConfig, check_least
+from .setting import check_settings, parse_size, setting
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
-DEVICES: Final = ("auto", "cpu", "cuda")
 PLACE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
 """A device of one replica."""
 EMPTY_INPUTS: Final = ("embed", "error")
@@ -32,35 +35,86 @@ _CUDA_SEQS: Final = 2048
 """Sequences. Of short texts 512 are too few to fill a GPU."""
 
 
+def _device_rule(value: str) -> str | None:
+    is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)
+    return None if is_device else "must be auto, cpu, cuda or cuda:N, such as cuda:1"
+
+
+def _devices_rule(value: tuple[str, ...]) -> str | None:
+    if all(map(PLACE.fullmatch, value)) and len({place.partition(":")[0] for place in value}) <= 1:
+        return None
+    return "must be all cuda:N, all numa:N or all cpu, such as cuda:0,cuda:1"
+
+
+def _pooler_config(value: object) -> PoolerConfig:
+    return value if isinstance(value, PoolerConfig) else PoolerConfig.from_dict(json_object(value))
+
+
+def _template(value: str) -> str:
+    """Returns a template, read from its file if the value is a path."""
+    if "{" in value:
+        return value
+    try:
+        return Path(value).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"is neither a template nor a file of UTF-8 text that can be read: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one forward and of the waiting queue.
 
     Attributes:
-        max_num_batched_tokens: Tokens in one forward; None takes 2,048 on CPU and 16,384 on CUDA, 32,768 where the GPU
-            has 40 GB or more.
-        max_num_seqs: Sequences in one forward; None takes 512 on CPU and 2,048 on CUDA.
-        max_queued_tokens: Tokens that wait or run at which new requests are refused; one request may have no more.
-        max_queue_s: Seconds that they take at which new requests are refused.
         max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
-        enable_chunked_prefill: Cut long sequences of models that look back only into chunks, one forward each.
-        chunk_size: Tokens of a chunk; None lets it follow the time that a forward takes and what else waits.
     """
 
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_queued_tokens: int = 4_000_000
-    max_queue_s: float = 60.0
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Tokens in one forward; default: 2,048 on CPU, 16,384 on CUDA, 32,768 on GPUs of 40 GB or more.",
+        "Limits",
+        "TOKENS",
+        least=1,
+    )
+    max_num_seqs: int | None = setting(
+        None, "Sequences in one forward; default: 512 on CPU, 2,048 on CUDA.", "Limits", "N", least=1
+    )
+    max_queued_tokens: int = setting(
+        4_000_000,
+        "Tokens that wait or run at which new requests are refused with 429. No request may have more.",
+        "Limits",
+        "TOKENS",
+        least=1,
+    )
+    max_queue_s: float = setting(
+        60.0,
+        "Seconds of work that waits or runs at which new requests are refused with 429. One request counts for at "
+        "most a sixteenth of it, and eight larger requests are always accepted. For interactive use set less, such as "
+        "6; 0: no limit.",
+        "Limits",
+        "SECONDS",
+        least=0,
+        most=inf,
+    )
     max_wait_s: float = 0.5
-    enable_chunked_prefill: bool = True
-    chunk_size: int | None = None
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Cut long inputs of causal models into chunks, one forward each, so that short inputs need not wait.",
+        "Memory",
+    )
+    chunk_size: int | None = setting(
+        None,
+        "Tokens of a chunk of causal models; default: adapts to the speed of the device and to what else waits.",
+        "Memory",
+        "TOKENS",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "max_queued_tokens", "chunk_size")
+        check_settings(self)
         check_least(self, 0, "max_wait_s")
-        if not self.max_queue_s > 0:
-            raise ValueError(f"max_queue_s is {self.max_queue_s}; it must be above 0.")
+        if self.max_queue_s == 0:
+            object.__setattr__(self, "max_queue_s", inf)
 
     def token_budget(self, device: str, memory: int | None = None) -> int:
         """Returns the tokens in one forward on a device, unless the longest input has more.
@@ -132,25 +186,34 @@ class ChunkedPrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Memory of prompts that run in chunks. Models that run them whole take none.
+    """Memory of prompts that run in chunks. Models that run them whole take none."""
 
-    Attributes:
-        kv_cache_memory: Bytes; None takes `memory_fraction`.
-        memory_fraction: Share of the memory that is free once the model is loaded.
-        block_size: Tokens of a block of keys and values.
-        enable_prefix_caching: Keep keys and values of past prompts for later ones that begin alike.
-    """
-
-    kv_cache_memory: int | None = None
-    memory_fraction: float = 0.25
-    block_size: int = 16
-    enable_prefix_caching: bool = True
+    kv_cache_memory: int | None = setting(
+        None,
+        "Memory of causal models for inputs that run in chunks and for cached prefixes, such as 2GiB or 500MB; "
+        "default: --cache-memory-fraction of what is free. If it holds fewer tokens than the model's longest input, "
+        "inputs are limited to what it holds.",
+        "Memory",
+        "SIZE",
+        above=0,
+        parse=parse_size,
+    )
+    cache_memory_fraction: float = setting(
+        0.25,
+        "Share of the memory that is free once the model is loaded, for --kv-cache-memory.",
+        "Memory",
+        "SHARE",
+        above=0,
+        most=1,
+    )
+    kv_block_size: int = setting(16, "Tokens of a block of that memory.", "Memory", "TOKENS", least=1)
+    enable_prefix_caching: bool = setting(
+        True, "Keep keys and values of past inputs for later ones that begin alike.", "Memory"
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        check_least(self, 1, "kv_cache_memory", "block_size")
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,37 +224,11 @@ class EngineConfig:
         model: Local folder or hub id.
         name: Name of the model in messages. None: `model`.
         model_source: Where `model` comes from, for the table of what was resolved.
-        revision: Branch, tag or commit of a hub id.
-        device: "auto", "cpu" or "cuda" (or "cuda:1").
-        devices: Where replicas run, one on each: "cpu", "cuda:1", or "numa:1" for the cores of a NUMA node; all of one
-            kind. A place may come several times; its replicas share it. Empty: `device`.
-        data_parallel: Replicas of the model, each a process, behind one queue; None takes one for each of `devices`,
-            which else have as many each, or one.
-        dtype: "float32", "bfloat16", "float16", "int8" (the native kernels only) or "auto": bfloat16 on CUDA and on a
-            CPU whose native kernels are faster in it, else float32.
-        max_model_len: Tokens. Longest input; None takes the model's own.
-        auto_truncate: Cut over-long inputs instead of refusing them.
-        empty_input: What becomes of a text that is empty or white space: "embed" runs what the tokenizer puts around
-            it, or the token that ends a text where that is nothing; "error" refuses it.
-        pooler_config: The operator's pooler settings.
-        hf_overrides: Values laid over the model's config.json.
-        chat_template: Jinja template that replaces the model's own; None takes that.
-        trust_remote_code: Let the fallback run code that comes with the model.
-        in_process: Run the core in a thread of this process instead of a supervised one.
-        hang_timeout_s: Seconds without a sign of life after which a supervised process is replaced; 0: never.
-        step_timeout_s: Seconds that a forward may always take. One that takes longer, and 10 times as long as the
-            longest forward before it, counts as hung: its engine is replaced; 0: never.
-        num_threads: CPU threads of the forward, of each replica; None takes all cores, or this engine's part of them.
-        num_engines: Engines that share the machine: each takes its part of what it is not told the amount of, cores and
-            memory for prompts in chunks.
+        num_engines: Engines that share the machine. Cores and memory for chunks are divided by it where they are not
+            set.
         cores: Processors that the engine's process keeps to; None: all that it may use. Set for replicas.
-        cpu_kernels: Kernels for a CPU: "auto" takes the native kernels where they are built and know the model,
-            and torch elsewhere; "native" insists on them; "torch" leaves all to torch.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
             takes what is measured to be faster.
-        tokenizer_workers: Threads that tokenize.
-        max_queued_chars: Characters that may wait for them at once; more is refused whole.
-        cuda_graphs: Record the forwards of small batches of encoders on CUDA, and replay them.
         scheduler: Batch and queue limits.
         cache: Memory of prompts that run in chunks.
     """
@@ -199,49 +236,127 @@ class EngineConfig:
     model: str
     name: str | None = None
     model_source: str = "--model"
-    revision: str | None = None
-    device: str = "auto"
-    devices: tuple[str, ...] = ()
-    data_parallel: int | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    auto_truncate: bool = False
-    empty_input: str = "embed"
-    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
-    trust_remote_code: bool = False
-    in_process: bool = False
-    hang_timeout_s: float = 60.0
-    step_timeout_s: float = 60.0
-    num_threads: int | None = None
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub id; default: its main branch.", "Model", "REVISION"
+    )
+    device: str = setting(
+        "auto",
+        "Where the model runs. auto: on a GPU if there is one.",
+        "Model",
+        "{auto,cpu,cuda,cuda:N}",
+        rule=_device_rule,
+    )
+    devices: tuple[str, ...] = setting(
+        (),
+        "Where replicas of the model run, one on each, behind one queue: cuda:0,cuda:1, or numa:0,numa:1 for the "
+        "cores of NUMA nodes. A device that is named twice runs two. Default: --device.",
+        "Model",
+        "DEVICE,...",
+        rule=_devices_rule,
+    )
+    data_parallel: int | None = setting(
+        None,
+        "Replicas of the model, each a process on a GPU or on cores of its own; default: one for each of --devices, "
+        "else one.",
+        "Model",
+        "N",
+        least=1,
+    )
+    dtype: str = setting(
+        "auto",
+        "Type of weights and products. auto: bfloat16 on CUDA and where it is measured to be faster, else float32. "
+        "int8: faster and less exact, for models that the native kernels run on a CPU with AVX-512 VNNI or AVX-VNNI.",
+        "Model",
+        choices=DTYPES,
+    )
+    max_model_len: int | None = setting(
+        None, "Tokens of the longest input; default: the model's own.", "Limits", "TOKENS", least=1
+    )
+    auto_truncate: bool = setting(False, "Cut over-long inputs instead of refusing them.", "Model")
+    empty_input: str = setting(
+        "embed",
+        "embed: a text that is empty or white space is read as the tokens around a text, or as the token that ends "
+        "one if there are none. error: it is refused with 400. TEI's own routes refuse empty texts always.",
+        "Model",
+        choices=EMPTY_INPUTS,
+    )
+    pooler_config: PoolerConfig = setting(
+        PoolerConfig(),
+        'Such as {"pooling_type": "CLS", "normalize": false}; default: as the model\'s files say.',
+        "Model",
+        "JSON",
+        parse=_pooler_config,
+    )
+    hf_overrides: dict[str, Any] = setting(
+        {},
+        'Values laid over the model\'s config.json. A language model becomes a reranker with {"classifier_from_token": '
+        '["no", "yes"]}, and reads pairs in the prompt of {"score_template": {"parts": ["...{instruction}...", '
+        '"{query}...{document}", "..."], "instruction": "..."}} or of a known reranker: {"score_template": '
+        '"qwen3-reranker"}.',
+        "Model",
+        "JSON",
+        parse=json_object,
+    )
+    chat_template: str | None = setting(
+        None,
+        "File with the Jinja template of chats, or the template itself; default: the model's own.",
+        "Model",
+        "FILE",
+        parse=_template,
+    )
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.", "Model")
+    num_threads: int | None = setting(
+        None,
+        "CPU threads of the forward of each replica; default: all cores, divided among models and replicas.",
+        "Model",
+        "N",
+        least=1,
+        most=1024,
+    )
     num_engines: int = 1
     cores: tuple[int, ...] | None = None
-    cpu_kernels: str = "auto"
+    cpu_kernels: str = setting(
+        "auto",
+        "What computes on a CPU. auto: the native kernels if they are built and know the model, else torch.",
+        "Model",
+        choices=CPU_KERNELS,
+    )
     arithmetic: str | None = None
-    tokenizer_workers: int = 2
-    max_queued_chars: int = 64_000_000
-    cuda_graphs: bool = True
+    cuda_graphs: bool = setting(
+        True, "On CUDA, record the forwards of small batches of encoders at start, and replay them as a whole.", "Model"
+    )
+    tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", least=1)
+    max_queued_chars: int = setting(
+        64_000_000,
+        "Characters that may wait for tokenization; a request beyond them is refused as a whole with 429.",
+        "Limits",
+        "CHARACTERS",
+        least=1,
+    )
+    in_process: bool = setting(
+        False, "Run the engine in a thread of this process instead of a supervised process.", "Model"
+    )
+    hang_timeout_s: float = setting(
+        60.0,
+        "Seconds without a sign of life after which the engine process is replaced; 0: never.",
+        "Model",
+        "SECONDS",
+        least=0,
+    )
+    step_timeout_s: float = setting(
+        60.0,
+        "Seconds that a forward may always take. One that takes longer, and 10 times as long as the longest forward "
+        "before it, counts as hung, and the engine process is replaced; 0: never.",
+        "Model",
+        "SECONDS",
+        least=0,
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
-        if self.device.split(":")[0] not in DEVICES:
-            raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}.")
-        if not all(map(PLACE.fullmatch, self.devices)) or len({d.partition(":")[0] for d in self.devices}) > 1:
-            listed = ",".join(self.devices)
-            raise ValueError(f"devices is {listed!r}; they must be all cuda:N, all numa:N or all cpu.")
-        if self.cpu_kernels not in CPU_KERNELS:
-            raise ValueError(f"cpu_kernels is {self.cpu_kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
+        check_settings(self)
         if self.arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic is {self.arithmetic!r}; it must be float32, bfloat16 or None.")
-        if self.empty_input not in EMPTY_INPUTS:
-            raise ValueError(f"empty_input is {self.empty_input!r}; it must be one of {', '.join(EMPTY_INPUTS)}.")
-        for name, value in (("hang_timeout_s", self.hang_timeout_s), ("step_timeout_s", self.step_timeout_s)):
-            if not 0 <= value < inf:
-                raise ValueError(f"{name} is {value}; it must be seconds, or 0 for never.")
-        counts = ("data_parallel", "num_threads", "num_engines", "tokenizer_workers")
-        check_least(self, 1, "max_model_len", "max_queued_chars", *counts)
+        check_least(self, 1, "num_engines")

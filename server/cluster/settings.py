@@ -1,6 +1,6 @@
 """Settings of `penstock ray`: those of serve and embed, and what only a cluster has.
 
-Flags and variables as in server/settings/, which alone reads the environment for them.
+server/settings/ reads them, as those of other commands.
 """
 
 from __future__ import annotations
@@ -8,34 +8,44 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Final, Literal
-
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from dataclasses import dataclass
+from typing import Final
 
 from penstock.engine import EngineConfig
+from penstock.engine.protocol.setting import REQUIRED, setting
 
-from ..settings import EmbedSettings, EngineSettings, ServerSettings, UsageError
-from ..settings.types import Seconds
+from ..settings import (
+    CommandSettings,
+    EmbedSettings,
+    ServerSettings,
+    UsageError,
+    declared_settings,
+    flag_of,
+    public_values,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class ClusterSettings(EngineSettings):
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(CommandSettings):
     """What `penstock ray serve` and `penstock ray embed` share: the cluster, and the engines that run on it."""
 
-    address: str | None = Field(
+    address: str | None = setting(
         None,
-        description=(
-            "Ray cluster, such as host:6379; auto: the one of this machine. Default: that, or where there is none a "
-            "new one that ends with the command."
-        ),
+        "Ray cluster, such as host:6379; auto: the one of this machine. Default: that, or if there is none a new one "
+        "that ends with the command.",
+        "Cluster",
+        "ADDRESS",
     )
-    min_replicas: PositiveInt = Field(1, description="Engines that run always.")
-    max_replicas: PositiveInt | None = Field(None, description="Most engines; default: --min-replicas.")
-    replica_cpus: PositiveFloat = Field(
-        1.0, description="Cores that Ray reserves for an engine; also its --num-threads, rounded up."
+    min_replicas: int = setting(1, "Engines that run always.", "Cluster", "N", least=1)
+    max_replicas: int | None = setting(None, "Most engines; default: --min-replicas.", "Cluster", "N", least=1)
+    replica_cpus: float = setting(
+        1.0, "Cores that Ray reserves for an engine; also its --num-threads, rounded up.", "Cluster", "N", above=0
     )
-    replica_gpus: NonNegativeFloat = Field(0.0, description="GPUs, or a share of one, that Ray reserves for an engine.")
+    replica_gpus: float = setting(
+        0.0, "GPUs, or a share of one, that Ray reserves for an engine.", "Cluster", "N", least=0
+    )
 
     def on_replica(self, config: EngineConfig) -> EngineConfig:
         """Returns the configuration of an engine on the cluster.
@@ -58,30 +68,47 @@ class ClusterSettings(EngineSettings):
         return self.max_replicas or self.min_replicas
 
 
+@dataclass(frozen=True, kw_only=True)
 class RayServeSettings(ClusterSettings, ServerSettings):
     """Settings of `penstock ray serve`."""
 
-    target_queue_s: PositiveFloat = Field(
-        1.0, description="Seconds of work that may wait on each engine before there are more of them."
+    target_queue_s: float = setting(
+        1.0, "Seconds of work that may wait on each engine before engines are added.", "Cluster", "SECONDS", above=0
     )
-    upscale_delay_s: Seconds = Field(10.0, description="Seconds for which more engines must be wanted.")
-    downscale_delay_s: Seconds = Field(300.0, description="Seconds for which fewer engines must be enough.")
-    max_ongoing_requests: PositiveInt = Field(512, description="Requests that an engine is sent at once.")
-    max_queued_requests: PositiveInt = Field(
-        1024, description="Requests that wait in each of Ray's proxies, from which on others are refused with 429."
+    upscale_delay_s: float = setting(
+        10.0, "Seconds for which more engines must be wanted.", "Cluster", "SECONDS", least=0
     )
-    proxy_location: Literal["EveryNode", "HeadOnly"] = Field(
-        "EveryNode", description="Machines on which Ray listens: those that run an engine, or the head alone."
+    downscale_delay_s: float = setting(
+        300.0, "Seconds for which fewer engines must be enough.", "Cluster", "SECONDS", least=0
     )
-    detach: bool = Field(False, description="Leave the models deployed when they serve, and return.")
+    max_ongoing_requests: int = setting(512, "Requests that an engine is sent at once.", "Cluster", "N", least=1)
+    max_queued_requests: int = setting(
+        1024,
+        "Requests that wait in each of Ray's proxies; further requests are refused with 429.",
+        "Cluster",
+        "N",
+        least=1,
+    )
+    proxy_location: str = setting(
+        "EveryNode",
+        "Machines on which Ray listens: those that run an engine, or the head alone.",
+        "Cluster",
+        choices=("EveryNode", "HeadOnly"),
+    )
+    detach: bool = setting(False, "Leave the models deployed when they serve, and return.", "Cluster")
 
 
+@dataclass(frozen=True, kw_only=True)
 class RayEmbedSettings(ClusterSettings, EmbedSettings):
     """Settings of `penstock ray embed`."""
 
-    output: str = Field(description="Folder to write, one that every machine shares.")
-    piece_rows: PositiveInt = Field(
-        2048, description="Rows of one file of the output, which is done, or done again, as a whole."
+    output: str = setting(REQUIRED, "Folder to write, one that every machine shares.", "Input and output", "FOLDER")
+    piece_rows: int = setting(
+        2048,
+        "Rows of a shard: one file of the output, which is done, or done again, as a whole.",
+        "Cluster",
+        "ROWS",
+        least=1,
     )
 
 
@@ -110,12 +137,10 @@ _NOT_HERE: Final = {
 
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
     """Raises UsageError for a flag that a cluster cannot heed."""
-    for field, reason in _NOT_HERE.items():
-        if (
-            field in type(settings).model_fields
-            and getattr(settings, field) != type(settings).model_fields[field].default
-        ):
-            raise UsageError(f"--{field.replace('_', '-')}: not on Ray: {reason}")
+    values, declared = public_values(settings), declared_settings(type(settings))
+    for name, reason in _NOT_HERE.items():
+        if name in declared and values.get(name, settings.__dict__.get(name)) != declared[name].default:
+            raise UsageError(f"{flag_of(name)}: not on Ray: {reason}")
     if settings.most_replicas < settings.min_replicas:
         raise UsageError(f"--max-replicas: must be at least --min-replicas ({settings.min_replicas})")
     if isinstance(settings, RayServeSettings) and not settings.port:

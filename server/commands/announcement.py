@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.engine import ModelInfo
+from penstock.engine import EngineConfig, ModelInfo
 
 from ..models.model_entry import ModelEntry
 from ..models.weight_files import WeightFiles
-from ..settings import EngineSettings, ServerSettings
+from ..settings import ServerSettings
 from ..wire.shown_values import short_count
 
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
@@ -25,7 +25,7 @@ def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: i
     """
     lines = ["ready"]
     for entry in models:
-        lines += _lines(entry, entry.model.settings or settings)
+        lines += _lines(entry, entry.model.config or settings.engine)
     scheme = "http" if settings.ssl_certfile is None else "https"
     everywhere = settings.host in _ALL_ADDRESSES
     host = "localhost" if everywhere else f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -35,14 +35,14 @@ def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: i
     return "\n".join(lines)
 
 
-def _lines(entry: ModelEntry, settings: EngineSettings) -> list[str]:
+def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     if entry.engine is None:
         why = "could not be loaded; see above" if entry.error is not None else "loaded when a request names it"
         return [f"  {entry.name}: {why}"]
     info, places = entry.engine.info, entry.engine.places
     return [
         f"  {entry.name}: {_sizes(info)}",
-        f"    on {_device(info, settings)}, in {_dtype(info, settings)}; tasks: {', '.join(info.tasks)}",
+        f"    on {_device(info, config)}, in {_dtype(info, config)}; tasks: {', '.join(info.tasks)}",
         *([f"    {_replicas(places)}"] if places else []),
     ]
 
@@ -58,11 +58,11 @@ def _wants_key(settings: ServerSettings) -> bool:
     return bool(settings.api_key) or settings.api_key_file is not None
 
 
-def _device(info: ModelInfo, settings: EngineSettings) -> str:
+def _device(info: ModelInfo, config: EngineConfig) -> str:
     """Returns what runs the model, and why."""
-    if settings.devices:
+    if config.devices:
         why = "--devices"
-    elif settings.device != "auto":
+    elif config.device != "auto":
         why = "--device"
     else:
         why = "auto: there is no CUDA device" if info.device == "cpu" else "auto: there is a CUDA device"
@@ -76,10 +76,10 @@ def _replicas(places: Sequence[str]) -> str:
     return f"{count}: {'; '.join(places)}"
 
 
-def _dtype(info: ModelInfo, settings: EngineSettings) -> str:
+def _dtype(info: ModelInfo, config: EngineConfig) -> str:
     """Returns the type that it runs in, and why; and in what its products or its attention are, where that differs."""
     source = info.sources["dtype"]
-    if settings.dtype != "auto":
+    if config.dtype != "auto":
         why = "--dtype"
     elif source.startswith("measured"):
         why = source

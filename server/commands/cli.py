@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from penstock.engine.client.engine_process import EngineProcess
 
-from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings
+from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .cluster import add_ray
 from .default_model import model_and_names
-from .flags import OneLineParser, add_flags, load
+from .flags import OneLineParser, add_flags
 from .known_models import TASKS, as_json, as_table, models_for
 from .model_plans import planned
 from .vllm_flags import translated
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(given: dict[str, Any]) -> int:
     settings, plans = planned(given, ServerSettings)
-    with _engine_process(plans[0].settings.in_process or not plans[0].is_preloaded) as process:
+    with _engine_process(plans[0].config.in_process or not plans[0].is_preloaded) as process:
         from .serve import serve
 
         serve(settings, plans, process)
@@ -145,7 +145,7 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _config(_: dict[str, Any]) -> int:
-    from .config_template import config_template
+    from .settings_text import config_template
 
     print(config_template(), end="")
     return 0
@@ -209,7 +209,6 @@ def _info(given: dict[str, Any]) -> int:
 
     from ..models.resolved_rows import format_table
     from ..models.weight_files import WeightFiles
-    from .load_failures import load_failure
 
     try:
         info = resolve_model(settings.engine_config(model, names[0]))
@@ -217,7 +216,7 @@ def _info(given: dict[str, Any]) -> int:
         for spec in info.dense:
             check_weights(Path(info.path) / spec.folder)
     except ModelLoadError as error:
-        raise load_failure(error, model, settings.revision) from error
+        raise load_failure(error, model, settings.engine.revision) from error
     files, rows = WeightFiles.of(info.path), [row for row in resolved_table(info) if row[0] not in _DECIDED_BY_LOADING]
     if as_json:
         fields = {name: {"value": getattr(info, name), "from": source} for name, _, source in rows}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from ..cluster.settings import RayEmbedSettings, RayServeSettings, check_flags
-from ..settings import UsageError
+from ..settings import UsageError, load, load_failure
 from .default_model import model_and_names
-from .flags import OneLineParser, add_flags, load
+from .flags import OneLineParser, add_flags
 from .model_plans import planned
 
 _RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
@@ -52,7 +53,7 @@ def _serve(given: dict[str, Any]) -> int:
     configure_logging(settings.log_level, settings.log_format)
     models = [
         (
-            settings.on_replica(plan.settings.engine_config(everywhere(plan.model), plan.names[0])),
+            settings.on_replica(replace(plan.config, model=everywhere(plan.config.model))),
             plan.names,
             plan.default_prompt_name,
         )
@@ -90,7 +91,6 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from ..cluster.mounts import everywhere
     from ..cluster.pieces import check_apart, digest_of, list_inputs, pieces_of
     from .embed.run import check_options, model_digest, pooling_params
-    from .load_failures import load_failure
 
     configure_logging(settings.log_level, settings.log_format)
     config = settings.on_replica(settings.engine_config(everywhere(model), name))

@@ -1,23 +1,42 @@
-"""What `penstock serve` is asked to serve: models of the command line or of a file, each with settings of its own."""
+"""The models that `penstock serve` is asked to serve, from the command line or the TOML file of `--config`."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from penstock.engine import EngineConfig
 
-from ..settings import EngineSettings, ServerSettings, UsageError
-from ..settings.types import Names, Seconds
-from .config_file import ELSEWHERE, ConfigFile, read_config, suggestion
+from ..settings import ModelSettings, ServerSettings, UsageError, declared_settings, load, near_name
 from .default_model import model_and_names
-from .flags import load, reason_of
 
 Settings = TypeVar("Settings", bound=ServerSettings)
-_FOR_ALL: Final = ("log_level", "log_format")
+MODELS: Final = "models"
+ELSEWHERE: Final = {
+    "config": "a file names no other file",
+    "model": "write a [[models]] table with `model` in it",
+    "served_model_name": "write `name` and `aliases` in the [[models]] table",
+}
+"""Settings that have no place in a file, and what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A TOML file: settings at its top, and a table for each model that is to be served.
+
+    Attributes:
+        path: Of the file.
+        settings: Values of ServerSettings, as TOML has them.
+        models: The tables of models, not checked yet.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    models: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,51 +44,20 @@ class ModelPlan:
     """A model that is to be served.
 
     Attributes:
-        model: Local folder or hub id.
         names: Served names, the shown one first.
-        settings: Of its engine.
+        config: Of its engine.
         default_prompt_name: As the setting of that name.
         is_preloaded: It is loaded when the server starts.
         is_pinned: It is not unloaded for others.
         ttl_s: Seconds without a request after which it is unloaded; infinity: never.
     """
 
-    model: str
     names: tuple[str, ...]
-    settings: EngineSettings
+    config: EngineConfig
     default_prompt_name: str | None = None
     is_preloaded: bool = True
     is_pinned: bool = False
     ttl_s: float = inf
-
-
-class ModelSettings(EngineSettings):
-    """A table [[models]]: what there is to say of one model. The environment says nothing here."""
-
-    model_config = SettingsConfigDict(extra="forbid")
-
-    name: str | None = Field(None, description="The name that is shown; default: the model's own.")
-    aliases: Names = Field((), description="More names that requests may use.")
-    preload: bool | None = Field(
-        None, description="Load it at the start; default: yes, for as many as --max-loaded-models allows."
-    )
-    pin: bool = Field(False, description="Never unload it to make room for another one.")
-    ttl: Seconds | None = Field(
-        None, description="Seconds without a request after which it is unloaded; default: it stays."
-    )
-    default_prompt_name: str | None = Field(None, description="As the setting of the server, for this model.")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Takes what the table says, and nothing else."""
-        return (init_settings,)
 
 
 def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
@@ -88,8 +76,32 @@ def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list
     settings, file = load(kind, given, positional=("model",)), None
     if settings.config is not None:
         file = read_config(settings.config)
-        settings = load(kind, given, positional=("model",), file=file.settings, file_name=str(file.path))
+        settings = load(kind, given, positional=("model",), file=file.settings, file_place=f"{file.path}: ")
     return settings, plan_models(settings, words if len(words) > 1 else (), file)
+
+
+def read_config(path: Path) -> ConfigFile:
+    """Reads a file.
+
+    Raises:
+        UsageError: It cannot be read, is no TOML, or has a key that is no setting.
+    """
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path} is no TOML: {error}") from error
+    models = content.pop(MODELS, [])
+    if not isinstance(models, list) or not all(isinstance(table, dict) for table in models):
+        raise UsageError(f"{path}: {MODELS} must be tables: begin each with a line [[{MODELS}]]")
+    known = declared_settings(ServerSettings)
+    for key in content:
+        if key in ELSEWHERE:
+            raise UsageError(f"{path}: {key} has no place at the top: {ELSEWHERE[key]}")
+        if key not in known:
+            raise UsageError(f"{path}: {key} is no setting{near_name(key, known)}")
+    return ConfigFile(path, content, tuple(models))
 
 
 def plan_models(settings: ServerSettings, words: Sequence[str | None], file: ConfigFile | None) -> list[ModelPlan]:
@@ -123,35 +135,30 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
 
 def _of_word(settings: ServerSettings, word: str | None) -> ModelPlan:
     model, names = model_and_names(word, settings.served_model_name)
-    return ModelPlan(model, names, settings, settings.default_prompt_name)
+    config = replace(settings, model=word).engine_config(model, names[0])
+    return ModelPlan(names, config, settings.default_prompt_name)
 
 
 def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, has_room: bool) -> ModelPlan:
-    shared = {*EngineSettings.model_fields, "default_prompt_name"} - {"model"}
-    base = {field: getattr(settings, field) for field in shared & settings.model_fields_set}
+    own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
-        if key in ELSEWHERE and key not in ModelSettings.model_fields:
+        if key in ELSEWHERE and key not in own_keys:
             raise UsageError(f"{place}.{key}: has no place in a table: {ELSEWHERE[key]}")
-        if key in _FOR_ALL or (key not in ModelSettings.model_fields and key in ServerSettings.model_fields):
+        if key not in own_keys and key in server_keys:
             raise UsageError(f"{place}.{key}: is a setting of the server; write it above the tables")
-        if key not in ModelSettings.model_fields:
-            raise UsageError(f"{place}.{key}: is no setting of a model{suggestion(key, ModelSettings.model_fields)}")
-    try:
-        own = ModelSettings(**{**base, **table})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = str(first["loc"][0])
-        raise UsageError(f"{place}.{key}: {reason_of(first)}") from error
+        if key not in own_keys:
+            raise UsageError(f"{place}.{key}: is no setting of a model{near_name(key, own_keys)}")
+    base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
+    own = load(ModelSettings, {}, file=table, file_place=f"{place}.", base=base)
     if own.model is None:
         raise UsageError(f"{place}.model: is missing; name a local folder or a hub id")
     if own.pin and own.ttl is not None:
         raise UsageError(f"{place}.ttl: the model is pinned, so that it stays; leave pin or ttl out")
     model, names = model_and_names(own.model)
-    names = (own.name, *own.aliases) if own.name else (*names, *own.aliases)
+    names = tuple(dict.fromkeys((own.name, *own.aliases) if own.name else (*names, *own.aliases)))
     return ModelPlan(
-        model,
-        tuple(dict.fromkeys(names)),
-        own,
+        names,
+        replace(own.engine, model=model, name=names[0]),
         own.default_prompt_name,
         is_preloaded=has_room if own.preload is None else own.preload,
         is_pinned=own.pin,
@@ -165,10 +172,10 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         for name in plan.names:
             if name in seen:
                 raise UsageError(
-                    f"two models are served as {name!r}: {seen[name]} and {plan.model}; give one another `name` in its "
-                    "table of --config FILE"
+                    f"two models are served as {name!r}: {seen[name]} and {plan.config.model}; give one another "
+                    "`name` in its table of --config FILE"
                 )
-        seen.update(dict.fromkeys(plan.names, plan.model))
+        seen.update(dict.fromkeys(plan.names, plan.config.model))
 
 
 def _check_room(plans: Sequence[ModelPlan], most: int) -> None:

@@ -30,11 +30,10 @@ from ..app import create_app
 from ..middleware.auth import ApiKeys
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel
-from ..settings import ServerSettings, UsageError, unknown_variables
+from ..settings import EmbedSettings, ServerSettings, UsageError, exit_code_of, unknown_variables
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .announcement import announcement, exposure
-from .load_failures import exit_code_of
 from .model_plans import ModelPlan
 from .served_models import kept_config, served_models
 
@@ -57,7 +56,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         SystemExit: SIGTERM or SIGHUP came (0), or the model cannot be loaded (not 0); the log has said why.
     """
     configure_logging(settings.log_level, settings.log_format)
-    for variable in unknown_variables():
+    for variable in unknown_variables((ServerSettings, EmbedSettings)):
         logger.warning("the environment variable %s is not known and has no effect", variable)
     num_engines = min(len(plans), settings.max_loaded_models or len(plans))
     cache = open_cache(settings)
@@ -127,9 +126,9 @@ def _serve_by_workers(
 def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
     """Raises UsageError for what several HTTP processes cannot do."""
     for plan in plans:
-        if (plan.settings.data_parallel or len(plan.settings.devices)) > 1:
+        if (plan.config.data_parallel or len(plan.config.devices)) > 1:
             raise UsageError("--api-workers: with more than one, a model has one replica; leave --data-parallel out")
-        if plan.settings.in_process:
+        if plan.config.in_process:
             raise UsageError("--api-workers: several processes cannot ask an engine that is --in-process")
         if not plan.is_preloaded or plan.ttl_s < math.inf:
             raise UsageError(
@@ -155,8 +154,8 @@ def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener:
 
 def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int:
     """Returns the exit code of a start that failed: the first failure is that of the first model."""
-    plan = plans[0]
-    return exit_code_of(failures[0], plan.model, plan.settings.revision, START_FAILED) if failures else START_FAILED
+    config = plans[0].config
+    return exit_code_of(failures[0], config.model, config.revision, START_FAILED) if failures else START_FAILED
 
 
 def _tell(failure: Exception) -> None:

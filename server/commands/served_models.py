@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.client.engine_process import EngineProcess
@@ -52,7 +53,7 @@ def served_models(
     models: list[ServedModel] = []
     unusable: list[UnusableModelError] = []
     for plan in plans:
-        config = engine_config(plan, num_engines)
+        config = replace(plan.config, num_engines=num_engines)
         try:
             info = resolved(config, plan.default_prompt_name)
         except UnusableModelError as error:
@@ -95,19 +96,14 @@ def _served_model(
         plan.names,
         start,
         plan.default_prompt_name,
-        plan.settings,
+        plan.config,
         info,
         plan.is_preloaded,
         plan.is_pinned,
         plan.ttl_s,
         num_bytes,
-        frozenset({plan.model} & set(plan.names[1:])) if is_local(plan.model) else frozenset(),
+        frozenset({plan.config.model} & set(plan.names[1:])) if is_local(plan.config.model) else frozenset(),
     )
-
-
-def engine_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
-    """Returns the configuration of a model's engine, one of `num_engines` that share the machine."""
-    return plan.settings.engine_config(plan.model, plan.names[0], num_engines=num_engines)
 
 
 def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
@@ -117,7 +113,7 @@ def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
         UsageError: There is no such place.
     """
     try:
-        (config,) = replica_configs(engine_config(plan, num_engines))
+        (config,) = replica_configs(replace(plan.config, num_engines=num_engines))
     except ModelLoadError as error:
         raise UsageError(error.message) from error
     return config

@@ -6,10 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
 
-from penstock.engine import AsyncEngine, ModelInfo
+from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.protocol.errors import ModelLoadError
-
-from ..settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class ServedModel:
         names: Names that requests may use; the first one is shown, the others are its aliases.
         start: Loads the model and returns its engine.
         default_prompt_name: Its prompt for texts to embed of requests that say nothing about one.
-        settings: The settings of its engine, where they are not the server's.
+        config: Of its engine; None: the server's settings.
         info: What its files say, where they lie on this machine: it can be described before it is loaded.
         is_preloaded: It is loaded when the server starts; otherwise when a request first names it.
         is_pinned: Once loaded it stays, whatever else wants room.
@@ -32,7 +30,7 @@ class ServedModel:
     names: tuple[str, ...]
     start: Callable[[], Awaitable[AsyncEngine]]
     default_prompt_name: str | None = None
-    settings: EngineSettings | None = None
+    config: EngineConfig | None = None
     info: ModelInfo | None = None
     is_preloaded: bool = True
     is_pinned: bool = False

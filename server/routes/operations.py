@@ -25,7 +25,7 @@ from ..routing import Access, Router
 from ..schemas.admin import ModelRequest
 from ..schemas.openai import ModelCard
 from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
-from ..settings import ServerSettings
+from ..settings import ServerSettings, public_values
 from ..wire.json_pieces import json_response
 from ..wire.version import penstock_version
 
@@ -161,8 +161,7 @@ def _without_secrets(settings: ServerSettings) -> dict[str, Any]:
 
     A token in a query is no part of the shown URL either.
     """
-    fields = ServerSettings.model_fields.items()
-    shown: dict[str, Any] = to_jsonable_python({name: getattr(settings, name) for name, field in fields if field.repr})
+    shown: dict[str, Any] = to_jsonable_python(public_values(settings))
     if settings.otlp_traces_endpoint is not None:
         url = urlsplit(settings.otlp_traces_endpoint)
         shown["otlp_traces_endpoint"] = url._replace(

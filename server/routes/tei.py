@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import Body, Request, Response
 from pydantic import Discriminator, Tag
 
-from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, SchedulerConfig, TokenizedText
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 
@@ -217,22 +217,22 @@ async def info(request: Request) -> Response:
     context = context_of(request)
     described = context.models.describe(None)
     model, name = described.known(), described.name
-    settings = described.entry.model.settings or context.settings
-    limits = SchedulerConfig(max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs)
+    config = described.entry.model.config or context.settings.engine
+    limits = config.scheduler
     return json_response(
         {
             "model_id": model.name,
-            "model_sha": settings.revision,
+            "model_sha": config.revision,
             "model_dtype": model.dtype,
             "served_model_name": name,
             "model_type": _model_type(model),
-            "max_concurrent_requests": max(settings.max_queued_tokens // model.max_model_len, 1),
+            "max_concurrent_requests": max(limits.max_queued_tokens // model.max_model_len, 1),
             "max_input_length": model.max_model_len,
             "max_batch_tokens": max(limits.token_budget(model.device), model.max_model_len),
             "max_batch_requests": limits.seqs(model.device),
             "max_client_batch_size": context.settings.max_inputs_per_request,
             "auto_truncate": True,
-            "tokenization_workers": settings.tokenizer_workers,
+            "tokenization_workers": config.tokenizer_workers,
             "version": penstock_version(),
             "sha": None,
             "docker_label": None,

@@ -1,26 +1,42 @@
-"""Every setting of the command line and of the environment, with its type, its default and its help text.
+"""Settings of the commands: every flag, environment variable and key of the file, from one declaration each.
 
-The only reader of environment variables: field `max_model_len` is the flag `--max-model-len` and the variable
-PENSTOCK_MAX_MODEL_LEN. A flag wins over a variable, a variable over a file, a file over the default. Starts nothing and
-imports no torch.
+The only reader of environment variables. Field `max_model_len` is the flag `--max-model-len`, the variable
+PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag wins over a variable, a variable over the file, the file over
+the default. Starts nothing and imports no torch.
 """
 
-from .command_settings import EmbedSettings, InfoSettings
-from .engine_settings import EngineSettings
-from .environment import ENV_PREFIX, environment_variable, is_in_environment
-from .errors import CommandError, UsageError
-from .server_settings import ServerSettings
-from .unknown import unknown_variables
+from .declarations import GROUPS, CommandSettings, EmbedSettings, InfoSettings, ModelSettings, ServerSettings
+from .errors import CommandError, UsageError, exit_code_of, load_failure
+from .load import (
+    ENV_PREFIX,
+    DeclaredSetting,
+    declared_settings,
+    environment_variable,
+    flag_of,
+    load,
+    near_name,
+    public_values,
+    unknown_variables,
+)
 
 __all__ = [
     "ENV_PREFIX",
+    "GROUPS",
     "CommandError",
+    "CommandSettings",
+    "DeclaredSetting",
     "EmbedSettings",
-    "EngineSettings",
     "InfoSettings",
+    "ModelSettings",
     "ServerSettings",
     "UsageError",
+    "declared_settings",
     "environment_variable",
-    "is_in_environment",
+    "exit_code_of",
+    "flag_of",
+    "load",
+    "load_failure",
+    "near_name",
+    "public_values",
     "unknown_variables",
 ]

@@ -14,7 +14,7 @@ from typing import Final
 from penstock.engine import EngineConfig, ModelInfo
 
 from ..models.served_model import ServedModel
-from ..settings import EngineSettings, ServerSettings
+from ..settings import ServerSettings
 
 _LENGTH_BYTES: Final = 8
 
@@ -27,7 +27,6 @@ class PlannedModel:
         names: See ServedModel.
         config: Of its engine.
         default_prompt_name: See ServedModel.
-        settings: See ServedModel.
         info: See ServedModel.
         hidden_names: See ServedModel.
     """
@@ -35,7 +34,6 @@ class PlannedModel:
     names: tuple[str, ...]
     config: EngineConfig
     default_prompt_name: str | None = None
-    settings: EngineSettings | None = None
     info: ModelInfo | None = None
     hidden_names: frozenset[str] = frozenset()
 
@@ -43,7 +41,7 @@ class PlannedModel:
     def of(cls, model: ServedModel, config: EngineConfig) -> PlannedModel:
         """Returns the description of a served model for other processes."""
         prompt_name = model.default_prompt_name
-        return cls(model.names, config, prompt_name, model.settings, model.info, model.hidden_names)
+        return cls(model.names, config, prompt_name, model.info, model.hidden_names)
 
 
 @dataclass(frozen=True, slots=True)

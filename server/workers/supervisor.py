@@ -86,7 +86,7 @@ class WorkerSupervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
                 loop.add_signal_handler(number, self._heed, number)
-        hang_timeout_s = self._settings.hang_timeout_s
+        hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
             HttpProcess(place, self._plan, acceptor, self._take, self._forget, hang_timeout_s)
             for place in range(self._settings.api_workers)

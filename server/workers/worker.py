@@ -92,7 +92,7 @@ def main() -> None:
             model.names,
             partial(link.engine, number),
             model.default_prompt_name,
-            model.settings,
+            model.config,
             model.info,
             hidden_names=model.hidden_names,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jsonschema import validate
 
-from penstock.server.settings import ServerSettings, environment_variable
+from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load
 
 helm = pytest.importorskip("helm_python", reason="`make test-deploy` brings Helm")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` brings its schemas")
@@ -24,7 +24,7 @@ CHART = ROOT / "docker" / "chart"
 VERSIONS = ("1.25", "1.30", kubernetes_validate.latest_version())
 CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
 IMAGE_VARIABLES = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE))
-SETTINGS = {environment_variable(name) for name in ServerSettings.model_fields}
+SETTINGS = {environment_variable(name) for name in declared_settings(ServerSettings)}
 EVERYTHING = {
     "image": {"repository": "registry.example.com/penstock", "tag": "1"},
     "imagePullSecrets": [{"name": "registry"}],
@@ -172,11 +172,11 @@ def test_every_variable_is_a_setting(render: Render, values: dict[str, Any]) -> 
 def test_values_reach_the_server_as_it_reads_them(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables_of(pod_of(render(EVERYTHING), "reranker")).items():
         monkeypatch.setenv(name, value)
-    settings = ServerSettings()
+    settings = load(ServerSettings, {})
     assert settings.model == "BAAI/bge-reranker-v2-m3"
-    assert settings.max_queued_tokens == 64_000_000
+    assert settings.engine.scheduler.max_queued_tokens == 64_000_000
     assert settings.access_log is True
-    assert settings.pooler_config.normalize is False
+    assert settings.engine.pooler_config.normalize is False
     assert settings.drain_timeout_s == 60
     assert str(settings.api_key_file) == "/etc/penstock/api-keys"
     assert str(settings.admin_key_file) == "/etc/penstock-admin/admin-keys"

@@ -37,7 +37,7 @@ from penstock.engine.protocol.vectors import SparseVector
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, load
 
 WIDTH = 8
 VOCAB_SIZE = 1000
@@ -301,7 +301,7 @@ def serving() -> Serving:
             return engine
 
         model = ServedModel(names, start, settings.pop("default_prompt_name", None))
-        app = create_app([model], ServerSettings(**settings))
+        app = create_app([model], load(ServerSettings, settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

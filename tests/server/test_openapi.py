@@ -17,7 +17,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.openapi import DESCRIPTION
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, load
 
 SPARSE = {"tasks": (PoolingTask.SPARSE_EMBED,), "sparse": object()}
 WITHOUT_FORWARD = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/decode", "/api/show", "/api/pull"}
@@ -27,7 +27,7 @@ def document_of(**settings: object) -> dict:
     async def start() -> None:
         raise AssertionError
 
-    return create_app([ServedModel(("served", "other"), start)], ServerSettings(**settings)).openapi()
+    return create_app([ServedModel(("served", "other"), start)], load(ServerSettings, settings)).openapi()
 
 
 DOCUMENT = document_of()

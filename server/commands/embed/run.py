@@ -25,9 +25,7 @@ from penstock.engine.protocol.errors import (
     RequestTooLongError,
 )
 
-from ...settings import CommandError, EmbedSettings, UsageError
-from ..flags import flag_of
-from ..load_failures import load_failure
+from ...settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
 from .columns import JsonColumns
 from .input import BadRow, BadRowError, InputFile, Row, Survey, open_input
 from .journal import Journal
@@ -80,7 +78,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
             raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
         asyncio.run(_run(source, output, write, columns, settings, settings.engine_config(model, name)))
     except ModelLoadError as error:
-        raise load_failure(error, model, settings.revision) from error
+        raise load_failure(error, model, settings.engine.revision) from error
     except (EngineError, OSError) as error:
         raise CommandError(str(error)) from error
 
@@ -240,7 +238,7 @@ def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
     try:
         pooling_params(settings).verify(PoolingTask.EMBED, info)
     except InvalidRequestError as error:
-        is_flag = error.param in EmbedSettings.model_fields
+        is_flag = error.param in declared_settings(EmbedSettings)
         if is_flag:
             error.name_fields({str(error.param): flag_of(str(error.param))})
         raise UsageError(error.message) from error

@@ -208,7 +208,7 @@ class Steps:
         self.config = EngineConfig(
             model="sum",
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits),
-            cache=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefixes),
+            cache=CacheConfig(kv_block_size=BLOCK, enable_prefix_caching=prefixes),
         )
         self.core = EngineCore(self.config, self.take, lambda config: runner)
         if load:

@@ -115,7 +115,7 @@ def test_a_pool_holds_what_the_operator_gives() -> None:
 def test_without_memory_for_any_sequence_none_runs_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelLoadError):
         runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1))
-    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(memory_fraction=1e-15))
+    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(cache_memory_fraction=1e-15))
     assert made.sequence_pool.is_empty
     assert "inputs do not run in chunks" in caplog.text
 

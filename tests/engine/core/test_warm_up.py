@@ -209,7 +209,7 @@ def runner_of(
 
 def test_the_pool_gets_its_share_of_what_the_largest_forward_leaves(save_folder: SaveFolder) -> None:
     gauge = Gauge(token_bytes=100_000, free=100 * MIB)
-    runner = runner_of(save_folder, gauge, "Qwen2Model", memory_fraction=0.5)
+    runner = runner_of(save_folder, gauge, "Qwen2Model", cache_memory_fraction=0.5)
     assert runner.limits.max_tokens == 300
     assert runner.sequence_pool.kv is not None
     token_bytes = 2 * 16 * 4  # keys and values of one layer

@@ -32,7 +32,7 @@ from penstock.server.batches.store import Page, Store
 from penstock.server.batches.window import MOST_LINES, Window
 from penstock.server.routing import BatchUse
 from penstock.server.schemas.batches import BatchRequest
-from penstock.server.settings import ServerSettings, UsageError
+from penstock.server.settings import ServerSettings, UsageError, load
 
 DAY_S = 24 * 3600
 TIMEOUT_S = 60
@@ -98,7 +98,7 @@ def running(tmp_path: Path, clock: Clock):
 
     @asynccontextmanager
     async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[Batches]:
-        batches = Batches(ServerSettings(data_dir=folder, **settings), now=clock, retry_s=0.05)
+        batches = Batches(load(ServerSettings, {"data_dir": folder, **settings}), now=clock, retry_s=0.05)
         async with batches.running(routes):
             yield batches
 

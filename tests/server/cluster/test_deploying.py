@@ -18,7 +18,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.server.cluster.mounts import mounts_of
 from penstock.server.cluster.settings import RayServeSettings
-from penstock.server.settings import CommandError
+from penstock.server.settings import CommandError, load
 
 PACKAGE = "penstock.server.cluster"
 IMPORT_RAY = (f"{PACKAGE}.serving", f"{PACKAGE}.connection")
@@ -93,7 +93,7 @@ def serve_models(ray_serve: Serve):
 
     def run(*names: str, **settings: Any) -> None:
         mounts = mounts_of([(EngineConfig(model=name), (name,), None) for name in names])
-        serving.serve_on_ray(mounts, RayServeSettings(**settings))
+        serving.serve_on_ray(mounts, load(RayServeSettings, settings))
 
     return run
 

@@ -46,7 +46,7 @@ def main() -> None:
     given = vars(_parser().parse_args(["ray", "serve", *words]))
     del given["run"]
     settings, (plan,) = planned(given, RayServeSettings)
-    (mount,) = mounts_of([(plan.settings.engine_config(plan.model), ("waiting",), None)])
+    (mount,) = mounts_of([(plan.config, ("waiting",), None)])
     with connected(settings.address, "warning"):
         start_proxies(settings)
         deploy(mount, settings, partial(waiting_app, float(seconds_per_token)))

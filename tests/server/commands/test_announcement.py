@@ -13,7 +13,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.announcement import announcement, exposure
 from penstock.server.models.model_entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, load
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
 def said(info: ModelInfo, port: int = 8000, *, places: Sequence[str] = (), **settings: Any) -> list[str]:
     entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
     entry.loaded(SimpleNamespace(info=info, places=places), 0.1, 0.0)
-    return announcement([entry], ServerSettings(**settings), port).splitlines()
+    return announcement([entry], load(ServerSettings, settings), port).splitlines()
 
 
 def test_what_is_served_and_where(info: ModelInfo) -> None:
@@ -111,7 +111,7 @@ def test_classes_are_counted(make_engine, tmp_path: Path) -> None:
     ],
 )
 def test_an_open_server_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
-    warning = exposure(ServerSettings(**settings))
+    warning = exposure(load(ServerSettings, settings))
     assert (warning is not None) == is_open
     assert warning is None or "--api-key" in warning
     has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})

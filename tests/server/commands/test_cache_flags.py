@@ -22,13 +22,13 @@ def tiers(settings: ServerSettings) -> list[str]:
 
 def test_it_is_off_unless_it_has_room(tmp_path: Path) -> None:
     assert tiers(ServerSettings()) == []
-    assert tiers(ServerSettings(cache="1GiB")) == ["memory"]  # type: ignore[arg-type]
-    assert tiers(ServerSettings(cache_dir=tmp_path, cache_dir_size="1MiB")) == ["memory", "disk"]  # type: ignore[arg-type]
+    assert tiers(ServerSettings(cache=2**30)) == ["memory"]
+    assert tiers(ServerSettings(cache_dir=tmp_path, cache_dir_size=2**20)) == ["memory", "disk"]
     assert (tmp_path / "vectors-1" / "data.mdb").stat().st_size == 2**20
 
 
 def test_several_http_processes_have_none(tmp_path: Path) -> None:
-    for given in ({"cache": "1GiB"}, {"cache_dir": tmp_path}):
+    for given in ({"cache": 2**30}, {"cache_dir": tmp_path}):
         with pytest.raises(UsageError, match="--api-workers: with more than one, nothing is cached"):
             open_cache(ServerSettings(api_workers=2, **given))
     assert open_cache(ServerSettings(api_workers=2)) is None

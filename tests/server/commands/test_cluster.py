@@ -11,7 +11,7 @@ from pyarrow import parquet
 from penstock.engine import logs
 from penstock.server.cluster.settings import _NOT_HERE, RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli, cluster
-from penstock.server.settings import EngineSettings, ServerSettings
+from penstock.server.settings import InfoSettings, ServerSettings, declared_settings, load
 
 HEEDED = {
     "access_log",
@@ -82,7 +82,7 @@ def test_the_command_line_loads_no_ray() -> None:
             ("serve", "--min-replicas", "3", "--max-replicas", "2"),
             "--max-replicas: must be at least --min-replicas (3)",
         ),
-        (("serve", "--target-queue-s", "0"), "--target-queue-s: must be greater than 0"),
+        (("serve", "--target-queue-s", "0"), "--target-queue-s: must be above 0"),
         (("serve", "a/b", "c/d", "--served-model-name", "x"), "--served-model-name: of several models"),
         (("embed", "in"), "OUTPUT is required"),
         (("embed", "in", "out", "--in-process"), "--in-process: not on Ray"),
@@ -96,10 +96,10 @@ def test_what_a_cluster_cannot_heed_is_refused(said, words: tuple[str, ...], mes
 
 def test_no_setting_of_the_server_is_ignored() -> None:
     """A new one belongs on one of the two lists."""
-    not_here, of_server = set(_NOT_HERE), set(ServerSettings.model_fields)
-    own = of_server - set(EngineSettings.model_fields)
+    not_here, of_server = set(_NOT_HERE), set(declared_settings(ServerSettings))
+    own = of_server - set(declared_settings(InfoSettings))
     assert own == HEEDED | (not_here & own)
-    assert not_here <= of_server | set(RayEmbedSettings.model_fields)
+    assert not_here <= of_server | set(declared_settings(RayEmbedSettings))
     assert not HEEDED & set(_NOT_HERE)
 
 
@@ -176,7 +176,7 @@ def test_engines_of_a_cluster_do_not_choose_a_type_each(
     given: dict[str, object], dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    for settings in (RayServeSettings(**given), RayEmbedSettings(output="out", **given)):
+    for settings in (load(RayServeSettings, given), load(RayEmbedSettings, {"output": "out", **given})):
         caplog.clear()
         assert settings.on_replica(settings.engine_config("a/b")).dtype == dtype
         assert ("a/b: --dtype auto is float32" in caplog.text) == (dtype == "float32")
@@ -199,5 +199,5 @@ def test_the_manifest_says_in_which_numbers(said, tmp_path: Path, monkeypatch: p
 def test_an_engine_takes_the_cores_that_are_reserved_for_it() -> None:
     settings = RayServeSettings(replica_cpus=2.5)
     assert settings.on_replica(settings.engine_config("m")).num_threads == 3
-    settings = RayServeSettings(replica_cpus=2.5, num_threads=1)
+    settings = load(RayServeSettings, {"replica_cpus": 2.5, "num_threads": 1})
     assert settings.on_replica(settings.engine_config("m")).num_threads == 1

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.server.commands import cli, model_plans
-from penstock.server.commands.config_file import read_config
-from penstock.server.commands.config_template import config_template
-from penstock.server.commands.model_plans import ModelPlan
-from penstock.server.settings import ServerSettings, UsageError
+from penstock.server.commands.model_plans import ModelPlan, read_config
+from penstock.server.commands.settings_text import config_template
+from penstock.server.settings import ServerSettings, UsageError, declared_settings, load, public_values
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def planned(tmp_path: Path):
 
 def test_models_of_the_command_line(planned) -> None:
     _, plans = planned(model=["owner/a", "owner/b"], max_loaded_models="1")
-    assert [(plan.model, plan.names, plan.is_preloaded) for plan in plans] == [
+    assert [(plan.config.model, plan.names, plan.is_preloaded) for plan in plans] == [
         ("owner/a", ("owner/a",), True),
         ("owner/b", ("owner/b",), False),
     ]
@@ -38,7 +37,8 @@ def test_models_of_the_command_line(planned) -> None:
 
 def test_one_model_is_as_ever(planned) -> None:
     settings, (plan,) = planned(model=["owner/a"], served_model_name=["x,y"], default_prompt_name="query")
-    assert (plan.names, plan.default_prompt_name, plan.settings) == (("x", "y"), "query", settings)
+    assert (plan.names, plan.default_prompt_name) == (("x", "y"), "query")
+    assert plan.config == settings.engine_config("owner/a", "x")
     assert (plan.is_preloaded, plan.is_pinned, plan.ttl_s) == (True, False, inf)
 
 
@@ -68,9 +68,9 @@ def test_models_of_a_file(planned) -> None:
     settings, (first, second) = planned(FILE, num_threads="3")
     assert (settings.port, settings.api_key) == (9000, ("k",))
     assert (first.names, first.is_pinned, first.is_preloaded) == (("a", "text-embedding-3-small", "b"), True, True)
-    assert (first.settings.dtype, first.settings.max_model_len, first.settings.num_threads) == ("bfloat16", 128, 3)
-    assert first.settings.pooler_config.pooling_type == "CLS"
-    assert (second.names, second.settings.dtype, second.settings.num_threads) == (("owner/c",), "float32", 3)
+    assert (first.config.dtype, first.config.max_model_len, first.config.num_threads) == ("bfloat16", 128, 3)
+    assert first.config.pooler_config.pooling_type == "CLS"
+    assert (second.names, second.config.dtype, second.config.num_threads) == (("owner/c",), "float32", 3)
     assert (second.is_preloaded, second.ttl_s, second.default_prompt_name) == (False, 300.0, "query")
 
 
@@ -130,7 +130,7 @@ def test_the_environment_says_nothing_of_one_model_of_a_file(planned, monkeypatc
     monkeypatch.setenv("PENSTOCK_TTL", "1")
     monkeypatch.setenv("PENSTOCK_DTYPE", "float32")
     _, (plan,) = planned("[[models]]\nmodel = 'a/b'\n")
-    assert (plan.names, plan.ttl_s, plan.settings.dtype) == (("a/b",), inf, "float32")
+    assert (plan.names, plan.ttl_s, plan.config.dtype) == (("a/b",), inf, "float32")
 
 
 def test_the_printed_file_is_toml_with_every_setting_and_its_default(
@@ -140,14 +140,14 @@ def test_the_printed_file_is_toml_with_every_setting_and_its_default(
     text = capsys.readouterr().out
     assert text == config_template()
     assert tomllib.loads(text) == {}  # all of it is off
-    settings = {name for name in ServerSettings.model_fields if name not in ("model", "config", "served_model_name")}
+    settings = {
+        name for name in declared_settings(ServerSettings) if name not in ("model", "config", "served_model_name")
+    }
     assert settings == set(re.findall(r"^# (\w+) = ", text.partition("[[models]]")[0], re.MULTILINE))
     on = "\n".join(line[2:] for line in text.splitlines() if re.match(r"# (\w+ = [^<]|\[\[models)", line))
     file = tmp_path / "on.toml"
     file.write_text(on)
     read = read_config(file)
-    defaults = ServerSettings()
-    given = ServerSettings(**read.settings)
-    assert {name: getattr(given, name) for name in read.settings} == {n: getattr(defaults, n) for n in read.settings}
+    assert public_values(load(ServerSettings, {}, file=read.settings)) == public_values(ServerSettings())
     (table,) = read.models
     assert set(table) == {"model", "name", "aliases", "preload", "pin", "ttl"}

@@ -3,15 +3,16 @@
 import math
 import signal
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine import AsyncEngine
+from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.protocol.errors import MachineError, ModelLoadError, UnsupportedModelError, WeightError
 from penstock.server.commands import cli, serve, served_models
 from penstock.server.commands.model_plans import ModelPlan
-from penstock.server.settings import EngineSettings, ServerSettings, UsageError
+from penstock.server.settings import ServerSettings, UsageError, load
 
 
 @pytest.fixture
@@ -58,55 +59,55 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
 
 
 @pytest.mark.parametrize(
-    ("plan", "settings", "message"),
+    ("config", "plan", "settings", "message"),
     [
-        ({"settings": EngineSettings(in_process=True)}, {}, "--in-process"),
-        ({"settings": EngineSettings(data_parallel=2)}, {}, "leave --data-parallel out"),
-        ({}, {"data_dir": "/data"}, "leave --data-dir out"),
-        ({"is_preloaded": False}, {}, "every model is loaded at the start; a is to come and go"),
-        ({"ttl_s": 60.0}, {}, "a is to come and go"),
-        ({}, {"admin_key": "key"}, "leave --admin-key out"),
-        ({}, {"admin_key_file": "/keys"}, "leave --admin-key-file out"),
-        ({}, {"model_memory": "1GiB"}, "leave --model-memory out"),
+        ({"in_process": True}, {}, {}, "--in-process"),
+        ({"data_parallel": 2}, {}, {}, "leave --data-parallel out"),
+        ({}, {}, {"data_dir": "/data"}, "leave --data-dir out"),
+        ({}, {"is_preloaded": False}, {}, "every model is loaded at the start; a is to come and go"),
+        ({}, {"ttl_s": 60.0}, {}, "a is to come and go"),
+        ({}, {}, {"admin_key": "key"}, "leave --admin-key out"),
+        ({}, {}, {"admin_key_file": "/keys"}, "leave --admin-key-file out"),
+        ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(
-    plan: dict[str, object], settings: dict[str, object], message: str
+    config: dict[str, object], plan: dict[str, object], settings: dict[str, object], message: str
 ) -> None:
-    made = ModelPlan("/models/a", ("a",), **{"settings": EngineSettings(), **plan})
+    made = ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan)
     with pytest.raises(UsageError, match=message):
-        serve.check_workers(ServerSettings(api_workers=2, **settings), [made])
+        serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), [made])
 
 
 @pytest.mark.parametrize(
-    ("settings", "device"),
+    ("given", "device"),
     [
-        (EngineSettings(devices=("cuda:1",)), "cuda:1"),
-        (EngineSettings(devices=("cpu",)), "cpu"),
-        (EngineSettings(device="cpu"), "cpu"),
+        ({"devices": ("cuda:1",)}, "cuda:1"),
+        ({"devices": ("cpu",)}, "cpu"),
+        ({"device": "cpu"}, "cpu"),
     ],
 )
 def test_one_place_is_where_the_engine_of_several_processes_runs(
-    settings: EngineSettings, device: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Mock()
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(served_models, "resolved", lambda *_: None)
-    made = ModelPlan("/models/a", ("a",), settings, is_pinned=True, ttl_s=math.inf)
+    made = ModelPlan(("a",), EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
     serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [made])
     _, _, ((_, config),), listener, _ = served.call_args.args
     listener.close()
     assert (config.device, config.devices) == (device, ())
-    assert bool(config.cores) == (settings.devices == ("cpu",))
+    assert bool(config.cores) == (given.get("devices") == ("cpu",))
 
 
 def test_a_place_that_is_not_there_is_refused() -> None:
-    made = ModelPlan("/models/a", ("a",), EngineSettings(device="cuda:0", devices=("cuda:1",)))
+    made = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="leave --device cuda:0 out"):
         served_models.kept_config(made, 1)
 
 
 def test_several_models_that_stay_are_served_by_several_processes() -> None:
-    plans = [ModelPlan(name, (name,), EngineSettings(), is_pinned=True, ttl_s=math.inf) for name in ("a", "b")]
+    plans = [ModelPlan((name,), EngineConfig(model=name), is_pinned=True, ttl_s=math.inf) for name in ("a", "b")]
     serve.check_workers(ServerSettings(api_workers=2), plans)

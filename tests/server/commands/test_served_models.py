@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine import EngineConfig
 from penstock.server.commands.model_plans import ModelPlan
 from penstock.server.commands.served_models import served_models
-from penstock.server.settings import EngineSettings, ServerSettings, UsageError
+from penstock.server.settings import ServerSettings, UsageError
 
 CONFIG = {
     "model_type": "bert",
@@ -35,7 +36,7 @@ def model(folder: Path) -> Path:
 
 
 def plan(folder: Path, name: str, *, preload: bool = True) -> ModelPlan:
-    return ModelPlan(str(folder), (name,), EngineSettings(), is_preloaded=preload)
+    return ModelPlan((name,), EngineConfig(model=str(folder), name=name), is_preloaded=preload)
 
 
 @pytest.mark.parametrize("preload", [True, False])
@@ -81,7 +82,7 @@ def test_damaged_model_keeps_no_other_from_serving(
         assert isinstance(content, bytes)
         (bad / file).write_bytes(content)
     plans = [plan(bad, "bad", preload=preload), plan(good, "good")]
-    models = served_models(plans, ServerSettings(model_memory="1GiB"), 2)
+    models = served_models(plans, ServerSettings(model_memory=2**30), 2)
     assert [served.names for served in models] == [("bad",), ("good",)]
     assert models[1].info is not None
 
@@ -103,7 +104,7 @@ def test_start_is_refused_where_no_model_can_be_used(tmp_path: Path) -> None:
 
 def test_missing_prompt_is_refused(tmp_path: Path) -> None:
     plans = [plan(model(tmp_path / "a"), "a"), plan(model(tmp_path / "b"), "b")]
-    plans[1] = ModelPlan(plans[1].model, ("b",), EngineSettings(), default_prompt_name="query")
+    plans[1] = ModelPlan(("b",), plans[1].config, default_prompt_name="query")
     with pytest.raises(UsageError, match="b has no prompt 'query'"):
         served_models(plans, ServerSettings(), 2)
 
@@ -113,4 +114,4 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     text = json.dumps({"a": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}}).encode()
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
     with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 512\.0 KiB"):
-        served_models([plan(big, "big")], ServerSettings(model_memory="512KiB"), 1)
+        served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)

@@ -14,7 +14,7 @@ import uvicorn
 
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, load
 from penstock.server.transport.connection import Connection
 from penstock.server.transport.http_server import HttpServer
 
@@ -82,7 +82,7 @@ async def served(
             return engine
 
         models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))  # type: ignore[arg-type]
-    app = create_app(models, ServerSettings(**settings))
+    app = create_app(models, load(ServerSettings, settings))
     async with running(app, lifespan="on", **(options or {})) as (server, port):
         await app.state.startup.wait()
         yield server, port

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, load
 from penstock.server.workers.plan import PlannedModel, WorkerPlan
 
 LIMITS = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
@@ -18,7 +18,7 @@ LIMITS = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
 
 def plan(**settings: object) -> WorkerPlan:
     model = PlannedModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=LIMITS))
-    return WorkerPlan(ServerSettings(**settings), (model,), 4, 11, b"salt", 1_700_000_000)
+    return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
 def test_it_comes_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 from penstock.server.commands.embed import run as module
 from penstock.server.commands.embed.input import PARQUET_ROWS_AT_ONCE
 from penstock.server.commands.embed.run import embed_file
-from penstock.server.commands.flags import load
-from penstock.server.settings import CommandError, EmbedSettings
+from penstock.server.settings import CommandError, EmbedSettings, load
 
 LONG = "word " * 100
 LINES = [

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.server.commands.embed import run as module
 from penstock.server.commands.embed.run import embed_file
-from penstock.server.commands.flags import load
-from penstock.server.settings import CommandError, EmbedSettings, UsageError
+from penstock.server.settings import CommandError, EmbedSettings, UsageError, load
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

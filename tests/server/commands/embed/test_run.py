@@ -11,8 +11,7 @@ from penstock.server.commands.embed import output as output_module, run as modul
 from penstock.server.commands.embed.input import InputFile, JsonLines
 from penstock.server.commands.embed.journal import Journal
 from penstock.server.commands.embed.run import embed_file
-from penstock.server.commands.flags import load
-from penstock.server.settings import CommandError, EmbedSettings, UsageError
+from penstock.server.settings import CommandError, EmbedSettings, UsageError, load
 
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
 

@@ -1,0 +1,122 @@
+"""What a field of a configuration says of itself: help text, word for its value, and the values that it takes.
+
+`setting(...)` makes such a field. Its dataclass checks values against it (`check_settings`), and the server derives
+flags, environment variables, keys of its file and the reference page from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+REQUIRED: Final = dataclasses.MISSING
+_KEY: Final = "setting"
+_SIZE: Final = re.compile(r"(\d*\.?\d+)\s*(?:([kmgtpe])(i?)b?|b)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A field that an operator may set.
+
+    Attributes:
+        help: What it does; ends with "default: ..." where the default is not a plain value.
+        group: Heading of the help under which it is listed.
+        metavar: Word for its value; empty for true or false, and where the choices are shown.
+        choices: All values; empty: any.
+        least: Smallest number; None: any.
+        above: The number must be larger than this; None: any.
+        most: Largest number; None: any finite number.
+        rule: Returns what a value must be, as in "must be cpu or cuda"; None if it is.
+        parse: Converts a text or a value of a file, for a type that has no conversion of its own. Raises ValueError.
+    """
+
+    help: str
+    group: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    rule: Callable[[Any], str | None] | None = None
+    parse: Callable[[Any], Any] | None = None
+
+    def objection(self, value: Any) -> str | None:
+        """Returns what a value must be; None if it is, or is None."""
+        if value is None:
+            return None
+        if self.choices and value not in self.choices:
+            return f"must be {listed_choices(self.choices)}"
+        if self.rule is not None:
+            return self.rule(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if self.most is None and not math.isfinite(value):
+            return "must be a finite number"
+        if self.least is not None and not value >= self.least:
+            return f"must be at least {self.least}"
+        if self.above is not None and not value > self.above:
+            return f"must be above {self.above}"
+        if self.most is not None and not value <= self.most:
+            return f"must be at most {self.most}"
+        return None
+
+
+def setting(
+    default: Any, text: str, group: str, metavar: str = "", *, is_secret: bool = False, **rest: Any
+) -> Any:  # as `dataclasses.field`, whose types depend on the field
+    """Returns a field of a dataclass that an operator may set; see Setting.
+
+    Args:
+        default: Its default, copied if it is a dictionary; REQUIRED for none.
+        text: Help text.
+        group: See Setting.
+        metavar: See Setting.
+        is_secret: It is never shown.
+        **rest: Further attributes of Setting.
+    """
+    metadata = {_KEY: Setting(help=text, group=group, metavar=metavar, **rest)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
+
+
+def setting_of(field: dataclasses.Field[Any]) -> Setting | None:
+    """Returns what a field says of itself; None if no operator sets it."""
+    found: Setting | None = field.metadata.get(_KEY)
+    return found
+
+
+def check_settings(config: Any) -> None:
+    """Raises ValueError, which names field and value, for the first field with a wrong value."""
+    for field in dataclasses.fields(config):
+        declared, value = setting_of(field), getattr(config, field.name)
+        if declared is not None and (objection := declared.objection(value)) is not None:
+            raise ValueError(f"{field.name} is {value!r}; it {objection}.")
+
+
+def listed_choices(choices: tuple[str, ...]) -> str:
+    """Returns choices as in "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+
+
+def parse_size(value: object) -> int:
+    """Returns a number of bytes, of a number or a text such as 2GiB or 500MB. Raises ValueError if it is neither."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError("must be a size such as 2GiB or 500MB")
+    number, prefix, is_binary = match.groups()
+    exponent = "kmgtpe".index(prefix.lower()) + 1 if prefix else 0
+    return int(float(number) * (1024 if is_binary else 1000) ** exponent)
+
+
+def shown_size(num_bytes: int) -> str:
+    """Returns a number of bytes as a text that `parse_size` reads, such as 512MiB."""
+    exponent = 0
+    while num_bytes and num_bytes % 1024 == 0 and exponent < 6:
+        num_bytes, exponent = num_bytes // 1024, exponent + 1
+    return f"{num_bytes}{'KMGTPE'[exponent - 1]}iB" if exponent else f"{num_bytes}B"

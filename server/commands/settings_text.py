@@ -1,0 +1,141 @@
+"""All settings as text: the file that `penstock config` prints, and the reference page docs/reference/settings.md.
+
+`python -m penstock.server.commands.settings_text` prints the page; `make reference` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.engine.protocol.setting import parse_size, shown_size
+
+from ..cluster.settings import RayEmbedSettings, RayServeSettings
+from ..settings import (
+    GROUPS,
+    DeclaredSetting,
+    EmbedSettings,
+    InfoSettings,
+    ModelSettings,
+    ServerSettings,
+    declared_settings,
+    environment_variable,
+    flag_of,
+)
+from .model_plans import ELSEWHERE
+
+_FILE_HEAD: Final = """\
+# Settings of `penstock serve --config FILE`. What stands behind a # is off; a value that is shown is the default.
+# A flag of the command line wins over its variable of the environment, and that over this file.
+# What is said of a model here holds for every model whose own table says nothing else.
+"""
+_FILE_MODELS: Final = """
+# Models. Each has an engine process of its own, and takes every setting of the group "Model" and others of an engine
+# (limits of a forward and of the queue, memory) for itself; paths are as on the command line.
+
+# [[models]]
+"""
+_TABLE_KEYS: Final = ("model", "name", "aliases", "preload", "pin", "ttl")
+_EXAMPLES: Final = {
+    "model": '"sentence-transformers/all-MiniLM-L6-v2"',
+    "name": '"minilm"',
+    "aliases": '["text-embedding-3-small"]',
+    "preload": "true",
+    "ttl": "600",
+}
+_COMMANDS: Final = {
+    "serve": ServerSettings,
+    "embed": EmbedSettings,
+    "info": InfoSettings,
+    "ray serve": RayServeSettings,
+    "ray embed": RayEmbedSettings,
+}
+_PAGE_HEAD: Final = """\
+# Settings
+
+Every setting is a flag (`--max-queue-s 6`), an environment variable (`PENSTOCK_MAX_QUEUE_S=6`) and, for `penstock
+serve`, a key of the TOML file of `--config` (`max_queue_s = 6`). A flag wins over a variable, a variable over the file,
+the file over the default. Flags without a value have an opposite: `--no-access-log`. Lists are separated by commas;
+sizes are numbers of bytes or texts such as 2GiB and 500MB.
+
+This page is generated from the declarations in `engine/protocol/config.py`, `server/settings/declarations.py` and
+`server/cluster/settings.py` by `make reference`. Settings for which no command is named belong to all commands with a
+model.
+"""
+_TABLES_HEAD: Final = """\
+## Tables of models
+
+A table `[[models]]` of the TOML file describes one model. It takes the settings of the engine above (all settings that
+`penstock info` has, but for the log) and these keys; `penstock config` prints an example.
+
+| key | default | meaning |
+|---|---|---|
+"""
+
+
+def config_template() -> str:
+    """Returns a file in which every setting is a comment, in the groups of the help, with its default."""
+    lines = [_FILE_HEAD]
+    settings = [each for each in declared_settings(ServerSettings).values() if each.name not in ELSEWHERE]
+    for group in GROUPS:
+        if members := [each for each in settings if each.setting.group == group]:
+            lines += [f"# ---- {group} ".ljust(120, "-"), ""]
+            lines += [_comment(each) + f"# {each.name} = {_toml_default(each)}\n" for each in members]
+    lines.append(_FILE_MODELS)
+    table = declared_settings(ModelSettings)
+    lines += [_comment(table[name]) + f"# {name} = {_EXAMPLES.get(name, 'false')}\n" for name in _TABLE_KEYS]
+    return "\n".join(lines)
+
+
+def reference_page() -> str:
+    """Returns docs/reference/settings.md."""
+    commands = {command: declared_settings(kind) for command, kind in _COMMANDS.items()}
+    settings = {(name, each.setting.help): each for found in commands.values() for name, each in found.items()}
+    parts = [_PAGE_HEAD]
+    for group in GROUPS:
+        rows = [
+            _row(each, [command for command, found in commands.items() if found.get(each.name) == each])
+            for each in settings.values()
+            if each.setting.group == group
+        ]
+        parts.append(
+            "\n".join([f"## {group}\n", "| flag | variable | default | meaning |", "|---|---|---|---|", *rows, ""])
+        )
+    table = declared_settings(ModelSettings)
+    rows = [f"| `{name}` | {_page_default(table[name])} | {_cell(table[name])} |" for name in _TABLE_KEYS]
+    return "\n".join([*parts, _TABLES_HEAD + "\n".join(rows) + "\n"])
+
+
+def _row(each: DeclaredSetting, commands: Sequence[str]) -> str:
+    word = f" {each.metavar}" if each.metavar else ""
+    whose = "" if "info" in commands else f" ({', '.join(commands)})"
+    flag, variable = f"`{flag_of(each.name)}{word}`{whose}", f"`{environment_variable(each.name)}`"
+    return f"| {flag} | {variable} | {_page_default(each)} | {_cell(each)} |"
+
+
+def _page_default(each: DeclaredSetting) -> str:
+    return "required" if each.is_required else f"`{each.shown_default}`" if each.shown_default else ""
+
+
+def _cell(each: DeclaredSetting) -> str:
+    return each.setting.help.replace("|", r"\|")
+
+
+def _comment(each: DeclaredSetting) -> str:
+    return textwrap.fill(each.setting.help, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
+
+
+def _toml_default(each: DeclaredSetting) -> str:
+    """Returns a default as TOML has it; the word for a value if there is none."""
+    if each.default is None or each.default == ():
+        return f"<{each.metavar}>"
+    if each.setting.parse is parse_size:
+        return json.dumps(shown_size(each.default))
+    return json.dumps(each.default) if isinstance(each.default, bool | int | float | str) else "{}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_page())

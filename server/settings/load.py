@@ -1,0 +1,236 @@
+"""Reads settings from the command line, the environment and a file into the dataclasses that declare them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from penstock.engine.protocol.setting import Setting, parse_size, setting_of, shown_size
+
+from .errors import UsageError
+
+ENV_PREFIX: Final = "PENSTOCK_"
+_WORDS: Final = {
+    **dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True),
+    **dict.fromkeys(("false", "f", "0", "no", "n", "off"), False),
+}
+SettingsT = TypeVar("SettingsT")
+
+
+class DeclaredSetting(NamedTuple):
+    """A setting of a command.
+
+    Attributes:
+        name: Of the field, and the key of the file.
+        kind: Type of its values, without None.
+        default: Its default; MISSING if it is required.
+        setting: Help text, bounds and the word for its value.
+        is_secret: It is never shown.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    setting: Setting
+    is_secret: bool
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its value is a list of texts, of which the command line may give several."""
+        return self.kind is tuple
+
+    @property
+    def metavar(self) -> str:
+        """Word for its value, or its choices; empty for true or false."""
+        return self.setting.metavar or (self.setting.choices and "{" + ",".join(self.setting.choices) + "}") or ""
+
+    @property
+    def shown_default(self) -> str:
+        """The default as a person writes it; empty if it is required, or if the help text tells the default."""
+        if self.is_required or "default:" in self.setting.help.lower():
+            return ""
+        if self.default in (None, (), {}):
+            return "none"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if self.setting.parse is parse_size:
+            return shown_size(self.default)
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def convert(self, value: object) -> Any:
+        """Returns a value of the command line, the environment or a file in the type of the field.
+
+        Raises:
+            ValueError: It is no such value; the message says what it must be.
+        """
+        value = self.setting.parse(value) if self.setting.parse is not None else _in_type(value, self.kind)
+        if (objection := self.setting.objection(value)) is not None:
+            raise ValueError(objection)
+        return value
+
+
+def environment_variable(name: str) -> str:
+    """Returns the environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def flag_of(name: str) -> str:
+    """Returns the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
+    """Returns the settings that a dataclass declares, those of the configurations within it in their place."""
+    found: dict[str, DeclaredSetting] = {}
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint, setting = hints[field.name], setting_of(field)
+        if setting is None and dataclasses.is_dataclass(hint):
+            found |= declared_settings(hint)
+        elif setting is not None:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[field.name] = DeclaredSetting(field.name, _plain_type(hint), default, setting, not field.repr)
+    return MappingProxyType(found)
+
+
+def load(
+    kind: type[SettingsT],
+    given: Mapping[str, Any],
+    *,
+    positional: Collection[str] = (),
+    file: Mapping[str, Any] = MappingProxyType({}),
+    file_place: str = "",
+    base: SettingsT | None = None,
+) -> SettingsT:
+    """Builds settings from the flags that were given, the environment, a file and the defaults, in this order.
+
+    Args:
+        kind: The dataclass that declares them.
+        given: Values of the flags on the command line, by name.
+        positional: Settings that the command line takes without a flag.
+        file: Values of the file, by name.
+        file_place: Of these values, for messages: what stands before the name.
+        base: Settings that count instead of the environment and the defaults.
+
+    Raises:
+        UsageError: A value is wrong or missing; the message names the flag, the variable or the key of the file.
+    """
+    values: dict[str, Any] = {}
+    for name, declared in declared_settings(kind).items():
+        word = name.upper() if name in positional else flag_of(name)
+        variable = environment_variable(name)
+        if name in given:
+            place, value = word, given[name]
+        elif base is None and _is_set(variable, declared):
+            place, value = variable, os.environ[variable]
+        elif name in file:
+            place, value = file_place + name, file[name]
+        elif base is None and declared.is_required:
+            raise UsageError(f"{word} is required (or set {variable})")
+        else:
+            continue
+        try:
+            values[name] = declared.convert(value)
+        except ValueError as error:
+            raise UsageError(f"{place}: {error} (got {_shown(value)})") from error
+    built: SettingsT = _built(kind, values, base)
+    return built
+
+
+def public_values(settings: Any) -> dict[str, Any]:
+    """Returns all settings by name, those of the configurations within too, without secrets."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if setting_of(field) is None and dataclasses.is_dataclass(value):
+            values |= public_values(value)
+        elif setting_of(field) is not None and field.repr:
+            values[field.name] = value
+    return values
+
+
+def near_name(name: str, known: Collection[str]) -> str:
+    """Returns which name may have been meant by an unknown one, as the end of a sentence; empty if none is like it."""
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def unknown_variables(kinds: Collection[type]) -> list[str]:
+    """Returns the PENSTOCK_ variables of the environment that are no settings of `kinds`, such as misspelt ones."""
+    known = {environment_variable(name) for kind in kinds for name in declared_settings(kind)}
+    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def _is_set(variable: str, declared: DeclaredSetting) -> bool:
+    """Whether the environment sets it. An empty variable does not, but for a secret: the server would be open."""
+    return bool(os.environ.get(variable)) or (declared.is_secret and variable in os.environ)
+
+
+def _plain_type(hint: Any) -> type:
+    """Returns a type without None and without what is in it: `tuple` of `tuple[str, ...] | None`."""
+    if type(None) in get_args(hint):
+        hint = next(each for each in get_args(hint) if each is not type(None))
+    plain: type = get_origin(hint) or hint
+    return plain
+
+
+def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
+    """Returns an instance of a dataclass with some values; all others are those of `base`, or their defaults."""
+    changes: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if field.name in values:
+            changes[field.name] = values[field.name]
+        elif setting_of(field) is None and dataclasses.is_dataclass(hint):
+            assert field.default_factory is not dataclasses.MISSING
+            inner = field.default_factory() if base is None else getattr(base, field.name)
+            changes[field.name] = _built(hint, values, inner)
+    return kind(**changes) if base is None else dataclasses.replace(base, **changes)
+
+
+def _in_type(value: Any, kind: type) -> Any:
+    """Returns a value in a type. Raises ValueError that says what it must be."""
+    is_text, is_number = isinstance(value, str), isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if is_text and (word := _WORDS.get(value.strip().lower())) is not None:
+            return word
+        raise ValueError("must be true or false")
+    if kind in (int, float):
+        try:
+            number = kind(value) if is_text or is_number else None
+        except (ValueError, OverflowError):
+            number = None
+        if number is None or (is_number and number != value):
+            raise ValueError("must be a whole number" if kind is int else "must be a number")
+        return number
+    if kind is tuple:
+        return split_list(value)
+    if not isinstance(value, str | Path):
+        raise ValueError("must be a text")
+    return kind(value)
+
+
+def split_list(value: object) -> tuple[str, ...]:
+    """Splits `a,b` and flattens repeated flags into one list of texts. Raises ValueError if it is no list of texts."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("must be a list of texts")
+    return tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

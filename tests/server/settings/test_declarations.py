@@ -1,0 +1,69 @@
+"""Every flag, variable and key has one declaration, with the name and the default that it has always had."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.protocol.setting import parse_size, shown_size
+from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
+from penstock.server.commands import cli
+from penstock.server.commands.settings_text import reference_page
+from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, declared_settings
+
+HERE = Path(__file__).parent
+COMMANDS = {
+    "serve": ServerSettings,
+    "embed": EmbedSettings,
+    "info": InfoSettings,
+    "ray serve": RayServeSettings,
+    "ray embed": RayEmbedSettings,
+}
+PINNED = json.loads((HERE / "settings.json").read_text())
+
+
+def flags_of(command: str) -> dict[str, list[str]]:
+    parser = cli._parser()
+    for word in command.split():
+        parser = next(action for action in parser._actions if word in (action.choices or ())).choices[word]
+    return {
+        action.dest: action.option_strings or [action.dest]
+        for action in parser._actions
+        if action.dest not in ("help", "file", "json")
+    }
+
+
+def plain(default: object) -> object:
+    if default is dataclasses.MISSING:
+        return "(required)"
+    if dataclasses.is_dataclass(default):
+        return {}
+    return list(default) if isinstance(default, tuple) else default
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_and_defaults_are_as_pinned(command: str) -> None:
+    declared, flags = declared_settings(COMMANDS[command]), flags_of(command)
+    found = {name: {"words": flags[name], "default": plain(declared[name].default)} for name in declared}
+    assert found == PINNED[command]
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = HERE.parents[2] / "docs" / "reference" / "settings.md"
+    assert page.read_text() == reference_page(), "run `make reference`"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5k", 1500), ("7", 7), ("8 kib", 8192), ("3b", 3), ("1TB", 10**12)],
+)
+def test_sizes_are_read(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+    assert parse_size(shown_size(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a size such as"):
+        parse_size(text)
