@@ -11,7 +11,7 @@ from penstock.engine.model_files.reranker_recipes import find_recipe
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
 
-PARITY = Path(__file__).parents[2] / "engine" / "models"
+PARITY = Path(__file__).parents[2] / "engine" / "executors" / "torch"
 models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
 
 
