@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from penstock.kernels.cpu import CpuForward, Machine
 
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
-from ..executors.cpu.array_pooler import ArrayPooler
 from ..executors.cpu.heads import ArrayHead, load_dense
 from ..executors.cpu.packed_arrays import PackedArrays
+from ..pooling import PoolingMetadata
+from ..pooling.array_ops import array_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
@@ -71,7 +72,7 @@ class ArrayRunner(Runner):
         self.num_lanes = encoder.machine.num_lanes
         self.keeps_order = False
         self._encoder = encoder
-        self._pooler = ArrayPooler(info, encoder, dense)
+        self._pooler = array_pooler(info, encoder, dense)
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # the last forward
 
@@ -117,7 +118,7 @@ class ArrayRunner(Runner):
         """Waits for a forward and pools it; see Forward.outputs."""
         try:
             output = ArrayOutput(*forward.running.result())
-            outputs = self._pooler.pool(output, forward.batch, forward.params)
+            outputs = self._pooler.pool(output, _describe(forward.batch, forward.params)).to_host()
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
         now_s = time.perf_counter()
@@ -134,6 +135,9 @@ class ArrayRunner(Runner):
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """See Runner. Sequences that run whole have nothing to lose."""
 
+    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+        """See Runner. Nothing is kept of sequences that run whole."""
+
     def free_tokens(self) -> None:
         """See Runner. Asked of chunks alone, which there are none of."""
 
@@ -141,3 +145,13 @@ class ArrayRunner(Runner):
         """See Runner."""
         times, self._times = self._times, []
         return times
+
+
+def _describe(batch: PackedArrays, params: Sequence[PoolingParams]) -> PoolingMetadata:
+    return PoolingMetadata(
+        params=params,
+        seq_lens=tuple(batch.lengths.tolist()),
+        cu_seqlens=batch.cu_seqlens,
+        token_ids=batch.input_ids,
+        skip_tokens=batch.skip_tokens,
+    )

@@ -273,6 +273,7 @@ class EngineCore:
 
     def _begin(self, batch: Batch) -> None:
         """Starts a batch. The next chunks of its prompts may follow while it runs."""
+        self._runner.forget(batch.ended)
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
         step = Step.of(batch.chunks)

@@ -18,8 +18,9 @@ from ..executors.torch.base import PackedModel
 from ..executors.torch.layers.dense import Dense
 from ..executors.torch.packed_batch import PackedBatch
 from ..model_files.resolve import resolve_model, with_device
-from ..pooling import ModelPooler, PoolingMetadata, TokenMaps
+from ..pooling import ChunkedPoolingManager, PoolingMetadata, TokenMaps
 from ..pooling.output import OutputCopy
+from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
@@ -41,7 +42,7 @@ from .loading.native_kernels import choose_kernels
 from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, torch_dtype
-from .memory.chunk_memory import ChunkMemory, kept_of
+from .memory.chunk_memory import ChunkMemory
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device
 from .memory.device_stream import DeviceStream, Mark, MarkWatch, make_current, stream_of
@@ -105,7 +106,7 @@ class ModelRunner(Runner):
         model: PackedModel,
         dense: Sequence[Dense],
         config: EngineConfig,
-        maps: TokenMaps | None = None,
+        maps: TokenMaps[torch.Tensor] | None = None,
         gauge: MemoryGauge | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
@@ -114,7 +115,10 @@ class ModelRunner(Runner):
         self.sequence_pool = SequencePool()
         self._device = torch.device(info.device)
         self._model = model
-        self._pooler = ModelPooler(info, model, dense, maps or TokenMaps())
+        self._pooler = tensor_pooler(info, model, dense, maps)
+        self._chunks = ChunkedPoolingManager(
+            info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, device=self._device
+        )
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
         self._clock = ForwardClock(self._stream)
@@ -179,6 +183,13 @@ class ModelRunner(Runner):
             with device_errors():
                 self._memory.save(sequence, allocation)
 
+    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+        """See Runner."""
+        for sequence in sequences:
+            self._chunks.cancel(sequence)
+            if self._memory is not None:
+                self._memory.forget(sequence)
+
     def free_tokens(self) -> int:
         """See Runner."""
         return self._meter.free_tokens()
@@ -218,8 +229,7 @@ class ModelRunner(Runner):
         else:
             starts = [chunk.start for chunk in chunks]
             batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
-            states = [None if s.kept is None else kept_of(s).pooling for s in sequences]
-            metadata = PoolingMetadata.for_batch(batch, params, states=states)
+            metadata = PoolingMetadata.for_batch(batch, params, seq_ids=sequences)
         if any(s.prompt.query is not None for s in sequences):
             metadata.queries = [s.prompt.query for s in sequences]
         chunk_tokens = sum(c.num_tokens for c in chunks if c.sequence.is_long)
@@ -228,11 +238,10 @@ class ModelRunner(Runner):
         self._clock.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
         output = forward(batch, need_attention=self._pooler.needs_attention(params))
-        pooled = self._pooler.pool(output, metadata)
+        pooled = self._pooler.pool(output, metadata, self._chunks)
         result = pooled.begin_copy(self._stream.to_host) if self._stream.is_beside_host else pooled.to_host()
         if self._memory is not None and cache is not None:
-            for index, state in metadata.states.items():
-                kept_of(sequences[index]).pooling = state
+            self._chunks.commit(metadata)
             self._memory.advance(chunks)
         ended = self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:

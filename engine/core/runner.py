@@ -124,6 +124,9 @@ class Runner(Protocol):
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Saves what would be lost of a sequence whose memory others get. Raises as `execute` does."""
 
+    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+        """Drops what is kept of sequences that have ended or were cancelled: pooling states and saved copies."""
+
     def free_tokens(self) -> int | None:
         """Returns the tokens of a forward that find memory on the device now; None where that is not known."""
 

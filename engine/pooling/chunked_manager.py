@@ -1,9 +1,8 @@
-"""Pooling of sequences whose rows come in chunks, for whoever runs the model: needs no server and no scheduler."""
+"""Pooling of sequences that arrive in chunks: the cursors and running states of all sequences that are under way."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final, NamedTuple
@@ -13,59 +12,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.upload import upload
+
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .chunks import PoolingCursor
-from .metadata import PoolingMetadata
-from .packing import cu_seqlens_of
-from .poolers import PoolerFactory
-from .states import PoolingStates, Strategy
+from .heads import token_rows
+from .metadata import PoolingCursor, PoolingMetadata
+from .packing import prefix_sums, rows_between
+from .states import PoolingStates, Strategy, finalize_states, update_states
+from .tensor_ops import TensorOps, on_device
 
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_PREFETCHED: Final = 2
 """Chunks of a sequence: while one is pooled, the next one is copied."""
 Rows = Tensor | NDArray[Any]
 
 
-class _Loaded(NamedTuple):
-    """Rows on the device, and the event after which they are there; None where they are there already."""
-
-    rows: Tensor
-    event: torch.cuda.Event | None
-
-
 class _Prefetched(NamedTuple):
-    """Rows as the caller gave them, and their copy on the device."""
+    """Rows as the caller gave them, and on the device."""
 
     given: Rows
-    loaded: Future[_Loaded]
+    rows: Tensor
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One sequence: its cursor, its running state, and its prefetched chunks, oldest first."""
+    """One sequence. `states` is None until its first chunk, and for token-level answers."""
 
     cursor: PoolingCursor
-    states: PoolingStates
+    states: PoolingStates | None = None
     prefetched: list[_Prefetched] = field(default_factory=list)
-
-    def find(self, rows: Rows) -> _Prefetched | None:
-        """Returns the prefetched chunk that was given as this object."""
-        return next((chunk for chunk in self.prefetched if chunk.given is rows), None)
-
-    def drop(self, chunk: _Prefetched) -> None:
-        """Forgets a prefetched chunk. A copy that has not begun does not run."""
-        self.prefetched = [other for other in self.prefetched if other is not chunk]
-        chunk.loaded.cancel()
 
 
 class ChunkedPoolingManager:
-    """Keeps the running states of any number of sequences, whose chunks may come interleaved.
+    """Owns the cursors and running states of sequences whose chunks may come interleaved.
 
-    The library's face of what chunked requests run through: the same PoolingCursor and PoolingStates, kept by sequence
-    here as the engine's core keeps them there. It pools nothing in a way of its own.
+    The engine's ModelRunner pools its batches through `schedule`, `process_batch` and `commit`. Code that runs a model
+    itself uses the same states by sequence:
 
-        manager = ChunkedPoolingManager(hidden_dim=768, max_chunk_size=512, strategy="mean")
+        manager = ChunkedPoolingManager(hidden_dim=768, strategy="mean")
         manager.start_sequence("a", seq_len=5000)
         for rows, rows_after in pairwise([*chunks, None]):  # [L, 768]
             if rows_after is not None:
@@ -73,10 +58,11 @@ class ChunkedPoolingManager:
             manager.process_chunk("a", rows)
         vector = manager.finalize("a")  # [768]
 
-    Sequence-level types keep a few rows of a sequence, ATTENTION all of them (see `PoolingStates`), until `finalize` or
-    `cancel`. Token-level types keep none: `process_chunk` returns what comes of the chunk.
+    Sequence-level types keep two rows of a sequence, ATTENTION all of them (see `PoolingStates`), until `finalize` or
+    `cancel`. Token-level types keep none: `process_chunk` returns the rows of the chunk.
 
-    Safe to call from several threads; calls run one at a time. The chunks of one sequence must come in order.
+    `start_sequence` to `get_pending_count` may be called from several threads; calls run one at a time. The chunks of
+    one sequence must come in order.
 
     Args:
         hidden_dim: D, the width of the rows.
@@ -101,15 +87,13 @@ class ChunkedPoolingManager:
     ) -> None:
         if max_chunk_size is not None and max_chunk_size < 1:
             raise ValueError(f"max_chunk_size is {max_chunk_size}; it must be at least 1")
-        self._hidden_size = hidden_dim
+        self._hidden_dim = hidden_dim
         self._max_chunk_size = max_chunk_size
         self._device = torch.device(device)
         self._types = PoolingStates.initialize(hidden_dim, strategy).pooling_types
         self._params = PoolingParams(step_tag_id=step_tag_id)
         self._lock = RLock()
         self._running: dict[Hashable, _Sequence] = {}
-        self._loader = ThreadPoolExecutor(1, "pooling-prefetch")
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def start_sequence(self, seq_id: Hashable, seq_len: int) -> None:
         """Begins a sequence of `seq_len` tokens.
@@ -122,16 +106,14 @@ class ChunkedPoolingManager:
         with self._lock:
             if seq_id in self._running:
                 raise ValueError(f"sequence {seq_id!r} is running already")
-            states = PoolingStates.initialize(self._hidden_size, self._types, self._device)
-            self._running[seq_id] = _Sequence(PoolingCursor(seq_len, 0), states)
+            self._running[seq_id] = _Sequence(PoolingCursor(seq_len), self._new_states())
 
     def prefetch(self, seq_id: Hashable, hidden_states: Rows) -> None:
-        """Starts the copy of later rows of a sequence to the device and returns at once.
+        """Starts the copy of later rows of a sequence to the device; on CUDA returns before it has ended.
 
-        The copy runs on a thread, and on CUDA through pinned memory on a stream of its own, while other rows are
-        pooled. `process_chunk` with the same object then waits for the rest of the copy. Two chunks of a sequence are
-        kept, so the next chunk can be prefetched before the current one is processed; a third call drops the older
-        one, which `process_chunk` then copies again. A second call with the same object does nothing.
+        `process_chunk` with the same object then finds them there. Two chunks of a sequence are kept, so the next chunk
+        can be prefetched before the current one is processed; a third call drops the oldest one, which `process_chunk`
+        then copies again. A second call with the same object does nothing.
 
         Args:
             seq_id: A sequence that was started.
@@ -142,13 +124,10 @@ class ChunkedPoolingManager:
             KeyError: No such sequence is running.
         """
         with self._lock:
-            sequence = self._find(seq_id)
-            if sequence.find(hidden_states) is not None:
-                return
-            loaded = self._loader.submit(self._load, hidden_states, self._recorded())
-            sequence.prefetched.append(_Prefetched(hidden_states, loaded))
-            if len(sequence.prefetched) > _MAX_PREFETCHED:
-                sequence.drop(sequence.prefetched[0])
+            prefetched = self._find(seq_id).prefetched
+            if all(chunk.given is not hidden_states for chunk in prefetched):
+                prefetched.append(_Prefetched(hidden_states, self._to_tensor(hidden_states)))
+                del prefetched[:-_MAX_PREFETCHED]
 
     def process_chunk(
         self,
@@ -162,8 +141,7 @@ class ChunkedPoolingManager:
 
         Args:
             seq_id: A sequence that was started.
-            hidden_states: [L, D], any float type; float64 is pooled as float32. Not modified. Rows that were given to
-                `prefetch` before are on the device by now.
+            hidden_states: [L, D], any float type; float64 is pooled as float32. Not modified.
             attention_weights: ATTENTION: [P + L], the row weights of all P tokens so far and of these. Only those of
                 the last chunk count, so that the others may bring none.
             token_ids: STEP with a tag: [L], the tokens' ids.
@@ -177,12 +155,12 @@ class ChunkedPoolingManager:
         """
         with self._lock:
             sequence = self._find(seq_id)
-            cursor = sequence.cursor
-            prefetched = sequence.find(hidden_states)
-            rows = self._to_tensor(hidden_states) if prefetched is None else self._wait_for(sequence, prefetched)
-            if rows.dim() != 2 or rows.shape[1] != self._hidden_size or rows.dtype not in _FLOAT_DTYPES:
+            cursor, states = sequence.cursor, sequence.states
+            found = next((chunk for chunk in sequence.prefetched if chunk.given is hidden_states), None)
+            rows = self._to_tensor(hidden_states) if found is None else found.rows
+            if rows.dim() != 2 or rows.shape[1] != self._hidden_dim or rows.dtype not in _FLOAT_DTYPES:
                 raise ValueError(
-                    f"a chunk must be [L, {self._hidden_size}] of a float type, got {rows.dtype} {list(rows.shape)}"
+                    f"a chunk must be [L, {self._hidden_dim}] of a float type, got {rows.dtype} {list(rows.shape)}"
                 )
             end = cursor.start + len(rows)
             if end > cursor.prompt_len:
@@ -196,14 +174,16 @@ class ChunkedPoolingManager:
                     f"sequence {seq_id!r}: attention weights must be [{end}], those of all tokens "
                     f"so far, got {list(weights.shape)}"
                 )
-            kept = self._kept_rows(rows, token_ids) if sequence.states.is_token_level else None
-            states = sequence.states.copy()
-            for part in rows.split(self._max_chunk_size or len(rows)):
-                states.update(part, weights if states.num_tokens + len(part) == end else None)
+            kept = None
+            if states is None:
+                kept = self._kept_rows(rows, token_ids)
+            else:
+                states = states.copy()
+                for part in rows.split(self._max_chunk_size or max(len(rows), 1)):
+                    states.update(part, weights if states.num_tokens + len(part) == end else None)
             cursor.advance(len(rows))
             sequence.states = states
-            if prefetched is not None:
-                sequence.drop(prefetched)
+            sequence.prefetched = [chunk for chunk in sequence.prefetched if chunk is not found]
             return cursor.is_complete if kept is None else kept
 
     def finalize(self, seq_id: Hashable) -> Tensor:
@@ -224,73 +204,134 @@ class ChunkedPoolingManager:
                 raise ValueError(
                     f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.prompt_len} tokens remain"
                 )
-            is_token_level = states.is_token_level
-            row = torch.empty(0, self._hidden_size, device=self._device) if is_token_level else states.finalize()
-            self._forget(seq_id)
+            row = torch.empty(0, self._hidden_dim, device=self._device) if states is None else states.finalize()
+            del self._running[seq_id]
             return row
 
     def cancel(self, seq_id: Hashable) -> bool:
-        """Forgets a sequence with its prefetched chunks and returns whether it was running."""
+        """Forgets a sequence with its states and prefetched chunks, and returns whether it was running."""
         with self._lock:
-            is_running = seq_id in self._running
-            if is_running:
-                self._forget(seq_id)
-            return is_running
+            return self._running.pop(seq_id, None) is not None
 
     def get_pending_count(self) -> int:
-        """Returns the number of sequences that were started and neither finalized nor cancelled."""
+        """Returns the number of sequences that were started and have neither ended nor been cancelled."""
         with self._lock:
             return len(self._running)
 
-    def _forget(self, seq_id: Hashable) -> None:
-        sequence = self._running.pop(seq_id)
-        for chunk in sequence.prefetched:
-            sequence.drop(chunk)
+    # Batches of a runner: `schedule`, then `process_batch`, then `commit` if nothing failed. On one thread.
+
+    def schedule(self, metadata: PoolingMetadata) -> None:
+        """Gives the parts of sequences in a batch their cursors, in `metadata.cursors`; whole sequences get none."""
+        chunks = metadata.chunks
+        if chunks is None:
+            return
+        bounds = prefix_sums(metadata.seq_lens)
+        is_part = (chunks.starts > 0) | (chunks.ends < chunks.prompt_lens)
+        for place, seq_id in enumerate(chunks.seq_ids):
+            sequence = self._running.get(seq_id)
+            if sequence is None and not is_part[place]:
+                continue
+            chunks.num_pooled[place] = 0 if sequence is None else sequence.cursor.start
+            metadata.cursors[place] = PoolingCursor(
+                prompt_len=int(chunks.prompt_lens[place]),
+                start=int(chunks.num_pooled[place]),
+                row=int(bounds[place]),
+                num_scheduled=metadata.seq_lens[place],
+            )
+
+    def process_batch(
+        self,
+        metadata: PoolingMetadata,
+        hidden_states: Tensor,
+        attention_weights: Tensor | None,
+        indices: Sequence[int],
+    ) -> tuple[list[int], Tensor]:
+        """Adds chunks to copies of their sequences' states, with one kernel call for each pooling type.
+
+        Rows that were pooled before and come again after a preemption are left out. LAST alone allows a gap, which a
+        prefix cache leaves; every other type needs all rows.
+
+        Args:
+            metadata: Of a batch of chunks. The copies go to `metadata.states` until `commit`.
+            hidden_states: [T, D] of the batch. Not modified.
+            attention_weights: ATTENTION: [C + T] float32. For every sequence those of the C_i tokens before its chunk,
+                then those of the chunk; read for sequences that end in this batch.
+            indices: The sequences that are pooled, ascending.
+
+        Returns:
+            The sequences among them that are complete, and their pooled rows [N, W] float32.
+
+        Raises:
+            ValueError: Rows are missing before a chunk.
+        """
+        chunks = metadata.chunks
+        assert chunks is not None, "a batch of whole sequences needs no states"
+        cursors = [metadata.cursors[i] for i in indices]
+        states = [self._states_of(chunks.seq_ids[i]) for i in indices]
+        firsts, ends = (np.array(rows) for rows in zip(*((c.global_start, c.global_end) for c in cursors), strict=True))
+        weights: list[Tensor | None] = [None] * len(indices)
+        if attention_weights is not None:
+            weight_bounds = chunks.weight_bounds(attention_weights.shape[0])
+            weights = [
+                attention_weights[weight_bounds[i] : weight_bounds[i + 1]] if chunks.is_complete[i] else None
+                for i in indices
+            ]
+        skip_tokens, device = metadata.skip_tokens, hidden_states.device
+        update_states(
+            states,
+            TensorOps().pick(hidden_states, rows_between(firsts, ends)),
+            (ends - firsts).tolist(),
+            on_device(prefix_sums(ends - firsts).astype(np.int32), device),
+            chunks.starts[list(indices)].tolist(),
+            weights,
+            skip_tokens=None if skip_tokens is None else on_device(skip_tokens[list(indices)], device),
+        )
+        metadata.states = dict(zip(indices, states, strict=True))
+        done = [i for i in indices if chunks.is_complete[i]]
+        if not done:
+            return [], hidden_states.new_empty((0, 0))
+        return done, finalize_states([metadata.states[i] for i in done])
+
+    def commit(self, metadata: PoolingMetadata) -> None:
+        """Takes over what a batch has pooled. Complete sequences are forgotten.
+
+        Until then nothing has changed, so that a batch that failed can run again.
+        """
+        if metadata.chunks is None:
+            return
+        seq_ids, ends = metadata.chunks.seq_ids, metadata.chunks.ends.tolist()
+        for place, cursor in metadata.cursors.items():
+            cursor.advance(max(ends[place] - cursor.start, 0))
+            if cursor.is_complete:
+                self._running.pop(seq_ids[place], None)
+            else:
+                self._running[seq_ids[place]] = _Sequence(cursor, metadata.states.get(place))
+
+    def _new_states(self) -> PoolingStates | None:
+        if self._types[0].is_token_level:
+            return None
+        return PoolingStates.initialize(self._hidden_dim, self._types, self._device)
+
+    def _states_of(self, seq_id: Hashable) -> PoolingStates:
+        """A copy of a sequence's states, which a batch may change; new ones where it has none."""
+        sequence = self._running.get(seq_id)
+        states = None if sequence is None else sequence.states
+        return (
+            PoolingStates.initialize(self._hidden_dim, self._types, self._device) if states is None else states.copy()
+        )
 
     def _kept_rows(self, rows: Tensor, token_ids: Rows | None) -> Tensor:
         ids = None if token_ids is None else np.asarray(token_ids.cpu() if isinstance(token_ids, Tensor) else token_ids)
         if ids is not None and ids.shape != rows.shape[:1]:
             raise ValueError(f"token_ids must be [{rows.shape[0]}] like the chunk, got {list(ids.shape)}")
-        lengths = (len(rows),)
         metadata = PoolingMetadata(
-            params=[self._params], seq_lens=lengths, cu_seqlens=cu_seqlens_of(lengths, self._device), token_ids=ids
+            params=[self._params], seq_lens=(len(rows),), cu_seqlens=np.array([0, len(rows)], np.int32), token_ids=ids
         )
-        return PoolerFactory.create_token(self._types[0]).pool(rows, metadata).clone()
-
-    def _wait_for(self, sequence: _Sequence, chunk: _Prefetched) -> Tensor:
-        """Returns the rows of a prefetched chunk. If its copy failed, the chunk is dropped and the error is raised."""
-        try:
-            rows, event = chunk.loaded.result()
-        except BaseException:
-            sequence.drop(chunk)
-            raise
-        if event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(event)
-            rows.record_stream(stream)
-        return rows
-
-    def _load(self, hidden_states: Rows, given: torch.cuda.Event | None) -> _Loaded:
-        """Copies rows to the device; on CUDA on a stream of its own, once those that lie there are computed."""
-        if self._stream is None or given is None:
-            return _Loaded(self._to_tensor(hidden_states), None)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(given)
-            rows = torch.as_tensor(hidden_states)
-            rows = self._to_tensor(rows if rows.is_cuda else rows.pin_memory())
-            return _Loaded(rows, self._recorded())
-
-    def _recorded(self) -> torch.cuda.Event | None:
-        """An event after all that the current stream has been given so far; None without CUDA."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        kept, _ = token_rows(self._types[0], metadata)
+        return rows.clone() if kept is None else rows[on_device(kept, self._device)]
 
     def _to_tensor(self, values: Rows) -> Tensor:
-        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(values)
-        tensor = tensor.to(self._device, non_blocking=self._stream is not None)
+        tensor = upload(values.detach() if isinstance(values, Tensor) else torch.tensor(values), self._device)
         return tensor.float() if tensor.dtype is torch.float64 else tensor
 
     def _find(self, seq_id: Hashable) -> _Sequence:

@@ -1,150 +1,213 @@
-"""From pooled rows to answers: embeddings (project, cut, normalise) and class scores (classify, shift, activate).
+"""From rows to results: embeddings (project, cut, normalise) and class scores (classify, shift, activate).
 
-A head takes one row per sequence [N, W], or token rows [R, W] of N sequences with their number per sequence. Everything
-is float32 from here on.
+The steps are the same for numpy arrays and for tensors. A RowOps does the arithmetic; everything that depends on
+requests is computed here, on the host. Results are float32.
+
+Shape letters: N sequences, R rows of sequences or of tokens, T packed rows, W columns, C classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
-from penstock.kernels.pooling import pool
-from penstock.kernels.upload import upload
+import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import distinct_params
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.params import PoolingParams
+from ..protocol.tasks import PoolingType
+from ..protocol.vectors import MultiVector
+from .metadata import PoolingMetadata
+from .packing import IntArray, PickedRows, kept_rows, prefix_sums, ranges
+
+
+class Rows(Protocol):
+    """What numpy arrays and tensors have in common here."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        ...
+
+
+R = TypeVar("R", bound=Rows)
+"""A numpy array or a tensor."""
+RowMap = Callable[[R], R]
+"""Maps rows [R, D] to rows [R, W] or weights [R, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:
-    """Columns and norm of N rows: one value for all of them, or a tensor with one per row.
+    """Columns and norm of rows.
 
     Attributes:
-        dimensions: Columns kept: an int, or [N] int32; None keeps all.
-        max_dimensions: The largest of `dimensions` where it is a tensor.
-        normalize: A bool, or [N] bool.
-        widths: Columns of each row on the host, where they differ; rows are zero past them.
+        width: Columns of the result; None keeps all.
+        widths: [R] int32, columns of each row where they differ; rows are zero past them.
+        normalize: Whether rows are L2-normalised: for all, or [R] bool.
     """
 
-    dimensions: int | Tensor | None = None
-    max_dimensions: int | None = None
-    normalize: bool | Tensor = False
-    widths: tuple[int, ...] | None = None
+    width: int | None = None
+    widths: NDArray[np.int32] | None = None
+    normalize: bool | NDArray[np.bool_] = False
 
     @classmethod
-    def of(cls, params: Sequence[PoolingParams], width: int, device: torch.device) -> Cut:
+    def of(cls, params: Sequence[PoolingParams], width: int) -> Cut:
         """Returns what resolved parameters ask for.
 
         Args:
             params: One per row.
             width: Columns of the rows before the cut; no request gets more.
-            device: Of the rows.
         """
         different = distinct_params(params)
-        dimensions = {_width(p, width) for p in different}
-        normalize: bool | Tensor = bool(different[0].normalize)
+        widths = {min(p.dimensions or width, width) for p in different}
+        normalize: bool | NDArray[np.bool_] = bool(different[0].normalize)
         if any(bool(p.normalize) != normalize for p in different):
-            normalize = upload(torch.tensor([bool(p.normalize) for p in params]), device)
-        if len(dimensions) == 1:
-            kept = dimensions.pop()
-            return cls(dimensions=None if kept == width else kept, normalize=normalize)
-        widths = tuple(_width(p, width) for p in params)
-        return cls(
-            dimensions=upload(torch.tensor(widths, dtype=torch.int32), device),
-            max_dimensions=max(widths),
-            normalize=normalize,
-            widths=widths,
-        )
+            normalize = np.array([bool(p.normalize) for p in params])
+        if len(widths) == 1:
+            return cls(width=widths.pop(), normalize=normalize)
+        each = np.array([min(p.dimensions or width, width) for p in params], np.int32)
+        return cls(width=max(widths), widths=each, normalize=normalize)
+
+    def changes(self, width: int) -> bool:
+        """Whether the cut does anything to rows with `width` columns."""
+        return self.width not in (None, width) or self.widths is not None or self.normalize is not False
 
     def per_token(self, row_lens: Sequence[int]) -> Cut:
         """Returns the cut of token rows, given the cut of their sequences, which hold `row_lens` [N] rows each."""
-
-        def spread(value: Tensor) -> Tensor:
-            lengths = upload(torch.tensor(row_lens), value.device)
-            return torch.repeat_interleave(value, lengths, output_size=sum(row_lens))
-
         return Cut(
-            dimensions=spread(self.dimensions) if isinstance(self.dimensions, Tensor) else self.dimensions,
-            max_dimensions=self.max_dimensions,
-            normalize=spread(self.normalize) if isinstance(self.normalize, Tensor) else self.normalize,
+            width=self.width,
+            widths=None if self.widths is None else np.repeat(self.widths, row_lens),
+            normalize=self.normalize if isinstance(self.normalize, bool) else np.repeat(self.normalize, row_lens),
         )
 
-    def apply(self, rows: Tensor) -> Tensor:
-        """Returns `rows` [N, W] of any float type cut, normalised and as float32. Always a copy."""
-        if self.dimensions is None and self.normalize is False:
-            return rows.to(torch.float32, copy=True)
-        # Every row is a sequence of one token: the fused kernel then only cuts and normalises.
-        bounds = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
-        return pool(
-            rows,
-            bounds,
-            "cls",
-            dimensions=self.dimensions,
-            max_dimensions=self.max_dimensions,
-            normalize=self.normalize,
-        )
+    def among(self, indices: Sequence[int], num_rows: int) -> Cut:
+        """Returns the cut of `num_rows` rows, given the cut of those `indices`; the others get any."""
+        widths, normalize = self.widths, self.normalize
+        if widths is not None:
+            own, widths = widths, np.ones(num_rows, np.int32)
+            widths[list(indices)] = own
+        if not isinstance(normalize, bool):
+            flags, normalize = normalize, np.zeros(num_rows, np.bool_)
+            normalize[list(indices)] = flags
+        return Cut(width=self.width, widths=widths, normalize=normalize)
+
+    def columns(self) -> tuple[int, ...] | None:
+        """Returns the columns of each row on the host; None where all rows have the same."""
+        return None if self.widths is None else tuple(self.widths.tolist())
 
 
-def _width(params: PoolingParams, width: int) -> int:
-    return min(params.dimensions or width, width)
+class RowOps(Protocol[R]):
+    """Arithmetic on rows: `ArrayOps` on numpy arrays with the C library, `TensorOps` on tensors."""
+
+    def pool(
+        self,
+        hidden_states: R,
+        metadata: PoolingMetadata,
+        pooling_type: PoolingType,
+        cut: Cut,
+        *,
+        weights: R | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> R:
+        """Pools sequences to one row each, cuts and normalises them in one pass. See penstock.kernels.pooling.
+
+        Args:
+            hidden_states: [T, D] of the batch. Not modified.
+            metadata: Of the batch.
+            pooling_type: Sequence-level.
+            cut: Of the sequences that are pooled.
+            weights: [T] float32, for ATTENTION.
+            indices: The sequences that are pooled, ascending; None for all.
+
+        Returns:
+            [N, W] float32.
+        """
+        ...
+
+    def cut(self, rows: R, cut: Cut) -> R:
+        """Returns rows [R, D] of any float type cut and normalised, [R, W] float32. Always a copy."""
+        ...
+
+    def floats(self, rows: R) -> R:
+        """Returns rows of any float type as float32; themselves if they are."""
+        ...
+
+    def pick(self, rows: R, picked: PickedRows) -> R:
+        """Returns some rows, in the order of `picked`."""
+        ...
+
+    def pick_columns(self, rows: R, columns: Sequence[int]) -> R:
+        """Returns some columns."""
+        ...
+
+    def join(self, parts: Sequence[R]) -> R:
+        """Returns the columns of all parts side by side."""
+        ...
+
+    def row_weights(self, attention: R, head: int | None) -> R:
+        """Returns the weight of every row [T], float32, of attention weights [T, H]; None averages the heads."""
+        ...
+
+    def scores(self, logits: R, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> R:
+        """Returns activation((logits - mean) / sigma) [R, C] float32; where not `uses_activation`, without it."""
+        ...
 
 
-RowMap = Callable[[Tensor], Tensor]
-# [N, width] or [R, width] float32, and the columns of each sequence where they differ.
-EmbeddedRows = tuple[Tensor, tuple[int, ...] | None]
-
-
-class EmbeddingPoolerHead:
+class EmbeddingPoolerHead(Generic[R]):
     """Projects rows through the Dense chain, cuts them to `dimensions` and L2-normalises what is left.
 
     Args:
-        dense: Maps float32 rows to float32 rows, applied in order.
+        ops: Of the rows.
+        dense: Maps rows to float32 rows, applied in order.
     """
 
-    def __init__(self, dense: Sequence[RowMap] = ()) -> None:
+    def __init__(self, ops: RowOps[R], dense: Sequence[RowMap[R]] = ()) -> None:
+        self._ops = ops
         self._dense = tuple(dense)
 
     def __call__(
-        self, rows: Tensor, params: Sequence[PoolingParams], row_lens: Sequence[int] | None = None
-    ) -> EmbeddedRows:
+        self, rows: R, params: Sequence[PoolingParams], row_lens: Sequence[int] | None = None
+    ) -> tuple[R, tuple[int, ...] | None]:
         """Embeds rows.
 
         Args:
-            rows: [N, W] or [R, W], any float type. Not modified.
+            rows: [N, D] or [R, D], any float type. Not modified.
             params: N resolved parameters.
             row_lens: Token rows of each sequence; None for a row per sequence.
+
+        Returns:
+            [N, W] or [R, W] float32, and the columns of each sequence where they differ.
         """
         for dense in self._dense:
-            rows = dense(rows.float())
-        cut = Cut.of(params, rows.shape[1], rows.device)
-        return (cut if row_lens is None else cut.per_token(row_lens)).apply(rows), cut.widths
+            rows = dense(self._ops.floats(rows))
+        cut = Cut.of(params, rows.shape[1])
+        return self._ops.cut(rows, cut if row_lens is None else cut.per_token(row_lens)), cut.columns()
 
 
-class ClassifierPoolerHead:
+class ClassifierPoolerHead(Generic[R]):
     """Turns rows into class scores: activation((logits - mean) / sigma).
 
     Args:
+        ops: Of the rows.
         info: Names the activation, mean and sigma.
-        classifier: Maps rows [N, D] of any float type to logits [N, C] float32.
+        classifier: Maps rows [N, D] of any float type to logits [N, C].
     """
 
-    def __init__(self, info: ModelInfo, classifier: RowMap) -> None:
+    def __init__(self, ops: RowOps[R], info: ModelInfo, classifier: RowMap[R]) -> None:
+        self._ops = ops
+        self._info = info
         self._classifier = classifier
-        self._activation = info.activation
-        self._mean, self._sigma = info.logit_mean, info.logit_sigma
 
     def __call__(
         self,
-        rows: Tensor,
+        rows: R,
         params: Sequence[PoolingParams],
         row_lens: Sequence[int] | None = None,
         columns: Sequence[int] | None = None,
-    ) -> Tensor:
+    ) -> R:
         """Scores rows.
 
         Args:
@@ -160,31 +223,81 @@ class ClassifierPoolerHead:
 
     def activate(
         self,
-        logits: Tensor,
+        logits: R,
         params: Sequence[PoolingParams],
         row_lens: Sequence[int] | None = None,
         columns: Sequence[int] | None = None,
-    ) -> Tensor:
+    ) -> R:
         """As `__call__`, from logits."""
         if columns is not None:
-            logits = logits[:, upload(torch.tensor(columns), logits.device)]
-        logits = logits.float()
-        if (self._mean, self._sigma) != (0.0, 1.0):
-            logits = (logits - self._mean) / self._sigma
+            logits = self._ops.pick_columns(logits, columns)
         uses = {p.use_activation is not False for p in distinct_params(params)}
-        if uses == {False}:
-            return logits
-        if uses == {True}:
-            return self._activated(logits)
-        uses_row = torch.tensor([p.use_activation is not False for p in params])
-        if row_lens is not None:
-            uses_row = torch.repeat_interleave(uses_row, torch.tensor(row_lens))
-        return torch.where(upload(uses_row, logits.device)[:, None], self._activated(logits), logits)
+        if self._info.activation is Activation.IDENTITY:
+            uses = {False}
+        if len(uses) == 1:
+            return self._ops.scores(logits, self._info, uses.pop())
+        each = np.array([p.use_activation is not False for p in params])
+        return self._ops.scores(logits, self._info, each if row_lens is None else np.repeat(each, row_lens))
 
-    def _activated(self, logits: Tensor) -> Tensor:
-        if self._activation is Activation.IDENTITY:
-            return logits
-        # A softmax over one class would always say 1.
-        if self._activation is Activation.SIGMOID or logits.shape[1] == 1:
-            return logits.sigmoid()
-        return logits.softmax(dim=1)
+
+TokenRows = tuple[IntArray | None, tuple[int, ...]]
+"""The rows that are kept [R], None where it is all of them, and their number per sequence."""
+
+
+def token_rows(pooling_type: PoolingType, metadata: PoolingMetadata) -> TokenRows:
+    """Returns the rows that a token-level type keeps: all, or of STEP those of the sequence's `step_tag_id`.
+
+    Raises:
+        ValueError: A step tag is asked for and the batch has no token ids.
+    """
+    if pooling_type is PoolingType.ALL or all(p.step_tag_id is None for p in distinct_params(metadata.params)):
+        return None, metadata.seq_lens
+    if metadata.token_ids is None:
+        raise ValueError("STEP pooling needs the token ids of the batch")
+    tags = [-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params]
+    tag_of_row = np.repeat(tags, metadata.seq_lens)
+    return kept_rows((metadata.token_ids == tag_of_row) | (tag_of_row < 0), metadata.seq_lens)
+
+
+class VectorFilter:
+    """Leaves out the vectors of tokens that mean nothing by themselves, such as punctuation in a document.
+
+    Args:
+        recipe: Of the model; None keeps all.
+        skip_ids: Token ids that are left out.
+        drops_first: The first token of every sequence is left out, too.
+    """
+
+    def __init__(self, recipe: MultiVector | None, skip_ids: Sequence[int], *, drops_first: bool = False) -> None:
+        self._recipe = recipe
+        self._drops_first = drops_first
+        self._skip_ids: Final = np.array(skip_ids, np.int64)
+
+    def select(self, metadata: PoolingMetadata) -> TokenRows:
+        """Returns the rows that are kept.
+
+        Raises:
+            ValueError: Some may have to go and the batch has no token ids.
+        """
+        if self._drops_first:
+            bounds = prefix_sums(metadata.seq_lens)
+            rows = ranges(np.minimum(bounds[:-1] + 1, bounds[1:]), bounds[1:])
+            return rows, tuple(max(length - 1, 0) for length in metadata.seq_lens)
+        skips = {id(p): self._skips(p) for p in distinct_params(metadata.params)}
+        if not any(skips.values()):
+            return None, metadata.seq_lens
+        if metadata.token_ids is None:
+            raise ValueError("leaving tokens out of an answer needs the token ids of the batch")
+        is_kept = ~np.isin(metadata.token_ids, self._skip_ids)
+        if not all(skips.values()):
+            is_kept |= np.repeat([not skips[id(p)] for p in metadata.params], metadata.seq_lens)
+        return kept_rows(is_kept, metadata.seq_lens)
+
+    def _skips(self, params: PoolingParams) -> bool:
+        return self._recipe is not None and len(self._skip_ids) > 0 and self._recipe.skips(is_query=params.is_query)
+
+
+def check_attention_head(head: int | None, num_heads: int | None) -> None:
+    """Raises ValueError where a model with `num_heads` heads (None: not known) has no such attention head."""
+    if head is not None and (head < 0 or (num_heads is not None and head >= num_heads)):
+        raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")

@@ -1,53 +1,156 @@
-"""What the poolers know about a batch besides its rows: who owns which rows, and what each request asked for."""
+"""What the poolers know about a batch besides its rows: which rows belong to which sequence, and its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from penstock.kernels.upload import upload
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .chunks import BatchChunks, PoolingCursor
-from .packing import Rows, as_rows, cu_seqlens_of, host_rows_between, prefix_sums, rows_between, rows_on_device
-from .states import PoolingStates, Strategy, types_of
+from .packing import IntArray, PickedRows, prefix_sums, rows_between
 
 if TYPE_CHECKING:
-    from ..executors.torch.packed_batch import PackedBatch
+    from torch import Tensor
 
-Array = Tensor | NDArray[Any]
+    from ..executors.torch.packed_batch import PackedBatch
+    from .states import PoolingStates
+
+
+@dataclass(slots=True)
+class PoolingCursor:
+    """How far a sequence is pooled, and where its newest chunk lies in the packed batch.
+
+    Attributes:
+        prompt_len: Tokens of the whole sequence.
+        start: Tokens pooled so far.
+        row: Row of the batch at which the chunk begins.
+        num_scheduled: Tokens of the chunk.
+    """
+
+    prompt_len: int
+    start: int = 0
+    row: int = 0
+    num_scheduled: int = 0
+
+    @property
+    def global_start(self) -> int:
+        """First row of the chunk in the packed batch."""
+        return self.row
+
+    @property
+    def global_end(self) -> int:
+        """One past the last row of the chunk in the packed batch."""
+        return self.row + self.num_scheduled
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not pooled yet."""
+        return self.prompt_len - self.start
+
+    @property
+    def is_complete(self) -> bool:
+        """True once every token is pooled."""
+        return self.start >= self.prompt_len
+
+    def advance(self, num_tokens: int) -> None:
+        """Counts `num_tokens` more as pooled.
+
+        Raises:
+            ValueError: More than remain.
+        """
+        if not 0 <= num_tokens <= self.remaining:
+            raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
+        self.start += num_tokens
+        self.num_scheduled = 0
+
+    def reset(self) -> None:
+        """Starts over from the first token, with nothing scheduled."""
+        self.start = self.row = self.num_scheduled = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChunkSpans:
+    """Which part of its sequence each chunk of a batch is.
+
+    Attributes:
+        seq_ids: N keys of the sequences in the ChunkedPoolingManager.
+        starts: [N], place of the chunk's first token in its sequence.
+        ends: [N], one past the place of its last token.
+        prompt_lens: [N], tokens of the whole sequence.
+        num_pooled: [N], tokens that were pooled before this batch; `ChunkedPoolingManager.schedule` sets it.
+            More than `starts` where rows are computed again after a preemption, less where a prefix cache holds them.
+    """
+
+    seq_ids: Sequence[Hashable]
+    starts: IntArray
+    ends: IntArray
+    prompt_lens: IntArray
+    num_pooled: IntArray
+
+    @property
+    def is_complete(self) -> NDArray[np.bool_]:
+        """[N]: whether all tokens of the sequence are pooled after this batch."""
+        complete: NDArray[np.bool_] = np.maximum(self.ends, self.num_pooled) >= self.prompt_lens
+        return complete
+
+    @property
+    def num_repeated(self) -> IntArray:
+        """[N]: rows at the head of each chunk that were pooled before."""
+        return (self.num_pooled - self.starts).clip(0, self.ends - self.starts)
+
+    def needs_no_state(self, *, is_last_only: bool) -> NDArray[np.bool_]:
+        """Returns [N]: the sequences whose pooled row can be computed from the rows of this batch alone.
+
+        Args:
+            is_last_only: LAST is the only pooling type, so that the last row is enough.
+        """
+        enough = self.ends > self.starts if is_last_only else self.starts == 0
+        result: NDArray[np.bool_] = enough & (self.ends == self.prompt_lens)
+        return result
+
+    def weight_bounds(self, num_weights: int) -> IntArray:
+        """Returns [N+1]: where the attention weights of each sequence begin, those before its chunk included.
+
+        Raises:
+            ValueError: There are not `num_weights` of them.
+        """
+        bounds = prefix_sums(self.ends)
+        if num_weights != bounds[-1]:
+            raise ValueError(
+                f"attention weights hold {num_weights} rows for {bounds[-1]} tokens up to the ends of the chunks"
+            )
+        return bounds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PoolingMetadata:
-    """One batch of N sequences and T packed rows. Lives as long as the batch; the states outlive it.
+    """One batch of N sequences and T packed rows.
 
     Attributes:
         params: N resolved parameters; tasks may be mixed.
         seq_lens: Rows of each sequence in this batch, on the host.
-        cu_seqlens: [N+1] int32, prefix sums of `seq_lens`.
-        token_ids: [T] int64 on the host, for what depends on a token; None where nobody needs them.
-        skip_tokens: [N] int32, tokens at the head of each whole sequence that are left out; None where there are none.
+        cu_seqlens: [N+1] int32, prefix sums of `seq_lens`, on the device of the rows or on the host.
+        token_ids: [T] int64 on the host, for answers that depend on a token; None where none do.
+        skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence that are left out; None for none.
         chunks: Which parts of their sequences the batch holds; None where it holds whole sequences only.
-        seq_starts: Row at which each sequence begins, where the caller of `create` says so; None: they lie end to end.
+        cursors: By index, of the parts of sequences; `ChunkedPoolingManager.schedule` sets them.
+        states: By index, running states that `ChunkedPoolingManager.commit` will keep.
         queries: Per sequence [Q, W] float32 on the host: the vectors that its own are compared with, if any; None where
             no sequence has some.
     """
 
     params: Sequence[PoolingParams]
     seq_lens: tuple[int, ...]
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | NDArray[np.int32]
     token_ids: NDArray[np.int64] | None = None
-    skip_tokens: Tensor | None = None
-    chunks: BatchChunks | None = None
-    seq_starts: tuple[int, ...] | None = None
+    skip_tokens: NDArray[np.int32] | None = None
+    chunks: ChunkSpans | None = None
+    cursors: dict[int, PoolingCursor] = field(default_factory=dict)
+    states: dict[int, PoolingStates] = field(default_factory=dict)
     queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod
@@ -56,35 +159,29 @@ class PoolingMetadata:
         batch: PackedBatch,
         params: Sequence[PoolingParams],
         *,
+        seq_ids: Sequence[Hashable] | None = None,
         prompt_lens: Sequence[int] | None = None,
-        states: Sequence[PoolingStates | None] | None = None,
     ) -> PoolingMetadata:
-        """Describes a batch as the model runs it; whole sequences cost nothing each.
+        """Describes a batch as the model runs it.
 
         Args:
             batch: Whole sequences, or chunks that begin at its `cache.context_lens`.
             params: One per sequence, resolved.
-            prompt_lens: Tokens of each whole sequence; None means what its `cache.prompt_lens` say, or else that each
-                ends with its chunk.
-            states: Running states from the batches before; None for sequences that begin here. They are not changed:
-                the batch works on copies.
-
-        A chunk may begin before the end of what was pooled, where rows are computed again after a preemption: those
-        rows are left out. It may begin after it, where the model took what lies between from a prefix cache: LAST alone
-        allows that, every other type needs all rows and refuses.
+            seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
+            prompt_lens: Tokens of each whole sequence; None: those of `cache.prompt_lens`, or each sequence ends with
+                its chunk.
 
         Raises:
             ValueError: The lengths do not fit together.
         """
-        _check_lengths(len(batch.seq_lens), params=params, prompt_lens=prompt_lens, states=states)
+        _check_lengths(len(batch.seq_lens), params=params, prompt_lens=prompt_lens, seq_ids=seq_ids)
         chunks = None
-        if prompt_lens is not None or states is not None or batch.cache is not None:
-            starts = batch.cache.context_lens if batch.cache is not None else (0,) * len(batch.seq_lens)
-            ends = [start + size for start, size in zip(starts, batch.seq_lens, strict=True)]
-            if prompt_lens is None and batch.cache is not None:
-                prompt_lens = batch.cache.prompt_lens
-            whole = ends if prompt_lens is None else prompt_lens
-            chunks = BatchChunks.build(whole, batch.seq_lens, starts, states)
+        if seq_ids is not None:
+            cache = batch.cache
+            starts = np.array([0] * len(seq_ids) if cache is None else cache.context_lens, np.int64)
+            if prompt_lens is None and cache is not None:
+                prompt_lens = cache.prompt_lens
+            chunks = chunk_spans(seq_ids, starts, batch.seq_lens, prompt_lens)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -94,52 +191,6 @@ class PoolingMetadata:
             chunks=chunks,
         )
 
-    @classmethod
-    def create(
-        cls,
-        seq_starts: Sequence[int],
-        seq_lens: Sequence[int],
-        hidden_dim: int,
-        strategy: Strategy = PoolingType.MEAN,
-        chunk_sizes: Sequence[int] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> PoolingMetadata:
-        """Describes sequences that the caller runs itself, in chunks or at once, and begins their states.
-
-            metadata = PoolingMetadata.create([0, 3], [3, 4], hidden_dim=768, strategy="mean", chunk_sizes=[2, 2])
-            while metadata.get_incomplete_indices():
-                metadata.update_all(hidden_states)  # [7, 768]: takes the next chunk of each sequence from it
-            vectors = metadata.finalize_all()  # by sequence
-
-        Args:
-            seq_starts: Row at which each sequence begins in the packed hidden states.
-            seq_lens: Tokens of each sequence.
-            hidden_dim: D.
-            strategy: See `PoolingStates.initialize`.
-            chunk_sizes: Tokens of each sequence that one `update_all` takes, less at its end; None takes all at once.
-            device: Of the rows.
-
-        Raises:
-            ValueError: The numbers do not fit together, or `strategy` is no pooling type; the message names it.
-        """
-        sizes = seq_lens if chunk_sizes is None else [min(pair) for pair in zip(chunk_sizes, seq_lens, strict=False)]
-        _check_lengths(len(seq_lens), seq_starts=seq_starts, chunk_sizes=chunk_sizes)
-        if min(seq_starts, default=0) < 0 or min(seq_lens, default=0) < 0 or min(chunk_sizes or [1]) < 1:
-            raise ValueError(
-                f"seq_starts {list(seq_starts)} and seq_lens {list(seq_lens)} must be 0 or more, "
-                f"and chunk_sizes {chunk_sizes} at least 1"
-            )
-        chunks = BatchChunks.of_sequences(seq_lens, sizes, seq_starts)
-        chunks.initialize(hidden_dim, dict.fromkeys(range(len(seq_lens)), types_of(strategy)), torch.device(device))
-        return cls(
-            params=[PoolingParams()] * len(seq_lens),
-            seq_lens=tuple(sizes),
-            cu_seqlens=cu_seqlens_of(sizes, device),
-            chunks=chunks,
-            seq_starts=tuple(seq_starts),
-        )
-
     @property
     def num_seqs(self) -> int:
         """N, the number of sequences."""
@@ -147,149 +198,83 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True where the batch holds chunks, or sequences of which something was pooled before."""
-        if self.chunks is None or self.seq_starts is None:
-            return self.chunks is not None
-        return any(not cursor.is_whole for cursor in self.cursors.values())
-
-    @property
-    def cursors(self) -> dict[int, PoolingCursor]:
-        """Cursors by index; whole sequences have none. See `BatchChunks`."""
-        return {} if self.chunks is None else self.chunks.cursors
-
-    @property
-    def states(self) -> dict[int, PoolingStates]:
-        """Running states by index; after `ModelPooler.pool`, those of the incomplete sequences alone.
-
-        Their tensors lie on the device of the rows until the last reference to the state goes.
-        """
-        return {} if self.chunks is None else self.chunks.states
+        """True where the batch holds parts of sequences, or sequences of which something was pooled before."""
+        chunks = self.chunks
+        return chunks is not None and bool(
+            chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.prompt_lens).any()
+        )
 
     def get_incomplete_indices(self) -> list[int]:
-        """Returns the sequences of which more chunks are to come."""
-        return sorted(i for i, cursor in self.cursors.items() if not cursor.is_complete)
-
-    def initialize_states(
-        self, hidden_size: int, pooling_types: Sequence[Sequence[PoolingType]] | Mapping[int, Sequence[PoolingType]]
-    ) -> None:
-        """Starts the states of sequences that have none.
-
-        Args:
-            hidden_size: D.
-            pooling_types: What each sequence keeps, see `PoolingStates.initialize`; or what some do, by index.
-        """
-        if self.chunks is not None:
-            kept = pooling_types if isinstance(pooling_types, Mapping) else dict(enumerate(pooling_types))
-            self.chunks.initialize(hidden_size, kept, self.cu_seqlens.device)
-
-    def update_all(
-        self,
-        hidden_states_batch: Array | Sequence[Array],
-        attention_weights_batch: Array | Sequence[Array | None] | None = None,
-    ) -> None:
-        """Adds the rows of a batch to the states and advances the cursors.
-
-        Args:
-            hidden_states_batch: [T, D], a tensor or an array of any float type, packed: the rows of each cursor lie
-                from `global_start` to `global_end`. Or, after `create`, the next rows [L_i, D] of each sequence. Not
-                modified.
-            attention_weights_batch: Row weights, for ATTENTION; read for sequences that end in this batch only.
-                After `create` [T], beside the rows, or for each sequence the weights of all its tokens so far and of
-                these. Else [C + T], float32: for every sequence those of the C_i tokens before its chunk, then those
-                of the chunk.
-
-        Raises:
-            ValueError: A batch of whole sequences, a chunk without a state, rows missing before one, or more rows than
-                remain.
-        """
-        chunks = self._running()
-        rows, weights = hidden_states_batch, attention_weights_batch
-        if isinstance(rows, Tensor | np.ndarray) and rows.ndim == 2:
-            rows = as_rows(rows)
-        if isinstance(weights, Tensor | np.ndarray) and weights.ndim == 1:
-            weights = as_rows(weights)
-        if self.seq_starts is None:
-            assert isinstance(rows, Tensor), "only `create` takes rows by sequence"
-            assert weights is None or isinstance(weights, Tensor), "as for the rows"
-            chunks.update(rows, weights, self.skip_tokens)
-            return
-        cursors = [self.cursors[i] for i in range(self.num_seqs)]
-        parts: list[Array]
-        if isinstance(rows, Tensor):
-            parts = [rows[c.global_start : c.global_end] for c in cursors]
-        else:
-            parts = list(rows)
-        own_weights: list[Array | None] = []
-        if isinstance(weights, Tensor):
-            own_weights = [weights[c.global_end - c.chunk_end : c.global_end] for c in cursors]
-        elif weights is not None:
-            own_weights = list(weights)
-        given = None if weights is None else own_weights
-        _check_lengths(self.num_seqs, hidden_states_batch=parts, attention_weights_batch=given)
-        device = self.cu_seqlens.device
-        packed = torch.cat([upload(as_rows(part), device) for part in parts])
-        chunks.schedule([len(part) for part in parts])
-        own = {i: upload(as_rows(w).float(), device) for i, w in enumerate(own_weights) if w is not None}
-        chunks.update(packed, own, self.skip_tokens)
-        for cursor, start, size in zip(cursors, self.seq_starts, self.seq_lens, strict=True):
-            cursor.schedule(min(size, cursor.remaining), start + cursor.start)
-
-    def finalize_all(self) -> dict[int, Tensor]:
-        """Returns the pooled row [W] float32 of every sequence that has a state and is complete, by its index.
-
-        The rows of token-level types are nowhere kept: `ModelPooler` answers them chunk by chunk.
-
-        Raises:
-            ValueError: A batch of whole sequences.
-        """
-        return self._running().finalize()
-
-    def packed(self, rows: Tensor) -> Tensor:
-        """Returns the rows of the batch's sequences end to end: `rows` as they are unless `create` says otherwise."""
-        if self.seq_starts is None:
-            return rows
-        firsts = np.asarray(self.seq_starts, np.int64)
-        return rows[rows_between(firsts, firsts + self.seq_lens, rows.device)]
+        """Returns the sequences that have more chunks to come after this batch."""
+        incomplete: list[int] = [] if self.chunks is None else np.flatnonzero(~self.chunks.is_complete).tolist()
+        return incomplete
 
     def as_whole(self) -> PoolingMetadata:
         """Returns a description of the rows of this batch as if they were all of their sequences."""
         skip_tokens = self.skip_tokens
         if skip_tokens is not None and self.chunks is not None:
-            starts = upload(torch.from_numpy(self.chunks.chunk_starts.astype(np.int32)), skip_tokens.device)
-            skip_tokens = (skip_tokens - starts).clamp(min=0)
+            skip_tokens = (skip_tokens - self.chunks.starts).clip(0).astype(np.int32)
         return replace(self, skip_tokens=skip_tokens, chunks=None)
 
-    def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[Rows, PoolingMetadata]:
-        """Returns the packed rows of some sequences, and a description of them alone, without states.
+    def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[PickedRows, PoolingMetadata]:
+        """Returns the packed rows of some sequences, and a description of them alone, as whole sequences.
 
         Args:
             indices: In ascending order.
             new_only: Leave out rows that were pooled before.
         """
-        bounds = prefix_sums(self.seq_lens) if self.chunks is None else self.chunks.bounds
-        picked, device = np.asarray(indices, np.int64), self.cu_seqlens.device
+        bounds, picked = prefix_sums(self.seq_lens), np.asarray(indices, np.int64)
         firsts, ends = bounds[picked], bounds[picked + 1]
-        if new_only and self.cursors:
-            firsts += [self.cursors[i].num_repeated if i in self.cursors else 0 for i in indices]
-        rows, lengths = host_rows_between(firsts, ends), ends - firsts
-        skip_tokens = self.skip_tokens
-        return rows_on_device(rows, device), PoolingMetadata(
+        if new_only and self.chunks is not None:
+            firsts = firsts + self.chunks.num_repeated[picked]
+        rows, lengths = rows_between(firsts, ends), ends - firsts
+        return rows, PoolingMetadata(
             params=[self.params[i] for i in indices],
             seq_lens=tuple(lengths.tolist()),
-            cu_seqlens=cu_seqlens_of(lengths, device),
+            cu_seqlens=prefix_sums(lengths).astype(np.int32),
             token_ids=None if self.token_ids is None else self.token_ids[rows],
-            skip_tokens=None if skip_tokens is None else skip_tokens[upload(torch.from_numpy(picked), device)],
+            skip_tokens=None if self.skip_tokens is None else self.skip_tokens[picked],
             queries=None if self.queries is None else [self.queries[i] for i in indices],
         )
 
-    def _running(self) -> BatchChunks:
-        """The chunks, where the batch has some."""
-        if self.chunks is None:
-            raise ValueError("the batch holds whole sequences, which have no running states")
-        return self.chunks
+
+def chunk_spans(
+    seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], prompt_lens: Sequence[int] | None
+) -> ChunkSpans:
+    """Returns the spans of chunks of `seq_lens` tokens from `starts` on, none of them pooled before.
+
+    Args:
+        seq_ids: N keys of the sequences.
+        starts: [N], place of each chunk in its sequence.
+        seq_lens: [N], tokens of each chunk.
+        prompt_lens: [N], tokens of each sequence; None: it ends with its chunk.
+
+    Raises:
+        ValueError: A chunk does not lie in its sequence.
+    """
+    ends = starts + np.asarray(seq_lens, np.int64)
+    whole = ends if prompt_lens is None else np.asarray(prompt_lens, np.int64)
+    misfits = np.flatnonzero((starts < 0) | (ends < starts) | (ends > whole))
+    if len(misfits):
+        n = misfits[0]
+        raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} do not lie in a sequence of {whole[n]} tokens")
+    return ChunkSpans(seq_ids=seq_ids, starts=starts, ends=ends, prompt_lens=whole, num_pooled=np.zeros_like(starts))
 
 
 def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:
     for name, values in lists.items():
         if values is not None and len(values) != num_seqs:
             raise ValueError(f"{name} holds {len(values)} values for {num_seqs} sequences")
+
+
+def check_gap(pooling_types: Sequence[PoolingType], chunk_start: int, num_pooled: int) -> None:
+    """Checks that a chunk may begin at `chunk_start` after `num_pooled` tokens were pooled.
+
+    Raises:
+        ValueError: It leaves a gap, and LAST is not the only type: every other one needs all rows.
+    """
+    if chunk_start > num_pooled and tuple(pooling_types) != (PoolingType.LAST,):
+        names = "+".join(pooling_types)
+        raise ValueError(
+            f"{names} pooling needs every row, but a chunk begins at {chunk_start} and {num_pooled} tokens were pooled"
+        )

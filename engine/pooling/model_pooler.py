@@ -1,200 +1,300 @@
-"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and chunks."""
+"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and chunks.
+
+The same steps serve numpy arrays (`array_ops.array_pooler`) and tensors (`tensor_ops.tensor_pooler`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from penstock.kernels.upload import upload
-
-from ..executors.torch.base import ModelOutput, PackedModel
 from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .chunks import BatchChunks
-from .heads import Cut, RowMap
-from .metadata import PoolingMetadata
-from .model_heads import NO_TOKEN_MAPS, ModelHeads, TokenMaps
+from .heads import (
+    ClassifierPoolerHead,
+    Cut,
+    EmbeddingPoolerHead,
+    R,
+    RowMap,
+    RowOps,
+    VectorFilter,
+    check_attention_head,
+    token_rows,
+)
+from .metadata import ChunkSpans, PoolingMetadata, check_gap
 from .output import OutputBlock, PoolerOutput
 from .packing import rows_between
-from .poolers import AttentionWeightedPooler, PoolerFactory
+
+R_co = TypeVar("R_co", covariant=True)
+SparsePool = Callable[[R, PoolingMetadata], tuple[R, tuple[int, ...]]]
+"""Rows of indices and values [S, 2], and their number for each sequence; see SparsePooler.pool."""
+Compare = Callable[[R, Sequence[int], Sequence[NDArray[np.float32] | None]], tuple[R, tuple[int, ...], tuple[int, ...]]]
+"""See tensor_ops.compare."""
 
 
-class ModelPooler:
-    """Pools what the model gives and runs the heads. Stateless: chunks keep their state in PoolingMetadata.
+class ForwardOutput(Protocol[R_co]):
+    """What a model gives for a batch; see models.base.ModelOutput."""
+
+    @property
+    def hidden_states(self) -> R_co:
+        """[T, D]."""
+        ...
+
+    @property
+    def attention_weights(self) -> R_co | None:
+        """[T, H]; in a batch of chunks with the weights of the tokens before each chunk."""
+        ...
+
+    @property
+    def logits(self) -> R_co | None:
+        """[N, C]; None unless the model pools by itself."""
+        ...
+
+
+class ChunkPooling(Protocol[R]):
+    """The part of ChunkedPoolingManager that pools batches."""
+
+    def schedule(self, metadata: PoolingMetadata) -> None:
+        """See ChunkedPoolingManager."""
+        ...
+
+    def process_batch(
+        self, metadata: PoolingMetadata, hidden_states: R, attention_weights: R | None, indices: Sequence[int]
+    ) -> tuple[list[int], R]:
+        """See ChunkedPoolingManager."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMaps(Generic[R]):
+    """What a model has for single tokens, apart from class scores.
+
+    Attributes:
+        vectors: Maps token rows [R, D] to vectors, of all tokens but the first; None where the Dense modules do.
+        weights: Maps token rows [T, D] to weights [T, 1] of sparse vectors.
+        skip_ids: Tokens that have no vector.
+        unweighted_ids: Tokens that have no weight.
+    """
+
+    vectors: RowMap[R] | None = None
+    weights: RowMap[R] | None = None
+    skip_ids: tuple[int, ...] = ()
+    unweighted_ids: tuple[int, ...] = ()
+
+
+class ModelPooler(Generic[R]):
+    """Pools what the model gives and runs the heads. Stateless: a ChunkedPoolingManager keeps what chunks need.
 
     Args:
         info: The resolved model.
-        model: Gives the class logits of classifiers.
+        ops: Arithmetic of its rows.
+        classify: Pooled rows [N, D] to class logits [N, C].
+        classify_tokens: Token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
         maps: Heads for single tokens, and the tokens that they leave out.
+        sparse: Makes sparse vectors, of models that have some.
+        compare: Compares token vectors with those of queries, of models that have some.
 
     Raises:
         ValueError: ATTENTION pooling with a head that the model does not have.
     """
 
     def __init__(
-        self, info: ModelInfo, model: PackedModel, dense: Sequence[RowMap] = (), maps: TokenMaps = NO_TOKEN_MAPS
+        self,
+        info: ModelInfo,
+        ops: RowOps[R],
+        classify: RowMap[R],
+        classify_tokens: RowMap[R],
+        dense: Sequence[RowMap[R]] = (),
+        maps: TokenMaps[R] | None = None,
+        *,
+        sparse: SparsePool[R] | None = None,
+        compare: Compare[R] | None = None,
     ) -> None:
-        self._hidden_size = info.hidden_size
-        self._sequence_types = info.sequence_pooling
-        self._token_type = info.token_pooling
-        self._poolers = [
-            PoolerFactory.create_sequence(
-                pooling_type, attention_head=info.attention_head, num_heads=info.num_attention_heads
-            )
-            for pooling_type in info.sequence_pooling
-        ]
-        self._attention = next((p for p in self._poolers if isinstance(p, AttentionWeightedPooler)), None)
+        maps = maps or TokenMaps()
+        self._info = info
+        self._ops = ops
+        self._types = info.sequence_pooling
+        self._has_attention = PoolingType.ATTENTION in info.sequence_pooling
+        if self._has_attention:
+            check_attention_head(info.attention_head, info.num_attention_heads)
         # Without a projection, cut and normalisation are part of the pooling kernel.
-        self._fused = self._poolers[0] if len(self._poolers) == 1 and not dense else None
-        self._heads = ModelHeads(info, model, dense, maps)
-        self._machine = model.machine
+        self._is_fused = len(self._types) == 1 and not dense
+        self._sparse, self._compare = sparse, compare
+        self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
+        self._embedding_head = EmbeddingPoolerHead(ops, dense)
+        # A Dense that takes concatenated rows cannot take a token's.
+        fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
+        own = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
+        self._token_embedding_head = EmbeddingPoolerHead(ops, own)
+        self._classifier_head = ClassifierPoolerHead(ops, info, classify)
+        self._token_classifier_head = ClassifierPoolerHead(ops, info, classify_tokens)
 
     def needs_attention(self, params: Sequence[PoolingParams]) -> bool:
         """Whether a batch with these resolved parameters needs the model's attention weights."""
-        if self._attention is None:
+        if not self._has_attention:
             return False
         return any(not group.is_token_level for p in distinct_params(params) for group in OutputGroup.all_of(p))
 
-    def pool(self, output: ModelOutput, metadata: PoolingMetadata) -> PoolerOutput:
+    def pool(
+        self, output: ForwardOutput[R], metadata: PoolingMetadata, manager: ChunkPooling[R] | None = None
+    ) -> PoolerOutput[R]:
         """Answers every sequence of a batch.
 
-        A sequence of which more chunks are to come gets, from a token-level task, the rows of this chunk: all chunks
+        A sequence that has more chunks to come gets, from a token-level task, the rows of this chunk: all chunks
         together, in order, are the answer. From a sequence-level task it gets nothing yet.
 
         Args:
             output: Of the batch's forward. Not modified.
-            metadata: Of the batch. Its cursors move on; its states become those of the sequences that are incomplete
-                after it, so that the caller keeps `metadata.states[i]` where there is one and forgets the others.
+            metadata: Of the batch.
+            manager: Keeps what chunks need. It changes only when the caller calls `manager.commit(metadata)`, so that a
+                batch that fails can run again.
+
+        Raises:
+            ValueError: Chunks without a manager, or of a model that pools by itself; or rows are missing before one.
         """
+        if manager is not None:
+            manager.schedule(metadata)
         groups = by_group(metadata.params)
-        if metadata.chunks is None:
+        if metadata.chunks is None or not metadata.is_partial:
             blocks = [self._pool_whole(group, output, metadata, indices) for group, indices in groups.items()]
+        elif manager is None or output.logits is not None:
+            raise ValueError("chunks of sequences need a manager, and a model that does not pool by itself")
         else:
-            blocks = self._pool_chunks(groups, output, metadata, metadata.chunks)
+            blocks = self._pool_chunks(groups, output, metadata, metadata.chunks, manager)
         return PoolerOutput(metadata.num_seqs, blocks)
 
     def _pool_whole(
-        self, group: OutputGroup, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int] | None
-    ) -> OutputBlock:
-        """Answers the sequences `indices` (None: all) of a batch of whole sequences."""
-        hidden_states = output.hidden_states
+        self,
+        group: OutputGroup,
+        output: ForwardOutput[R],
+        metadata: PoolingMetadata,
+        indices: Sequence[int] | None,
+        weights: R | None = None,
+    ) -> OutputBlock[R]:
+        """Answers the sequences `indices` (None: all) of a batch of whole sequences, with `weights` [T, H] if given."""
         if group.is_token_level:
-            if indices is not None:
-                rows, metadata = metadata.select(indices)
-                hidden_states = hidden_states[rows]
-            return self._heads.from_tokens(group, hidden_states, metadata, indices)
-        if group.name == "embedding" and self._fused is not None:
-            # In a mixed batch the other sequences are pooled along: one pass is cheaper than picking rows apart.
-            cut = Cut.of(metadata.params, hidden_states.shape[1], hidden_states.device)
-            values = self._fused.pool(hidden_states, metadata, output.attention_weights, cut=cut, machine=self._machine)
-            widths = cut.widths if indices is None or cut.widths is None else tuple(cut.widths[i] for i in indices)
-            return OutputBlock(name=group.name, values=_pick(values, indices), indices=indices, widths=widths)
+            return self._pool_tokens(group, output.hidden_states, metadata, indices)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
         if group.name == "scores" and output.logits is not None:
-            return self._heads.from_logits(group, _pick(output.logits, indices), params, indices)
-        pooled = [
-            pooler.pool(hidden_states, metadata, output.attention_weights, machine=self._machine)
-            for pooler in self._poolers
-        ]
-        joined = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
-        return self._heads.from_rows(group, _pick(joined, indices), params, indices)
+            logits = output.logits if indices is None else self._ops.pick(output.logits, np.array(indices))
+            return OutputBlock(name=group.name, values=self._classifier_head.activate(logits, params), indices=indices)
+        hidden_states = output.hidden_states
+        weights = self._row_weights(output.attention_weights if weights is None else weights)
+
+        def pooled(pooling_type: PoolingType, cut: Cut) -> R:
+            own = weights if pooling_type is PoolingType.ATTENTION else None
+            if pooling_type is PoolingType.ATTENTION and own is None:
+                raise ValueError("ATTENTION pooling needs the attention weights of the model")
+            return self._ops.pool(hidden_states, metadata, pooling_type, cut, weights=own, indices=indices)
+
+        if group.name == "embedding" and self._is_fused:
+            cut = Cut.of(params, hidden_states.shape[1])
+            values = pooled(self._types[0], cut)
+            return OutputBlock(name=group.name, values=values, indices=indices, widths=cut.columns())
+        rows = self._ops.join([pooled(pooling_type, Cut()) for pooling_type in self._types])
+        return self._from_pooled(group, rows, params, indices)
+
+    def _from_pooled(
+        self, group: OutputGroup, rows: R, params: Sequence[PoolingParams], indices: Sequence[int] | None
+    ) -> OutputBlock[R]:
+        """Answers a sequence-level task from pooled rows [N, W] of the sequences `indices` (None: all)."""
+        if group.name == "scores":
+            return OutputBlock(name=group.name, values=self._classifier_head(rows, params), indices=indices)
+        values, widths = self._embedding_head(rows, params)
+        return OutputBlock(name=group.name, values=values, indices=indices, widths=widths)
+
+    def _pool_tokens(
+        self, group: OutputGroup, hidden_states: R, metadata: PoolingMetadata, indices: Sequence[int] | None
+    ) -> OutputBlock[R]:
+        """Answers a token-level task for the sequences `indices` (None: all); of chunks from their new rows alone."""
+        if indices is not None or metadata.chunks is not None:
+            members = range(metadata.num_seqs) if indices is None else indices
+            rows, metadata = metadata.select(members, new_only=True)
+            hidden_states = self._ops.pick(hidden_states, rows)
+        if group.name == "sparse":
+            assert self._sparse is not None, "PoolingParams.verify refuses tasks that the model lacks"
+            values, row_lens = self._sparse(hidden_states, metadata)
+            return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
+        has_vectors = group.name in ("token_embeddings", "similarities")
+        kept, row_lens = (
+            self._vector_filter.select(metadata) if has_vectors else token_rows(self._info.token_pooling, metadata)
+        )
+        if kept is not None:
+            hidden_states = self._ops.pick(hidden_states, kept)
+        widths = None
+        if has_vectors:
+            values, widths = self._token_embedding_head(hidden_states, metadata.params, row_lens)
+        else:
+            values = self._token_classifier_head(hidden_states, metadata.params, row_lens, group.columns)
+        if group.name == "similarities":
+            assert self._compare is not None, "PoolingParams.verify refuses tasks that the model lacks"
+            values, row_lens, widths = self._compare(values, row_lens, metadata.queries or ())
+        return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
 
     def _pool_chunks(
         self,
         groups: Mapping[OutputGroup, list[int] | None],
-        output: ModelOutput,
+        output: ForwardOutput[R],
         metadata: PoolingMetadata,
-        chunks: BatchChunks,
-    ) -> list[OutputBlock]:
-        """Answers the sequences of a batch of which some are chunks.
-
-        Sequences whose answer lies in this batch alone are pooled together, as whole ones.
-
-        Raises:
-            ValueError: The model pools by itself, so that it cannot run on chunks.
-        """
-        if output.logits is not None:
-            raise ValueError("a model that pools by itself cannot run on chunks of a sequence")
-        is_stateless = chunks.needs_no_state(is_last_only=self._sequence_types == (PoolingType.LAST,)).tolist()
-        kept = dict.fromkeys(chunks.stateful(), self._sequence_types)
-        whole = whole_output = None
+        chunks: ChunkSpans,
+        manager: ChunkPooling[R],
+    ) -> list[OutputBlock[R]]:
+        """Answers the sequences of a batch that holds chunks. Sequences that need no state are pooled as whole ones."""
+        is_stateless = chunks.needs_no_state(is_last_only=self._types == (PoolingType.LAST,)).tolist()
+        whole = metadata.as_whole()
+        stateful: list[int] = []
         blocks = []
         for group, members in groups.items():
             indices = range(metadata.num_seqs) if members is None else members
             if group.is_token_level:
-                rows, part = metadata.select(indices, new_only=True)
-                blocks.append(self._heads.from_tokens(group, output.hidden_states[rows], part, members))
-                kept.update((i, (self._token_type,)) for i in kept.keys() & set(indices))
+                for i in indices:
+                    check_gap((self._info.token_pooling,), chunks.starts[i], chunks.num_pooled[i])
+                blocks.append(self._pool_tokens(group, output.hidden_states, metadata, members))
                 continue
+            stateful += [i for i in indices if not is_stateless[i]]
             stateless = [i for i in indices if is_stateless[i]]
             if stateless:
-                if whole is None or whole_output is None:
-                    whole = metadata.as_whole()
-                    whole_output = output if self._attention is None else _as_whole(output, chunks)
-                blocks.append(self._pool_without_state(group, whole_output, whole, stateless))
-                answered = kept.keys() & set(stateless)
-                chunks.drop(answered)
-                for index in answered:
-                    del kept[index]
-        if kept:
-            metadata.initialize_states(self._hidden_size, kept)
-            blocks.extend(self._pool_with_state(groups, output, metadata, chunks))
+                picked = None if len(stateless) == metadata.num_seqs else stateless
+                weights = self._chunk_weights(output.attention_weights, chunks)
+                blocks.append(self._pool_whole(group, output, whole, picked, weights))
+        if stateful:
+            indices = sorted(set(stateful))
+            done, rows = manager.process_batch(
+                metadata, output.hidden_states, self._row_weights(output.attention_weights), indices
+            )
+            blocks += self._answer_done(groups, done, rows, metadata)
         return blocks
 
-    def _pool_without_state(
-        self, group: OutputGroup, output: ModelOutput, metadata: PoolingMetadata, indices: Sequence[int]
-    ) -> OutputBlock:
-        """Answers some sequences of a sequence-level group as whole ones."""
-        if len(indices) == metadata.num_seqs:
-            return self._pool_whole(group, output, metadata, None)
-        if indices[-1] - indices[0] >= len(indices):
-            return self._pool_whole(group, output, metadata, indices)
-        # They lie together, as a rule: whole sequences come first. Then the rows of long chunks need not be read.
-        rows, part = metadata.select(indices)
-        weights = output.attention_weights
-        weights = None if weights is None or self._attention is None else weights[rows]
-        view = ModelOutput(hidden_states=output.hidden_states[rows], attention_weights=weights)
-        return replace(self._pool_whole(group, view, part, None), indices=indices)
-
-    def _pool_with_state(
-        self,
-        groups: Mapping[OutputGroup, list[int] | None],
-        output: ModelOutput,
-        metadata: PoolingMetadata,
-        chunks: BatchChunks,
-    ) -> list[OutputBlock]:
-        """Adds chunks to the states of their sequences and answers those that complete one."""
-        weights = None
-        if output.attention_weights is not None and self._attention is not None:
-            weights = self._attention.row_weights(output.attention_weights)
-        metadata.update_all(output.hidden_states, weights)
-        results = metadata.finalize_all()
-        chunks.drop([i for i, cursor in chunks.cursors.items() if cursor.is_complete])
+    def _answer_done(
+        self, groups: Mapping[OutputGroup, list[int] | None], done: list[int], rows: R, metadata: PoolingMetadata
+    ) -> list[OutputBlock[R]]:
+        """Answers the sequences `done` from their pooled rows, in the same order."""
         blocks = []
         for group, members in groups.items():
-            done = [i for i in results if members is None or i in members]
-            if done:
-                rows, params = torch.stack([results[i] for i in done]), [metadata.params[i] for i in done]
-                blocks.append(self._heads.from_rows(group, rows, params, done))
+            places = [place for place, i in enumerate(done) if members is None or i in members]
+            if places and not group.is_token_level:
+                own = [done[place] for place in places]
+                picked = rows if len(places) == len(done) else self._ops.pick(rows, np.array(places))
+                blocks.append(self._from_pooled(group, picked, [metadata.params[i] for i in own], own))
         return blocks
 
+    def _row_weights(self, attention: R | None) -> R | None:
+        """The weight of every row [T] for ATTENTION; None without weights or for other types."""
+        if not self._has_attention or attention is None:
+            return None
+        check_attention_head(self._info.attention_head, attention.shape[1])
+        return self._ops.row_weights(attention, self._info.attention_head)
 
-def _as_whole(output: ModelOutput, chunks: BatchChunks) -> ModelOutput:
-    """The output with attention weights [T, H] for the rows of the chunks alone."""
-    weights = output.attention_weights
-    if weights is None:
-        return output
-    bounds = chunks.weight_bounds(weights.shape[0])
-    rows = rows_between(bounds[:-1] + chunks.chunk_starts, bounds[1:], weights.device)
-    return replace(output, attention_weights=weights[rows])
-
-
-def _pick(rows: Tensor, indices: Sequence[int] | None) -> Tensor:
-    """The rows of some sequences [N', W]; all of them where `indices` is None."""
-    return rows if indices is None else rows[upload(torch.tensor(indices), rows.device)]
+    def _chunk_weights(self, attention: R | None, chunks: ChunkSpans) -> R | None:
+        """The attention weights [T, H] for the rows of the chunks alone."""
+        if not self._has_attention or attention is None:
+            return None
+        bounds = chunks.weight_bounds(attention.shape[0])
+        return self._ops.pick(attention, rows_between(bounds[:-1] + chunks.starts, bounds[1:]))

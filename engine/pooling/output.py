@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from .heads import R, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OutputBlock:
-    """Results of one kind for some sequences of a batch, on the device. See ArrayBlock for what is what."""
+class OutputBlock(Generic[R]):
+    """Results of one kind for some sequences of a batch, arrays or tensors on any device. See ArrayBlock."""
 
     name: str
-    values: Tensor
+    values: R
     indices: Sequence[int] | None = None
     row_lens: tuple[int, ...] | None = None
     widths: tuple[int, ...] | None = None
@@ -29,28 +33,28 @@ class OutputBlock:
         )
 
 
-class PoolerOutput:
-    """The results of one batch, by sequence and name. On the device until somebody asks for an array.
+class PoolerOutput(Generic[R]):
+    """The results of one batch, by sequence and name. They stay on the device until a method returns arrays.
 
     Args:
         batch_size: Sequences in the batch, complete or not.
         blocks: At most one of a name per sequence; a sequence may be in none.
     """
 
-    def __init__(self, batch_size: int, blocks: Sequence[OutputBlock]) -> None:
+    def __init__(self, batch_size: int, blocks: Sequence[OutputBlock[R]]) -> None:
         self.batch_size = batch_size
         self.blocks = tuple(blocks)
         self._on_host: BatchOutputs | None = None
 
     def to_host(self) -> BatchOutputs:
-        """Returns the results on the host; see `begin_copy` for a device beside it. No copy where they are there."""
+        """Returns the results on the host, without a copy if they are there; `begin_copy` is for CUDA."""
         if self._on_host is None:
-            blocks = [block.on_host(block.values.cpu().numpy()) for block in self.blocks]
+            blocks = [block.on_host(_to_host(block.values)) for block in self.blocks]
             self._on_host = BatchOutputs.of(self.batch_size, blocks)
         return self._on_host
 
-    def begin_copy(self, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
-        """Begins to copy the results to the host, with what the device says of whether they are finite.
+    def begin_copy(self: PoolerOutput[Tensor], to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
+        """Begins to copy the results to the host, and for each block whether its values are finite.
 
         Args:
             to_host: Returns where copies of tensors will be; see DeviceStream.to_host.
@@ -81,21 +85,28 @@ class OutputCopy:
 
     Attributes:
         output: On the device.
-        values: Those of its blocks, on the host; to be read when the device has come so far.
+        values: Those of its blocks, on the host; to be read when the device has finished the copy.
         are_finite: Per block one bool, as `values`.
     """
 
-    output: PoolerOutput
+    output: PoolerOutput[Tensor]
     values: Sequence[Tensor]
     are_finite: Sequence[Tensor]
 
     def arrived(self) -> BatchOutputs:
-        """Returns the results, which have come. Views of the copies."""
+        """Returns the results after the copy has finished. Views of the copies."""
         pairs = zip(self.output.blocks, self.values, strict=True)
         blocks = tuple(block.on_host(values.numpy()) for block, values in pairs)
         if not all(is_finite.item() for is_finite in self.are_finite):
-            return BatchOutputs.of(self.output.batch_size, blocks)  # looks for the sequences
+            return BatchOutputs.of(self.output.batch_size, blocks)  # finds the sequences that are not finite
         return BatchOutputs(self.output.batch_size, blocks, np.ones(self.output.batch_size, np.bool_))
+
+
+def _to_host(values: Rows) -> NDArray[np.float32]:
+    if isinstance(values, np.ndarray):
+        return values
+    array: NDArray[np.float32] = cast("Tensor", values).cpu().numpy()
+    return array
 
 
 def _is_finite(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The pooling types: each turns the token rows of every sequence of a packed batch into the rows that a head takes.
+"""The pooling types one by one, for code that has the rows of whole sequences. The server uses ModelPooler.
 
 T packed rows of N sequences, width D, H attention heads.
 """
@@ -6,31 +6,27 @@ T packed rows of N sequences, width D, H attention heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cpu import Machine
-from penstock.kernels.pooling import PoolingKind, pool
-
-from ..protocol.batch_outputs import distinct_params
 from ..protocol.tasks import PoolingType
-from .heads import Cut
+from .heads import Cut, check_attention_head, token_rows
 from .metadata import PoolingMetadata
-from .packing import as_rows, kept_rows
+from .tensor_ops import TensorOps, as_rows
 
 Array = Tensor | NDArray[Any]
-_WHOLE_ROWS = Cut()
 
 
 class Pooler(ABC):
     """Base of all pooling types. Immutable; holds no tensor."""
 
+    pooling_type: ClassVar[PoolingType]
+
     @abstractmethod
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
-        """Pools a batch of whole sequences; chunks go through `ModelPooler` or `PoolingMetadata.update_all`.
+        """Pools a batch of whole sequences; ChunkedPoolingManager pools chunks.
 
         Args:
             hidden_states: [T, D], a tensor or an array of any float type; float64 is pooled as float32. Not modified.
@@ -46,74 +42,48 @@ class Pooler(ABC):
 
 
 class SequencePooler(Pooler):
-    """A pooling type that gives one row per sequence, by one kernel call for the batch."""
+    """A pooling type that gives one row per sequence."""
 
-    kind: ClassVar[PoolingKind]
-
-    def pool(
-        self,
-        hidden_states: Array,
-        metadata: PoolingMetadata,
-        attention_weights: Array | None = None,
-        *,
-        cut: Cut = _WHOLE_ROWS,
-        machine: Machine | None = None,
-    ) -> Tensor:
-        """Pools, cuts and normalises in one pass; see `Pooler.pool`. Returns [N, width] float32."""
+    def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
+        """See `Pooler.pool`."""
         _check_whole(metadata)
-        weights = self.row_weights(None if attention_weights is None else as_rows(attention_weights))
-        return pool(
-            metadata.packed(as_rows(hidden_states)),
-            metadata.cu_seqlens,
-            self.kind,
-            dimensions=cut.dimensions,
-            max_dimensions=cut.max_dimensions,
-            normalize=cut.normalize,
-            skip_tokens=metadata.skip_tokens,
-            weights=None if weights is None else metadata.packed(weights),
-            max_seqlen=max(metadata.seq_lens, default=None),  # short sequences need not be shared out on CUDA
-            machine=machine,
-        )
-
-    def row_weights(self, attention_weights: Tensor | None) -> Tensor | None:
-        """Returns the weight of every row [T], float32; None where rows count alike or by position."""
-        return None
+        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, Cut())
 
 
 class ClsPooler(SequencePooler):
     """The first row."""
 
-    kind = "cls"
+    pooling_type = PoolingType.CLS
 
 
 class LastTokenPooler(SequencePooler):
-    """The last row, as decoders want it."""
+    """The last row, for decoders."""
 
-    kind = "last"
+    pooling_type = PoolingType.LAST
 
 
 class MeanPooler(SequencePooler):
     """The mean of the rows."""
 
-    kind = "mean"
+    pooling_type = PoolingType.MEAN
 
 
 class MaxPooler(SequencePooler):
     """The maximum of the rows, by column."""
 
-    kind = "max"
+    pooling_type = PoolingType.MAX
 
 
 class MeanSqrtLenPooler(SequencePooler):
     """The sum of the rows over the square root of their number."""
 
-    kind = "mean_sqrt_len"
+    pooling_type = PoolingType.MEAN_SQRT_LEN
 
 
 class WeightedMeanPooler(SequencePooler):
     """The mean of the rows weighted by their position, from 1 (SGPT)."""
 
-    kind = "weighted_mean"
+    pooling_type = PoolingType.WEIGHTED_MEAN
 
 
 class AttentionWeightedPooler(SequencePooler):
@@ -127,98 +97,65 @@ class AttentionWeightedPooler(SequencePooler):
         ValueError: There is no such head.
     """
 
-    kind = "weighted"
+    pooling_type = PoolingType.ATTENTION
 
     def __init__(self, attention_head_idx: int | None = None, num_heads: int | None = None) -> None:
-        if attention_head_idx is not None:
-            _check_head(attention_head_idx, num_heads)
+        check_attention_head(attention_head_idx, num_heads)
         self.attention_head_idx = attention_head_idx
 
-    def row_weights(self, attention_weights: Tensor | None) -> Tensor:
-        """Returns the weight of every row [T], float32, of weights by head [T, H] or by row [T].
+    def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
+        """See `Pooler.pool`.
 
         Raises:
             ValueError: No weights, those of another shape, or fewer heads than the chosen one needs.
         """
+        _check_whole(metadata)
         if attention_weights is None:
             raise ValueError("ATTENTION pooling needs the attention weights of the model")
-        if attention_weights.dim() not in (1, 2):
-            raise ValueError(f"attention weights must be [T, H] or [T], got {list(attention_weights.shape)}")
-        if attention_weights.dim() == 1:
-            return attention_weights.float().contiguous()
-        if self.attention_head_idx is None:
-            return attention_weights.float().mean(dim=1)
-        _check_head(self.attention_head_idx, attention_weights.shape[1])
-        return attention_weights[:, self.attention_head_idx].float().contiguous()
+        attention = as_rows(attention_weights)
+        if attention.dim() == 2:
+            check_attention_head(self.attention_head_idx, attention.shape[1])
+        weights = TensorOps().row_weights(attention, self.attention_head_idx)
+        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, Cut(), weights=weights)
 
 
 class TokenPooler(Pooler):
     """A pooling type that gives a row per token."""
 
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
-        """Returns the rows that are kept [R, D], in order; see `Pooler.pool`."""
-        _check_whole(metadata)
-        rows, _ = self.select(metadata)
-        packed = metadata.packed(as_rows(hidden_states))
-        return packed if rows is None else packed.index_select(0, rows)
+        """Returns the rows that are kept [R, D], in order; see `Pooler.pool`.
 
-    @abstractmethod
-    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
-        """Returns the rows that are kept [R] int64, None where it is all of them, and their number per sequence."""
+        Raises:
+            ValueError: STEP with a tag, and the batch has no token ids.
+        """
+        _check_whole(metadata)
+        rows, _ = token_rows(self.pooling_type, metadata)
+        packed = as_rows(hidden_states)
+        return packed if rows is None else TensorOps().pick(packed, rows)
 
 
 class AllPooler(TokenPooler):
     """Every row."""
 
-    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
-        """See `TokenPooler.select`."""
-        return None, metadata.seq_lens
+    pooling_type = PoolingType.ALL
 
 
 class StepPooler(TokenPooler):
     """The rows of tokens that end a step: those whose id is the sequence's `step_tag_id`; all where it has none."""
 
-    def select(self, metadata: PoolingMetadata) -> tuple[Tensor | None, tuple[int, ...]]:
-        """See `TokenPooler.select`.
-
-        Raises:
-            ValueError: A step tag is asked for and the batch has no token ids.
-        """
-        if all(p.step_tag_id is None for p in distinct_params(metadata.params)):
-            return None, metadata.seq_lens
-        if metadata.token_ids is None:
-            raise ValueError("STEP pooling needs the token ids of the batch")
-        tags = [-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params]
-        tag_of_row = np.repeat(tags, metadata.seq_lens)
-        is_kept = (metadata.token_ids == tag_of_row) | (tag_of_row < 0)
-        return kept_rows(is_kept, metadata.seq_lens, metadata.cu_seqlens.device)
+    pooling_type = PoolingType.STEP
 
 
 def _check_whole(metadata: PoolingMetadata) -> None:
     if metadata.is_partial:
-        raise ValueError("a pooler takes whole sequences; add chunks with PoolingMetadata.update_all")
-
-
-def _check_head(head: int, num_heads: int | None) -> None:
-    if head < 0 or (num_heads is not None and head >= num_heads):
-        raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")
-
-
-_SEQUENCE_POOLERS: Final = {
-    PoolingType(pooler.kind): pooler
-    for pooler in (ClsPooler, LastTokenPooler, MeanPooler, MaxPooler, MeanSqrtLenPooler, WeightedMeanPooler)
-}
-_TOKEN_POOLERS: Final[dict[PoolingType, type[TokenPooler]]] = {
-    PoolingType.ALL: AllPooler,
-    PoolingType.STEP: StepPooler,
-}
+        raise ValueError("a pooler takes whole sequences; ChunkedPoolingManager pools chunks")
 
 
 class PoolerFactory:
     """Makes poolers. Every member of PoolingType has one."""
 
-    @classmethod
-    def create(cls, strategy: str, *, attention_head: int | None = None, num_heads: int | None = None) -> Pooler:
+    @staticmethod
+    def create(strategy: str, *, attention_head: int | None = None, num_heads: int | None = None) -> Pooler:
         """Returns the pooler of a type.
 
         Args:
@@ -230,20 +167,7 @@ class PoolerFactory:
             ValueError: There is no such type, and the message lists those that there are; or no such head.
         """
         pooling_type = PoolingType(strategy)
-        if pooling_type.is_token_level:
-            return cls.create_token(pooling_type)
-        return cls.create_sequence(pooling_type, attention_head=attention_head, num_heads=num_heads)
-
-    @staticmethod
-    def create_sequence(
-        pooling_type: PoolingType, *, attention_head: int | None = None, num_heads: int | None = None
-    ) -> SequencePooler:
-        """Returns the pooler of a sequence-level type; see `create`."""
         if pooling_type is PoolingType.ATTENTION:
             return AttentionWeightedPooler(attention_head, num_heads)
-        return _SEQUENCE_POOLERS[pooling_type]()
-
-    @staticmethod
-    def create_token(pooling_type: PoolingType) -> TokenPooler:
-        """Returns the pooler of a token-level type; see `create`."""
-        return _TOKEN_POOLERS[pooling_type]()
+        classes = [*SequencePooler.__subclasses__(), *TokenPooler.__subclasses__()]
+        return next(pooler() for pooler in classes if pooler.pooling_type is pooling_type)

@@ -13,10 +13,13 @@ from torch import Tensor
 from penstock.kernels.pooling import MAX_TRITON_WIDTH, pool
 from penstock.kernels.upload import upload
 
+from ..executors.torch.base import PackedModel
 from ..executors.torch.encoders.masked_lm import BLOCK_ROWS
+from ..protocol.model_info import ModelInfo
 from ..protocol.vectors import SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import PoolingMetadata
+from .model_pooler import TokenMaps
 from .packing import IntArray, prefix_sums
 
 # Numbers held at once, 4 bytes each: rows over the whole vocabulary.
@@ -47,11 +50,22 @@ class SparsePooler:
         unweighted_ids: TOKEN_WEIGHTS: tokens that have no weight.
     """
 
-    def __init__(self, recipe: SparsePooling, head: RowMap, vocab_size: int, unweighted_ids: Sequence[int]) -> None:
+    def __init__(
+        self, recipe: SparsePooling, head: RowMap[Tensor], vocab_size: int, unweighted_ids: Sequence[int]
+    ) -> None:
         self._recipe = recipe
         self._head = head
         self._vocab_size = vocab_size
         self._unweighted_ids = np.array(unweighted_ids, np.int64)
+
+    @classmethod
+    def of(cls, info: ModelInfo, model: PackedModel, maps: TokenMaps[Tensor]) -> SparsePooler:
+        """Returns the pooler of a model that has sparse vectors."""
+        recipe = info.sparse
+        assert recipe is not None, "the model has sparse vectors"
+        head = model.vocabulary_head if recipe.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
+        assert head is not None, "the loader reads the head that ModelInfo names"
+        return cls(recipe, head, info.vocab_size, maps.unweighted_ids)
 
     def pool(self, hidden_states: Tensor, metadata: PoolingMetadata) -> SparsePairs:
         """Pools all rows [T, D] of the sequences that `metadata` describes.

@@ -1,29 +1,21 @@
-"""What a sequence that arrives in chunks has contributed to its answer so far."""
+"""The running state of a sequence that is pooled chunk by chunk. ChunkedPoolingManager keeps these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.pooling import PoolingKind, PoolingState, finish, pool, pool_partial
+from penstock.kernels.pooling import PoolingState, finish, pool, pool_partial
 from penstock.kernels.upload import upload
 
 from ..protocol.tasks import PoolingType
-from .packing import as_rows
-
-_KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
-    PoolingType.CLS: "cls",
-    PoolingType.LAST: "last",
-    PoolingType.MEAN: "mean",
-    PoolingType.MAX: "max",
-    PoolingType.MEAN_SQRT_LEN: "mean_sqrt_len",
-    PoolingType.WEIGHTED_MEAN: "weighted_mean",
-}
+from .metadata import check_gap
+from .tensor_ops import KERNEL_KINDS, as_rows
 
 Strategy = str | Sequence[str]
 
@@ -82,8 +74,8 @@ class PoolingStates:
         types = types_of(strategy)
         if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
-        kinds = {t: _KERNEL_KINDS[t] for t in types if t in _KERNEL_KINDS}
-        return cls(types, running={t: PoolingState.empty(kind, 1, hidden_dim, device) for t, kind in kinds.items()})
+        own = [t for t in types if not t.is_token_level and t is not PoolingType.ATTENTION]
+        return cls(types, running={t: PoolingState.empty(KERNEL_KINDS[t], 1, hidden_dim, device) for t in own})
 
     @property
     def is_token_level(self) -> bool:
@@ -205,19 +197,6 @@ def finalize_states(states: Sequence[PoolingStates]) -> Tensor:
         for pooling_type in states[0].pooling_types
     ]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
-
-
-def check_gap(pooling_types: Sequence[PoolingType], chunk_start: int, num_tokens: int) -> None:
-    """Checks that a chunk may begin at `chunk_start` after `num_tokens` were pooled.
-
-    Raises:
-        ValueError: It leaves a gap, and LAST is not the only type: every other one needs all rows.
-    """
-    if chunk_start > num_tokens and tuple(pooling_types) != (PoolingType.LAST,):
-        names = "+".join(pooling_types)
-        raise ValueError(
-            f"{names} pooling needs every row, but a chunk begins at {chunk_start} and {num_tokens} tokens were pooled"
-        )
 
 
 def _attention_row(state: PoolingStates) -> Tensor:

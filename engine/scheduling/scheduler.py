@@ -72,6 +72,7 @@ class Scheduler:
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = token_budget if not self._pool.is_empty else max(token_budget, max_seq_len)
         self._num_good_steps = 0
+        self._ended: list[QueuedSequence] = []  # in chunks, since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
         self.awaits_quiet = False  # until nothing runs: then it takes memory from one of which a chunk runs now
@@ -142,7 +143,8 @@ class Scheduler:
         """
         self.awaits_quiet = False
         self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
-        batch, budget = Batch(), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
+        batch, budget = Batch(ended=self._ended), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
+        self._ended = []
         if free_tokens is not None and self.prefill.config.is_dynamic:
             budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
         if self._num_lanes > 1 and not self.has_long:  # answers leave while the others still run
@@ -347,7 +349,8 @@ class Scheduler:
             self._pool.free(sequence.allocation, forget=forget)
             sequence.allocation = None
         if status is Status.ENDED:
-            sequence.kept = None
+            if sequence.is_long:
+                self._ended.append(sequence)
             sequence.request.num_left -= 1
             if not sequence.request.num_left:
                 del self.requests[sequence.request.request_id]

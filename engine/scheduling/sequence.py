@@ -154,7 +154,6 @@ class QueuedSequence(ChunkedRequest):
     behind: QueuedSequence | None = field(default=None, repr=False)  # the next that waits
     num_pooled: int = 0  # tokens that were pooled; they count even if what was done is lost, and they run again
     allocation: Allocation | None = None  # what it holds in the pool
-    kept: Any = None  # what the model runner keeps of it between two chunks
 
     def turn_for(self, client: str) -> float:
         """Returns its turn as a client sees it: where they are told apart, another's priority counts for nothing."""
@@ -213,4 +212,5 @@ class Batch:
     num_long: int = 0  # of these, of long sequences
     expired: list[Request] = field(default_factory=list)  # their deadline has passed, and they have ended
     preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # wait again; what they gave up
+    ended: list[QueuedSequence] = field(default_factory=list)  # since the last batch; the runner forgets them
     num_left: int = 0  # sequences that found no place in it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...checkpoint.files import Checkpoint
 from ...executors.torch.layers.linear import Linear
@@ -14,7 +15,7 @@ from ...protocol.model_info import ModelInfo, TokenizerSpec
 from .weights_loader import open_tensors
 
 
-def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps:
+def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tensor]:
     """Returns the heads for single tokens, float32, and the tokens that have no part in answers for tokens.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...pooling import PoolingStates
 from ...scheduling import Allocation, CacheSpec, Chunk, PoolPlan, QueuedSequence
 from .device_stream import DeviceStream
 
@@ -19,16 +19,14 @@ _NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What a sequence takes from one chunk to the next, apart from its blocks and slot. Lives in `QueuedSequence.kept`.
+class _SlotUse:
+    """Where the SSM states of a sequence in chunks are.
 
     Attributes:
-        pooling: State of its pooling.
-        place: Which of the two places of its slot holds its SSM states.
-        saved: SSM states on the host while it has no slot, perhaps still on their way there; see DeviceStream.save.
+        place: Which of the two places of its slot holds them.
+        saved: The states on the host while it has no slot, perhaps still being copied; see DeviceStream.save.
     """
 
-    pooling: PoolingStates | None = None
     place: int = 0
     saved: list[Tensor] | None = None
 
@@ -62,6 +60,7 @@ class ChunkMemory:
         self._num_slots = plan.num_slots
         self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
+        self._uses: defaultdict[QueuedSequence, _SlotUse] = defaultdict(_SlotUse)
 
     def batch_cache(self, chunks: Sequence[Chunk]) -> BatchCache | None:
         """Returns what a forward over `chunks` reads and writes; None where that is nothing. The places on the host.
@@ -93,7 +92,7 @@ class ChunkMemory:
             return
         for chunk in chunks:
             if chunk.sequence.allocation is not None:
-                kept_of(chunk.sequence).place ^= 1
+                self._uses[chunk.sequence].place ^= 1
 
     def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         """Copies the states of a sequence that loses its slot to the host, so that it can go on in another.
@@ -102,19 +101,23 @@ class ChunkMemory:
         """
         if self._ssm is None or self._kv is not None or not sequence.num_pooled:
             return
-        kept = kept_of(sequence)
-        if kept.saved is not None:
-            return  # it lost the slot before it ran there: what lies in it is not its own
-        kept.saved = self._stream.save(self._ssm.at(self._place(kept, allocation)))
+        use = self._uses[sequence]
+        if use.saved is not None:
+            return  # it lost the slot before it ran there, so the slot holds another sequence's states
+        use.saved = self._stream.save(self._ssm.at(self._place(use, allocation)))
 
     def restore(self, chunks: Sequence[Chunk]) -> None:
         """Puts saved states into the slots that the sequences have now."""
         for sequence in [chunk.sequence for chunk in chunks]:
-            kept: Kept | None = sequence.kept
-            if self._ssm is None or sequence.allocation is None or kept is None or kept.saved is None:
+            use = self._uses.get(sequence)
+            if self._ssm is None or sequence.allocation is None or use is None or use.saved is None:
                 continue
-            self._stream.put_back(kept.saved, self._ssm.at(self._place(kept, sequence.allocation)))
-            kept.saved = None
+            self._stream.put_back(use.saved, self._ssm.at(self._place(use, sequence.allocation)))
+            use.saved = None
+
+    def forget(self, sequence: QueuedSequence) -> None:
+        """Drops what is kept of a sequence that has ended."""
+        self._uses.pop(sequence, None)
 
     def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
         """Blocks of the sequences with a past, and the place of every row that is kept."""
@@ -143,28 +146,20 @@ class ChunkMemory:
     def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
         """Places that states are read from and written to."""
         held = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
-        saved = [(i, c, kept_of(c.sequence), a) for i, c, a in held if a is not None]
-        loaded = [(i, kept, a) for i, c, kept, a in saved if c.start]
+        saved = [(i, c, self._uses[c.sequence], a) for i, c, a in held if a is not None]
+        loaded = [(i, use, a) for i, c, use, a in saved if c.start]
         return {
             "load_indices": _indices([i for i, *_ in loaded]),
-            "load_slots": _indices([self._place(kept, a) for _, kept, a in loaded]),
+            "load_slots": _indices([self._place(use, a) for _, use, a in loaded]),
             "save_indices": _indices([i for i, *_ in saved]),
-            "save_slots": _indices([self._place(kept, a, is_next=True) for *_, kept, a in saved]),
+            "save_slots": _indices([self._place(use, a, is_next=True) for *_, use, a in saved]),
         }
 
-    def _place(self, kept: Kept, allocation: Allocation, *, is_next: bool = False) -> int:
+    def _place(self, use: _SlotUse, allocation: Allocation, *, is_next: bool = False) -> int:
         """Where the states of a sequence are now, or will be after the next forward."""
         assert allocation.state_slot is not None, "a model with SSM layers has a pool of slots"
-        return allocation.state_slot + (kept.place ^ is_next) * self._num_slots
+        return allocation.state_slot + (use.place ^ is_next) * self._num_slots
 
 
 def _indices(values: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64))
-
-
-def kept_of(sequence: QueuedSequence) -> Kept:
-    """Returns what is kept of a sequence between its chunks; begins it where there is nothing yet."""
-    if sequence.kept is None:
-        sequence.kept = Kept()
-    kept: Kept = sequence.kept
-    return kept

@@ -98,10 +98,12 @@ class ArrayOutput(NamedTuple):
         hidden_states: [T, D] float32: the last layer's rows.
         attention_weights: [T, H] float32: how much the first token of each sequence attends to each of its tokens in
             the last layer; None where nobody asked.
+        logits: None: the pooler calls the head.
     """
 
     hidden_states: Floats
     attention_weights: Floats | None
+    logits: Floats | None = None
 
 
 class ArrayEncoder:

@@ -19,7 +19,7 @@ from ...scheduling import CacheSpec
 from ..cpu.packed_arrays import PackedArrays
 from .staging import put_all
 
-_ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens", "skip_tokens")
+_ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
 _GROUP: Final = ("rows", "is_visible")
 _PLACES: Final = (
     "block_tables",
@@ -172,7 +172,8 @@ class PackedBatch:
         cu_seqlens: [N+1] int32, prefix sums of the lengths.
         seq_lens: Rows of each sequence in this batch, on the host.
         max_seqlen: The longest of them.
-        skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
+        skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence that pooling leaves out; None for
+            none.
         cache: What sequences bring along from earlier chunks and leave for later ones; None where all of them are whole
             and nothing is kept.
         hidden: Whole sequences with tokens that no token attends to, by their length.
@@ -185,7 +186,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     seq_lens: tuple[int, ...]
     max_seqlen: int
-    skip_tokens: Tensor | None
+    skip_tokens: NDArray[np.int32] | None
     cache: BatchCache | None = None
     hidden: Sequence[HiddenTokens] = ()
     token_ids: NDArray[np.int64] | None = None
@@ -227,5 +228,6 @@ class PackedBatch:
             max_seqlen=max(seq_lens),
             cache=None if cache is None else replace(cache, **{name: put[name] for name in places}),
             hidden=[HiddenTokens(**{name: put[number, name] for name in _GROUP}) for number in range(len(hidden))],
+            skip_tokens=arrays.skip_tokens,
             token_ids=arrays.input_ids,
         )

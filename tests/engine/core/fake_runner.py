@@ -89,6 +89,7 @@ class FakeRunner(Runner):
         self.saved: list[tuple[int, int]] = []
         self.on_preempt: Callable[[QueuedSequence], object] = lambda sequence: None
         self.is_warm = False
+        self.states: dict[QueuedSequence, tuple[int, float]] = {}  # tokens pooled, and their sum
 
     def warm_up(self) -> None:
         self.is_warm = True
@@ -109,7 +110,9 @@ class FakeRunner(Runner):
         for chunk in chunks:
             sequence = chunk.sequence
             done, rows = kept[chunk]
-            sequence.kept = (max(chunk.end, sequence.kept[0] if sequence.kept else 0), done)
+            before, _ = self.states.get(sequence, (0, 0.0))
+            if sequence.is_long:
+                self.states[sequence] = (max(chunk.end, before), done)
             if sequence.request.params.task is PoolingTask.TOKEN_EMBED:
                 outputs.append({"rows": rows})
             else:
@@ -120,12 +123,16 @@ class FakeRunner(Runner):
     def _sum(self, chunk: Chunk) -> tuple[float, np.ndarray]:
         """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""
         sequence = chunk.sequence
-        at, total = sequence.kept or (0, 0.0)
+        at, total = self.states.get(sequence, (0, 0.0))
         if sequence.request.needs_last_row and chunk.start > at:  # found in the cache
             at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())
         assert chunk.start <= at, "tokens were left out"
         rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
         return total + float(rows.sum()), rows[:, None]
+
+    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+        for sequence in sequences:
+            self.states.pop(sequence, None)
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
         self.saved.append(named(sequence))

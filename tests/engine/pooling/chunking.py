@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
@@ -33,15 +33,17 @@ class Chunk(NamedTuple):
 class Sequences:
     """LENGTHS as a model would see them, and what its runner keeps of them."""
 
-    pooler: ModelPooler
+    pooler: ModelPooler[Tensor]
     params: Sequence[PoolingParams]
     skip_tokens: Tensor | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    states: dict[int, PoolingStates] = field(default_factory=dict)
     parts: dict[int, list[dict[str, NDArray[np.float32]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        info = self.pooler._info
+        strategy = info.sequence_pooling or info.token_pooling
+        self.manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy=strategy, device=self.device)
         generator = torch.Generator().manual_seed(3)
         total = sum(LENGTHS)
         self.hidden = torch.randn(total, HIDDEN_SIZE, generator=generator).to(self.dtype)
@@ -51,8 +53,6 @@ class Sequences:
         self.hidden, self.token_ids, self.attention = (
             tensor.to(self.device) for tensor in (self.hidden, self.token_ids, self.attention)
         )
-        if self.skip_tokens is not None:
-            self.skip_tokens = self.skip_tokens.to(self.device)
 
     def whole(self) -> list[dict[str, NDArray[np.float32]]]:
         """What the batch of whole sequences gives."""
@@ -82,7 +82,7 @@ class Sequences:
             [self.params[i] for i in indices],
             chunk_sizes=[s.end - s.start for s in batch],
             chunk_starts=[s.start for s in batch],
-            states=[self.states.get(i) for i in indices],
+            seq_ids=indices,
             token_ids=torch.cat([self.token_ids[ROW_BOUNDS[s.seq] + s.start :][: s.end - s.start] for s in batch]),
             skip_tokens=None if self.skip_tokens is None else self.skip_tokens[indices],
             device=self.device,
@@ -91,21 +91,20 @@ class Sequences:
     def step(self, batch: Sequence[Chunk]) -> list[Any]:
         """Runs a batch and keeps what a runner keeps; returns the arrays of each chunk."""
         metadata = self.metadata(batch)
-        arrays = self.pooler.pool(self.output(batch), metadata).to_numpy()
+        arrays = self.pooler.pool(self.output(batch), metadata, self.manager).to_numpy()
+        self.manager.commit(metadata)
         incomplete = metadata.get_incomplete_indices()
-        assert sorted(metadata.states) == incomplete
         for place, s in enumerate(batch):
             assert (place in incomplete) is (s.end < LENGTHS[s.seq])
-            self.states.pop(s.seq, None)
-            if place in metadata.states:
-                self.states[s.seq] = metadata.states[place]
-                assert metadata.states[place].num_tokens >= s.end
+            assert (s.seq in self.manager._running) is (place in incomplete)
+            if place in incomplete:
+                assert self.manager._running[s.seq].cursor.start >= s.end
             self.parts.setdefault(s.seq, []).append(dict(arrays[place]))
         return arrays
 
     def answers(self) -> list[dict[str, NDArray[np.float32]]]:
         """The arrays of all chunks, joined as a client joins them."""
-        assert not self.states
+        assert self.manager.get_pending_count() == 0
         joined = []
         for seq in range(NUM_SEQS):
             names = {name for part in self.parts[seq] for name in part}

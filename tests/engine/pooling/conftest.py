@@ -1,6 +1,6 @@
 """Packed batches and models small enough to check by hand."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
-from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata, PoolingStates
+from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -111,14 +111,14 @@ def describe(
     *,
     chunk_sizes: Sequence[int] | None = None,
     chunk_starts: Sequence[int] | None = None,
-    states: Sequence[PoolingStates | None] | None = None,
+    seq_ids: Sequence[Hashable] | None = None,
     token_ids: Tensor | None = None,
     skip_tokens: Tensor | None = None,
     device: str = "cpu",
 ) -> PoolingMetadata:
-    """Describes a batch as the runner does. Chunks begin where pooling stopped and reach to the end, if not said."""
+    """Describes a batch as the runner does. Chunks reach from the first token to the last, if not said."""
     if chunk_starts is None:
-        chunk_starts = [0 if s is None else s.num_tokens for s in states or [None] * len(prompt_lens)]
+        chunk_starts = [0] * len(prompt_lens)
     if chunk_sizes is None:
         chunk_sizes = [n - s for n, s in zip(prompt_lens, chunk_starts, strict=True)]
     num_tokens = sum(chunk_sizes)
@@ -129,11 +129,12 @@ def describe(
         cu_seqlens=torch.tensor([0, *np.cumsum(chunk_sizes)], dtype=torch.int32, device=device),
         seq_lens=tuple(chunk_sizes),
         max_seqlen=max(chunk_sizes),
-        skip_tokens=skip_tokens,
+        skip_tokens=None if skip_tokens is None else skip_tokens.numpy(),
         cache=BatchCache(num_new_seqs=0, num_new_tokens=0, context_lens=tuple(chunk_starts)),
     )
     params = [PoolingParams()] * len(prompt_lens) if params is None else params
-    metadata = PoolingMetadata.for_batch(batch, params, prompt_lens=prompt_lens, states=states)
+    seq_ids = range(len(prompt_lens)) if seq_ids is None else seq_ids
+    metadata = PoolingMetadata.for_batch(batch, params, seq_ids=seq_ids, prompt_lens=prompt_lens)
     return replace(metadata, token_ids=None if token_ids is None else token_ids.cpu().numpy())
 
 
@@ -146,7 +147,7 @@ def dense_chain(in_features: int = HIDDEN_SIZE, out_features: int = 10) -> torch
     return torch.nn.Sequential(torch.nn.Linear(in_features, out_features), torch.nn.Tanh()).requires_grad_(False)
 
 
-def assert_same(left: PoolerOutput, right: PoolerOutput, atol: float = 1e-6) -> None:
+def assert_same(left: PoolerOutput[Tensor], right: PoolerOutput[Tensor], atol: float = 1e-6) -> None:
     for a, b in zip(left.to_numpy(), right.to_numpy(), strict=True):
         assert a.keys() == b.keys()
         for name in a:
@@ -160,7 +161,7 @@ def embedding_cases() -> Iterator[tuple[ModelInfo, list[torch.nn.Module]]]:
     yield make_info(dense=DENSE), [dense_chain()]
 
 
-PoolAll = Callable[..., PoolerOutput]
+PoolAll = Callable[..., PoolerOutput[Tensor]]
 
 
 @pytest.fixture
@@ -168,17 +169,17 @@ def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor
     """Pools the batch of whole sequences, or those `indices` of it alone."""
 
     def run(
-        pooler: ModelPooler,
+        pooler: ModelPooler[Tensor],
         params: Sequence[PoolingParams],
         *,
         indices: Sequence[int] | None = None,
         skip_tokens: Tensor | None = None,
-    ) -> PoolerOutput:
+    ) -> PoolerOutput[Tensor]:
         metadata = describe(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
         rows = None
         if indices is not None:
             rows, metadata = metadata.select(indices)
-        picked = slice(None) if rows is None else rows
+        picked = slice(None) if rows is None else torch.arange(sum(LENGTHS))[rows]
         attention = attention_weights[picked] if pooler.needs_attention(metadata.params) else None
         return pooler.pool(ModelOutput(hidden_states=hidden_states[picked], attention_weights=attention), metadata)
 

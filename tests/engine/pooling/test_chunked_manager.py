@@ -4,7 +4,6 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from threading import Event, current_thread
 from typing import Any
 
 import numpy as np
@@ -189,48 +188,21 @@ def test_prefetched_rows_are_those_that_are_pooled(strategy: str, device: str, f
         torch.testing.assert_close(pooled.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_the_next_rows_are_loaded_while_others_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy runs on another thread and ends before the rows are asked for; nobody copies them again."""
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
-    loads: list[tuple[str, int]] = []
-    loaded = Event()
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with the address of each chunk that is copied to the device."""
+    addresses: list[int] = []
     real = ChunkedPoolingManager._to_tensor
 
     def counted(self: ChunkedPoolingManager, values: Any) -> Tensor:
-        loads.append((current_thread().name, len(values)))
-        tensor = real(self, values)
-        loaded.set()
-        return tensor
-
-    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", counted)
-    first, second = rows(20)[:15].numpy(), rows(20)[15:].numpy()
-    manager.prefetch("a", second)
-    assert loaded.wait(30)
-    assert manager.process_chunk("a", first) is False
-    manager.prefetch("a", second)
-    manager.process_chunk("a", second)
-    assert [length for _, length in loads].count(15) == 1
-    assert all("pooling-prefetch" in name for name, length in loads if length == 5)
-    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
-
-
-def counted_loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Returns a list that grows with each copy of a chunk: the name of the thread, and the address of the chunk."""
-    loads: list[tuple[str, int]] = []
-    real = ChunkedPoolingManager._to_tensor
-
-    def counted(self: ChunkedPoolingManager, values: Any) -> Tensor:
-        loads.append((current_thread().name, id(values)))
+        addresses.append(id(values))
         return real(self, values)
 
     monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", counted)
-    return loads
+    return addresses
 
 
-def test_documented_loop_copies_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of the class docstring: all chunks but the first are copied by the prefetch thread, each once."""
-    loads = counted_loads(monkeypatch)
+def test_documented_loop_copies_each_chunk_once(copied: list[int]) -> None:
     chunks = [part.numpy() for part in rows(95).split(10)]
     manager = ChunkedPoolingManager(WIDTH, strategy="mean")
     manager.start_sequence("a", 95)
@@ -240,21 +212,19 @@ def test_documented_loop_copies_each_chunk_once(monkeypatch: pytest.MonkeyPatch)
             manager.prefetch("a", chunk_after)
         manager.process_chunk("a", chunk)
     torch.testing.assert_close(manager.finalize("a"), rows(95).mean(0), atol=1e-6, rtol=1e-6)
-    assert sorted(address for _, address in loads) == sorted(map(id, chunks))
-    assert sum("pooling-prefetch" in name for name, _ in loads) == len(chunks) - 1 == 9
+    assert sorted(copied) == sorted(map(id, chunks))
 
 
-def test_prefetch_keeps_two_chunks_and_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = counted_loads(monkeypatch)
+def test_prefetch_keeps_two_chunks_and_drops_the_oldest(copied: list[int]) -> None:
     chunks = [part.numpy() for part in rows(40).split(10)]
     manager = ChunkedPoolingManager(WIDTH)
     manager.start_sequence("a", 40)
-    for chunk in chunks[:3]:
+    for chunk in (*chunks[:3], chunks[2]):
         manager.prefetch("a", chunk)
+    del copied[:]
     for chunk in chunks:
         manager.process_chunk("a", chunk)
-    own = [address for name, address in loads if "pooling-prefetch" not in name]
-    assert own == [id(chunks[0]), id(chunks[3])]
+    assert copied == [id(chunks[0]), id(chunks[3])]
     torch.testing.assert_close(manager.finalize("a"), rows(40).mean(0), atol=1e-6, rtol=1e-6)
 
 
@@ -262,35 +232,15 @@ def test_prefetch_keeps_two_chunks_and_drops_the_oldest(monkeypatch: pytest.Monk
 def test_ended_sequence_releases_prefetched_chunks(ends: str) -> None:
     manager = ChunkedPoolingManager(WIDTH)
     manager.start_sequence("a", 20)
-    chunk = rows(20).numpy()
     spares = [np.zeros((5, WIDTH), np.float32) for _ in range(2)]
     references = [weakref.ref(spare) for spare in spares]
-    manager.process_chunk("a", chunk)
+    manager.process_chunk("a", rows(20))
     for spare in spares:
         manager.prefetch("a", spare)
     getattr(manager, ends)("a")
     del spare, spares
-    manager._loader.submit(int).result(30)  # a copy that runs at the end still holds its chunk
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-
-
-def test_failed_prefetch_is_raised_once_and_loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
-    real, failures = ChunkedPoolingManager._to_tensor, [MemoryError("out of memory")]
-
-    def failing(self: ChunkedPoolingManager, values: Any) -> Tensor:
-        if failures:
-            raise failures.pop()
-        return real(self, values)
-
-    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", failing)
-    manager.prefetch("a", chunk := rows(20))
-    with pytest.raises(MemoryError):
-        manager.process_chunk("a", chunk)
-    assert manager.process_chunk("a", chunk) is True
-    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
 
 
 def test_rows_that_were_not_processed_in_the_end() -> None:
@@ -340,3 +290,38 @@ def test_rows_are_pooled_on_the_device_of_the_manager(strategy: str) -> None:
     assert kept is False or (isinstance(kept, Tensor) and (kept.device.type, kept.shape) == ("meta", (15, WIDTH)))
     manager.process_chunk("a", rows(5).numpy())
     assert manager.finalize("a").device.type == "meta"
+
+
+def test_cancelled_sequence_of_a_batch_is_forgotten() -> None:
+    """A batch that has not been committed changes nothing, and a cancelled sequence begins anew."""
+    manager = ChunkedPoolingManager(WIDTH, strategy="mean")
+    for size in (20, 7):
+        metadata = describe([40], chunk_sizes=[size], seq_ids=["a"])
+        manager.schedule(metadata)
+        assert metadata.cursors[0].start == 0
+        done, _ = manager.process_batch(metadata, rows(size), None, [0])
+        assert (done, manager.get_pending_count()) == ([], 0)
+    manager.commit(metadata)
+    assert manager.get_pending_count() == 1
+    assert manager.cancel("a")
+    metadata = describe([7], seq_ids=["a"])
+    manager.schedule(metadata)
+    assert metadata.cursors == {}
+
+
+def test_process_batch_equals_process_chunk() -> None:
+    together = ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last"))
+    alone = ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last"))
+    hidden = {name: rows(65, seed) for seed, name in enumerate("abc")}
+    for name in hidden:
+        alone.start_sequence(name, 65)
+    for start, end in ((0, 30), (30, 37), (37, 65)):
+        metadata = describe([65] * 3, chunk_sizes=[end - start] * 3, chunk_starts=[start] * 3, seq_ids="abc")
+        together.schedule(metadata)
+        packed = torch.cat([part[start:end] for part in hidden.values()])
+        done, pooled = together.process_batch(metadata, packed, None, [0, 1, 2])
+        together.commit(metadata)
+        for name, part in hidden.items():
+            alone.process_chunk(name, part[start:end])
+    assert (done, together.get_pending_count()) == ([0, 1, 2], 0)
+    assert torch.equal(pooled, torch.stack([alone.finalize(name) for name in "abc"]))

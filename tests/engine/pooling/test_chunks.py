@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, poolers
+from penstock.engine.pooling import ChunkedPoolingManager, PoolingMetadata, PoolingStates, poolers, tensor_ops
+from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -43,7 +44,7 @@ by_case = pytest.mark.parametrize(
 @pytest.mark.parametrize("with_skip", [False, True], ids=["", "skip"])
 @by_case
 def test_embeddings(info: ModelInfo, dense: list[torch.nn.Module], chunk_size: int, with_skip: bool) -> None:
-    pooler = ModelPooler(info, TinyModel(), dense)
+    pooler = tensor_pooler(info, TinyModel(), dense)
     run(Sequences(pooler, mixed_params(info), SKIP_TOKENS if with_skip else None), in_chunks(chunk_size))
 
 
@@ -53,7 +54,7 @@ def test_classes(pooling_type: PoolingType, chunk_size: int) -> None:
     info = make_info(ModelKind.CROSS_ENCODER, sequence_pooling=(pooling_type,))
     tasks = (PoolingTask.CLASSIFY, PoolingTask.SCORE)
     params = [resolved(info, tasks[i % 2], use_activation=i % 3 == 0) for i in range(NUM_SEQS)]
-    run(Sequences(ModelPooler(info, TinyModel()), params), in_chunks(chunk_size))
+    run(Sequences(tensor_pooler(info, TinyModel()), params), in_chunks(chunk_size))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
@@ -67,20 +68,20 @@ def test_token_scores(pooling_type: PoolingType, chunk_size: int) -> None:
             for i, tag in enumerate([1, None, 2, 1, None, 99])
         ]
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields) for fields in options]
-    run(Sequences(ModelPooler(info, TinyModel()), params), in_chunks(chunk_size))
+    run(Sequences(tensor_pooler(info, TinyModel()), params), in_chunks(chunk_size))
 
 
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
 def test_bfloat16(pooling_type: PoolingType) -> None:
     info = make_info(sequence_pooling=(pooling_type,))
-    run(Sequences(ModelPooler(info, TinyModel()), mixed_params(info), dtype=torch.bfloat16), in_chunks(7))
+    run(Sequences(tensor_pooler(info, TinyModel()), mixed_params(info), dtype=torch.bfloat16), in_chunks(7))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @by_case
 def test_on_the_device(info: ModelInfo, dense: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    pooler = ModelPooler(info, TinyModel(), [deepcopy(module).cuda() for module in dense])
+    pooler = tensor_pooler(info, TinyModel(), [deepcopy(module).cuda() for module in dense])
     run(Sequences(pooler, mixed_params(info), SKIP_TOKENS, dtype, "cuda"), in_chunks(7))
 
 
@@ -117,7 +118,7 @@ def test_random_schedules_with_preemption(
     schedule: list[list[Chunk]], case: tuple[ModelInfo, list[torch.nn.Module]], with_skip: bool
 ) -> None:
     info, dense = case
-    pooler = ModelPooler(info, TinyModel(), dense)
+    pooler = tensor_pooler(info, TinyModel(), dense)
     run(Sequences(pooler, mixed_params(info), SKIP_TOKENS if with_skip else None), schedule)
 
 
@@ -126,7 +127,7 @@ def test_random_schedules_with_preemption(
 def test_random_steps_with_preemption(schedule: list[list[Chunk]]) -> None:
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag) for tag in (1, None, 2, 0, 1, 99)]
-    run(Sequences(ModelPooler(info, TinyModel()), params), schedule)
+    run(Sequences(tensor_pooler(info, TinyModel()), params), schedule)
 
 
 # What goes out with which chunk ----------------------------------------------------------------------------------
@@ -134,20 +135,22 @@ def test_random_steps_with_preemption(schedule: list[list[Chunk]]) -> None:
 
 def token_classifier(**fields: Any) -> Sequences:
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
-    return Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS)
+    return Sequences(
+        tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS
+    )
 
 
 def test_token_rows_go_out_with_their_chunk_and_are_kept_nowhere() -> None:
     info = make_info()
     params = [resolved(info, PoolingTask.TOKEN_EMBED, dimensions=5)] * NUM_SEQS
-    sequences = Sequences(ModelPooler(info, TinyModel()), params)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), params)
     shapes = [
         [arrays["token_embeddings"].shape for arrays in sequences.step(batch)]
         for batch in ([Chunk(3, 0, 20), Chunk(1, 0, 2)], [Chunk(3, 20, 41)])
     ]
     assert shapes == [[(20, 5), (2, 5)], [(21, 5)]]
-    state = sequences.states[3]
-    assert (state.num_tokens, state.running, state.rows) == (41, {}, [])
+    sequence = sequences.manager._running[3]
+    assert (sequence.cursor.start, sequence.states) == (41, None)
 
 
 def test_rows_computed_again_are_not_sent_again() -> None:
@@ -168,10 +171,11 @@ def test_no_step_in_a_chunk_is_no_row_of_the_right_width(columns: tuple[int, ...
 
 def test_an_incomplete_embedding_has_no_array() -> None:
     info = make_info()
-    sequences = Sequences(ModelPooler(info, TinyModel()), mixed_params(info))
+    sequences = Sequences(tensor_pooler(info, TinyModel()), mixed_params(info))
     arrays = sequences.step([Chunk(0, 0, 1), Chunk(3, 0, 20), Chunk(5, 0, 4)])
     assert [sorted(a) for a in arrays] == [["embedding"], [], ["token_embeddings"]]
-    output = sequences.pooler.pool(sequences.output([Chunk(3, 20, 30)]), sequences.metadata([Chunk(3, 20, 30)]))
+    batch = [Chunk(3, 20, 30)]
+    output = sequences.pooler.pool(sequences.output(batch), sequences.metadata(batch), sequences.manager)
     with pytest.raises(KeyError, match="sequence 0 has no embedding; it has no results yet"):
         output.get_embedding(0)
 
@@ -185,16 +189,15 @@ def test_last_may_begin_late(with_skip: bool) -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED, dimensions=d) for d in (None, 5, 3, None, 2, None)]
     skip = torch.tensor([0, 1, 6, 50, 5, 29], dtype=torch.int32) if with_skip else None
-    sequences = Sequences(ModelPooler(info, TinyModel()), params, skip)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), params, skip)
     first = [Chunk(0, 0, 1), Chunk(2, 4, 7), Chunk(4, 3, 5), Chunk(3, 16, 40), Chunk(5, 20, 25)]
     run(sequences, [first, [Chunk(3, 48, 63), Chunk(1, 0, 2), Chunk(5, 25, 30)]])
 
 
 def test_last_with_hits_alone_is_one_kernel_call_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     batch = [Chunk(i, length // 2, length) for i, length in enumerate(LENGTHS)]
-    assert sequences.metadata(batch).cursors == {}
     monkeypatch.setattr(PoolingStates, "initialize", None)
     run(sequences, [batch])
 
@@ -203,10 +206,12 @@ def test_no_more_rows_leave_the_last_one_as_it_is() -> None:
     """The last chunk came with none: what its sequence gave before is the answer."""
     info = make_info(sequence_pooling=(PoolingType.LAST,), normalize=False)
     hidden = torch.randn(9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
-    state = PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.LAST,))
-    state.update(hidden[:5])
-    metadata = describe([5, 4], [resolved(info, PoolingTask.EMBED)] * 2, chunk_sizes=[0, 4], states=[state, None])
-    output = ModelPooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden[5:]), metadata)
+    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="last")
+    manager.start_sequence(0, 5)
+    manager.process_chunk(0, hidden[:5])
+    params = [resolved(info, PoolingTask.EMBED)] * 2
+    metadata = describe([5, 4], params, chunk_sizes=[0, 4], chunk_starts=[5, 0])
+    output = tensor_pooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden[5:]), metadata, manager)
     np.testing.assert_allclose([output.get_embedding(0), output.get_embedding(1)], hidden[[4, 8]])
 
 
@@ -216,7 +221,7 @@ def test_no_more_rows_leave_the_last_one_as_it_is() -> None:
 @pytest.mark.parametrize("end", [50, 63])
 def test_other_types_need_every_row(types: tuple[PoolingType, ...], end: int) -> None:
     info = make_info(sequence_pooling=types)
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     with pytest.raises(ValueError, match=rf"{'.'.join(types)} pooling needs every row, but a chunk begins at 16 and 0"):
         sequences.step([Chunk(2, 0, 7), Chunk(3, 16, end)])
 
@@ -234,26 +239,25 @@ def test_token_rows_need_every_row(end: int) -> None:
 
 def test_whole_sequences_beside_a_chunk_go_through_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    real = poolers.pool
+    real = tensor_ops.pool
 
     def counted(hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append((len(hidden_states), len(cu_seqlens) - 1))
         return real(hidden_states, cu_seqlens, *args, **kwargs)
 
-    monkeypatch.setattr(poolers, "pool", counted)
+    monkeypatch.setattr(tensor_ops, "pool", counted)
     info = make_info()
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     batch = [*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)]
-    assert list(sequences.metadata(batch).cursors) == [4]
     sequences.step(batch)
     assert seen == [(15, 4)]
 
 
 def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> None:
     info = make_info()
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    sequences.states[3] = PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.MEAN,))
-    sequences.states[3].update(torch.full((20, HIDDEN_SIZE), float("nan")))
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences.manager.start_sequence(3, 63)
+    sequences.manager.process_chunk(3, torch.full((20, HIDDEN_SIZE), float("nan")))
     sequences.step([Chunk(3, 0, 63)])
     np.testing.assert_allclose(sequences.parts[3][0]["embedding"], sequences.whole()[3]["embedding"], atol=1e-6)
 
@@ -265,7 +269,7 @@ def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
 ) -> None:
     """The weights of a later chunk begin with those of the tokens before it, which have no rows in the batch."""
     info = make_info(sequence_pooling=types)
-    sequences = Sequences(ModelPooler(info, TinyModel()), mixed_params(info))
+    sequences = Sequences(tensor_pooler(info, TinyModel()), mixed_params(info))
     sequences.step([Chunk(3, 0, 20), Chunk(4, 0, 5)])
     whole = [Chunk(i, 0, LENGTHS[i]) for i in (1, 2, 5, 0)]
     run(sequences, [[*whole[:place], Chunk(3, 20, 63), *whole[place:]]])
@@ -276,14 +280,16 @@ def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
 
 def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
     info = make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION))
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     sequences.step([Chunk(3, 0, 20)])
-    state, batch = sequences.states[3], [Chunk(3, 20, 63)]
+    batch, sequence = [Chunk(3, 20, 63)], sequences.manager._running[3]
     for _ in range(2):
         metadata = sequences.metadata(batch)
-        output = sequences.pooler.pool(sequences.output(batch), metadata).to_numpy()[0]["embedding"]
+        output = sequences.pooler.pool(sequences.output(batch), metadata, sequences.manager).get_embedding(0)
         np.testing.assert_allclose(output, sequences.whole()[3]["embedding"], atol=1e-5)
-        assert (state.num_tokens, len(state.rows)) == (20, 1)
+        assert sequences.manager._running[3] is sequence
+        assert sequence.states is not None
+        assert (sequence.cursor.start, sequence.states.num_tokens, len(sequence.states.rows)) == (20, 20, 1)
 
 
 def packed(batch: Sequence[Chunk], cache: bool = True) -> PackedBatch:
@@ -301,41 +307,43 @@ def test_a_packed_batch_says_where_its_chunks_begin() -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED)] * 3
     batch = [Chunk(2, 0, 7), Chunk(4, 3, 5), Chunk(3, 16, 40)]
-    metadata = PoolingMetadata.for_batch(packed(batch), params, prompt_lens=[7, 5, 63], states=[None] * 3)
-    assert list(metadata.cursors) == [2]
+    metadata = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", prompt_lens=[7, 5, 63])
+    assert metadata.chunks is not None
+    assert (metadata.chunks.starts.tolist(), metadata.chunks.ends.tolist()) == ([0, 3, 16], [7, 5, 40])
+    assert metadata.get_incomplete_indices() == [2]
+    ChunkedPoolingManager(HIDDEN_SIZE, strategy="last").schedule(metadata)
     cursor = metadata.cursors[2]
-    assert (cursor.start, cursor.chunk_start, cursor.chunk_end, cursor.global_start) == (0, 16, 40, 9)
-    assert not PoolingMetadata.for_batch(packed(batch), params).cursors
+    assert (cursor.start, cursor.global_start, cursor.global_end) == (0, 9, 33)
     batch_cache = packed(batch).cache
     assert batch_cache is not None
     chunked = replace(packed(batch), cache=replace(batch_cache, prompt_lens=(7, 9, 63)))
-    assert list(PoolingMetadata.for_batch(chunked, params).cursors) == [1, 2]
-    assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], prompt_lens=[7]).is_partial
+    assert PoolingMetadata.for_batch(chunked, params, seq_ids="abc").get_incomplete_indices() == [1, 2]
+    assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], seq_ids="a", prompt_lens=[7]).is_partial
     assert not PoolingMetadata.for_batch(packed(batch, cache=False), params).is_partial
-    bare, kept = packed([batch[0]], cache=False), PoolingStates.initialize(HIDDEN_SIZE, (PoolingType.LAST,))
-    assert list(PoolingMetadata.for_batch(bare, params[:1], prompt_lens=[9]).cursors) == [0]
-    assert list(PoolingMetadata.for_batch(bare, params[:1], states=[kept]).cursors) == [0]
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
-        PoolingMetadata.for_batch(packed(batch), params, prompt_lens=[7])
+        PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", prompt_lens=[7])
 
 
 def test_models_that_pool_by_themselves_take_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
     metadata = describe([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="cannot run on chunks"):
-        ModelPooler(info, TinyModel()).pool(output, metadata)
+    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="cls")
+    with pytest.raises(ValueError, match="a model that does not pool by itself"):
+        tensor_pooler(info, TinyModel()).pool(output, metadata, manager)
+    with pytest.raises(ValueError, match="chunks of sequences need a manager"):
+        tensor_pooler(info, TinyModel()).pool(ModelOutput(hidden_states=output.hidden_states), metadata)
 
 
 def test_attention_weights_must_cover_what_was_before() -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
-    sequences = Sequences(ModelPooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     sequences.step([Chunk(3, 0, 20)])
     batch = [Chunk(3, 20, 63)]
     for weights, message in ((None, "needs the attention weights"), (sequences.attention[:43], "hold 43 rows for 63")):
         output = ModelOutput(hidden_states=sequences.output(batch).hidden_states, attention_weights=weights)
         with pytest.raises(ValueError, match=message):
-            sequences.pooler.pool(output, sequences.metadata(batch))
+            sequences.pooler.pool(output, sequences.metadata(batch), sequences.manager)
 
 
 def test_a_pooler_takes_no_chunks() -> None:

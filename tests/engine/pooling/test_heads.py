@@ -8,11 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.model_info import Activation, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.pooler_config import PoolerConfig
 
 from .conftest import make_info
+
+OPS = TensorOps()
 
 
 def rows(num_rows: int = 6, width: int = 24) -> Tensor:
@@ -28,7 +31,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_cut_then_normalise(dimensions: int | None, normalize: bool) -> None:
     params = [PoolingParams(dimensions=dimensions, normalize=normalize)] * 6
-    values, widths = EmbeddingPoolerHead()(rows(), params)
+    values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
     expected = rows()[:, :dimensions]
     close(values, F.normalize(expected, dim=1) if normalize else expected)
     assert widths is None
@@ -36,7 +39,7 @@ def test_cut_then_normalise(dimensions: int | None, normalize: bool) -> None:
 
 def test_mixed_params() -> None:
     params = [PoolingParams(dimensions=d, normalize=n) for d in (None, 3, 24) for n in (True, False)]
-    values, widths = EmbeddingPoolerHead()(rows(), params)
+    values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
     assert widths == (24, 24, 3, 3, 24, 24)
     for row, whole, width, p in zip(values, rows(), widths, params, strict=True):
         expected = whole[:width]
@@ -47,33 +50,35 @@ def test_projection_comes_before_the_cut() -> None:
     torch.manual_seed(1)
     chain = [torch.nn.Linear(24, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10, bias=False)]
     with torch.no_grad():
-        values, _ = EmbeddingPoolerHead(chain)(rows().bfloat16(), [PoolingParams(dimensions=4, normalize=True)] * 6)
+        values, _ = EmbeddingPoolerHead(OPS, chain)(
+            rows().bfloat16(), [PoolingParams(dimensions=4, normalize=True)] * 6
+        )
         expected = torch.nn.Sequential(*chain)(rows().bfloat16().float())[:, :4]
     close(values, F.normalize(expected, dim=1))
 
 
 def test_zero_rows_stay_zero() -> None:
-    values, _ = EmbeddingPoolerHead()(torch.zeros(2, 24), [PoolingParams(normalize=True)] * 2)
+    values, _ = EmbeddingPoolerHead(OPS)(torch.zeros(2, 24), [PoolingParams(normalize=True)] * 2)
     assert torch.equal(values, torch.zeros(2, 24))
 
 
 def test_token_rows_take_the_params_of_their_sequence() -> None:
     params = [PoolingParams(dimensions=3, normalize=True), PoolingParams(normalize=False)]
-    values, widths = EmbeddingPoolerHead()(rows(), params, (2, 4))
+    values, widths = EmbeddingPoolerHead(OPS)(rows(), params, (2, 4))
     assert widths == (3, 24)
     close(values[:2, :3], F.normalize(rows()[:2, :3], dim=1))
     close(values[2:], rows()[2:])
     params = [PoolingParams(dimensions=width, normalize=False) for width in (3, 5)]
-    values, widths = EmbeddingPoolerHead()(rows(), params, (2, 4))
+    values, widths = EmbeddingPoolerHead(OPS)(rows(), params, (2, 4))
     assert (widths, values.shape) == ((3, 5), (6, 5))  # no wider than the widest
-    assert EmbeddingPoolerHead()(rows(2), params)[0].shape == (2, 5)
+    assert EmbeddingPoolerHead(OPS)(rows(2), params)[0].shape == (2, 5)
 
 
 @pytest.mark.parametrize("widths", [(32,), (32, 8)])
 def test_no_row_is_wider_than_it_was(widths: tuple[int, ...]) -> None:
     """A model that concatenates rows takes wider `dimensions` than its token rows have."""
     params = [PoolingParams(dimensions=widths[i % len(widths)], normalize=False) for i in range(6)]
-    values, given = EmbeddingPoolerHead()(rows(), params)
+    values, given = EmbeddingPoolerHead(OPS)(rows(), params)
     assert values.shape == (6, 24)
     assert given == (None if len(widths) == 1 else (24, 8, 24, 8, 24, 8))
     close(values[::2], rows()[::2])
@@ -92,7 +97,7 @@ def test_scores_of_a_configuration_of_vllm() -> None:
 
 def test_results_never_alias_the_hidden_states() -> None:
     hidden = rows()
-    values, _ = EmbeddingPoolerHead()(hidden, [PoolingParams(normalize=False)] * 6)
+    values, _ = EmbeddingPoolerHead(OPS)(hidden, [PoolingParams(normalize=False)] * 6)
     hidden.zero_()
     close(values, rows())
 
@@ -104,11 +109,11 @@ ACTIVATIONS = {
 }
 
 
-def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHead, Tensor]:
+def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHead[Tensor], Tensor]:
     torch.manual_seed(3)
     weight = torch.randn(num_labels, 24)
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, num_labels=num_labels, **changes)
-    return ClassifierPoolerHead(info, lambda x: x.float() @ weight.T), rows() @ weight.T
+    return ClassifierPoolerHead(OPS, info, lambda x: x.float() @ weight.T), rows() @ weight.T
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -145,9 +150,9 @@ def test_heads_stay_on_the_device_of_their_rows() -> None:
     hidden = rows().to("meta")
     mixed = [PoolingParams(dimensions=d, normalize=n) for d, n in ((3, True), (5, False))]
     for params, row_lens in ((mixed * 3, None), (mixed, (2, 4)), ([PoolingParams(dimensions=5)] * 6, None)):
-        values, _ = EmbeddingPoolerHead()(hidden, params, row_lens)
+        values, _ = EmbeddingPoolerHead(OPS)(hidden, params, row_lens)
         assert (values.device.type, values.shape) == ("meta", (6, 5))
-    head = ClassifierPoolerHead(make_info(ModelKind.SEQUENCE_CLASSIFIER), lambda x: x[:, :5])
+    head = ClassifierPoolerHead(OPS, make_info(ModelKind.SEQUENCE_CLASSIFIER), lambda x: x[:, :5])
     uses = [PoolingParams(use_activation=use) for use in (True, False)]
     scores = head(hidden, uses, (2, 4), (3, 0))
     assert (scores.device.type, scores.shape) == ("meta", (6, 2))

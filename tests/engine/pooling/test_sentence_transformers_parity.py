@@ -8,7 +8,7 @@ import torch
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from torch import Tensor
 
-from penstock.engine.pooling import ModelPooler
+from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import DenseSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -42,7 +42,7 @@ def test_pooling_and_normalize(
     expected = (Normalize()(features) if normalize else features)["sentence_embedding"]
     info = make_info(sequence_pooling=tuple(MODES[m] for m in modes), normalize=normalize)
     params = PoolingParams().resolved(PoolingTask.EMBED, info)
-    output = pool_all(ModelPooler(info, TinyModel()), [params] * len(LENGTHS))
+    output = pool_all(tensor_pooler(info, TinyModel()), [params] * len(LENGTHS))
     actual = np.stack([arrays["embedding"] for arrays in output.to_numpy()])
     np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -58,7 +58,7 @@ def test_prompt_is_left_out(modes: tuple[str, ...], pool_all: PoolAll, hidden_st
     info = make_info(sequence_pooling=tuple(MODES[m] for m in modes), normalize=False)
     params = [PoolingParams().resolved(PoolingTask.EMBED, info)] * len(LENGTHS)
     skip_tokens = torch.full((len(LENGTHS),), 4, dtype=torch.int32)
-    output = pool_all(ModelPooler(info, TinyModel()), params, indices=long, skip_tokens=skip_tokens)
+    output = pool_all(tensor_pooler(info, TinyModel()), params, indices=long, skip_tokens=skip_tokens)
     actual = np.stack([arrays["embedding"] for arrays in output.to_numpy()])
     np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -81,6 +81,6 @@ def test_dense_chain(modes: tuple[str, ...], normalize: bool, pool_all: PoolAll,
     maps = [lambda rows, d=d: d({"sentence_embedding": rows})["sentence_embedding"] for d in chain]
     params = PoolingParams().resolved(PoolingTask.EMBED, info)
     with torch.inference_mode():
-        output = pool_all(ModelPooler(info, TinyModel(), maps), [params] * len(LENGTHS))
+        output = pool_all(tensor_pooler(info, TinyModel(), maps), [params] * len(LENGTHS))
     actual = np.stack([arrays["embedding"] for arrays in output.to_numpy()])
     np.testing.assert_allclose(actual, features["sentence_embedding"], atol=1e-5, rtol=1e-5)

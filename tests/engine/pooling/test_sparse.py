@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, TokenMaps, sparse
+from penstock.engine.pooling import TokenMaps, sparse
 from penstock.engine.pooling.sparse import SparsePooler
+from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import SparseKind, SparsePooling, SparseVector
 
@@ -160,7 +161,7 @@ def test_a_model_takes_the_head_of_its_recipe(recipe: SparsePooling, hidden_stat
     model = TinyModel()
     model.vocabulary_head = to_logits  # type: ignore[assignment]
     ids = token_ids % VOCAB_SIZE
-    pooler = ModelPooler(info, model, maps=TokenMaps(weights=to_weights, unweighted_ids=UNWEIGHTED_IDS))
+    pooler = tensor_pooler(info, model, maps=TokenMaps(weights=to_weights, unweighted_ids=UNWEIGHTED_IDS))
     params = [resolved(info, PoolingTask.SPARSE_EMBED), resolved(info, PoolingTask.EMBED)] * (len(LENGTHS) // 2)
     output = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, params, token_ids=ids)).to_numpy()
     parts = zip(hidden_states.split(LENGTHS), ids.split(LENGTHS), output, strict=True)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ModelPooler, PoolingStates, TokenMaps
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
+from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.protocol.vectors import MultiVector, late_score
@@ -26,11 +27,11 @@ def token_ids() -> Tensor:
 
 def make_pooler(
     *, skips_queries: bool = False, skip_ids: tuple[int, ...] = SKIP_IDS
-) -> tuple[ModelPooler, PoolingParams]:
+) -> tuple[ModelPooler[Tensor], PoolingParams]:
     recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
     info = make_info(sequence_pooling=(), multi_vector=recipe, embedding_size=HIDDEN_SIZE, normalize=True)
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
-    return ModelPooler(info, TinyModel(), maps=TokenMaps(skip_ids=skip_ids)), params
+    return tensor_pooler(info, TinyModel(), maps=TokenMaps(skip_ids=skip_ids)), params
 
 
 def kept_rows(hidden_states: Tensor, token_ids: Tensor) -> list[Tensor]:
@@ -64,7 +65,7 @@ def test_chunks_of_documents_compare_like_whole_ones(
     own = [queries[i % 2] for i in range(NUM_SEQS)]
     rows, ids = hidden_states.split(LENGTHS), token_ids.split(LENGTHS)
     parts: list[list[np.ndarray]] = [[] for _ in LENGTHS]
-    states: list[PoolingStates | None] = [None] * NUM_SEQS
+    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="all")
     for start, end in zip((0, *cuts), (*cuts, max(LENGTHS)), strict=True):
         members = [i for i, length in enumerate(LENGTHS) if length > start]
         ends = [min(end, LENGTHS[i]) for i in members]
@@ -73,15 +74,15 @@ def test_chunks_of_documents_compare_like_whole_ones(
             [params] * len(members),
             chunk_sizes=[last - start for last in ends],
             chunk_starts=[start] * len(members),
-            states=[states[i] for i in members],
+            seq_ids=members,
             token_ids=torch.cat([ids[i][start:last] for i, last in zip(members, ends, strict=True)]),
         )
         metadata.queries = [own[i] for i in members]
         packed = torch.cat([rows[i][start:last] for i, last in zip(members, ends, strict=True)])
-        output = pooler.pool(ModelOutput(hidden_states=packed), metadata)
+        output = pooler.pool(ModelOutput(hidden_states=packed), metadata, manager)
+        manager.commit(metadata)
         for place, i in enumerate(members):
             parts[i].append(output.to_numpy()[place]["similarities"])
-            states[i] = metadata.states.get(place)
     for i, vectors in enumerate(kept_rows(hidden_states, token_ids)):
         similarities = np.concatenate(parts[i])
         assert similarities.shape[1] == len(own[i])
@@ -112,7 +113,7 @@ def test_a_document_without_its_query_is_an_error(hidden_states: Tensor, token_i
 
 def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
     info = make_info()
-    pooler = ModelPooler(info, TinyModel())
+    pooler = tensor_pooler(info, TinyModel())
     embed = PoolingParams().resolved(PoolingTask.EMBED, info)
     both = embed.clone(also=(PoolingTask.TOKEN_EMBED,))
     alone = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [embed] * NUM_SEQS))
@@ -127,7 +128,7 @@ def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
 
 def test_a_model_with_vectors_of_its_own_has_none_for_the_first_token(hidden_states: Tensor) -> None:
     info = make_info(normalize=False)
-    pooler = ModelPooler(info, TinyModel(), maps=TokenMaps(vectors=lambda rows: 2 * rows[:, :7]))
+    pooler = tensor_pooler(info, TinyModel(), maps=TokenMaps(vectors=lambda rows: 2 * rows[:, :7]))
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [params] * NUM_SEQS)).to_numpy()
     for own, rows in zip(arrays, hidden_states.split(LENGTHS), strict=True):

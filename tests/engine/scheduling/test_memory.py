@@ -49,17 +49,18 @@ def test_what_gave_way_keeps_its_turn_and_its_place_among_others() -> None:
     pair.add(100, priority=1)
     pair.step(0.0)
     (sequence,) = pair.requests[0].sequences
-    turn_s, order, sequence.kept = sequence.turn_s, sequence.order, "what the runner keeps"
+    turn_s, order = sequence.turn_s, sequence.order
     pair.add(100, priority=1)  # as urgent, and later
     pair.add(100, priority=0)
     assert preempted(pair.step()) == [0]
-    assert (sequence.turn_s, sequence.order, sequence.kept) == (turn_s, order, "what the runner keeps")
-    ended = [request.request_id for request in pair.requests]
+    assert (sequence.turn_s, sequence.order) == (turn_s, order)
+    ended, forgotten = [request.request_id for request in pair.requests], []
     while pair.scheduler.requests:
         batch = pair.step()
+        forgotten += batch.ended
         ended += [chunk.sequence.request.request_id for chunk in batch.chunks if chunk.is_last]
     assert ended[-3:] == [2, 0, 1]
-    assert sequence.kept is None
+    assert sequence in forgotten
 
 
 @pytest.mark.parametrize("budget", [32, 128])  # it would go on from batch to batch, and within one
@@ -224,4 +225,4 @@ def test_a_request_of_long_and_short_ones_ends_as_a_whole(is_late: bool) -> None
 
 
 def held(sequence: QueuedSequence) -> bool:
-    return sequence.chunk is not None or sequence.allocation is not None or sequence.kept is not None
+    return sequence.chunk is not None or sequence.allocation is not None

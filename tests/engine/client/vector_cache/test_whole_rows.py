@@ -14,6 +14,7 @@ from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.client.vector_cache.whole_rows import cut_embeddings, whole_params
 from penstock.engine.pooling.heads import Cut
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.kernels.cpu import Machine, shared_machine
@@ -45,7 +46,7 @@ def test_cut_rows_equal_those_of_the_pooler_head(machine: Machine | None, width:
     params = resolved(dimensions=width, normalize=normalize)
     outputs = [{"embedding": row, "sparse": np.ones((2, 2), np.float32)} for row in rows]
     cut = cut_embeddings(outputs, params, machine)
-    expected = Cut.of([params] * 9, 384, torch.device("cpu")).apply(torch.from_numpy(rows.copy())).numpy()
+    expected = TensorOps().cut(torch.from_numpy(rows.copy()), Cut.of([params] * 9, 384)).numpy()
     values = np.stack([output["embedding"] for output in cut])
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE if normalize else 0)

@@ -86,8 +86,7 @@ def move(preempted: Preempted, watched: AbstractContextManager[object]) -> None:
             layer[0].fill_(9.0)  # of whoever got the slot
         preempted.at(1)
         memory.restore(preempted.chunks)
-    assert preempted.sequence.kept is not None
-    assert preempted.sequence.kept.saved is None
+    assert memory._uses[preempted.sequence].saved is None
     for number, layer in enumerate(states, 1):
         assert layer[0].cpu().unique().tolist() == [9.0]
         assert layer[1].cpu().unique().tolist() == [float(number)]
@@ -118,8 +117,8 @@ def test_states_of_a_gpu_wait_in_one_block_of_pinned_memory() -> None:
     with pretend_cuda():
         preempted = Preempted(DEVICE, stream_of(DEVICE))
         preempted.memory.save(preempted.sequence, preempted.at(0))
-        assert preempted.sequence.kept is not None
-        saved = preempted.sequence.kept.saved
+        saved = preempted.memory._uses[preempted.sequence].saved
+        assert saved is not None
         assert len(saved) == 4
         assert all(isinstance(copy, Pinned) for copy in saved)
         assert len({copy.untyped_storage().data_ptr() for copy in saved}) == 1

@@ -19,15 +19,16 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.memory.device_stream import stream_of
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.pooling import ModelPooler, PoolingMetadata, PoolingStates, TokenMaps, sparse
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, sparse
+from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 
-from ...interpreter import IS_INTERPRETED
-from ..device.pretend_cuda import PretendCuda, pretend_cuda
+from ....interpreter import IS_INTERPRETED
+from ...device.pretend_cuda import PretendCuda, pretend_cuda
 
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
 SIZES = {
@@ -130,13 +131,13 @@ class Served:
 
     info: ModelInfo
     model: PackedModel
-    pooler: ModelPooler
+    pooler: ModelPooler[torch.Tensor]
 
     @classmethod
     def load(cls, info: ModelInfo, device: str = "cpu", maps: TokenMaps | None = None) -> Served:
         info = replace(info, device=device)
         model = load_model(info)
-        return cls(info, model, ModelPooler(info, model, (), maps or TokenMaps()))
+        return cls(info, model, tensor_pooler(info, model, (), maps))
 
 
 def inputs_of(lengths: Sequence[int] = LENGTHS) -> list[TokenizedInput]:
@@ -394,17 +395,18 @@ def chunk_answers(
     sequences = [tokens.token_ids.tolist() for tokens in inputs_of()]
     run = chunked_run(served.model, sequences, device=served.info.device)
     done, found = [0] * len(sequences), [[] for _ in sequences]
-    states: dict[int, PoolingStates] = {}
+    manager = ChunkedPoolingManager(
+        served.info.hidden_size, strategy=served.info.sequence_pooling, device=served.info.device
+    )
     while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
         chunks = [(n, done[n], min(done[n] + 7, len(s))) for n, s in enumerate(sequences) if done[n] < len(s)]
         batch = run.pack(chunks)
         own = [params[n] for n, *_ in chunks]
         with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
-            before = [states.get(n) for n, *_ in chunks]
-            metadata = PoolingMetadata.for_batch(batch, own, states=before)
+            metadata = PoolingMetadata.for_batch(batch, own, seq_ids=[n for n, *_ in chunks])
             output = served.model.forward(batch, need_attention=served.pooler.needs_attention(own))
-            pooled = served.pooler.pool(output, metadata)
-        states = {chunks[i][0]: state for i, state in metadata.states.items()}
+            pooled = served.pooler.pool(output, metadata, manager)
+            manager.commit(metadata)
         for (n, _, end), arrays in zip(chunks, pooled.to_numpy(), strict=True):
             found[n] += arrays.values()
             done[n] = end

@@ -1,0 +1,138 @@
+"""Pooling arithmetic on numpy arrays, with the C library. Needs no torch.
+
+Shape letters: T packed tokens of N sequences, R rows, D model width, H heads, W columns, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu import Machine, Pooling
+
+from ..checkpoint.views import Floats
+from ..executors.cpu.array_encoder import ArrayEncoder
+from ..executors.cpu.heads import ArrayHead
+from ..protocol.model_info import Activation, ModelInfo
+from ..protocol.tasks import PoolingType
+from .heads import Cut
+from .metadata import PoolingMetadata
+from .model_pooler import ModelPooler
+from .packing import PickedRows
+
+_POOLINGS: Final = {
+    PoolingType.CLS: Pooling.CLS,
+    PoolingType.LAST: Pooling.LAST,
+    PoolingType.MEAN: Pooling.MEAN,
+    PoolingType.MAX: Pooling.MAX,
+    PoolingType.MEAN_SQRT_LEN: Pooling.MEAN_SQRT_LEN,
+    PoolingType.WEIGHTED_MEAN: Pooling.WEIGHTED_MEAN,
+    PoolingType.ATTENTION: Pooling.WEIGHTED,
+}
+
+
+class ArrayOps:
+    """See RowOps. All rows are float32.
+
+    Args:
+        machine: The C library.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def pool(
+        self,
+        hidden_states: Floats,
+        metadata: PoolingMetadata,
+        pooling_type: PoolingType,
+        cut: Cut,
+        *,
+        weights: Floats | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> Floats:
+        """See RowOps."""
+        bounds = np.asarray(metadata.cu_seqlens)
+        starts, lengths = bounds[:-1], np.diff(bounds)
+        skips = metadata.skip_tokens
+        if indices is not None:
+            picked = np.array(indices)
+            starts, lengths = starts[picked], lengths[picked]
+            skips = None if skips is None else skips[picked]
+        return self._pool(hidden_states, starts, lengths, _POOLINGS[pooling_type], cut, skips, weights)
+
+    def cut(self, rows: Floats, cut: Cut) -> Floats:
+        """See RowOps."""
+        places = np.arange(len(rows), dtype=np.int32)
+        return self._pool(rows, places, np.ones_like(places), Pooling.CLS, cut)
+
+    def floats(self, rows: Floats) -> Floats:
+        """See RowOps."""
+        return rows
+
+    def pick(self, rows: Floats, picked: PickedRows) -> Floats:
+        """See RowOps."""
+        return rows[picked]
+
+    def pick_columns(self, rows: Floats, columns: Sequence[int]) -> Floats:
+        """See RowOps."""
+        return rows[:, list(columns)]
+
+    def join(self, parts: Sequence[Floats]) -> Floats:
+        """See RowOps."""
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def row_weights(self, attention: Floats, head: int | None) -> Floats:
+        """See RowOps."""
+        weights: Floats = attention.mean(axis=1) if head is None else np.ascontiguousarray(attention[:, head])
+        return weights
+
+    def scores(self, logits: Floats, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> Floats:
+        """See RowOps."""
+        if (info.logit_mean, info.logit_sigma) != (0.0, 1.0):
+            logits = (logits - np.float32(info.logit_mean)) / np.float32(info.logit_sigma)
+        if uses_activation is False or not logits.size:
+            return logits
+        activated = _activated(logits, info.activation)
+        return activated if uses_activation is True else np.where(uses_activation[:, None], activated, logits)
+
+    def _pool(
+        self,
+        rows: Floats,
+        starts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        pooling: Pooling,
+        cut: Cut,
+        skips: NDArray[np.int32] | None = None,
+        weights: Floats | None = None,
+    ) -> Floats:
+        return self._machine.pool(
+            rows,
+            starts,
+            lengths,
+            pooling,
+            width=cut.width or rows.shape[1],
+            dimensions=cut.widths,
+            normalize=np.broadcast_to(cut.normalize, len(starts)).astype(np.uint8),
+            skips=skips,
+            weights=weights,
+        )
+
+
+def array_pooler(info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead]) -> ModelPooler[Floats]:
+    """Returns the pooler of a model that runs as arrays. See ModelPooler."""
+    return ModelPooler(info, ArrayOps(encoder.machine), encoder.classify, encoder.classify_tokens, dense)
+
+
+def _activated(logits: Floats, activation: Activation) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):  # exp overflows to a score of 0; NaN fails its request later
+        # A softmax over one class would always say 1.
+        if activation is Activation.SIGMOID or logits.shape[1] == 1:
+            exp: Floats = np.exp(-logits)
+            return np.reciprocal(np.add(exp, 1, out=exp), out=exp)
+        exp = np.exp(logits - logits.max(axis=1, keepdims=True))
+        np.divide(exp, exp.sum(axis=1, keepdims=True), out=exp)
+        return exp
