@@ -1,4 +1,4 @@
-"""Finds LoRA adapters that come with a model. penstock applies none of them: it computes with the base weights.
+"""Finds the LoRA adapters of a model. penstock does not apply them: it computes with the base weights.
 
 Reads JSON files and the names of tensors; no torch, no weights.
 """
@@ -19,7 +19,7 @@ ADAPTER_FILE: Final = "adapter_config.json"
 """The config of an adapter that the peft library has saved."""
 _FOLDERS: Final = (ADAPTER_FILE, f"*/{ADAPTER_FILE}", f"*/*/{ADAPTER_FILE}")
 _CHECKPOINT: Final = re.compile(r"checkpoint-\d+")
-"""Folder of a state that a training has saved."""
+"""Folder of a training checkpoint."""
 _CONFIG_KEY: Final = "lora_adaptations"
 _KNOWN_FAMILIES: Final = {
     "jina_embeddings_v3": ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"),
@@ -32,7 +32,7 @@ _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def resolve_adapters(draft: ModelDraft, root: Path) -> None:
-    """Fills in `adapters`. With an empty list `lora_adaptations` in the configuration no other sign of adapters counts.
+    """Resolves `adapters`. An empty list `lora_adaptations` in the configuration means no adapters.
 
     Args:
         draft: Its `path` and `model_type` are known.

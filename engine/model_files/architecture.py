@@ -1,4 +1,4 @@
-"""Tells from config.json what a checkpoint is: its family, its head, its classes and what turns logits into scores."""
+"""Reads from config.json the family, head, classes and activation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .registry import NATIVE_MODEL_TYPES
 from .reranker import find_answers, resolve_answers, resolve_score_template
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 
-# Families whose attention looks back only unless config.json says otherwise.
+# Families with causal attention, unless config.json says otherwise.
 # fmt: off
 DECODER_MODEL_TYPES: Final = frozenset((
     "arcee", "bamba", "bitnet", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3",
@@ -33,14 +33,14 @@ _LAYER_KEYS: Final = (
 )
 # fmt: on
 _MOST_LAYERS: Final = 10_000
-# Parts of config.json that describe an encoder of something else than text.
+# Parts of config.json that describe an image or audio encoder.
 _TOWERS: Final = {
     "vision_config": "images",
     "image_config": "images",
     "audio_config": "audio",
     "speech_config": "audio",
 }
-# Keys of models that read no text; one of them alone may mean something else.
+# Keys of models that read no text. A single one of them may have another meaning.
 _OTHER_KEYS: Final = {
     "images": frozenset(("image_size", "num_channels", "patch_size", "image_mean")),
     "audio": frozenset(("num_mel_bins", "feat_extract_norm", "conv_kernel", "sampling_rate", "max_source_positions")),
@@ -62,7 +62,7 @@ _TASKS: Final = {
 
 
 def resolve_architecture(draft: ModelDraft) -> None:
-    """Fills in family, sizes, kind and tasks.
+    """Resolves family, sizes, kind and tasks.
 
     Raises:
         UnsupportedModelError: config.json does not say what the model is.
@@ -79,7 +79,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     architecture = architectures[0] if architectures else "AutoModel"
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
     native = model_type in NATIVE_MODEL_TYPES and not is_made_causal
-    # BERT's line has variants under this key; Granite means something else by it.
+    # Variants of BERT set this key. For Granite it has another meaning.
     is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
     native = native and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
@@ -98,13 +98,13 @@ def resolve_architecture(draft: ModelDraft) -> None:
     if native and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
     width = draft.fields["hidden_size"]
-    # A decoder may have heads of any width; where they do not fit, its weights show it.
+    # Heads of decoders may have any width. Their weights are checked when they are loaded.
     if native and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
         raise ModelLoadError(f"{source} of {draft.engine.model} is {heads}; it must divide hidden_size, {width}.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
     draft.set("is_causal", *_causality(draft, architecture, model_type))
 
-    # A Pooling module makes an embedding model of any checkpoint, unless the operator names another architecture.
+    # A checkpoint with a Pooling module is an embedding model, unless the operator names another architecture.
     has_pooling = draft.files is not None and draft.files.pooling is not None
     pools = has_pooling and "architectures" not in draft.engine.hf_overrides
     draft.answers = None if pools else find_answers(draft, architecture)
@@ -116,16 +116,16 @@ def resolve_architecture(draft: ModelDraft) -> None:
         kind = ModelKind.EMBEDDING
     own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
     draft.set("kind", kind, MODULES_FILE if pools else own_source)
-    # A decoder's classifier is one map of the last token's row, which scores any row: steps of a process, say.
+    # The classifier of a decoder can score the row of any token, for example of process steps.
     scores_rows = native and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
 
 
 def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
-    """Refuses a model that reads images or audio beside or in place of text, as far as config.json tells.
+    """Refuses a model that needs images or audio, as far as config.json tells.
 
-    A language model that finds images among the tokens of a text runs on text alone, and is not refused.
+    A language model with image tokens also runs on text alone and is not refused.
 
     Raises:
         UnsupportedModelError: See above.
@@ -144,7 +144,7 @@ def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
 
 
 def _check_layers(draft: ModelDraft) -> None:
-    """Refuses a number of layers that no model has: libraries that read it make lists of that length."""
+    """Refuses an absurd number of layers, because libraries create lists of that length."""
     text_config = draft.config.get("text_config")
     for part in (draft.config, text_config if isinstance(text_config, dict) else {}):
         for key in _LAYER_KEYS:
@@ -156,7 +156,7 @@ def _check_layers(draft: ModelDraft) -> None:
 
 
 def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[bool, str]:
-    """Returns whether attention looks back only, and the source."""
+    """Returns whether attention is causal, and the source."""
     config = draft.config
     if isinstance(config.get("is_causal"), bool):
         return config["is_causal"], draft.source_of("is_causal")
@@ -194,17 +194,17 @@ def _labels(draft: ModelDraft) -> tuple[tuple[str, ...], str]:
 
 
 def resolve_classes(draft: ModelDraft) -> None:
-    """Fills in class names, problem type, activation and the prompt of a reranker; needs `kind` and `path`.
+    """Resolves class names, problem type, activation and the prompt of a reranker. Needs `kind` and `path`.
 
     Raises:
-        UnsupportedModelError: A problem type or an activation that penstock has no code for.
+        UnsupportedModelError: penstock does not support the problem type or activation.
         ModelLoadError: Broken class names, or a wrong setting of a reranker.
     """
     resolve_answers(draft, draft.answers)
     resolve_score_template(draft, is_pair_model=draft.fields["kind"] is ModelKind.CROSS_ENCODER)
     for prompt in ("score_template", "pair_chat"):
         if draft.fields[prompt] is not None:
-            # Its classes are answers to a prompt around a query and a document, which a single text does not have.
+            # Its classes answer a prompt with a query and a document, so that it cannot classify a single text.
             draft.set("tasks", (PoolingTask.SCORE,), draft.sources[prompt])
     if draft.fields["kind"] is ModelKind.EMBEDDING:
         for name, value in (("labels", ()), ("problem_type", None), ("activation", Activation.IDENTITY)):
@@ -222,7 +222,7 @@ def resolve_classes(draft: ModelDraft) -> None:
 
 
 def _activation(draft: ModelDraft) -> tuple[Activation, str]:
-    """Returns the activation that the model's own files ask for, and the source.
+    """Returns the activation in the model's files, and the source.
 
     A cross-encoder follows sentence-transformers' CrossEncoder, a classifier transformers' problem_type.
     """

@@ -1,15 +1,17 @@
-"""The fields of a ModelInfo while they are being resolved, each with its source."""
+"""A ModelInfo while it is being resolved: its fields and their sources."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..protocol.config import EngineConfig
-from .reranker_recipes import Answers
 from .sentence_transformers_files import SentenceTransformersFiles
 
-# One size, as the families call it.
+if TYPE_CHECKING:
+    from .reranker import Answers
+
+# The keys of the families for each size.
 _ALIASES: Final = {
     "hidden_size": ("hidden_size", "dim", "d_model", "n_embd"),
     "vocab_size": ("vocab_size",),
@@ -19,16 +21,16 @@ _ALIASES: Final = {
 
 @dataclass(slots=True)
 class ModelDraft:
-    """What is known so far about one model.
+    """The fields of one model that are resolved so far.
 
     Attributes:
         name: The name the operator gave.
         config: config.json with overrides.
         engine: The operator's settings.
-        files: sentence-transformers' files, where there are some.
+        files: sentence-transformers' files; None if the model has none.
         answers: The answers of a language model that is a reranker; set with `kind`.
         fields: ModelInfo fields resolved so far.
-        sources: Where each of them came from.
+        sources: The source of each field.
     """
 
     name: str
@@ -40,16 +42,16 @@ class ModelDraft:
     sources: dict[str, str] = field(default_factory=dict)
 
     def set(self, name: str, value: Any, source: str) -> None:
-        """Records one field and where it came from."""
+        """Sets a field and its source."""
         self.fields[name] = value
         self.sources[name] = source
 
     def source_of(self, key: str) -> str:
-        """Names the origin of a config.json key."""
+        """Returns the source of a config.json key: the file or the override."""
         return f"--hf-overrides: {key}" if key in self.engine.hf_overrides else f"config.json: {key}"
 
     def lookup(self, name: str) -> tuple[Any, str]:
-        """Returns a size under whichever key the family uses, in the text part of a multimodal config too."""
+        """Returns a size and its source. Also looks into the text part of a multimodal config."""
         text_config = self.config.get("text_config")
         for part in (self.config, text_config if isinstance(text_config, dict) else {}):
             for key in _ALIASES[name]:
@@ -59,7 +61,7 @@ class ModelDraft:
 
 
 def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Returns `base` with `overrides` laid over it, nested objects key by key."""
+    """Returns `base` updated with `overrides`; nested objects are merged."""
     result = dict(base)
     for key, value in overrides.items():
         nested = isinstance(value, dict) and isinstance(result.get(key), dict)

@@ -1,7 +1,4 @@
-"""Finds the folder that holds a model's files: a local folder, or a snapshot from the Hugging Face hub or its cache.
-
-Knows file names only; what the files say is read in resolve.py.
-"""
+"""Finds the folder of a model: a local folder, or a snapshot from the Hugging Face hub or its cache."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """Returns the local folder of a model, fetching it from the hub when it is neither a folder nor cached.
+    """Returns the local folder of a model. Downloads it from the hub if it is neither a folder nor cached.
 
     Works offline when the files are in the hub's cache. Of a hub repository only JSON, tokenizer files, templates, code
     (never run unless trust_remote_code is on) and weights are fetched; `.bin` weights only for want of safetensors.

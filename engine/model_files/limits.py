@@ -1,6 +1,6 @@
-"""How many tokens an input of a model may hold, and which file says so.
+"""The longest input of a model in tokens, and the file that states it.
 
-The model's own limit is the one that sentence-transformers would use, but never more than the position table serves.
+The model's own limit is the one that sentence-transformers uses, but at most what the position table allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..protocol.tasks import ChunkedProcessingMode, PoolingTask
 from .draft import ModelDraft
 from .sentence_transformers_files import SentenceTransformersFiles
 
-# Families that number positions from pad_token_id + 1, so that the first rows of their position table are never used.
+# Families that number positions from pad_token_id + 1. The first rows of their position table are unused.
 # fmt: off
 OFFSET_MODEL_TYPES: Final = frozenset((
     "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm",
@@ -21,13 +21,12 @@ OFFSET_MODEL_TYPES: Final = frozenset((
 ))
 # fmt: on
 _POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-# Scalings of rotary positions whose max_position_embeddings may be the length before they are applied.
+# Rotary scalings whose max_position_embeddings may be the length before the scaling.
 _STRETCHING_ROPE_TYPES: Final = ("dynamic", "yarn")
 # transformers writes int(1e30) where a tokenizer has no limit.
 _NO_LIMIT: Final = 10**9
 _DEFAULT_MAX_MODEL_LEN: Final = 512
-# Families whose only memory is a state of fixed size: no number of tokens is too many, and a long text costs no more
-# per token than a short one. What bounds their default is the length that such models are trained on.
+# Families without positions, whose only memory is a state of fixed size. Their default is a usual training length.
 _STATE_MODEL_TYPES: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
 _DEFAULT_STATE_MAX_MODEL_LEN: Final = 8192
 
@@ -43,11 +42,11 @@ def resolve_max_model_len(
     Args:
         config: config.json with overrides.
         tokenizer_config: tokenizer_config.json.
-        files: sentence-transformers' files, where there are some.
-        engine: max_model_len of the operator, who may lower the model's own limit or raise it up to the position limit.
+        files: sentence-transformers' files; None if the model has none.
+        engine: The operator's max_model_len may lower the model's limit, or raise it up to the position limit.
 
     Raises:
-        ModelLoadError: The operator asks for more than the model has positions for.
+        ModelLoadError: The operator's limit exceeds the positions of the model.
     """
     table, limit, position_source = _position_limit(config)
     own, source = _own_limit(table, position_source, tokenizer_config, files) or _default_limit(config)
@@ -65,7 +64,7 @@ def resolve_max_model_len(
 
 
 def resolve_long_text(draft: ModelDraft) -> None:
-    """Fills in what happens to text above max_model_len, which only the operator sets.
+    """Resolves the long-text mode, which only the operator sets.
 
     Raises:
         ModelLoadError: The settings do not fit the model.
@@ -96,12 +95,12 @@ def resolve_long_text(draft: ModelDraft) -> None:
 
 
 def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str]:
-    """Returns the rows of the position table, how many tokens they serve, and the source; None where nothing limits."""
+    """Returns the rows of the position table, the tokens that they allow, and the source; None without a table."""
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
         for key in _POSITION_KEYS:
             rows = part.get(key)
-            # NOTE: -1 is XLNet's and T5's way to say that there is no table.
+            # XLNet and T5 write -1 if there is no table.
             if type(rows) is int and 0 < rows < _NO_LIMIT:
                 if part.get("model_type") not in OFFSET_MODEL_TYPES:
                     limit = _stretched_limit(part, rows)
@@ -118,7 +117,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
 
 
 def _stretched_limit(config: dict[str, Any], positions: int) -> int:
-    """Returns the tokens that rotary positions serve: some scalings are set to reach past max_position_embeddings."""
+    """Returns the tokens that rotary positions allow. Some scalings exceed max_position_embeddings."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise ModelLoadError(f"config.json: {key} is {config[key]!r}; it must be an object.")
@@ -133,7 +132,7 @@ def _stretched_limit(config: dict[str, Any], positions: int) -> int:
 def _own_limit(
     table: int | None, table_source: str, tokenizer_config: dict[str, Any], files: SentenceTransformersFiles | None
 ) -> tuple[int, str] | None:
-    """Returns the limit that sentence-transformers would use, and the source; None where no file names one."""
+    """Returns the limit that sentence-transformers uses, and the source; None if no file has one."""
     if files is not None:
         for value, key in ((files.tokenizer_max_length, "model_max_length"), (files.max_seq_length, "max_seq_length")):
             limit = _as_limit(value)
@@ -147,13 +146,13 @@ def _own_limit(
 
 
 def _default_limit(config: dict[str, Any]) -> tuple[int, str]:
-    """Returns the limit of a model whose files name none, and the source."""
+    """Returns the limit of a model whose files have none, and the source."""
     if config.get("model_type") in _STATE_MODEL_TYPES:
         return _DEFAULT_STATE_MAX_MODEL_LEN, "default of models without positions"
     return _DEFAULT_MAX_MODEL_LEN, "default"
 
 
 def _as_limit(value: Any) -> int | None:
-    """The number of tokens; None for what stands in files where there is no limit."""
+    """Returns a number of tokens; None for the values that mean no limit."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 < value < _NO_LIMIT else None

@@ -1,29 +1,157 @@
-"""Tells whether a language model is a reranker, which tokens are its answers, and which prompt it reads a pair in.
+"""Finds out whether a language model is a reranker, which tokens are its answers and which prompt it reads a pair in.
 
-The order is: the operator (`--hf-overrides`, in vLLM's keys), sentence-transformers' files, the recipes by name.
+Order of sources: the operator (`--hf-overrides`, with vLLM's keys), sentence-transformers' files, then the recipes of
+published rerankers. Recipes are found by the model's name, because the config.json of such models does not mention a
+reranker. Each recipe names its source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ClassifierMethod
 from ..protocol.templates import ScoreTemplate
-from .draft import ModelDraft
-from .reranker_recipes import QWEN3_RERANKER, RECIPES, Answers, RerankerRecipe, find_recipe, recipe_named
+
+if TYPE_CHECKING:
+    from .draft import ModelDraft
 
 _TOKENS_KEY: Final = "classifier_from_token"
 _METHOD_KEY: Final = "method"
 _QWEN3_KEY: Final = "is_original_qwen3_reranker"
 _TEMPLATE_KEY: Final = "score_template"
 _HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+_SYSTEM_OPEN: Final = "<|im_start|>system\n"
+_USER_OPEN: Final = "<|im_end|>\n<|im_start|>user\n"
+_ASSISTANT_OPEN: Final = "<|im_end|>\n<|im_start|>assistant\n"
+_MXBAI_TASK: Final = (
+    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
+    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment (0 "
+    "for not relevant, 1 for relevant).\nRelevance:"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The tokens whose next-token logits are a model's classes.
+
+    Attributes:
+        tokens: As text or as vocabulary id.
+        method: How the logits become scores.
+        source: The file or flag that states it.
+    """
+
+    tokens: tuple[str | int, ...]
+    method: ClassifierMethod
+    source: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Class names, in the order of the columns."""
+        classes = self.tokens[1:] if self.method is ClassifierMethod.FROM_2_WAY_SOFTMAX else self.tokens
+        return tuple(token if isinstance(token, str) else f"LABEL_{i}" for i, token in enumerate(classes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankerRecipe:
+    """Facts about one published series of rerankers.
+
+    Attributes:
+        name: Name in messages and for `score_template`.
+        pattern: Regular expression of model names, in lower case.
+        model_type: model_type of the models.
+        tokens: The answers whose next-token logits are the score: false and true, or only true.
+        method: How the logits become scores.
+        template: The prompt.
+    """
+
+    name: str
+    pattern: str
+    model_type: str
+    tokens: tuple[str, ...]
+    method: ClassifierMethod
+    template: ScoreTemplate
+
+
+# Model card of Qwen/Qwen3-Reranker-0.6B, "Transformers Usage": the user's turn is tokenized as one text and cut, the
+# tokens before and after it are added.
+QWEN3_RERANKER: Final = RerankerRecipe(
+    name="qwen3-reranker",
+    pattern=r"qwen3-reranker",
+    model_type="qwen3",
+    tokens=("no", "yes"),
+    method=ClassifierMethod.FROM_2_WAY_SOFTMAX,
+    template=ScoreTemplate(
+        parts=(
+            _SYSTEM_OPEN + "Judge whether the Document meets the requirements based on the Query and the Instruct "
+            'provided. Note that the answer can only be "yes" or "no".' + _USER_OPEN,
+            "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+            _ASSISTANT_OPEN + "<think>\n\n</think>\n\n",
+        ),
+        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    ),
+)
+RECIPES: Final = (
+    QWEN3_RERANKER,
+    # mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py: every part is tokenized alone. Its optional normalisation
+    # subtracts 4.5 (base) or 6 (large) before the sigmoid: logit_mean of --pooler-config.
+    RerankerRecipe(
+        name="mxbai-rerank-v2",
+        pattern=r"mxbai-rerank-\w+-v2",
+        model_type="qwen2",
+        tokens=("0", "1"),
+        method=ClassifierMethod.FROM_2_WAY_SOFTMAX,
+        template=ScoreTemplate(
+            parts=(
+                _SYSTEM_OPEN + "You are Qwen, created by Alibaba Cloud. You are a helpful assistant." + _USER_OPEN,
+                "{instruction}query: {query}",
+                "\n",
+                "document: {document}",
+                "\n",
+                _MXBAI_TASK,
+                _ASSISTANT_OPEN,
+            ),
+            instruction_format="instruction: {instruction}\n",
+        ),
+    ),
+    # Model card of BAAI/bge-reranker-v2-gemma, "LLM-based reranker": get_inputs, whose `prompt` is the instruction.
+    # The card's scores are the bare logits: use_activation false; by default they pass a sigmoid, as FlagEmbedding's
+    # normalize=True does.
+    RerankerRecipe(
+        name="bge-reranker-v2-gemma",
+        pattern=r"bge-reranker-v2-gemma",
+        model_type="gemma",
+        tokens=("Yes",),
+        method=ClassifierMethod.NO_POST_PROCESSING,
+        template=ScoreTemplate(
+            parts=("<bos>", "A: {query}", "\n", "B: {document}", "\n", "{instruction}"),
+            instruction="Given a query A and a passage B, determine whether the passage contains an answer to the "
+            "query by providing a prediction of either 'Yes' or 'No'.",
+        ),
+    ),
+)
+
+
+def recipe_named(name: str) -> RerankerRecipe | None:
+    """Returns the recipe with this name."""
+    return next((recipe for recipe in RECIPES if recipe.name == name), None)
+
+
+def find_recipe(model_type: str, names: Iterable[str]) -> RerankerRecipe | None:
+    """Returns the recipe for a model with this type and one of these names."""
+    lowered = [name.lower() for name in names]
+    for recipe in RECIPES:
+        if recipe.model_type == model_type and any(re.search(recipe.pattern, name) for name in lowered):
+            return recipe
+    return None
 
 
 def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
-    """Returns the answers of a language model that is a reranker or classifier; None for any other model.
+    """Returns the answer tokens of a language model that is a reranker or classifier; None for other models.
 
     Raises:
         ModelLoadError: A setting is wrong.
@@ -51,10 +179,10 @@ def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
 
 
 def resolve_answers(draft: ModelDraft, answers: Answers | None) -> None:
-    """Fills in the ids of the answers and what becomes of their logits; needs `path` and `vocab_size`.
+    """Resolves the ids of the answers and the method for their logits. Needs `path` and `vocab_size`.
 
     Raises:
-        ModelLoadError: The tokenizer has no such token, or the model no such id.
+        ModelLoadError: The tokenizer lacks a token, or the model an id.
     """
     if answers is None:
         draft.set("classifier_tokens", (), "default")
@@ -72,7 +200,7 @@ def resolve_answers(draft: ModelDraft, answers: Answers | None) -> None:
 
 
 def resolve_score_template(draft: ModelDraft, *, is_pair_model: bool) -> None:
-    """Fills in the prompt around a pair, for a model that reads pairs.
+    """Resolves the prompt of a pair, for a model that reads pairs.
 
     Raises:
         ModelLoadError: The operator's template is wrong.
@@ -102,7 +230,7 @@ def _listed_tokens(draft: ModelDraft) -> tuple[str | int, ...]:
 
 
 def _method(draft: ModelDraft, num_tokens: int) -> ClassifierMethod:
-    """Returns the method that goes with classifier_from_token: two tokens are false and true unless it is named."""
+    """Returns the method for classifier_from_token. By default two tokens are false and true."""
     named, is_qwen3 = draft.config.get(_METHOD_KEY), draft.config.get(_QWEN3_KEY) is True
     if named is None:
         pair = is_qwen3 or num_tokens == 2
@@ -120,7 +248,7 @@ def _method(draft: ModelDraft, num_tokens: int) -> ClassifierMethod:
 
 
 def _token_ids(draft: ModelDraft, answers: Answers) -> tuple[int, ...]:
-    """Returns the vocabulary ids of the answers; reads the tokenizer only where they are given as text."""
+    """Returns the vocabulary ids of the answers. Reads the tokenizer only if answers are given as text."""
     if all(isinstance(token, int) for token in answers.tokens):
         return tuple(int(token) for token in answers.tokens)
     from tokenizers import Tokenizer
@@ -164,7 +292,7 @@ def _given_template(draft: ModelDraft) -> ScoreTemplate:
 
 
 def _recipe_of(draft: ModelDraft) -> RerankerRecipe | None:
-    """Returns the recipe that the model's name stands for. Modules after the Transformer say that it is another."""
+    """Returns the recipe for the model's name; None if modules after the Transformer make it another model."""
     files = draft.files
     if files is not None and (files.pooling is not None or files.dense or files.has_normalize):
         return None
@@ -172,7 +300,7 @@ def _recipe_of(draft: ModelDraft) -> RerankerRecipe | None:
 
 
 def _names(draft: ModelDraft) -> Iterator[str]:
-    """Names that the model goes by: as given, as in the hub's cache, and as config.json remembers it."""
+    """Yields the names of the model: as given, as in the hub's cache, and as in config.json."""
     for name in (draft.name, draft.config.get("_name_or_path")):
         if isinstance(name, str) and name:
             parts = Path(name).parts

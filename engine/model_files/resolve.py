@@ -1,8 +1,7 @@
-"""Reads a model's JSON files into ModelInfo: every value that changes results, and the file that it came from.
+"""Reads a model's JSON files into ModelInfo: every value that changes results, and its source.
 
-No torch and no weights, so that `penstock info` and the server's start-up cost milliseconds. Where files disagree, the
-order is: the operator (`--pooler-config`, `--max-model-len`, `--hf-overrides`), sentence-transformers' files,
-config.json, defaults.
+Uses neither torch nor weights, so that it takes milliseconds. Order of sources: the operator (`--pooler-config`,
+`--max-model-len`, `--hf-overrides`), sentence-transformers' files, config.json, defaults.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from .draft import ModelDraft, merged
 from .hub import locate_model
 from .json_files import as_load_error, read_object
 from .limits import resolve_long_text, resolve_max_model_len
-from .modules import read_modules
-from .multi_vector import read_stanford_modules, resolve_multi_vector
-from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
-from .sparse import resolve_sparse
+from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
+from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
 __all__ = [
     "locate_model",
@@ -37,7 +34,7 @@ __all__ = [
 
 _POOLER_FLAG: Final = "--pooler-config"
 _INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
-# Rows of the table that mean nothing for a classifier, and for an embedding model.
+# Fields that classifiers, and embedding models, do not use.
 # fmt: off
 _EMBEDDING_FIELDS: Final = frozenset((
     "embedding_size", "dense", "normalize", "dimensions", "is_matryoshka", "matryoshka_dimensions", "prompts",
@@ -53,12 +50,12 @@ _CLASS_FIELDS: Final = frozenset((
 
 
 def resolve_model(config: EngineConfig) -> ModelInfo:
-    """Locates a model and resolves everything that its files and the operator say about it.
+    """Locates a model and resolves its ModelInfo from its files and the operator's settings.
 
     `device` and `dtype` stay as requested, "auto" included; see `with_device`.
 
     Raises:
-        UnsupportedModelError: The architecture or one of its modules is not known; the message names it.
+        UnsupportedModelError: Unknown architecture or module; the message names it.
         ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
     """
     with as_load_error(f"The folder {config.model} cannot be used"):
@@ -112,7 +109,7 @@ def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
 def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
     """Returns (field, value, source) rows for `penstock info` and the start-up log.
 
-    Fields that the model's kind never uses are left out, and what belongs to a mode that is off.
+    Fields that the model does not use are left out.
     """
     unused = _CLASS_FIELDS if info.kind is ModelKind.EMBEDDING else _EMBEDDING_FIELDS
     if not info.enable_chunked_processing:
@@ -122,7 +119,7 @@ def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
 
 
 def _resolve_task(draft: ModelDraft) -> None:
-    """Leaves the model the task that the operator names, and the scores that come of it."""
+    """Restricts the tasks to the operator's task, and to the scores computed from it."""
     task, tasks = draft.engine.pooler_config.task, draft.fields["tasks"]
     if task is None:
         return
@@ -137,7 +134,7 @@ def _resolve_task(draft: ModelDraft) -> None:
 
 
 def _resolve_pooling(draft: ModelDraft) -> None:
-    """Fills in how token rows become an answer."""
+    """Resolves the pooling."""
     pooler, files = draft.engine.pooler_config, draft.files
     draft.set("sequence_pooling", *_model_pooling(draft))
     draft.set("token_pooling", PoolingType.ALL, "default")
@@ -172,7 +169,7 @@ def _resolve_pooling(draft: ModelDraft) -> None:
 
 
 def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
-    """Returns the pooling types of a sequence that the model's own files ask for, and the source."""
+    """Returns the sequence pooling types in the model's files, and the source."""
     kind, is_causal, files = draft.fields["kind"], draft.fields["is_causal"], draft.files
     if kind is ModelKind.TOKEN_CLASSIFIER:
         return (), "kind"
@@ -192,10 +189,10 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
 
 
 def _classifier_pooling(draft: ModelDraft) -> PoolingType:
-    """Returns which row the head of a classifier was trained on: a decoder's last, also where it looks both ways."""
+    """Returns the pooling of a classifier: the last row for decoders, including bidirectional ones, otherwise CLS."""
     model_type = draft.fields["model_type"]
     if model_type == "llama_bidirec":
-        # NVIDIA's rerankers name it in a key of their own.
+        # NVIDIA's rerankers have a key for it.
         named = {"cls": PoolingType.CLS, "last": PoolingType.LAST}
         return named.get(str(draft.config.get("pooling")), PoolingType.MEAN)
     is_decoder = draft.fields["is_causal"] or model_type in DECODER_MODEL_TYPES
@@ -203,7 +200,7 @@ def _classifier_pooling(draft: ModelDraft) -> PoolingType:
 
 
 def _resolve_embedding(draft: ModelDraft) -> None:
-    """Fills in what happens to a pooled row: Dense modules and normalisation."""
+    """Resolves Dense modules and normalisation."""
     pooler, files = draft.engine.pooler_config, draft.files
     is_embedding = draft.fields["kind"] is ModelKind.EMBEDDING
     dense = files.dense if files is not None and is_embedding else ()
@@ -230,7 +227,7 @@ def _resolve_embedding(draft: ModelDraft) -> None:
 
 
 def _resolve_matryoshka(draft: ModelDraft) -> None:
-    """Fills in the widths that embeddings may be cut to."""
+    """Resolves the widths that embeddings may be truncated to."""
     pooler, files, config, width = draft.engine.pooler_config, draft.files, draft.config, draft.fields["embedding_size"]
     declared = config.get("matryoshka_dimensions") or ()
     if not isinstance(declared, list | tuple) or not all(type(d) is int and d > 0 for d in declared):
@@ -256,14 +253,14 @@ def _resolve_matryoshka(draft: ModelDraft) -> None:
 
 
 def _resolve_operator_settings(draft: ModelDraft) -> None:
-    """Fills in what only the operator sets."""
+    """Resolves the fields that only the operator sets."""
     engine = draft.engine
     defaults = {"use_activation": True, "logit_mean": 0.0, "logit_sigma": 1.0}
     for name in (*defaults, "step_tag_id", "returned_token_ids", "attention_head"):
         value = getattr(engine.pooler_config, name)
         draft.set(name, defaults.get(name) if value is None else value, "default" if value is None else _POOLER_FLAG)
     draft.set("auto_truncate", engine.auto_truncate, "--auto-truncate" if engine.auto_truncate else "default")
-    # What computes, and in what, is decided where the model is loaded.
+    # Loading the model replaces these defaults.
     draft.set("kernels", "torch", "default")
     draft.set("num_lanes", 0, "default")
     draft.set("arithmetic", None, "default")
@@ -273,7 +270,7 @@ def _resolve_operator_settings(draft: ModelDraft) -> None:
 
 
 def _resolve_text(draft: ModelDraft) -> None:
-    """Fills in what happens to text before it is tokenized."""
+    """Resolves prompts and lower-casing."""
     files = draft.files or SentenceTransformersFiles()
     named = files.default_prompt_name is not None
     draft.set("prompts", files.prompts, SETTINGS_FILE if files.prompts else "default")
@@ -282,7 +279,7 @@ def _resolve_text(draft: ModelDraft) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in one short line."""
+    """Returns a value as one short line."""
     if value is None or value in ((), {}):
         return "-"
     if isinstance(value, bool):

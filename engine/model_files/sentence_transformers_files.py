@@ -1,20 +1,52 @@
-"""What the files say that sentence-transformers saves beside a model. Read by modules.py."""
+"""Reads the files that sentence-transformers saves beside a model: modules.json, module configs and settings.
+
+JSON only: no torch, no weights. A module is identified by its package and class name, because versions of
+sentence-transformers have different module paths between the two.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, PairChat
 from ..protocol.tasks import PoolingType
+from .json_files import read_json, read_object
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
+_KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
+
+_PACKAGES: Final = ("sentence_transformers.", "pylate.")
+"""Packages whose modules are known. Modules of other packages may compute something else."""
+_TRANSFORMER_FILES: Final = tuple(
+    f"sentence_{model}_config.json"
+    for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# In sentence-transformers' order of concatenation.
+_LEGACY_POOLING_KEYS: Final = {
+    "pooling_mode_cls_token": PoolingType.CLS,
+    "pooling_mode_max_tokens": PoolingType.MAX,
+    "pooling_mode_mean_tokens": PoolingType.MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
+    "pooling_mode_weightedmean_tokens": PoolingType.WEIGHTED_MEAN,
+    "pooling_mode_lasttoken": PoolingType.LAST,
+}
+_POOLING_MODES: Final = {
+    "cls": PoolingType.CLS,
+    "max": PoolingType.MAX,
+    "mean": PoolingType.MEAN,
+    "mean_sqrt_len_tokens": PoolingType.MEAN_SQRT_LEN,
+    "weightedmean": PoolingType.WEIGHTED_MEAN,
+    "lasttoken": PoolingType.LAST,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScoreFile:
-    """What the config of a LogitScore module says: whose next-token logits are the score of a cross-encoder.
+    """The config of a LogitScore module: the tokens whose next-token logits are the score of a cross-encoder.
 
     Attributes:
         true_token_id: Vocabulary id.
@@ -29,7 +61,7 @@ class LogitScoreFile:
 
 @dataclass(slots=True, kw_only=True)
 class SentenceTransformersFiles:
-    """What the files say; None where they say nothing. Built once by `read_modules`, then only read.
+    """Contents of the files; None for missing values. `read_modules` builds it.
 
     Attributes:
         transformer_folder: Folder of the Transformer module inside the model; "" is the model itself.
@@ -38,9 +70,9 @@ class SentenceTransformersFiles:
         include_prompt: Whether the rows of the prompt are pooled.
         dense: Dense modules in order; their folders are relative to the Transformer folder.
         has_normalize: A Normalize module ends the chain.
-        max_seq_length: Tokens. Of the Transformer module.
+        max_seq_length: Tokens. Limit of the Transformer module.
         tokenizer_max_length: Tokens. model_max_length among the module's tokenizer arguments.
-        transformer_source: The file that the two above were read from.
+        transformer_source: The file of max_seq_length and tokenizer_max_length.
         do_lower_case: Lower-case text before tokenizing.
         prompts: Named prompts.
         default_prompt_name: Prompt applied when a request names none.
@@ -72,3 +104,210 @@ class SentenceTransformersFiles:
     mask_folder: str | None = None
     is_pylate: bool = False
     splade_folder: str | None = None
+
+
+def read_modules(root: Path) -> SentenceTransformersFiles | None:
+    """Reads the sentence-transformers files of the model in `root`; None without modules.json.
+
+    Raises:
+        UnsupportedModelError: penstock does not support a module or a setting; the message names it.
+        ModelLoadError: A file is broken.
+    """
+    entries = read_json(root / MODULES_FILE)
+    if entries is None:
+        return None
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ModelLoadError(f"{root / MODULES_FILE} must hold a list of modules, each with a type and a path.")
+    files = SentenceTransformersFiles()
+    folders: list[tuple[str, dict[str, Any]]] = []
+    for place, entry in enumerate(entries):
+        if not entry["type"].startswith(_PACKAGES):
+            raise _unsupported(
+                root,
+                f"lists the module {entry['type']}, which is code of another package; penstock knows the modules of "
+                "sentence_transformers and pylate only. Serve a version of the model without code of its own; or, if "
+                f"the class computes the same as one of sentence_transformers ({_KNOWN_MODULES}), write the path of "
+                "that class into modules.json",
+            )
+        kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
+        if place == 0:
+            if kind not in ("Transformer", "MLMTransformer"):
+                raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
+            _read_transformer(root, folder, files)
+        elif kind == "Pooling" and files.pooling is None and not folders and not files.has_normalize:
+            _read_pooling(root, folder, files)
+        elif kind == "Dense" and not files.has_normalize:
+            folders.append((folder, entry))
+        elif kind == "LogitScore" and place == 1:
+            files.logit_score = _read_logit_score(root, folder)
+        elif kind == "Normalize":
+            files.has_normalize = True
+        elif kind == "SpladePooling" and place == 1:
+            files.splade_folder = folder
+        elif kind == "MultiVectorMask" and files.pooling is None:
+            files.mask_folder = folder
+        elif kind in ("Pooling", "Dense", "LogitScore", "MultiVectorMask", "SpladePooling"):
+            raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
+        elif kind != "Dropout":
+            raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
+    files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
+    _read_settings(root, files)
+    if files.pooling is None and (files.is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
+        # PyLate normalises token vectors in `encode`, without a Normalize module.
+        files.has_normalize = True
+    return files
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("type"), str)
+
+
+def _checked_folder(root: Path, folder: Any) -> str:
+    """Returns the folder of a module. Raises ModelLoadError if it is outside the model."""
+    if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise ModelLoadError(
+            f"{root / MODULES_FILE} names the module folder {folder!r}, which is not inside the model."
+        )
+    return folder.strip("/")
+
+
+def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
+    """Reads config_sentence_transformers.json."""
+    config = read_object(root / SETTINGS_FILE)
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise ModelLoadError(f"{root / SETTINGS_FILE}: prompts is {prompts!r}; it must be an object of texts by name.")
+    files.prompts = {name: text for name, text in prompts.items() if isinstance(text, str)}
+    files.default_prompt_name = config.get("default_prompt_name")
+    is_name = isinstance(files.default_prompt_name, str) and files.default_prompt_name in prompts
+    if files.default_prompt_name is not None and not is_name:
+        raise ModelLoadError(
+            f"{root / SETTINGS_FILE} names the default prompt {files.default_prompt_name!r}, but its prompts are "
+            f"{', '.join(prompts) or 'none'}."
+        )
+    files.truncate_dim = config.get("truncate_dim")
+    if files.truncate_dim is not None and (type(files.truncate_dim) is not int or files.truncate_dim < 1):
+        raise ModelLoadError(
+            f"{root / SETTINGS_FILE}: truncate_dim is {files.truncate_dim!r}; it must be a positive integer."
+        )
+    files.activation_fn = config.get("activation_fn")
+    files.is_pylate = config.get("model_type") == "ColBERT" or "query_prefix" in config
+
+
+def _unsupported(root: Path, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{root / MODULES_FILE} {what}.")
+
+
+def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
+    """Reads the config of the Transformer module.
+
+    Args:
+        root: Folder of the model.
+        folder: Folder of the module in `root`.
+        files: Gets the values.
+
+    Raises:
+        ModelLoadError: The config cannot be read.
+    """
+    files.transformer_folder = folder
+    for name in _TRANSFORMER_FILES:
+        config = read_object(root / folder / name)
+        if config:
+            tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
+            files.transformer_source = str(Path(folder) / name)
+            files.max_seq_length = config.get("max_seq_length")
+            files.tokenizer_max_length = tokenizer.get("model_max_length")
+            files.do_lower_case = bool(config.get("do_lower_case", False))
+            files.pair_chat = _pair_chat(config)
+            return
+
+
+def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
+    """Reads the config of a LogitScore module.
+
+    Raises:
+        ModelLoadError: The config cannot be read, or has no ids.
+    """
+    path = root / folder / "config.json"
+    config = read_object(path)
+    ids = config.get("true_token_id"), config.get("false_token_id")
+    if type(ids[0]) is not int or not (ids[1] is None or type(ids[1]) is int):
+        raise ModelLoadError(f"{path} has true_token_id {ids[0]!r} and false_token_id {ids[1]!r}; they must be ids.")
+    return LogitScoreFile(true_token_id=ids[0], false_token_id=ids[1], source=str(Path(folder) / "config.json"))
+
+
+def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
+    """Reads the config of the Pooling module; see `read_transformer`.
+
+    Raises:
+        UnsupportedModelError: Unknown pooling mode.
+        ModelLoadError: The config cannot be read.
+    """
+    config = read_object(root / folder / "config.json")
+    files.pooling_source = str(Path(folder) / "config.json")
+    files.include_prompt = bool(config.get("include_prompt", True))
+    modes = config.get("pooling_mode")
+    if modes is None:
+        on = tuple(pooling for key, pooling in _LEGACY_POOLING_KEYS.items() if config.get(key, False))
+        files.pooling = on or (PoolingType.MEAN,)
+        return
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    for mode in modes:
+        if mode not in _POOLING_MODES:
+            raise UnsupportedModelError(
+                f"{root / files.pooling_source} asks for the pooling mode {mode!r}; "
+                f"penstock knows {', '.join(_POOLING_MODES)}."
+            )
+    files.pooling = tuple(_POOLING_MODES[mode] for mode in modes)
+
+
+def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str) -> DenseSpec:
+    """Reads the config of one Dense module, without its weights.
+
+    Args:
+        root: Folder of the model.
+        folder: Folder of the module in `root`.
+        type_name: Class path of the module.
+        transformer_folder: Folder of the Transformer module. The folder of the result is relative to it.
+
+    Raises:
+        UnsupportedModelError: penstock does not support a setting.
+        ModelLoadError: The config cannot be read, or lacks a width.
+    """
+    path = root / folder / "config.json"
+    config = read_object(path)
+    for key in ("in_features", "out_features"):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise ModelLoadError(f"{path} has {key} {config.get(key)!r}; it must be a positive integer.")
+    if config.get("use_residual", False):
+        raise UnsupportedModelError(f"{path} asks for use_residual, which penstock has no code for.")
+    if config.get("module_output_name") == "scores":
+        raise UnsupportedModelError(
+            f"{path} writes scores: a cross-encoder head of modules, which penstock has no code for."
+        )
+    activation = config.get(
+        "activation_function", "torch.nn.Identity" if type_name.startswith("pylate.") else "torch.nn.Tanh"
+    )
+    if not activation.startswith("torch.nn."):
+        raise UnsupportedModelError(
+            f"{path} asks for the activation {activation!r}; penstock takes those of torch.nn only."
+        )
+    up = "../" * len(Path(transformer_folder).parts)
+    return DenseSpec(
+        folder=up + folder,
+        in_features=config["in_features"],
+        out_features=config["out_features"],
+        bias=bool(config.get("bias", True)),
+        activation=activation.rsplit(".", 1)[-1],
+    )
+
+
+def _pair_chat(config: dict[str, Any]) -> PairChat | None:
+    """Returns how the Transformer module renders pairs with a chat template; None if it does not."""
+    chat = (config.get("modality_config") or {}).get("message")
+    if chat is None:
+        return None
+    arguments = dict((config.get("processing_kwargs") or {}).get("chat_template") or {})
+    for own in ("restore_suffix", "padding", "truncation", "max_length", "return_tensors"):
+        arguments.pop(own, None)
+    return PairChat(is_structured=chat.get("format") == "structured", arguments=arguments)

@@ -1,9 +1,8 @@
-"""Vectors that are not one for a text: how models give one per token (ColBERT), and weights of the vocabulary.
+"""Multi-vector models (ColBERT: one vector per token) and sparse vectors over the vocabulary. Plain Python and numpy.
 
-Plain Python and numpy. Sources: Khattab and Zaharia, ColBERT (arXiv 2004.12832), with the settings of
-sentence-transformers' MultiVectorEncoder, see model_files/multi_vector.py for the files that they come from. SPLADE
-(Formal et al., arXiv 2109.10086) makes sparse vectors from the logits of a masked language model, bge-m3 (Chen et al.,
-arXiv 2402.03216) from a weight for each token of the text.
+Sources: Khattab and Zaharia, ColBERT (arXiv 2004.12832), with the settings of sentence-transformers'
+MultiVectorEncoder; model_files/vector_outputs.py reads them. SPLADE (Formal et al., arXiv 2109.10086) makes sparse
+vectors from the logits of a masked language model, bge-m3 (Chen et al., arXiv 2402.03216) from a weight per token.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ DOCUMENT_PROMPTS: Final = (DOCUMENT, "passage", "corpus", "search_document")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryExpansion:
-    """The tokens behind a short query, whose vectors are matched like those of its own.
+    """Padding of short queries. The vectors of the padding are matched like those of the query.
 
     Attributes:
-        length: Tokens. Shorter queries are filled up to it.
-        is_fixed: Longer queries are cut to it.
-        attends: The query's own tokens attend to them; where not, no token does, themselves included.
-        token: By name; None takes the tokenizer's mask token or, without one, its end of text.
+        length: Tokens. Shorter queries are padded to it.
+        is_fixed: Longer queries are truncated to it.
+        attends: The tokens of the query attend to the padding; if False, no token attends to it.
+        token: Name of the padding token; None takes the tokenizer's mask token or, without one, its end of text.
     """
 
     length: int
@@ -43,17 +42,17 @@ class QueryExpansion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiVector:
-    """The recipe of one model.
+    """How a multi-vector model treats queries and documents.
 
     Attributes:
-        query_length: Tokens. Queries are cut to it; None takes max_model_len.
+        query_length: Tokens. Queries are truncated to it; None takes max_model_len.
         document_length: Tokens. Longest document; None takes max_model_len.
-        expansion: What happens to short queries; None leaves them as they are.
-        skip_words: Tokens, by name, whose vectors are left out.
-        skips_queries: They are left out of queries, too.
-        skips_documents: They are left out of documents.
-        markers: Texts at the head of prompts that are one token where the vocabulary has them.
-        averages: A score is divided by the number of the query's vectors.
+        expansion: Padding of short queries; None: no padding.
+        skip_words: Names of tokens whose vectors are dropped.
+        skips_queries: These vectors are dropped from queries.
+        skips_documents: These vectors are dropped from documents.
+        markers: Texts at the beginning of prompts that are one token if the vocabulary has them.
+        averages: Scores are divided by the number of query vectors.
     """
 
     query_length: int | None = None
@@ -66,7 +65,7 @@ class MultiVector:
     averages: bool = False
 
     def max_num_tokens(self, *, is_query: bool) -> int | None:
-        """Returns the longest query or document in tokens; None where max_model_len is."""
+        """Returns the longest query or document in tokens; None means max_model_len."""
         if not is_query:
             return self.document_length
         if self.expansion is not None:
@@ -77,18 +76,18 @@ class MultiVector:
         return self.query_length
 
     def skips(self, *, is_query: bool) -> bool:
-        """Whether vectors are left out of a query or a document."""
+        """Whether vectors are dropped from queries or documents."""
         return self.skips_queries if is_query else self.skips_documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeTokens:
-    """What the recipe's tokens are in the tokenizer of the model.
+    """Token ids that MultiVector and sparse vectors refer to, in the tokenizer of the model.
 
     Attributes:
-        expansion_id: Id of the token behind short queries; None where there is none.
-        skip_ids: Ids whose vectors are left out.
-        unweighted_ids: Ids that have no weight in a sparse vector made of token weights.
+        expansion_id: Id of the padding token of short queries; None without padding.
+        skip_ids: Ids whose vectors are dropped.
+        unweighted_ids: Ids without a weight in sparse vectors made of token weights.
     """
 
     expansion_id: int | None = None
@@ -97,7 +96,7 @@ class RecipeTokens:
 
 
 def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -> TokenizedInput:
-    """Returns a query filled up to the length of the expansion; a longer one stays as it is."""
+    """Returns a query padded to the length of the expansion. Longer queries are not changed."""
     missing = expansion.length - len(tokens)
     if missing <= 0:
         return tokens
@@ -106,7 +105,7 @@ def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -
 
 
 def kept_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
-    """Returns the ids of the tokens whose vectors are in the answer."""
+    """Returns the ids of the tokens whose vectors are in the result."""
     return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
 
 
@@ -114,8 +113,8 @@ def late_score(similarities: NDArray[np.float32], num_rows: int, *, averages: bo
     """Returns the score of a document.
 
     Args:
-        similarities: [P, Q]. For each of its parts, the largest similarity to every vector of the query; a document
-            without vectors has no parts, and the score 0.
+        similarities: [P, Q]. For each part of the document, the largest similarity to every query vector. A document
+            without vectors has no parts and the score 0.
         num_rows: Q.
         averages: Divide by Q.
     """
@@ -138,9 +137,9 @@ class SparsePooling:
 
     Attributes:
         kind: Where the weights come from.
-        is_sum: VOCABULARY_LOGITS: weights of a text's tokens are added up; else the largest counts.
-        log_twice: VOCABULARY_LOGITS: log(1 + log(1 + relu(logit))) in place of log(1 + relu(logit)).
-        is_cosine: Vectors are compared by their cosine, else by their dot product.
+        is_sum: VOCABULARY_LOGITS: sum of the weights over the tokens of a text, instead of their maximum.
+        log_twice: VOCABULARY_LOGITS: log(1 + log(1 + relu(logit))) instead of log(1 + relu(logit)).
+        is_cosine: Vectors are compared by cosine similarity, instead of the dot product.
     """
 
     kind: SparseKind
@@ -151,7 +150,7 @@ class SparsePooling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseVector:
-    """A vector over the vocabulary; entries that are not listed are 0.
+    """A vector over the vocabulary. Entries that are not listed are 0.
 
     Attributes:
         indices: [S] int32, token ids in ascending order.
@@ -182,11 +181,11 @@ class SparseVector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHeads:
-    """Heads of a model for each of its tokens, beside its sentence embedding (bge-m3).
+    """Heads for single tokens, in addition to the sentence embedding (bge-m3).
 
     Attributes:
-        weights_file: Weights of the map to a token's weight; in ModelInfo.path.
-        vectors_file: Weights of the map to a token's vector, whose first token is left out; in ModelInfo.path.
+        weights_file: File in ModelInfo.path with the map to the weight of a token.
+        vectors_file: File in ModelInfo.path with the map to the vector of a token. The first token has no vector.
     """
 
     weights_file: str | None = None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.kernels.cpu import EncoderSpec, LayerSpec
 
 from ...checkpoint.views import ArrayWeights, Floats, cast_table
-from ...model_files.config_values import read_config
+from ...model_files.json_files import read_config
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind
 from .heads import HeadSteps

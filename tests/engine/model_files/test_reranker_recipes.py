@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.engine.model_files.reranker_recipes import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
+from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
 from penstock.engine.model_files.resolve import resolve_model, resolved_table
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.model_files.registry import NATIVE_MODEL_TYPES
-from penstock.engine.model_files.reranker_recipes import find_recipe
+from penstock.engine.model_files.reranker import find_recipe
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from ....model_files.config_values import read_config
+from ....model_files.json_files import read_config
 from ....protocol.errors import UnsupportedModelError
 from ..rope_spec import RopeSpec
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 import torch.nn.functional as F
 
-from ....model_files.config_values import read_config
+from ....model_files.json_files import read_config
 from ....protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo
 from ....scheduling import CacheSpec

@@ -1,8 +1,8 @@
-"""Reads how a model with one vector per token treats queries and documents, from the files of three libraries.
+"""Reads from the files of a model whether it makes sparse vectors or one vector per token, and how. JSON only.
 
-sentence-transformers' MultiVectorEncoder keeps it in the configs of its Transformer and MultiVectorMask modules, PyLate
-in config_sentence_transformers.json, Stanford's ColBERT in artifact.metadata. Where a file is silent, the values are
-those that sentence-transformers takes when it loads the same folder. JSON only: no torch, no weights.
+Settings for one vector per token come from three libraries: sentence-transformers' MultiVectorEncoder keeps them in the
+configs of its Transformer and MultiVectorMask modules, PyLate in config_sentence_transformers.json, Stanford's ColBERT
+in artifact.metadata. Missing values are those that sentence-transformers uses for the same folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelKind
 from ..protocol.tasks import PoolingTask
-from ..protocol.vectors import DOCUMENT, QUERY, MultiVector, QueryExpansion
+from ..protocol.vectors import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from .draft import ModelDraft
 from .json_files import read_object
 from .limits import resolve_max_model_len
@@ -41,13 +41,13 @@ _PYLATE_KEYS: Final = frozenset(
 _HIDING_MODEL_TYPES: Final = frozenset(
     ("bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta")
 )
+# Files of bge-m3, next to the weights of its encoder.
+_WEIGHTS_FILE: Final = "sparse_linear.pt"
+_VECTORS_FILE: Final = "colbert_linear.pt"
 
 
 def read_stanford_modules(root: Path) -> SentenceTransformersFiles | None:
-    """Returns the modules of a folder that Stanford's ColBERT has saved; None for others.
-
-    Its projection lies among the model's weights.
-    """
+    """Returns the modules of a model saved by Stanford's ColBERT; None for other models."""
     config = read_object(root / "config.json")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or _STANFORD not in architectures:
@@ -63,16 +63,16 @@ def read_stanford_modules(root: Path) -> SentenceTransformersFiles | None:
 
 
 def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[str, Any]) -> None:
-    """Fills in `multi_vector` and, for models that have it, prompts and the longest input.
+    """Resolves `multi_vector` and, for multi-vector models, prompts and the longest input.
 
     Args:
-        draft: Resolved but for these.
+        draft: The other fields are resolved.
         root: Folder of the model.
         tokenizer_config: tokenizer_config.json.
 
     Raises:
-        ModelLoadError: A setting has no meaning.
-        UnsupportedModelError: penstock has no code for a setting.
+        ModelLoadError: A setting is invalid.
+        UnsupportedModelError: penstock does not support a setting.
     """
     draft.set("multi_vector", None, "default")
     files = draft.files
@@ -89,7 +89,7 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     if prompts:
         draft.set("prompts", {**draft.fields["prompts"], **prompts}, source)
     if recipe.document_length is not None and draft.engine.max_model_len is None:
-        # The length that PyLate has saved with the Transformer is that of what it was last used for.
+        # The length that PyLate saves with the Transformer is that of its last use.
         longest = max(recipe.document_length, recipe.max_num_tokens(is_query=True) or 0)
         own = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
         limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, own, draft.engine)
@@ -108,12 +108,12 @@ def _hides(draft: ModelDraft) -> bool:
 
 
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
-    """Returns the recipe, the prompts that it adds, and the file that it was read from."""
+    """Returns the recipe, its prompts, and its source."""
     settings = read_object(root / SETTINGS_FILE)
     averages = str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
-            if own_source.startswith(MODULES_FILE):  # the modules are what such a folder means
+            if own_source.startswith(MODULES_FILE):  # read_stanford_modules made them up
                 draft.sources[name] = draft.source_of("architectures")
         recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
         return recipe, prompts, METADATA_FILE
@@ -137,7 +137,7 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
 
 
 def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str]]:
-    """Returns what artifact.metadata says."""
+    """Reads artifact.metadata."""
     markers = {
         QUERY: metadata.get("query_token_id") or "[unused0]",
         DOCUMENT: metadata.get("doc_token_id") or "[unused1]",
@@ -156,7 +156,7 @@ def _read_stanford(metadata: dict[str, Any]) -> tuple[MultiVector, dict[str, str
 
 
 def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str]]:
-    """Returns what PyLate's settings say."""
+    """Reads PyLate's settings."""
     prompts = {}
     for name in (QUERY, DOCUMENT):
         marker = settings.get(f"{name}_prefix")
@@ -184,7 +184,7 @@ def _read_pylate(settings: dict[str, Any], files: SentenceTransformersFiles) -> 
 
 
 def _read_mask(root: Path, folder: str) -> dict[str, Any]:
-    """Returns what the config of a MultiVectorMask module says."""
+    """Reads the config of a MultiVectorMask module."""
     path = root / folder / "config.json"
     config = read_object(path)
     if config.get("keep_only_token_ids"):
@@ -199,7 +199,7 @@ def _read_mask(root: Path, folder: str) -> dict[str, Any]:
 
 
 def _expansion(value: Any, source: str) -> QueryExpansion | None:
-    """Returns the `query_expansion` of a Transformer module."""
+    """Reads the `query_expansion` of a Transformer module."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("strategy") not in ("fixed", "min"):
@@ -216,3 +216,60 @@ def _length(value: Any, source: str) -> int:
     if type(value) is not int or value < 1:
         raise ModelLoadError(f"{source} is {value!r}; it must be a number of tokens.")
     return value
+
+
+def resolve_sparse(draft: ModelDraft, root: Path) -> None:
+    """Resolves `sparse` and `token_heads`, and adds their tasks.
+
+    Args:
+        draft: The other fields are resolved.
+        root: Folder of the model.
+
+    Raises:
+        UnsupportedModelError: penstock does not support a setting.
+    """
+    draft.set("sparse", None, "default")
+    draft.set("token_heads", None, "default")
+    files = draft.files
+    if draft.fields["kind"] is not ModelKind.EMBEDDING:
+        return
+    if files is not None and files.splade_folder is not None:
+        _resolve_splade(draft, root / files.splade_folder / "config.json", read_object(root / SETTINGS_FILE))
+        return
+    folder = Path(draft.fields["path"])
+    found = [name if (folder / name).is_file() else None for name in (_WEIGHTS_FILE, _VECTORS_FILE)]
+    if not any(found) or not draft.fields["sequence_pooling"] or draft.fields["dense"] or draft.fields["is_causal"]:
+        return
+    source = next(name for name in found if name)
+    draft.set("token_heads", TokenHeads(weights_file=found[0], vectors_file=found[1]), source)
+    if found[0]:
+        draft.set("sparse", SparsePooling(kind=SparseKind.TOKEN_WEIGHTS), _WEIGHTS_FILE)
+        draft.set("tasks", (*draft.fields["tasks"], PoolingTask.SPARSE_EMBED), f"{draft.sources['tasks']}, {source}")
+
+
+def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> None:
+    """Reads the config of a SpladePooling module."""
+    config = read_object(path)
+    pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise UnsupportedModelError(
+            f"{path} has pooling_strategy {pooling!r} and activation_function {activation!r}; penstock knows 'max' and "
+            "'sum', 'relu' and 'log1p_relu'."
+        )
+    similarity = settings.get("similarity_fn_name") or "dot"
+    if similarity not in ("dot", "cosine"):
+        raise UnsupportedModelError(f"{path.parent.parent / SETTINGS_FILE} has similarity_fn_name {similarity!r}.")
+    if not draft.fields["native"] or draft.fields["is_causal"]:
+        raise UnsupportedModelError(
+            f"{draft.name} makes sparse vectors with a masked language model of the family "
+            f"{draft.fields['model_type']!r}, for which penstock has no code."
+        )
+    recipe = SparsePooling(
+        kind=SparseKind.VOCABULARY_LOGITS,
+        is_sum=pooling == "sum",
+        log_twice=activation == "log1p_relu",
+        is_cosine=similarity == "cosine",
+    )
+    draft.set("sparse", recipe, str(path.relative_to(path.parent.parent)))
+    draft.set("tasks", (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE), f"{MODULES_FILE}: SpladePooling")
+    draft.set("embedding_size", draft.fields["vocab_size"], draft.sources["vocab_size"])
