@@ -109,7 +109,6 @@ def test_the_face_of_the_engine_names_what_is_there() -> None:
 MAY_WAIT = (
     "_reference.py",
     "_torch.py",
-    "kernels/attention/cpu/",
     "kernels/cpu/",
     "kernels/pooling/_native.py",
     "engine/executors/torch/transformers/",

@@ -14,7 +14,6 @@ from penstock.engine.executors.torch.encoders.encoder import PostNormBlock, Post
 from penstock.engine.executors.torch.layers.fusion import Fusion
 from penstock.engine.executors.torch.layers.rows import Rows
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.kernels.attention import AttentionPlan
 from penstock.kernels.pooling import pool
 
 from .made_models import load_made, pack
@@ -94,9 +93,9 @@ class CompiledBlock:
         self._block = block
         self._between = between
 
-    def __call__(self, hidden: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Rows, relative_bias: Tensor | None) -> Tensor:
         """See PostNormBlock."""
-        attended = self.attention(hidden, rows, plan, relative_bias=relative_bias)
+        attended = self.attention(hidden, rows, relative_bias=relative_bias)
         return self._between(self._block, attended, hidden)
 
 

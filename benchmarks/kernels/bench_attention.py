@@ -1,4 +1,4 @@
-"""Times kernels/attention: the chosen backend beside SDPA and the reference. Best microseconds; unpadded GFLOP/s.
+"""Times kernels/attention: the chosen backend beside SDPA. Best microseconds; unpadded GFLOP/s.
 
 .venv/bin/python benchmarks/kernels/bench_attention.py --output benchmarks/results/attention-cpu.json
 """
@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from measure import alternate, load_cases, parse_arguments, report, require_green_tests
 
-from penstock.kernels.attention import AttentionPlan, attention
+from penstock.kernels.attention import attention
 
 
 def main() -> None:
-    """Measures full attention as an encoder layer calls it: one plan a batch, q, k and v chunks of one product."""
+    """Measures full attention as an encoder layer calls it: q, k and v are chunks of one product."""
     args = parse_arguments(__doc__)
     require_green_tests("test_attention.py")
     cases = load_cases()
@@ -23,9 +23,6 @@ def main() -> None:
         for case in cases.ATTENTION_BENCH_CASES:
             for dtype in args.dtype:
                 inputs = cases.make_attention_inputs(case, getattr(torch, dtype), args.device)
-                plan = AttentionPlan.build(
-                    case.seq_lens, num_heads=case.num_heads, dtype=inputs.q.dtype, device=args.device
-                )
                 run = partial(
                     attention,
                     inputs.q,
@@ -36,13 +33,8 @@ def main() -> None:
                     max_seqlen=max(case.seq_lens),
                     # Folded into the query weights.
                     scale=1.0,
-                    plan=plan,
                 )
-                candidates = {
-                    "reference": partial(run, backend="reference"),
-                    "sdpa": partial(run, backend="sdpa"),
-                    "chosen": run,
-                }
+                candidates = {"sdpa": partial(run, backend="sdpa"), "chosen": run}
                 times_us = alternate(candidates, args.seconds, args.device)
                 flops = 4 * case.num_heads * case.head_size * sum(length**2 for length in case.seq_lens)
                 rows.append(

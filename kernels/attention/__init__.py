@@ -11,23 +11,14 @@ import torch
 from torch import Tensor
 
 from .._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, takes_tensor_cores
-from ._reference import attention_reference
 from ._sdpa import attention_sdpa
 from ._tiles import MAX_HEAD_SIZE
 from ._varlen import attention_varlen, takes_varlen
-from .cpu import (
-    AttentionPlan,
-    attention_blockwise,
-    attention_grouped,
-    reach_of,
-    takes_blockwise,
-    takes_grouped,
-)
 from .paged import PagedBackend, PagedLengths, attention_paged
 
-Backend = Literal["grouped", "blockwise", "sdpa", "varlen", "triton", "reference"]
+Backend = Literal["sdpa", "varlen", "triton"]
 
-__all__ = ["AttentionPlan", "Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged"]
+__all__ = ["Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged"]
 
 
 def attention(
@@ -43,7 +34,6 @@ def attention(
     window: tuple[int, int] | None = None,
     relative_bias: Tensor | None = None,
     softcap: float | None = None,
-    plan: AttentionPlan | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + relative_bias) v, within each sequence of a packed batch. Inference only.
@@ -54,87 +44,64 @@ def attention(
     (float32) and 3e-2 (bfloat16, float16) of the largest absolute value of `v`.
 
     Args:
-        q: [T, H, K], float32/bfloat16/float16. Rows may be strided (columns of a fused [T, 3, H, K] product are read
-            fastest on CPU). Not modified.
+        q: [T, H, K], float32/bfloat16/float16. Rows may be strided. Not modified.
         k: [T, Hkv, K]. H must be a multiple of Hkv; query head h reads key head h // (H / Hkv). Not modified.
         v: [T, Hkv, K]. Not modified.
         cu_seqlens: [N+1], int32, same device.
         seq_lens: N lengths on the host, equal to the differences of `cu_seqlens`; they sum to T. A length may be 0.
+            On a CPU, neighbours of equal length share a call.
         max_seqlen: The largest of `seq_lens`.
-        scale: Factor of the scores. With the scale in the query weights, and 1.0 here, a pass over q is saved on CPU.
+        scale: Factor of the scores.
         is_causal: Whether a token sees only itself and earlier ones.
         window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
         relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
             rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
         softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: they stay.
-        plan: What `AttentionPlan.build` gave for the same `seq_lens`, heads, dtype and mask. Build it once per batch
-            and pass it to every layer; None builds one for this call. Only the "grouped" backend cuts the batch by it;
-            the others save looking at `seq_lens` anew, if it is the very tuple that the plan was built for.
-        backend: None chooses by device and dtype. On CPU: "grouped" (batched products by the plan) for bfloat16, or
-            with a bias or a cap; "blockwise" for float32 with a sequence of 256 tokens or more; else "sdpa". On CUDA:
-            "varlen" (flash attention) for 16 bits without bias and cap; else "triton", or without it (or Ampere, or
-            for heads of more than 256) "sdpa", "reference" with a cap. "triton" takes positive scales.
+        backend: None chooses by device and dtype. On CPU: "sdpa". On CUDA: "varlen" (flash attention) for 16 bits
+            without bias and cap; else "triton", or without it (or Ampere, or for heads of more than 256) "sdpa".
+            "triton" takes positive scales, "varlen" no cap and no bias.
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
 
     Raises:
-        ValueError: Shapes, dtypes, lengths or the plan do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes or lengths do not fit together; the message says which and how.
     """
-    if plan is not None and plan.seq_lens is seq_lens:
-        num_tokens, longest = plan.num_tokens, plan.longest
-    else:
-        num_tokens, longest = sum(seq_lens), max(seq_lens, default=0)
-    _check(q, k, v, cu_seqlens, len(seq_lens), num_tokens, longest, max_seqlen, relative_bias)
+    longest = max(seq_lens, default=0)
+    _check(q, k, v, cu_seqlens, seq_lens, longest, max_seqlen, relative_bias)
     check_softcap(softcap)
-    reach = reach_of(window, is_causal, longest)
+    reach = _reach(window, is_causal, longest)
     if backend is None:
-        backend = _choose(q, longest, relative_bias, softcap)
+        backend = _choose(q, relative_bias, softcap)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if backend == "grouped":
-        if plan is None:
-            plan = AttentionPlan.build(
-                seq_lens,
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
-                dtype=q.dtype,
-                device=q.device,
-                is_causal=is_causal,
-                window=window,
-            )
-        elif plan.key != (tuple(seq_lens), q.shape[1], k.shape[1], q.dtype, reach):
-            raise ValueError("plan was built for other sequence lengths, heads, dtype or mask than this call has")
-        return attention_grouped(q, k, v, scale, relative_bias, softcap, plan)
-    if backend == "blockwise":
-        return attention_blockwise(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
+    if backend == "sdpa":
+        return attention_sdpa(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
+    if backend == "varlen":
+        if softcap is not None or relative_bias is not None:
+            raise ValueError("the varlen backend knows no softcap and no relative_bias")
+        return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale, reach)
     if backend == "triton":
         if scale <= 0:
             raise ValueError(f"the triton backend takes a positive scale, got {scale}")
         from ._triton import attention_triton
 
         return attention_triton(q, k, v, cu_seqlens, longest, scale, reach, softcap, relative_bias)
-    if softcap is not None and backend in ("sdpa", "varlen"):
-        raise ValueError(f"the {backend} backend knows no softcap")
-    if backend == "sdpa":
-        return attention_sdpa(q, k, v, seq_lens, scale, reach, relative_bias)
-    if backend == "varlen":
-        return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale, reach)
-    if backend == "reference":
-        return attention_reference(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
     raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
 
 
-def _choose(q: Tensor, longest: int, relative_bias: Tensor | None, softcap: float | None) -> Backend:
-    if takes_grouped(q, relative_bias, softcap):
-        return "grouped"
-    if takes_blockwise(q, longest, relative_bias, softcap):
-        return "blockwise"
+def _reach(window: tuple[int, int] | None, is_causal: bool, longest: int) -> tuple[int, int]:
+    """(left, right): the window with the causal limit in it; -1 where it hides nothing of a sequence of `longest`."""
+    left, right = window or (-1, -1)
+    if is_causal:
+        right = 0
+    return left if 0 <= left < longest - 1 else -1, right if 0 <= right < longest - 1 else -1
+
+
+def _choose(q: Tensor, relative_bias: Tensor | None, softcap: float | None) -> Backend:
     if softcap is None and takes_varlen(q, relative_bias):
         return "varlen"
-    if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device):
-        return "triton"
-    return "sdpa" if softcap is None else "reference"
+    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "sdpa"
 
 
 def _check(
@@ -142,8 +109,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    num_seqs: int,
-    num_tokens: int,
+    seq_lens: Sequence[int],
     longest: int,
     max_seqlen: int,
     relative_bias: Tensor | None,
@@ -157,7 +123,8 @@ def _check(
         raise ValueError(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
-    check_cu_seqlens(cu_seqlens, num_seqs)
+    check_cu_seqlens(cu_seqlens, len(seq_lens))
+    num_tokens = sum(seq_lens)
     if num_tokens != q.shape[0] or longest > max_seqlen:
         raise ValueError(
             f"seq_lens must sum to the {q.shape[0]} rows of q and not pass max_seqlen {max_seqlen}, "

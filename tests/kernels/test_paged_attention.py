@@ -9,12 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.kernels._packed import capability_of
-from penstock.kernels.attention import PagedBackend, PagedLengths, attention, attention_paged, paged
+from penstock.kernels.attention import PagedLengths, attention, attention_paged, paged
 
 from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
+from .attention_reference import attention_paged_reference
 from .cases import PAGED_CASES, PagedCase, PagedInputs, make_block_table, make_cu_seqlens, make_paged_inputs
-from .places import interpreted_only
+from .every_pair import FLOAT_DTYPES, Place, every_pair, places
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -26,69 +27,55 @@ MASKS: dict[str, dict[str, Any]] = {
     "capped_window": {"softcap": 5.0, "window": (40, 0)},
 }
 
-masks = pytest.mark.parametrize("mask", MASKS)
-dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+PLACES = places("sdpa", cuda=("sdpa", "triton", None))
 
 
-@pytest.fixture(
-    params=[
-        ("blockwise", "cpu"),
-        pytest.param(("triton", "cpu"), marks=interpreted_only),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
-    ],
-    ids="-".join,
-)
-def place(request: pytest.FixtureRequest) -> tuple[PagedBackend, torch.device]:
-    """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
+def arguments(case: PagedCase, inputs: PagedInputs, options: dict[str, Any]) -> dict[str, Any]:
+    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens", "seq_lens", "context_lens")
+    return {name: getattr(inputs, name) for name in names} | {"scale": case.head_size**-0.5} | options
 
 
-def attend(case: PagedCase, inputs: PagedInputs, **options: Any) -> torch.Tensor:
-    return attention_paged(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.block_tables,
-        inputs.cu_seqlens,
-        inputs.seq_lens,
-        inputs.context_lens,
-        **({"scale": case.head_size**-0.5} | options),
-    )
+def attend(case: PagedCase, inputs: PagedInputs, backend: Any = None, **options: Any) -> torch.Tensor:
+    return attention_paged(**arguments(case, inputs, options), backend=backend)
 
 
-def skip_slow(case: PagedCase, dtype: torch.dtype, mask: str = "all") -> None:
-    """The interpreter takes milliseconds for a row, and knows no bfloat16 products."""
+def expect(case: PagedCase, inputs: PagedInputs, **options: Any) -> torch.Tensor:
+    return attention_paged_reference(**arguments(case, inputs, options))
+
+
+def largest(inputs: PagedInputs) -> float:
+    return inputs.v_cache.nan_to_num().abs().max().item()
+
+
+def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all", **_: Any) -> bool:
+    """The interpreter takes milliseconds for a row, and knows no products in bfloat16."""
     knows = dtype == torch.float32 or (dtype == torch.float16 and mask == "all")
-    if IS_INTERPRETED and not (case.is_quick and knows):
-        pytest.skip("too slow for the interpreter")
+    return not IS_INTERPRETED or (knows and (case is None or case.is_quick))
 
 
-@dtypes
-@masks
-@pytest.mark.parametrize("case", PAGED_CASES, ids=lambda case: case.name)
-def test_backend_equals_reference(
-    place: tuple[PagedBackend, torch.device], case: PagedCase, mask: str, dtype: torch.dtype
-) -> None:
+@every_pair(is_quick, place=PLACES, case=PAGED_CASES, mask=list(MASKS), dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Place, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
     """All of the caches that belongs to no token of a chunk's sequence is NaN, and the tables end in no block."""
-    backend, device = place
-    skip_slow(case, dtype, mask)
-    inputs = make_paged_inputs(case, dtype, device)
-    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+    inputs = make_paged_inputs(case, dtype, place.device)
+    expected = expect(case, inputs, **MASKS[mask])
     assert not expected.isnan().any()
-    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    actual = attend(case, inputs, place.backend, **MASKS[mask])
     assert actual.dtype == dtype
     assert actual.is_contiguous()
-    assert_close("attended", expected, actual, TOLERANCE[dtype], inputs.v_cache.nan_to_num().abs().max().item())
+    assert_close("attended", expected, actual, TOLERANCE[dtype], largest(inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("mask", ["all", "window", "capped"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100])
-@pytest.mark.parametrize("is_scattered", [False, True], ids=["neighbours", "scattered"])
+@every_pair(
+    place=[Place(None, "cpu"), Place(None, "cuda")],
+    dtype=[torch.float32, torch.bfloat16],
+    mask=["all", "window", "capped"],
+    chunk_size=[1, 7, 64, 100],
+    is_scattered=[False, True],
+)
 def test_chunks_equal_the_whole(
-    device: torch.device, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
+    place: Place, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
 ) -> None:
+    device = place.device
     length, block_size = (60 if chunk_size == 1 else 300), 16
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(length, heads, 32, generator=generator).to(dtype).to(device) for heads in (4, 2, 2))
@@ -109,46 +96,35 @@ def test_chunks_equal_the_whole(
         assert_close(f"rows from {start}", whole[rows], actual, TOLERANCE[dtype], v.abs().max().item())
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@dtypes
-@masks
-def test_poisoned_sequence_touches_no_other(
-    place: tuple[PagedBackend, torch.device], mask: str, dtype: torch.dtype, poison: float
-) -> None:
-    backend, device = place
-    case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16, is_quick=poison != poison)
-    skip_slow(case, dtype, mask)
-    inputs = make_paged_inputs(case, dtype, device)
-    expected = attend(case, inputs, backend="reference", **MASKS[mask])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets triton, tells of every NaN
+@every_pair(is_quick, place=PLACES, mask=list(MASKS), dtype=FLOAT_DTYPES, poison=[float("nan"), float("inf")])
+def test_poisoned_sequence_touches_no_other(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
+    case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16)
+    inputs = make_paged_inputs(case, dtype, place.device)
+    expected = expect(case, inputs, **MASKS[mask])
     scale = inputs.v_cache.nan_to_num().abs().max().item()
     for n in (1, 2):
-        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(device)
+        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(place.device)
         inputs.k_cache[blocks], inputs.v_cache[blocks] = poison, poison
         inputs.q[inputs.cu_seqlens[n] : inputs.cu_seqlens[n + 1]] = poison
-    actual = attend(case, inputs, backend=backend, **MASKS[mask])
+    actual = attend(case, inputs, place.backend, **MASKS[mask])
     for n in (0, 3):
         rows = slice(inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1])
         assert_close(f"sequence {n}", expected[rows], actual[rows], TOLERANCE[dtype], scale)
     assert not actual[inputs.cu_seqlens[1] : inputs.cu_seqlens[2]].isfinite().any()
 
 
-@pytest.mark.parametrize("factor", [40.0, -40.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda dtype: str(dtype)[6:])
-def test_scores_beyond_the_range_of_exp(
-    place: tuple[PagedBackend, torch.device], dtype: torch.dtype, factor: float
-) -> None:
-    backend, device = place
-    case = PagedCase("", ((30, 9), (600, 300)), is_quick=False)
-    skip_slow(case, dtype)
-    inputs = make_paged_inputs(case, dtype, device)
+@every_pair(lambda **_: not IS_INTERPRETED, place=PLACES, factor=[40.0, -40.0], dtype=[torch.float32, torch.float16])
+def test_scores_beyond_the_range_of_exp(place: Place, factor: float, dtype: torch.dtype) -> None:
+    case = PagedCase("", ((30, 9), (600, 300)))
+    inputs = make_paged_inputs(case, dtype, place.device)
     inputs.q.copy_(inputs.q.abs() * factor)
     inputs.k_cache.copy_(inputs.k_cache.abs())
-    for window in (None, (50, 0)):
-        expected = attend(case, inputs, backend="reference", window=window)
-        actual = attend(case, inputs, backend=backend, window=window)
+    for options in ({}, {"window": (50, 0)}):
         # Scores of hundreds: their own rounding decides between neighbours.
         tolerance = 1e-4 if dtype == torch.float32 else 0.2
-        assert_close("attended", expected, actual, tolerance, inputs.v_cache.nan_to_num().abs().max().item())
+        actual = attend(case, inputs, place.backend, **options)
+        assert_close("attended", expect(case, inputs, **options), actual, tolerance, largest(inputs))
 
 
 def test_table_on_the_device_and_no_chunks(device: torch.device) -> None:
@@ -168,19 +144,19 @@ def test_table_on_the_device_and_no_chunks(device: torch.device) -> None:
     [
         (64, (8, 0), "triton"),
         (256, (9, 0), "triton"),
-        (257, (9, 0), "reference"),
-        (320, (9, 0), "reference"),
-        (64, (7, 5), "reference"),
+        (257, (9, 0), "sdpa"),
+        (320, (9, 0), "sdpa"),
+        (64, (7, 5), "sdpa"),
     ],
 )
-def test_wide_heads_and_old_devices_take_the_reference(
+def test_wide_heads_and_old_devices_take_sdpa(
     head_size: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.kernels.attention import _triton
 
     taken: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(paged, "attention_paged_reference", lambda *_: taken.append("reference"))
+    monkeypatch.setattr(paged, "attention_paged_sdpa", lambda *_: taken.append("sdpa"))
     monkeypatch.setattr(_triton, "attention_triton", lambda *_: taken.append("triton"))
     capability_of.cache_clear()
     with FakeTensorMode():
@@ -195,8 +171,7 @@ def test_wide_heads_and_old_devices_take_the_reference(
 
 def test_heads_wider_than_the_kernel_knows(device: torch.device) -> None:
     inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 320), torch.float32, device)
-    expected = attend(case, inputs, backend="reference")
-    assert_close("attended", expected, attend(case, inputs), 4e-6, inputs.v_cache.nan_to_num().abs().max().item())
+    assert_close("attended", expect(case, inputs), attend(case, inputs), 4e-6, largest(inputs))
     if find_spec("triton") is not None:
         with pytest.raises(ValueError, match="heads of at most 256, got 320"):
             attend(case, inputs, backend="triton")

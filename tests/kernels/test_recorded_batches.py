@@ -17,6 +17,7 @@ from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from ..interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .assertions import assert_close
+from .attention_reference import attention_reference
 from .places import interpreted_only
 
 LENGTHS = (5, 1, 0, 23, 300)
@@ -87,9 +88,8 @@ def check_attention(
         **options,
     )
     own = (x[:NUM_TOKENS].contiguous() for x in (q, k, v))
-    expected = attention(
-        *own, borders(LENGTHS, len(LENGTHS), device), LENGTHS, max_seqlen=max(LENGTHS), backend="reference", **options
-    )
+    own_borders = borders(LENGTHS, len(LENGTHS), device)
+    expected = attention_reference(*own, own_borders, LENGTHS, max_seqlen=max(LENGTHS), **options)
     assert_close("attended", expected, found[:NUM_TOKENS], tolerance, v[:NUM_TOKENS].abs().max().item())
 
 
@@ -121,7 +121,7 @@ def test_attention_on_cuda_reads_lengths_on_the_device(
     if is_recordable is None:  # what is left without triton is flash attention
         is_recordable = dtype != torch.float32 and not has_bias
     q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(9, 2, head_size))
-    chosen = kernel._choose(q, 9, torch.ones(2, 9, 9) if has_bias else None, None)
+    chosen = kernel._choose(q, torch.ones(2, 9, 9) if has_bias else None, None)
     assert (chosen in ("varlen", "triton")) is is_recordable
 
 

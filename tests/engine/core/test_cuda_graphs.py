@@ -33,8 +33,8 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
-from penstock.kernels.attention import attention
 
+from ...kernels.attention_reference import attention_reference
 from .conftest import SaveFolder
 
 CPU = torch.device("cpu")
@@ -69,14 +69,13 @@ class Again:
 
 def by_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seq_lens: Any, **options: Any) -> Tensor:
     """Attention as CUDA's kernels see a batch: they know the borders, and an upper bound of the lengths."""
-    options.pop("plan")
     borders = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(borders)]
     assert max(lengths) <= options.pop("max_seqlen")
     end, longest = borders[-1], max(lengths)
     out = torch.full_like(q, float("nan"))
     parts = (x[:end].contiguous() for x in (q, k, v))
-    out[:end] = attention(*parts, cu_seqlens, lengths, max_seqlen=longest, backend="reference", **options)
+    out[:end] = attention_reference(*parts, cu_seqlens, lengths, max_seqlen=longest, **options)
     return out
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan
-
 from ....protocol.model_info import ModelInfo, ModelKind
 from ...cpu.encoder_configs import BlockNames, EncoderConfig
 from ..base import ModelOutput, NativeModel
@@ -66,9 +64,9 @@ class PostNormBlock:
             is_fused=weights.fusion is Fusion.FUSED,
         )
 
-    def __call__(self, hidden_RD: Tensor, rows: Rows, plan: AttentionPlan, relative_bias: Tensor | None) -> Tensor:
+    def __call__(self, hidden_RD: Tensor, rows: Rows, relative_bias: Tensor | None) -> Tensor:
         """Returns the next hidden states."""
-        attended_RD = self.attention(hidden_RD, rows, plan, relative_bias=relative_bias)
+        attended_RD = self.attention(hidden_RD, rows, relative_bias=relative_bias)
         return self.after_attention(attended_RD, hidden_RD)
 
     def after_attention(self, attended_RD: Tensor, hidden_RD: Tensor) -> Tensor:
@@ -137,10 +135,9 @@ class PostNormEncoder(NativeModel):
         """See PackedModel."""
         rows = Rows.of(batch)
         last = self.blocks[-1].attention
-        plan = last.plan(rows)
         hidden_RD = block_input_RD = self.embed(rows)
         for block in self.blocks:
-            block_input_RD, hidden_RD = hidden_RD, block(hidden_RD, rows, plan, self.relative_bias)
+            block_input_RD, hidden_RD = hidden_RD, block(hidden_RD, rows, self.relative_bias)
         attention_TH = None
         if need_attention:
             attention_TH = last.first_token_weights(block_input_RD, rows, relative_bias=self.relative_bias)

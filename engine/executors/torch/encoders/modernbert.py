@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan
 from penstock.kernels.norm import Embeddings, embed_norm
 
 from ....protocol.model_info import ModelInfo, ModelKind
@@ -63,10 +62,10 @@ class ModernBertLayer:
             bias=config.mlp_bias,
         )
 
-    def __call__(self, stream: Residual, rows: Rows, plan: AttentionPlan, rotation: Rotation) -> Residual:
+    def __call__(self, stream: Residual, rows: Rows, rotation: Rotation) -> Residual:
         """Returns the next hidden states."""
         x_RD, stream = self.attention_input(stream)
-        attended_RD = self.attention(x_RD, rows, plan, rotation=rotation)
+        attended_RD = self.attention(x_RD, rows, rotation=rotation)
         return self.after_attention(attended_RD, stream)
 
     def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
@@ -99,7 +98,6 @@ class ModernBertModel(NativeModel):
         }
         self.embedding_norm = _load_norm(base, "embeddings.norm", config)
         self.layers = [ModernBertLayer(base.scope(f"layers.{i}"), config, i) for i in range(config.num_hidden_layers)]
-        self.layer_of_type = {layer.type: layer for layer in self.layers}
         self.final_norm = _load_norm(base, "final_norm", config)
         self.is_fused = weights.fusion is Fusion.FUSED
         self.rotary = {layer_type: RotaryEmbedding(rope, base.device) for layer_type, rope in ropes.items()}
@@ -109,11 +107,10 @@ class ModernBertModel(NativeModel):
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
         rows = Rows.of(batch)
-        plans = {layer_type: layer.attention.plan(rows) for layer_type, layer in self.layer_of_type.items()}
         rotations = {layer_type: rotary(batch) for layer_type, rotary in self.rotary.items()}
         stream = layer_input = Residual(self.embed(rows), is_fused=self.is_fused)
         for layer in self.layers:
-            layer_input, stream = stream, layer(stream, rows, plans[layer.type], rotations[layer.type])
+            layer_input, stream = stream, layer(stream, rows, rotations[layer.type])
         attention_TH = None
         if need_attention:
             last = self.layers[-1]

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from penstock.kernels.attention import AttentionPlan, attention
+from penstock.kernels.attention import attention
 
 from ..layers.rows import Rows
 
@@ -54,7 +54,6 @@ class PackedRow:
         self.rows = rows
         self.num_calls = 0
         self.max_window = 0
-        self._plans: dict[tuple[Any, ...], AttentionPlan] = {}
 
     def attend(self, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, scale: float, is_causal: bool, reach: int) -> Tensor:
         """Takes [R, H, K], returns [R, H, K]; `reach` is how many tokens a query sees on each side, 0 for all."""
@@ -63,17 +62,6 @@ class PackedRow:
         self.num_calls += 1
         self.max_window = max(self.max_window, reach)
         window = (reach, reach) if reach else None
-        key = (q_THK.shape[1], k_THK.shape[1], q_THK.dtype, is_causal, window)
-        if key not in self._plans:
-            self._plans[key] = AttentionPlan.build(
-                batch.seq_lens,
-                num_heads=q_THK.shape[1],
-                num_kv_heads=k_THK.shape[1],
-                dtype=q_THK.dtype,
-                device=q_THK.device,
-                is_causal=is_causal,
-                window=window,
-            )
         attended_THK = attention(
             q_THK,
             k_THK,
@@ -84,7 +72,6 @@ class PackedRow:
             scale=scale,
             is_causal=is_causal,
             window=window,
-            plan=self._plans[key],
         )
         return self.rows.pad(attended_THK.flatten(1)).view(-1, *attended_THK.shape[1:])
 

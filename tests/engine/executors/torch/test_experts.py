@@ -14,7 +14,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.layers.experts import Experts, ExpertStack, OneByOneExperts, SortedExperts
 from penstock.engine.model_files.resolve import with_device
 
-from ..device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
+from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
 
 NUM_EXPERTS, SIZE, INNER = 5, 16, 24
 ROUTINGS = {

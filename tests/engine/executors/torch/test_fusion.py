@@ -22,7 +22,7 @@ from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.executors.torch.layers.residual import Residual
 from penstock.engine.model_files.resolve import with_device
 
-from ...interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
+from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .conftest import DISTILBERT_SIZES, SIZES
 from .parity import assert_close, unit_error
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ...interpreter import needs_triton, num_passed_interpreted
+from ....interpreter import needs_triton, num_passed_interpreted
 
 FILE = Path(__file__).parent / "test_hidden_syncs.py"
 

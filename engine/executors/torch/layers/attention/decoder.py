@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan, PagedLengths, attention, attention_paged
+from penstock.kernels.attention import PagedLengths, attention, attention_paged
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from .....scheduling import KvLayerSpec
@@ -64,8 +64,7 @@ class DecoderPlan:
     """How the layers of one window walk a batch: first the sequences that begin in it, then those with a past.
 
     Attributes:
-        new: Plan of the former; None where there are none.
-        num_new_tokens: Their rows.
+        num_new_tokens: Rows of the former.
         new_cu_seqlens: Prefix sums of their lengths, int32.
         new_seq_lens: Their lengths.
         past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
@@ -73,7 +72,6 @@ class DecoderPlan:
         slots: [T] int64, the slot of the cache for every token, -1 for none; None where the rotation does not store.
     """
 
-    new: AttentionPlan | None
     num_new_tokens: int
     new_cu_seqlens: Tensor
     new_seq_lens: tuple[int, ...]
@@ -142,27 +140,14 @@ class DecoderAttention:
 
     def plan(self, rows: Rows) -> DecoderPlan:
         """Returns how the kernels walk this batch; layers of one window share it."""
-        batch, spec = rows.batch, self.spec
+        batch = rows.batch
         num_new_seqs = len(batch.seq_lens) if batch.cache is None else batch.cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
-        new_seq_lens = seq_lens[:num_new_seqs]
-        plan = None
-        if num_new_seqs:
-            plan = AttentionPlan.build(
-                new_seq_lens,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                dtype=self.qkv.dtype,
-                is_causal=spec.is_causal,
-                window=spec.window,
-                device=rows.input_ids.device,
-            )
         has_past = batch.cache is not None and num_new_seqs < len(seq_lens)
         return DecoderPlan(
-            new=plan,
             num_new_tokens=batch.cache.num_new_tokens if batch.cache is not None else batch.num_tokens,
             new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=seq_lens[:num_new_seqs],
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
             past=PagedLengths.of(seq_lens[num_new_seqs:], batch.cache.past_lens)
             if batch.cache is not None and has_past
@@ -187,7 +172,7 @@ class DecoderAttention:
         parts = []
         if cache is not None and store is None:
             self._store(k_TGK, v_TGK, cache)
-        if plan.new is not None:
+        if plan.new_seq_lens:
             new = slice(plan.num_new_tokens)
             parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], plan))
         if cache is not None and plan.past is not None and plan.past_cu_seqlens is not None:
@@ -245,7 +230,6 @@ class DecoderAttention:
             is_causal=self.spec.is_causal,
             window=self.spec.window,
             softcap=self.spec.softcap,
-            plan=plan.new,
         )
 
     def _project(

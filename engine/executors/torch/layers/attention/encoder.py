@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan, attention
+from penstock.kernels.attention import attention
 from penstock.kernels.rotary import rotary
 
 from ..fusion import Fusion
@@ -75,21 +75,10 @@ class SelfAttention:
         qkv = Linear(weight.to(weights.dtype), None if bias_O is None else bias_O.to(weights.dtype))
         return cls(qkv, num_heads, window=window, fusion=weights.fusion)
 
-    def plan(self, rows: Rows) -> AttentionPlan:
-        """Returns how the kernel walks this batch; layers of one window share it."""
-        return AttentionPlan.build(
-            rows.batch.seq_lens,
-            num_heads=self.num_heads,
-            dtype=self.qkv.dtype,
-            device=rows.input_ids.device,
-            window=self.window,
-        )
-
     def __call__(
         self,
         hidden_RD: Tensor,
         rows: Rows,
-        plan: AttentionPlan,
         *,
         relative_bias: Tensor | None = None,
         rotation: Rotation | None = None,
@@ -99,7 +88,6 @@ class SelfAttention:
         Args:
             hidden_RD: [R, D].
             rows: Which rows are tokens, and where sequences begin.
-            plan: What `plan` of a layer with the same window gave.
             relative_bias: [H, L, L]. Added to the scaled scores.
             rotation: Rotary position embedding of q and k.
         """
@@ -114,7 +102,6 @@ class SelfAttention:
             scale=1.0,
             window=self.window,
             relative_bias=relative_bias,
-            plan=plan,
         )
         for hidden in rows.batch.hidden:
             attend_to_visible(q_THK, k_THK, v_THK, attended_THK, hidden, self.window, relative_bias)
@@ -130,7 +117,7 @@ class SelfAttention:
     ) -> Tensor:
         """Returns [T, H] float32: how much the first token of its sequence attends to each token, per head.
 
-        The rows of a sequence sum to 1. Takes the arguments of the call except the plan, and projects q and k anew:
+        The rows of a sequence sum to 1. Takes the arguments of the call, and projects q and k anew:
         only ATTENTION pooling asks for it, and only of the last layer.
         """
         q_THK, k_THK, _ = self._project(hidden_RD, rows, rotation)

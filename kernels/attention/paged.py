@@ -9,12 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, takes_tensor_cores
-from .._tiles import MAX_HEAD_SIZE
-from ._cpu import attention_paged_cpu
-from ._reference import attention_paged_reference
+from .._packed import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, takes_tensor_cores
+from ._sdpa import attention_paged_sdpa
+from ._tiles import MAX_HEAD_SIZE
 
-PagedBackend = Literal["blockwise", "triton", "reference"]
+PagedBackend = Literal["sdpa", "triton"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,8 +81,8 @@ def attention_paged(
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. H must be a multiple of Hkv. Not modified.
         v_cache: As `k_cache`.
         block_tables: [N, M], int32, on the CPU or the device of q: block_tables[n, j // block_size] is the block of
-            token j of sequence n. What follows a sequence's last block is not read. Neighbouring blocks in ascending
-            order are read fastest on CPU. Values are not checked.
+            token j of sequence n. What follows a sequence's last block is not read. Values
+            are not checked.
         cu_seqlens: [N+1], int32, device of q: first row of each chunk, and T.
         seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A chunk may be empty.
         context_lens: N numbers of tokens before the chunk, on the host.
@@ -94,8 +93,8 @@ def attention_paged(
             Read by "triton" alone.
         lengths: What `PagedLengths.of` gave for the same `seq_lens` and `context_lens`. Make it once per batch and pass
             it in every layer; None, or one of other lists, checks them anew.
-        backend: None takes "blockwise" on CPU. On CUDA it takes "triton" if that is installed, the device has compute
-            capability 8.0 or later and K <= 256, else "reference".
+        backend: None takes "triton" on CUDA if that is installed, the device has compute capability 8.0 or later and
+            K <= 256, else "sdpa".
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
@@ -110,7 +109,7 @@ def attention_paged(
     if backend is None:
         backend = _choose(q)
     if backend == "triton":
-        from .._triton import attention_triton
+        from ._triton import attention_triton
 
         if lengths.longest == 0:
             return torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -130,18 +129,13 @@ def attention_paged(
             tables,
             context_lens_on_device,
         )
-    arguments = (q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
-    if backend == "blockwise":
-        return attention_paged_cpu(*arguments)
-    if backend == "reference":
-        return attention_paged_reference(*arguments)
+    if backend == "sdpa":
+        return attention_paged_sdpa(q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
     raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
 
 
 def _choose(q: Tensor) -> PagedBackend:
-    if q.device.type == "cpu":
-        return "blockwise"
-    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "reference"
+    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "sdpa"
 
 
 def _check(
