@@ -15,9 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.engine.client.vector_cache.cache import VectorCache
 
 from .admission import AdmissionController
-from .batches.figures import BatchFigures
-from .batches.routes_inside import RoutesInside
-from .batches.service import Batches
+from .batches.internal_client import InternalClient
+from .batches.service import Batches, BatchMetrics
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
@@ -147,7 +146,7 @@ def create_app(
         if batches is not None:
             inside = JsonDispatcher(app, app.exception_handlers, admission.release_response, table.release)
             offline = batches.running(
-                RoutesInside(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
+                InternalClient(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
             )
         async with observers.running(), startup.running(), offline:
             yield {SHEDDER: shedder}
@@ -177,7 +176,7 @@ def create_app(
     )
     if batches is not None:
         app.state.batches = batches
-        context.metrics.register(BatchFigures(batches))
+        context.metrics.register(BatchMetrics(batches))
         exchange = LiveTrafficMiddleware(exchange, batches.traffic)
     exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, admission))
     if keys.are_required or admin_keys.are_required:

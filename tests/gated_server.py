@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.server.batches.routes_inside import RouteAnswer, RoutesInside
+from penstock.server.batches.internal_client import InternalClient, RouteResponse
 from penstock.server.commands.cli import main
 
 COMMAND = (sys.executable, "-P", __file__)
@@ -40,7 +40,7 @@ class Gate:
 
 def install(path: Path) -> None:
     """Let lines wait for the gate at `path`."""
-    ask = RoutesInside.ask
+    send = InternalClient.send
 
     def is_open(number: int) -> bool:
         try:
@@ -48,13 +48,15 @@ def install(path: Path) -> None:
         except FileNotFoundError:
             return True
 
-    async def ask_behind_gate(self: RoutesInside, route: str, content: bytes, owner: str, name: str) -> RouteAnswer:
+    async def send_behind_gate(
+        self: InternalClient, route: str, content: bytes, owner: str, name: str
+    ) -> RouteResponse:
         number = int(name.rpartition("_")[2])
         while not is_open(number):
             await asyncio.sleep(LOOK_EVERY_S)
-        return await ask(self, route, content, owner, name)
+        return await send(self, route, content, owner, name)
 
-    RoutesInside.ask = ask_behind_gate  # type: ignore[method-assign]
+    InternalClient.send = send_behind_gate  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,18 @@
-"""The files of clients: on their way in, looked up, and removed."""
+"""The data folder and the files of clients in it.
+
+The data folder outlives the server:
+
+lock          locked by the server that uses the folder
+secret        makes owners of files from API keys; mode 0600
+penstock.db   records of files and batches (SQLite)
+files/        contents of files by id; uploads under way end in .part
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import time
@@ -11,28 +20,79 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from penstock.engine.client.own_files import sync_folder
+from penstock.engine.client.own_files import check_folder, open_own, secret_of, sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRefusalReason
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
+from ..settings import UsageError
 from ..wire.shown_values import shown
-from .data_dir import PART, DataDir
 from .records import StoredFile, new_file_id
 from .store import Store
 from .uploads import Upload
 
+PART: Final = ".part"
 PURPOSE: Final = "batch"
 OUTPUT_PURPOSE: Final = "batch_output"
 MOST_LARGE_FILES: Final = 100
-"""Files of the largest size that an owner may have together: 20 GB as it comes. Those that batches made count."""
-KEPT_FREE_BYTES: Final = 2**30
-"""Of the disk, which no upload takes: the answers of batches that run need them, and the database."""
-_KEPT_SHARE: Final = 20
-"""Of a small disk a twentieth is kept."""
-_LOOK_EVERY_BYTES: Final = 4 * 1024 * 1024
-"""Of an upload, after which the room is looked at again: others come in beside it."""
+"""Limit of an owner's bytes, in files of the largest size: 20 GB by default. Outputs of batches count."""
+RESERVED_BYTES: Final = 2**30
+"""Disk space that uploads leave free, for the output of batches and for the database."""
+_RESERVED_SHARE: Final = 20
+"""On a small disk, a twentieth is left free instead."""
+_CHECK_EVERY_BYTES: Final = 4 * 1024 * 1024
+"""Bytes of an upload after which disk space and limits are checked again."""
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+class DataDir:
+    """The data folder of one server. Created if missing, and locked until `close`.
+
+    Attributes:
+        secret: Secret bytes that stay the same after a restart.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        UsageError: Another server uses the folder, it cannot be written, or other users can write to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(folder)
+            self.files.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.fdopen(open_own(folder / "lock"), "w")
+        except OSError as error:
+            raise UsageError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UsageError(
+                f"--data-dir: another server uses {folder}; give each server a folder of its own"
+            ) from error
+        try:
+            self.secret = secret_of(folder)
+        except OSError as error:
+            self._lock.close()
+            raise UsageError(f"--data-dir: {folder}: {error.strerror}") from error
+
+    @property
+    def files(self) -> Path:
+        """The folder of file contents."""
+        return self._folder / "files"
+
+    @property
+    def database(self) -> Path:
+        """The database file."""
+        return self._folder / "penstock.db"
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        self._lock.close()
 
 
 class Files:
@@ -40,7 +100,7 @@ class Files:
 
     Args:
         data: The folder.
-        store: Their records.
+        store: Records of the files.
         max_bytes: Largest upload.
         now: Unix time.
         max_files: Most files of one owner.
@@ -60,19 +120,19 @@ class Files:
         self.max_files = max_files
         self._now = now
         self._adding = asyncio.Lock()
-        self._arriving: dict[str, list[Upload]] = {}  # uploads under way by their owners
+        self._arriving: dict[str, list[Upload]] = {}  # uploads under way by owner
 
     def path(self, file_id: str) -> Path:
-        """Returns where the body of a file lies."""
+        """Returns the path of the content of a file."""
         return self._folder / file_id
 
     async def receive(self, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
-        """Takes an upload, and returns its record when both are safe on the disk.
+        """Receives an upload. Returns its record when content and record are on the disk.
 
         Raises:
-            InvalidRequestError: The form is not what it should be.
-            HTTPException: 413 and 415; see Upload. 413 also where its owner has as much as one may.
-            StorageError: The disk does not take it, or would have too little room for answers then.
+            InvalidRequestError: The form is invalid.
+            HTTPException: 413 and 415, see Upload; 413 if the owner has too many files or bytes.
+            StorageError: The disk fails or is almost full.
         """
         file_id = new_file_id()
         part = self.path(file_id + PART)
@@ -100,7 +160,7 @@ class Files:
                 arriving.remove(upload)
             if not arriving:
                 self._arriving.pop(owner, None)
-            with contextlib.suppress(OSError):  # a disk that is full has been told of already
+            with contextlib.suppress(OSError):  # the error of a full disk has been raised already
                 upload.close()
         return file
 
@@ -112,7 +172,7 @@ class Files:
         return file
 
     async def remove(self, file: StoredFile) -> None:
-        """Removes a file: its record first, so that none is left without a body."""
+        """Removes a file: first its record, so that no record is left without content."""
         await self._store.remove_file(file.id)
         await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
 
@@ -126,7 +186,7 @@ class Files:
         return await self._store.expired_files(int(self._now()))
 
     async def clear_away(self) -> None:
-        """Removes what a server that was killed has left: bodies without a record."""
+        """Removes file contents without a record, left by a killed server."""
         known = await self._store.file_ids()
 
         def clear() -> None:
@@ -137,7 +197,7 @@ class Files:
         await asyncio.to_thread(clear)
 
     def made(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> StoredFile:
-        """Returns the record of a file that a batch has written."""
+        """Returns the record of an output file of a batch."""
         created_at = int(self._now())
         return StoredFile(
             id=file_id,
@@ -150,7 +210,7 @@ class Files:
         )
 
     def cut(self, file_id: str, num_bytes: int) -> None:
-        """Cuts off what a file holds beyond what counts; one that holds nothing goes."""
+        """Truncates a file to its recorded length; removes an empty file."""
         if num_bytes:
             os.truncate(self.path(file_id), num_bytes)
         else:
@@ -177,15 +237,12 @@ class Files:
         )
 
     async def check_num_files(self, owner: str, num_files: int) -> None:
-        """Raises HTTPException if an owner may not have so many files more. Uploads under way count."""
+        """Raises HTTPException if an owner may not have `num_files` more. Uploads under way count."""
         count, _ = await self._store.sizes(owner)
         self._check_count(count + len(self._arriving.get(owner, ())) + num_files)
 
     async def _check_upload(self, owner: str, upload: Upload, num_bytes: int = 0) -> None:
-        """Raises HTTPException if an upload with so many bytes more is too much for its owner.
-
-        Uploads that began earlier count, too.
-        """
+        """Raises HTTPException if an upload with `num_bytes` more exceeds the limits. Earlier uploads count."""
         count, num_stored = await self._store.sizes(owner)
         arriving = self._arriving[owner]
         arriving = arriving[: arriving.index(upload) + 1]
@@ -203,16 +260,16 @@ class Files:
             )
 
     async def _while_room(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
-        """Yields a body as it comes.
+        """Yields a body while there is space for it.
 
         Raises:
-            StorageError: The disk has no room for more of it.
+            StorageError: The disk is almost full.
             HTTPException: 413, the owner has too many files or bytes.
         """
-        unseen = _LOOK_EVERY_BYTES
+        unseen = _CHECK_EVERY_BYTES
         async for piece in body:
             unseen += len(piece)
-            if unseen >= _LOOK_EVERY_BYTES:
+            if unseen >= _CHECK_EVERY_BYTES:
                 unseen = 0
                 await asyncio.to_thread(self._check_room)
                 await self._check_upload(owner, upload)
@@ -220,7 +277,7 @@ class Files:
 
     def _check_room(self) -> None:
         disk = shutil.disk_usage(self._folder)
-        if disk.free < min(KEPT_FREE_BYTES, disk.total // _KEPT_SHARE):
+        if disk.free < min(RESERVED_BYTES, disk.total // _RESERVED_SHARE):
             raise StorageError(
                 "The disk of the server is almost full, and what is left is kept for answers. "
                 "Delete files that nobody needs, or try again later."

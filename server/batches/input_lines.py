@@ -1,4 +1,4 @@
-"""The lines of an input file: checked one by one before a batch runs, and read again one by one as they run."""
+"""Input files of batches. Lines are checked before the batch runs, and read again one by one when they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 import time
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
@@ -16,25 +16,25 @@ from .records import LineError
 
 MAX_LINES: Final = 50_000
 MAX_INPUTS: Final = 50_000
-"""Texts to embed, of all lines together."""
+"""Texts to embed in all lines together."""
 MAX_ERRORS: Final = 100
-"""Faults of one file that are told."""
+"""Errors that are reported for one file."""
 MAX_ID_CHARS: Final = 512
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
-"""Lines that are parsed without a look at how many values they hold."""
+"""Values are counted before parsing only in lines that are longer. Also the bytes that are read at once."""
 _SLICE_LINES: Final = 100
-_SLICE_S: Final = 0.001
-"""Seconds of work on a file before other threads get the interpreter for as long."""
+_WORK_S: Final = 0.001
+"""Seconds of reading after which the thread sleeps as long, so that other threads get the GIL."""
 
 
 class LinePlace(NamedTuple):
-    """Where a line lies in its file.
+    """Position of a line in its file.
 
     Attributes:
-        number: Of the line, from 1.
-        offset: Of its first byte.
-        num_bytes: Its length.
+        number: Line number, from 1.
+        offset: Offset of the first byte.
+        num_bytes: Length, line end included.
     """
 
     number: int
@@ -46,7 +46,7 @@ class InputLine(NamedTuple):
     """A request of a batch.
 
     Attributes:
-        number: Of its line, from 1.
+        number: Line number, from 1.
         custom_id: The client's name of the request.
         content: JSON body for the route, without `priority`: all lines have the lowest.
     """
@@ -56,12 +56,12 @@ class InputLine(NamedTuple):
     content: bytes
 
 
-class Checked(NamedTuple):
-    """What a look at a whole input file found.
+class CheckResult(NamedTuple):
+    """Result of checking an input file.
 
     Attributes:
-        num_lines: Requests in it.
-        errors: What is wrong with it; none where it can run.
+        num_lines: Requests in the file.
+        errors: Errors; empty if the batch can run.
     """
 
     num_lines: int
@@ -72,11 +72,11 @@ class InputFile:
     """An input file of a batch.
 
     Args:
-        path: Where it lies.
-        endpoint: The route that all lines have to name.
-        max_line_bytes: Of a line: what a route takes as a body.
-        max_values: Numbers and words of a line; see --max-json-values.
-        counts_inputs: All lines together may have MAX_INPUTS inputs.
+        path: The file.
+        endpoint: The route that all lines must name.
+        max_line_bytes: Longest line; equals the limit of request bodies.
+        max_values: Most JSON values in a line; see --max-json-values.
+        counts_inputs: Whether MAX_INPUTS limits the inputs of all lines together.
     """
 
     def __init__(
@@ -88,38 +88,39 @@ class InputFile:
         self._max_values = max_values
         self._counts_inputs = counts_inputs
 
-    def check(self) -> Checked:
-        """Checks all lines, on a thread: it lets others have the interpreter now and then. Raises OSError."""
+    def check(self) -> CheckResult:
+        """Checks all lines. For a worker thread: it gives way to other threads. Raises OSError."""
         seen: dict[str, int] = {}
         errors: list[LineError] = []
         num_lines = num_inputs = 0
-        for number, text in self._texts():
-            num_lines += 1
-            if num_lines > MAX_LINES:
-                message = f"The file has more than {MAX_LINES} lines; split it."
-                return Checked(0, [LineError("too_many_lines", message, line=number)])
-            try:
-                line = self._parsed(number, text)
-                custom_id = line["custom_id"]
-                if (first := seen.setdefault(custom_id, number)) != number:
-                    message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
-                    raise _LineError("duplicate_custom_id", message, "custom_id")
-                if self._counts_inputs:
-                    num_inputs += _num_inputs(line["body"])
-                del line  # before the next one is read
-            except _LineError as error:
-                errors.append(LineError(error.code, error.message, error.param, number))
-            if len(errors) >= MAX_ERRORS:
-                break
+        with self._path.open("rb") as file:
+            for place in self._places():
+                num_lines += 1
+                if num_lines > MAX_LINES:
+                    message = f"The file has more than {MAX_LINES} lines; split it."
+                    return CheckResult(0, [LineError("too_many_lines", message, line=place.number)])
+                try:
+                    line = self._parsed(self._text(place, file))
+                    custom_id = line["custom_id"]
+                    if (first := seen.setdefault(custom_id, place.number)) != place.number:
+                        message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
+                        raise _LineError("duplicate_custom_id", message, "custom_id")
+                    if self._counts_inputs:
+                        num_inputs += _num_inputs(line["body"])
+                    del line  # before the next one is read
+                except _LineError as error:
+                    errors.append(LineError(error.code, error.message, error.param, place.number))
+                if len(errors) >= MAX_ERRORS:
+                    break
         if not num_lines:
             errors.append(LineError("empty_file", "The file has no lines."))
         if num_inputs > MAX_INPUTS:
             message = f"The lines hold {num_inputs} inputs together; the limit is {MAX_INPUTS}. Split the file."
             errors.append(LineError("too_many_inputs", message))
-        return Checked(num_lines, errors)
+        return CheckResult(num_lines, errors)
 
     def slices(self, done: Container[int], after: LinePlace | None = None) -> Iterator[list[LinePlace]]:
-        """Yields the places of the lines behind `after` that are not in `done`, up to 100 at a time. Raises OSError."""
+        """Yields the places of the lines after `after` that are not in `done`, up to 100 at a time. Raises OSError."""
         places: list[LinePlace] = []
         for place in self._places(after):
             if place.number in done:
@@ -132,45 +133,39 @@ class InputFile:
             yield places
 
     def read(self, place: LinePlace) -> InputLine:
-        """Reads a line of a file that `check` has found good. Raises OSError."""
-        line = self._parsed(place.number, self._text(place))
+        """Reads a line of a checked file. Raises OSError."""
+        with self._path.open("rb") as file:
+            line = self._parsed(self._text(place, file))
         body = line["body"]
         body.pop("priority", None)
         return InputLine(place.number, line["custom_id"], orjson.dumps(body))
 
     def custom_ids(self, places: Iterable[LinePlace]) -> list[tuple[int, str]]:
         """Returns numbers and custom ids of lines. One line at a time is in memory. Raises OSError."""
-        return [(place.number, self._parsed(place.number, self._text(place))["custom_id"]) for place in places]
-
-    def _text(self, place: LinePlace) -> bytes:
         with self._path.open("rb") as file:
-            file.seek(place.offset)
-            text = file.read(min(place.num_bytes, self._max_line_bytes + 1))
+            return [(place.number, self._parsed(self._text(place, file))["custom_id"]) for place in places]
+
+    def _text(self, place: LinePlace, file: BinaryIO) -> bytes:
+        """Returns a line without surrounding white space, or the first bytes of a line that is too long."""
+        file.seek(place.offset)
+        text = file.read(min(place.num_bytes, self._max_line_bytes + 1))
+        num_left = place.num_bytes - len(text)
+        while num_left > 0 and (piece := file.read(min(num_left, _SMALL_BYTES))):
+            if piece.strip():
+                return text
+            num_left -= len(piece)
         return _stripped(place.number, text)
 
-    def _texts(self) -> Iterator[tuple[int, bytes]]:
-        """Yields lines that are not empty, with their numbers. Of one that is too long, the beginning."""
-        with self._path.open("rb") as file:
-            number, pauses = 0, _Pauses()
-            while text := file.readline(self._max_line_bytes + 1):
-                pauses.pause()
-                number += 1
-                is_whole, is_longer = text.endswith(b"\n"), False
-                while not is_whole and (rest := file.readline(_SMALL_BYTES)):
-                    is_whole, is_longer = rest.endswith(b"\n"), is_longer or bool(rest.strip())
-                if not is_longer:
-                    text = _stripped(number, text)
-                if text:
-                    yield number, text
-
-    def _places(self, after: LinePlace | None) -> Iterator[LinePlace]:
+    def _places(self, after: LinePlace | None = None) -> Iterator[LinePlace]:
         """Yields the places of the lines that are not empty. Reads a small part of the file at a time."""
         with self._path.open("rb") as file:
             number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)
             file.seek(offset)
-            pauses = _Pauses()
+            next_pause_s = time.monotonic() + _WORK_S
             while piece := file.readline(_SMALL_BYTES):
-                pauses.pause()
+                if time.monotonic() > next_pause_s:
+                    time.sleep(_WORK_S)
+                    next_pause_s = time.monotonic() + _WORK_S
                 number += 1
                 num_bytes = len(piece)
                 is_empty = not _stripped(number, piece)
@@ -181,8 +176,8 @@ class InputFile:
                     yield LinePlace(number, offset, num_bytes)
                 offset += num_bytes
 
-    def _parsed(self, number: int, text: bytes) -> dict[str, Any]:
-        """Returns a line as its client wrote it. Raises _LineError where it is no request for the endpoint."""
+    def _parsed(self, text: bytes) -> dict[str, Any]:
+        """Parses a line. Raises _LineError if it is not a request for the endpoint."""
         if len(text) > self._max_line_bytes:
             raise _LineError("line_too_long", f"The line is longer than {self._max_line_bytes} bytes.")
         if len(text) > _SMALL_BYTES and any(count > self._max_values for count in count_values(text)):
@@ -212,33 +207,18 @@ class InputFile:
 
 
 class _LineError(Exception):
-    """What is wrong with a line."""
-
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param
 
 
-class _Pauses:
-    """Lets other threads have the interpreter between lines, empty ones included."""
-
-    def __init__(self) -> None:
-        self._next_s = time.monotonic() + _SLICE_S
-
-    def pause(self) -> None:
-        """Sleeps if the last pause was _SLICE_S ago."""
-        if time.monotonic() > self._next_s:
-            time.sleep(_SLICE_S)
-            self._next_s = time.monotonic() + _SLICE_S
-
-
 def _stripped(number: int, text: bytes) -> bytes:
-    """Returns a line without white space around it, the first one without a byte order mark."""
+    """Returns a line without surrounding white space; the first line without its byte order mark."""
     return (text.removeprefix(codecs.BOM_UTF8) if number == 1 else text).strip()
 
 
 def _num_inputs(body: dict[str, Any]) -> int:
-    """Returns how many texts a line embeds. A list of numbers is one text."""
+    """Returns the number of texts in a line. A list of numbers is one text."""
     for key in _INPUT_KEYS:
         if isinstance(inputs := body.get(key), list):
             return 1 if inputs and isinstance(inputs[0], int | float) else len(inputs)

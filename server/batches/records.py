@@ -1,4 +1,4 @@
-"""What is known of a file and of a batch: the records that the database keeps and that answers are made of."""
+"""Records of files and batches, as the database stores them and responses show them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.engine.protocol.errors import ConflictError
 
 
 class Status(StrEnum):
-    """Where a batch stands. The last four are ends."""
+    """Status of a batch. The last four are final."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -28,16 +28,16 @@ ENDS: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file, whose body lies in the data folder under its id.
+    """A file. Its content is in the data folder under its id.
 
     Attributes:
         id: Its name.
-        owner: Whose it is: the identity of an API key, "" where the server has none.
-        filename: What its client calls it.
+        owner: Identity of the API key; "" if the server has no keys.
+        filename: Name given by the client.
         purpose: "batch" or "batch_output".
-        num_bytes: Its size.
+        num_bytes: Size.
         created_at: Unix time.
-        expires_at: Unix time from which on it is gone; None: it stays.
+        expires_at: Unix time of expiry; None: no expiry.
     """
 
     id: str
@@ -49,7 +49,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Returns it as clients of OpenAI read it."""
+        """Returns the record in OpenAI's format."""
         return {
             "id": self.id,
             "object": "file",
@@ -64,13 +64,13 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with an input file.
+    """An error of a batch or of a line.
 
     Attributes:
-        code: A word for programs.
-        message: Words for people.
-        param: The key of the line at fault.
-        line: Number of the line, from 1; None: of the whole file.
+        code: Machine-readable code.
+        message: Text for users.
+        param: The key at fault.
+        line: Line number, from 1; None: the whole file.
     """
 
     code: str
@@ -80,28 +80,28 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """A batch. The one that runs it changes it, and has it stored before anybody may rely on the change.
+    """A batch. Its BatchRun changes it and stores each change.
 
     Attributes:
         id: Its name.
-        owner: Whose it is; see StoredFile.
+        owner: See StoredFile.
         endpoint: The route of all its lines.
-        input_file_id: The file of its lines.
-        output_id: Name of the file of answers, which grows while it runs.
-        error_id: Name of the file of errors.
-        completion_window: What its client asked for, such as "24h".
-        metadata: Notes of its client.
-        output_expires_s: Seconds after which the files that it makes are gone.
-        status: Where it stands.
+        input_file_id: The input file.
+        output_id: The output file, which grows while the batch runs.
+        error_id: The error file.
+        completion_window: As requested, such as "24h".
+        metadata: Notes of the client.
+        output_expires_s: Seconds after which its output files expire.
+        status: Current status.
         created_at: Unix time; so are the others whose names end in `_at`.
-        errors: Why it failed.
+        errors: Reasons of a failure.
         model: Served name that answered the first line.
-        num_lines: Requests in it, once it is validated.
-        num_completed: Those answered.
-        num_failed: Those with an error.
-        num_tokens: Of the inputs of answers.
-        num_output_bytes: Of the answers that count.
-        num_error_bytes: Of the errors that count.
+        num_lines: Requests in the input file, after validation.
+        num_completed: Requests with a response.
+        num_failed: Requests with an error.
+        num_tokens: Tokens of the inputs of completed requests.
+        num_output_bytes: Recorded length of the output file.
+        num_error_bytes: Recorded length of the error file.
     """
 
     id: str
@@ -134,7 +134,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it will change any more."""
+        """Whether the status is final."""
         return self.status in ENDS
 
     @property
@@ -144,21 +144,21 @@ class Batch(msgspec.Struct, kw_only=True):
 
     @property
     def num_done(self) -> int:
-        """Lines with an answer or an error."""
+        """Lines with a response or an error."""
         return self.num_completed + self.num_failed
 
     @property
     def written(self) -> tuple[tuple[str, str, int], ...]:
-        """Name, id and bytes that count of each file that it writes."""
+        """Name, id and recorded length of each file that the batch writes."""
         return ("output", self.output_id, self.num_output_bytes), ("error", self.error_id, self.num_error_bytes)
 
-    def become(self, status: Status, now: int) -> None:
-        """Changes its status, and notes when."""
+    def set_status(self, status: Status, now: int) -> None:
+        """Changes the status and records the time."""
         self.status = status
         setattr(self, f"{status}_at", now)
 
     def shown(self) -> dict[str, Any]:
-        """Returns it as clients of OpenAI read it."""
+        """Returns the record in OpenAI's format."""
         files = {
             "output_file_id": self.output_id if self.has_ended and self.num_output_bytes else None,
             "error_file_id": self.error_id if self.has_ended and self.num_error_bytes else None,
@@ -192,16 +192,16 @@ class Batch(msgspec.Struct, kw_only=True):
         }
 
 
-def ended(batch: Batch) -> ConflictError:
-    """Returns the error of a batch that cannot be cancelled any more."""
+def already_ended(batch: Batch) -> ConflictError:
+    """Returns the error for cancelling an ended batch."""
     return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
 
 
 def new_file_id() -> str:
-    """Returns a name for a file that nobody can guess."""
+    """Returns a random file id."""
     return f"file-{secrets.token_hex(12)}"
 
 
 def new_batch_id() -> str:
-    """Returns a name for a batch that nobody can guess."""
+    """Returns a random batch id."""
     return f"batch_{secrets.token_hex(12)}"

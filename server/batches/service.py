@@ -1,4 +1,4 @@
-"""Files and batches of one application: what its routes ask for, and the runs behind it."""
+"""Files and batches of one application: the operations of its routes, the runs and the metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.engine.protocol.errors import (
     ConflictError,
@@ -24,13 +27,12 @@ from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
 from ..wire.shown_values import shown
-from .data_dir import DataDir
-from .files import Files
+from .files import DataDir, Files
 from .input_lines import InputFile
-from .journal import RETRY_S
-from .records import Batch, StoredFile, ended, new_batch_id, new_file_id
-from .routes_inside import RoutesInside
-from .run import BatchRun, Surroundings
+from .internal_client import InternalClient
+from .output import RETRY_S
+from .records import Batch, StoredFile, already_ended, new_batch_id, new_file_id
+from .run import BatchRun, RunContext
 from .store import Crashes, Page, Store
 from .uploads import OVERHEAD_BYTES
 from .window import LiveTraffic, Window
@@ -38,30 +40,30 @@ from .window import LiveTraffic, Window
 logger = logging.getLogger(__name__)
 
 MOST_UNFINISHED: Final = 32
-"""Batches of one owner that have not ended."""
+"""Unfinished batches of one owner."""
 SWEEP_EVERY_S: Final = 60.0
 _RETRY_AFTER_S: Final = 60.0
 _FILES_MADE: Final = 2
-"""Files that a batch may make: answers and errors."""
+"""Files of a batch: output and errors."""
 
 
 class Batches:
-    """Files and batches in the data folder. Its folder is taken at once, and given back at the end of `running`.
+    """Files and batches in the data folder. Locks the folder until the end of `running`.
 
     Args:
-        settings: `data_dir` and the limits; what a line may hold is what a body may.
+        settings: `data_dir` and the limits. The limits of request bodies apply to lines.
         now: Unix time.
-        retry_s: Seconds until a disk that refuses is tried again.
+        retry_s: Seconds between two attempts to use a failing disk.
 
     Attributes:
-        secret: Makes owners of API keys.
+        secret: Makes owners from API keys.
         files: The files.
-        traffic: What clients ask of the routes.
-        num_lines: Lines with an answer ("completed") and with an error ("failed") since the start.
-        num_ended: Batches that have ended since then, by their status.
+        traffic: Requests of clients under way.
+        num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
+        num_ended: Batches that have ended since the start, by status.
 
     Raises:
-        UsageError: Another server has the folder, or it cannot be used.
+        UsageError: Another server uses the folder, or it cannot be used.
     """
 
     def __init__(
@@ -83,23 +85,23 @@ class Batches:
         self._now = now
         self._retry_s = retry_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._around: Surroundings | None = None
+        self._context: RunContext | None = None
         self._batch_uses: Mapping[str, BatchUse] = {}
         # Held from a check of batches and files to the change that relies on it.
         self._changing = asyncio.Lock()
 
     @property
     def max_upload_bytes(self) -> int:
-        """Bytes of a body with a file."""
+        """Most bytes of a request body with a file."""
         return self.files.max_bytes + OVERHEAD_BYTES
 
     @contextlib.asynccontextmanager
-    async def running(self, routes: RoutesInside) -> AsyncIterator[None]:
-        """Runs batches by these routes, those first that an earlier server has not ended."""
+    async def running(self, routes: InternalClient) -> AsyncIterator[None]:
+        """Runs batches through these routes, beginning with the unfinished batches of an earlier server."""
         window = Window(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
         self._batch_uses = routes.batch_uses
-        self._around = Surroundings(
-            self._store, self.files, routes.ask, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
+        self._context = RunContext(
+            self._store, self.files, routes.send, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
         )
         await self.files.clear_away()
         crashes = await self._store.take_crashes()
@@ -107,7 +109,7 @@ class Batches:
             logger.info("%s goes on: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
             if batch.id in crashes:
                 logger.warning("the server was killed while lines of %s ran; they run one at a time now", batch.id)
-            self._begin(batch, crashes.get(batch.id))
+            self._start(batch, crashes.get(batch.id))
         sweeping = asyncio.create_task(self._sweep())
         try:
             yield
@@ -125,14 +127,14 @@ class Batches:
             self._data.close()
 
     async def create(self, body: BatchRequest, owner: str) -> Batch:
-        """Makes a batch, which then runs.
+        """Creates a batch and starts it.
 
         Raises:
-            UnknownObjectError: Its file is none of its owner's.
+            UnknownObjectError: The owner has no such file.
             InvalidRequestError: Lines may not call the endpoint, the file is no input, or the window is too long.
-            EngineOverloadedError: The owner has many batches already.
-            HTTPException: 413, the owner has too many files for those that the batch makes.
-            StorageError: The disk does not keep it.
+            EngineOverloadedError: The owner has too many unfinished batches.
+            HTTPException: 413, the owner has too many files.
+            StorageError: The disk is full or fails.
         """
         if body.endpoint not in self._batch_uses:
             known = ", ".join(self._batch_uses)
@@ -156,7 +158,7 @@ class Batches:
                 )
             await self.files.check_num_files(owner, _FILES_MADE * (num_unfinished + 1))
             for old in await self._store.oldest_ended(owner, self.files.max_files):
-                await self._forget(old)
+                await self._remove_batch(old)
             batch = Batch(
                 id=new_batch_id(),
                 owner=owner,
@@ -171,29 +173,29 @@ class Batches:
                 expires_at=created_at + 3600 * hours,
             )
             await self._store.add_batch(batch)
-            self._begin(batch)
+            self._start(batch)
         return batch
 
     async def find(self, batch_id: str, owner: str) -> Batch:
-        """Returns a batch of an owner, as it is on the disk. Raises UnknownObjectError."""
+        """Returns a batch of an owner as stored. Raises UnknownObjectError."""
         batch = await self._store.batch(batch_id, owner)
         if batch is None:
             raise UnknownObjectError(f"There is no batch {shown(batch_id)}.", param="batch_id")
         return batch
 
     async def page(self, owner: str, page: Page) -> list[Batch]:
-        """Returns batches of an owner, one more than the page holds where there are more."""
+        """Returns a page of the owner's batches, plus one if there are more."""
         return await self._store.batches(owner, page)
 
     async def page_of_files(self, owner: str, page: Page, purpose: str | None) -> list[StoredFile]:
-        """Returns files of an owner, one more than the page holds where there are more."""
+        """Returns a page of the owner's files, plus one if there are more."""
         return await self._store.files(owner, page, purpose, int(self._now()))
 
     async def cancel(self, batch_id: str, owner: str) -> Batch:
-        """Begins to end a batch. Raises UnknownObjectError, ConflictError or StorageError."""
+        """Starts to cancel a batch. Raises UnknownObjectError, ConflictError or StorageError."""
         batch = await self.find(batch_id, owner)
         if batch_id not in self._runs:
-            raise ended(batch)
+            raise already_ended(batch)
         run, _ = self._runs[batch_id]
         await run.cancel()
         return await self.find(batch_id, owner)
@@ -207,15 +209,15 @@ class Batches:
             await self.files.remove(file)
 
     def num_unfinished(self) -> Mapping[str, int]:
-        """Returns how many batches have not ended, by their status."""
+        """Returns the number of unfinished batches by status."""
         return Counter(run.batch.status.value for run, _ in self._runs.values())
 
     @property
     def _retention_s(self) -> int:
         return int(self._settings.batch_retention_s)
 
-    def _begin(self, batch: Batch, crashes: Crashes | None = None) -> None:
-        assert self._around is not None
+    def _start(self, batch: Batch, crashes: Crashes | None = None) -> None:
+        assert self._context is not None
         settings = self._settings
         path = self.files.path(batch.input_file_id)
         lines = InputFile(
@@ -225,7 +227,7 @@ class Batches:
             settings.max_json_values,
             counts_inputs=self._batch_uses.get(batch.endpoint) is BatchUse.EMBEDDING,
         )
-        run = BatchRun(batch, lines, self._around, crashes)
+        run = BatchRun(batch, lines, self._context, crashes)
         self._runs[batch.id] = run, asyncio.create_task(self._run(run))
 
     async def _run(self, run: BatchRun) -> None:
@@ -247,21 +249,47 @@ class Batches:
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Removes ended batches after their retention, with their files, and files that have expired.
+        """Removes ended batches after their retention, with their files, and expired files.
 
-        Nothing that an unfinished batch reads or writes is removed. Raises OSError or StorageError.
+        Files of unfinished batches stay. Raises OSError or StorageError.
         """
         while old := await self._store.ended_before(int(self._now()) - self._retention_s):
             for batch in old:
                 async with self._changing:
-                    await self._forget(batch)
+                    await self._remove_batch(batch)
         for file in await self.files.expired():
             async with self._changing:
                 if await self._store.reader(file.id) is None:
                     await self.files.remove(file)
                     logger.info("%s has expired", file.id)
 
-    async def _forget(self, batch: Batch) -> None:
+    async def _remove_batch(self, batch: Batch) -> None:
         """Removes the records of an ended batch and of its files, then the files."""
         await self.files.remove_bodies(await self._store.remove_batch(batch))
         logger.info("%s and its files have been removed", batch.id)
+
+
+class BatchMetrics(Collector):
+    """Prometheus metrics of batches.
+
+    Args:
+        batches: The batches of the application.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the current metrics."""
+        unfinished = GaugeMetricFamily("penstock_batches", "Batches that have not ended.", labels=("status",))
+        for status, count in self._batches.num_unfinished().items():
+            unfinished.add_metric((status,), count)
+        ended = CounterMetricFamily("penstock_batches_ended", "Batches that have ended.", labels=("status",))
+        for status, count in self._batches.num_ended.items():
+            ended.add_metric((status,), count)
+        lines = CounterMetricFamily(
+            "penstock_batch_lines", "Lines of batches with an answer, or with an error.", labels=("outcome",)
+        )
+        for outcome, count in self._batches.num_lines.items():
+            lines.add_metric((outcome,), count)
+        return (unfinished, ended, lines)

@@ -1,6 +1,6 @@
-"""The state of files and batches: rows in SQLite, read and written by one thread.
+"""Records of files and batches in SQLite, accessed by one thread.
 
-A change counts when its call has returned: the write-ahead log is on the disk by then (synchronous=FULL).
+A change is on the disk when its call returns (write-ahead log, synchronous=FULL).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ UPDATE batches SET ended_at = coalesce(
 
 
 class Page(NamedTuple):
-    """What a client asks of a list.
+    """A page of a list.
 
     Attributes:
-        after: Id of the entry before the first one; None: begin at the beginning.
-        limit: Entries at most.
-        is_ascending: The oldest first.
+        after: Id of the entry before the page; None: the first page.
+        limit: Most entries.
+        is_ascending: Oldest entries first.
     """
 
     after: str | None
@@ -73,8 +73,8 @@ class Crashes(NamedTuple):
     """Lines of a batch that ran when the server was killed.
 
     Attributes:
-        until: Unanswered lines up to this one may have run beside others.
-        lines: How often the server was killed while a line ran alone, by line; 0 is the check of the input file.
+        until: Lines up to this one without a response may have run beside others.
+        lines: Line number to the number of kills while it ran alone; 0 is the check of the input file.
     """
 
     until: int
@@ -82,13 +82,13 @@ class Crashes(NamedTuple):
 
 
 class Store:
-    """The database. Opened by its first use; its methods may be awaited from one event loop.
+    """The database. Await its methods from one event loop.
 
     Args:
-        path: Its file.
+        path: The database file.
 
     Raises:
-        UsageError: It cannot be opened, or another version has written it.
+        UsageError: It cannot be opened, or has the format of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,12 +100,12 @@ class Store:
             raise UsageError(f"--data-dir: {path}: {error}") from error
 
     async def close(self) -> None:
-        """Ends the thread, after what it has to do."""
+        """Closes the database after pending changes."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
         self._thread.shutdown()
 
     async def add_file(self, file: StoredFile) -> None:
-        """Keeps a new file."""
+        """Adds a file."""
         await self._do(lambda database: _add_file(database, file))
 
     async def file(self, file_id: str, owner: str, now: int) -> StoredFile | None:
@@ -115,14 +115,14 @@ class Store:
         return found[0] if found else None
 
     async def files(self, owner: str, page: Page, purpose: str | None, now: int) -> list[StoredFile]:
-        """Returns files of an owner, one more than the page holds where there are more."""
+        """Returns a page of the owner's files, plus one if there are more."""
         where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
         return await self._page(StoredFile, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
 
     async def sizes(self, owner: str) -> tuple[int, int]:
         """Returns the number of the files of an owner, and their bytes."""
         size = "total(json_extract(CAST(record AS TEXT), '$.num_bytes'))"
-        query = f"SELECT count(*), {size} FROM files WHERE owner = ?"  # noqa: S608 - of our own words
+        query = f"SELECT count(*), {size} FROM files WHERE owner = ?"  # noqa: S608 - constants only
 
         def read(database: sqlite3.Connection) -> tuple[int, int]:
             count, num_bytes = database.execute(query, (owner,)).fetchone()
@@ -135,7 +135,7 @@ class Store:
         return await self._records(StoredFile, "SELECT record FROM files WHERE expires_at <= ?", (now,))
 
     async def file_ids(self) -> set[str]:
-        """Returns the names of all files, those that unfinished batches write included."""
+        """Returns the ids of all files, including those that unfinished batches write."""
 
         def read(database: sqlite3.Connection) -> set[str]:
             ids = {file_id for (file_id,) in database.execute("SELECT id FROM files")}
@@ -146,11 +146,11 @@ class Store:
         return await self._do(read)
 
     async def remove_file(self, file_id: str) -> None:
-        """Forgets a file."""
+        """Removes a file."""
         await self._do(lambda database: database.execute("DELETE FROM files WHERE id = ?", (file_id,)))
 
     async def add_batch(self, batch: Batch) -> None:
-        """Keeps a new batch."""
+        """Adds a batch."""
         values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch), batch.input_file_id)
         insert = "INSERT INTO batches (id, owner, has_ended, record, input_file_id) VALUES (?, ?, ?, ?, ?)"
         await self._do(lambda database: database.execute(insert, values))
@@ -162,15 +162,15 @@ class Store:
         return found[0] if found else None
 
     async def batches(self, owner: str, page: Page) -> list[Batch]:
-        """Returns batches of an owner, one more than the page holds where there are more."""
+        """Returns a page of the owner's batches, plus one if there are more."""
         return await self._page(Batch, "batches", owner, page)
 
     async def unfinished(self) -> list[Batch]:
         """Returns the batches that have not ended, the oldest first."""
         return await self._records(Batch, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
 
-    async def keep(self, batch: Batch, lines: Iterable[int] = ()) -> None:
-        """Stores what a batch has become, and which of its lines have been answered by now, together."""
+    async def save(self, batch: Batch, lines: Iterable[int] = ()) -> None:
+        """Stores the state of a batch and the numbers of newly answered lines, in one transaction."""
         record, rows = msgspec.json.encode(batch), [(batch.id, line) for line in lines]
 
         def write(database: sqlite3.Connection) -> None:
@@ -181,7 +181,7 @@ class Store:
         await self._do(write)
 
     async def end(self, batch: Batch, files: Sequence[StoredFile]) -> None:
-        """Stores that a batch has ended, with the files that it has made."""
+        """Stores the end of a batch and its output files."""
         values = (batch.ended_at, msgspec.json.encode(batch), batch.id)
 
         def write(database: sqlite3.Connection) -> None:
@@ -189,12 +189,12 @@ class Store:
                 _add_file(database, file)
             database.execute("UPDATE batches SET has_ended = 1, ended_at = ?, record = ? WHERE id = ?", values)
             for table in ("answers", "begun", "suspects"):
-                database.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch.id,))  # noqa: S608 - our own words
+                database.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch.id,))  # noqa: S608 - constants only
 
         await self._do(write)
 
     async def begin_lines(self, batch_id: str, line: int) -> None:
-        """Records that the lines of a batch up to this one may run from now on."""
+        """Records that the lines of a batch up to `line` may run from now on."""
         insert = "INSERT OR REPLACE INTO begun VALUES (?, ?)"
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
@@ -204,7 +204,7 @@ class Store:
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
     async def stop_suspect(self, batch_id: str, line: int) -> None:
-        """Records that a line does not run now."""
+        """Records that a line does not run any more."""
 
         def write(database: sqlite3.Connection) -> None:
             values = (batch_id, line)
@@ -216,7 +216,7 @@ class Store:
     async def take_crashes(self) -> dict[str, Crashes]:
         """Returns the lines that ran when the server was killed, by batch; empty after a clean stop.
 
-        A line that ran alone gets a crash more.
+        Adds a crash to lines that ran alone.
         """
 
         def read(database: sqlite3.Connection) -> dict[str, Crashes]:
@@ -231,7 +231,7 @@ class Store:
         return await self._do(read)
 
     async def stop_cleanly(self, batch_ids: Iterable[str]) -> None:
-        """Records a clean stop: no line of these batches is a suspect after the next start."""
+        """Records a clean stop: after the next start, no line of these batches is suspected of a crash."""
         rows = [(batch_id,) for batch_id in batch_ids]
 
         def write(database: sqlite3.Connection) -> None:
@@ -247,7 +247,7 @@ class Store:
         return await self._records(Batch, query, (unix_time, limit))
 
     async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[Batch]:
-        """Returns the ended batches of an owner except for the newest `num_kept`, up to `limit`."""
+        """Returns the ended batches of an owner except the newest `num_kept`, up to `limit`."""
         query = "SELECT record FROM batches WHERE owner = ? AND has_ended ORDER BY seq DESC LIMIT ? OFFSET ?"
         return await self._records(Batch, query, (owner, limit, num_kept))
 
@@ -276,7 +276,7 @@ class Store:
         return await self._do(read)
 
     async def answered(self, batch_id: str) -> set[int]:
-        """Returns the lines of a batch that have been answered."""
+        """Returns the numbers of the answered lines of a batch."""
         query = "SELECT line FROM answers WHERE batch_id = ?"
         return await self._do(lambda database: {line for (line,) in database.execute(query, (batch_id,))})
 
@@ -289,7 +289,7 @@ class Store:
             place = ""
             more: list[object] = [owner, *values]
             if page.after is not None:
-                query = f"SELECT seq FROM {table} WHERE id = ? AND owner = ?"  # noqa: S608 - of our own words
+                query = f"SELECT seq FROM {table} WHERE id = ? AND owner = ?"  # noqa: S608 - constants only
                 row = database.execute(query, (page.after, owner)).fetchone()
                 if row is None:
                     raise InvalidRequestError(
@@ -306,10 +306,10 @@ class Store:
         return await self._do(lambda database: _decoded(kind, database.execute(query, values)))
 
     async def _do(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Does a piece of work on the thread, as one transaction.
+        """Runs `work` on the thread, as one transaction.
 
         Raises:
-            StorageError: The disk is full, or fails. Nothing has changed.
+            StorageError: The disk is full or fails. Nothing has changed.
         """
 
         def run() -> Result:

@@ -1,4 +1,4 @@
-"""A file on its way in: multipart/form-data, written to the disk as it comes."""
+"""Receives an uploaded file: parses multipart/form-data and writes the file to the disk as it arrives."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ..wire.shown_values import shown
 
 MULTIPART: Final = "multipart/form-data"
 _PIECE_BYTES: Final = 512 * 1024
-"""What is parsed and written at once, on a thread."""
+"""Bytes that are parsed and written at once, on a thread."""
 _MAX_FIELD_BYTES: Final = 4096
 _MAX_PARTS: Final = 16
 OVERHEAD_BYTES: Final = 64 * 1024
-"""What a body may hold beside its file."""
+"""Bytes that a body may have in addition to its file."""
 
 
 class Upload:
     """A form with one file, `file`, and fields of text. Written to by one thread at a time.
 
     Attributes:
-        fields: The other parts.
-        filename: What the client calls the file; None: it has not come.
-        num_bytes: Of the file, so far.
+        fields: The other parts of the form.
+        filename: Name given by the client; None before the file part.
+        num_bytes: Bytes of the file so far.
 
     Args:
-        content_type: Of the request: it names the boundary.
-        path: Where the file is written.
-        max_bytes: Of the file.
+        content_type: Content-Type of the request, with the boundary.
+        path: Path of the new file.
+        max_bytes: Largest file.
 
     Raises:
-        HTTPException: 415, it is no form.
-        OSError: The file cannot be made.
+        HTTPException: 415, the body is not a form.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
@@ -78,12 +78,12 @@ class Upload:
         self._file: BinaryIO = path.open("xb")
 
     async def receive(self, body: AsyncIterator[bytes]) -> None:
-        """Takes a whole body; returns when its file is safe on the disk.
+        """Receives a whole body. Returns when the file is on the disk.
 
         Raises:
-            InvalidRequestError: It is no such form.
-            HTTPException: 413, it is too large.
-            StorageError: The disk does not take it.
+            InvalidRequestError: The form is invalid.
+            HTTPException: 413, the file is too large.
+            StorageError: The disk fails or is full.
         """
         waiting = bytearray()
         num_body = 0
@@ -106,7 +106,7 @@ class Upload:
             raise StorageError(f"The server cannot keep the file: {error.strerror}. Please try again later.") from error
 
     def close(self) -> None:
-        """Closes the file, whatever has come."""
+        """Closes the file."""
         self._file.close()
 
     def _sync(self) -> None:
@@ -158,6 +158,6 @@ class Upload:
 
 
 def too_large(max_bytes: int) -> LimitError:
-    """Returns the refusal of a file that is larger than `max_bytes`."""
+    """Returns the error for a file larger than `max_bytes`."""
     message = f"The file is larger than this server takes ({max_bytes} bytes); split it, or see --max-file-bytes."
     return LimitError(413, message, ServerRefusalReason.FILE_BYTES, {"connection": "close"})

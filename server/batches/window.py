@@ -1,8 +1,8 @@
 """Decides when the lines of batches run.
 
-While no request of a client is under way, as many lines run at once as are answered within AHEAD_S. A request of a
-client that arrives then waits at most for those: the engine does not interrupt a forward. While requests of clients
-follow each other without a pause, lines run one at a time and take a small share of the time.
+Without client requests, as many lines run at once as finish within AHEAD_S, because a client request that arrives then
+waits for them: the engine does not interrupt a forward. Under a constant load of client requests, lines run one at a
+time and take a small share of the time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
 QUIET_S: Final = 0.02
-"""Seconds without a request of a client after which lines use the engine. Clients that send their next request sooner
-count as a constant load."""
+"""Seconds without a client request after which lines use the engine. Clients that send their next request sooner count
+as a constant load."""
 AHEAD_S: Final = 0.05
-"""Seconds in which the lines that run at once are to be answered: a request of a client may wait for them."""
+"""Target duration of the lines that run at once, in seconds: a client request may wait for them."""
 MOST_LINES: Final = 64
-"""Lines at once, of all batches."""
+"""Most lines at once, of all batches together."""
 LONGEST_PAUSE_S: Final = 60.0
 """Longest pause between two lines under a constant load of clients."""
-_LOOK_EVERY_S: Final = 0.02
 _MORE: Final = 0.25
 """Added to the number of lines at once after a line that took less than AHEAD_S."""
 _FEWER: Final = 0.9
@@ -51,14 +50,9 @@ class LiveTraffic:
         self._quiet_from_s = self._clock_s() + QUIET_S
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a request is under way, or the last one ended less than QUIET_S ago."""
-        return self._num_under_way > 0 or self._clock_s() < self._quiet_from_s
-
-    @property
     def quiet_in_s(self) -> float:
-        """Seconds until `is_busy` may become false, if no further request comes."""
-        return max(self._quiet_from_s - self._clock_s(), 0.0)
+        """Least seconds until no request has been under way for QUIET_S; 0 if that is the case now."""
+        return QUIET_S if self._num_under_way else max(self._quiet_from_s - self._clock_s(), 0.0)
 
 
 class Window:
@@ -72,7 +66,7 @@ class Window:
 
     Attributes:
         num_lines: Admitted lines.
-        num_bytes: Bytes of the admitted lines, and of answers on their way to the disk.
+        num_bytes: Bytes of the admitted lines, and of responses that are not on the disk yet.
     """
 
     def __init__(
@@ -85,35 +79,34 @@ class Window:
         self.num_lines = 0
         self.num_bytes = 0
         self._traffic = traffic
-        self._most = 1.0  # lines at once while no client asks
+        self._most = 1.0  # lines at once without client requests
         self._busy_share = busy_share
         self._max_bytes = max_bytes
         self._clock_s = clock_s
-        self._turn = asyncio.Lock()
+        self._entering = asyncio.Lock()
         self._changed = asyncio.Event()
         self._pause_until_s = 0.0
 
     async def enter(self, num_bytes: int) -> None:
-        """Waits until a line of so many bytes may run, and counts it until `leave`."""
-        async with self._turn:
+        """Waits until a line of `num_bytes` may run, and counts it until `leave`."""
+        async with self._entering:
             while not self.has_room(num_bytes):
                 self._changed.clear()
-                wait_s = self._traffic.quiet_in_s or _LOOK_EVERY_S
                 # NOTE: asyncio.wait_for of Python 3.11 loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(wait_s, _LOOK_EVERY_S)):
+                    async with asyncio.timeout(self._traffic.quiet_in_s or QUIET_S):
                         await self._changed.wait()
             self._add(num_bytes)
 
     def leave(self, num_bytes: int) -> None:
-        """Stops counting a line of so many bytes."""
+        """Stops counting a line of `num_bytes`."""
         self.num_lines -= 1
         self.num_bytes -= num_bytes
         self._changed.set()
 
     @contextlib.asynccontextmanager
     async def outside(self, num_bytes: int) -> AsyncIterator[None]:
-        """Gives the place of a line to others, and waits for a new one at the end."""
+        """Lets other lines run instead of this one. Waits to enter again at the end."""
         self.leave(num_bytes)
         try:
             yield
@@ -124,7 +117,7 @@ class Window:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Measures how long a line runs. The number of lines at once and the pause under a constant load follow it."""
+        """Measures how long a line runs, to adapt the number of lines at once and the pause under a constant load."""
         began_s = self._clock_s()
         try:
             yield
@@ -138,8 +131,8 @@ class Window:
                 self._most = min(self._most + _MORE, MOST_LINES)
 
     @contextlib.contextmanager
-    def answer(self, num_bytes: int) -> Iterator[None]:
-        """Counts the bytes of an answer until it is on the disk."""
+    def hold_response(self, num_bytes: int) -> Iterator[None]:
+        """Counts the bytes of a response until it is on the disk."""
         self.num_bytes += num_bytes
         try:
             yield
@@ -148,14 +141,14 @@ class Window:
             self._changed.set()
 
     def refuse(self) -> None:
-        """Records that a server that is full or not ready refused a line."""
+        """Halves the number of lines at once after a full or starting server has refused a line."""
         self._most = max(self._most / 2, 1.0)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a line of so many bytes may run now."""
+        """Whether a line of `num_bytes` may run now."""
         if self.num_lines and self.num_bytes + num_bytes > self._max_bytes:
             return False
-        if self._traffic.is_busy:
+        if self._traffic.quiet_in_s:
             return self.num_lines == 0 and self._clock_s() >= self._pause_until_s
         return self.num_lines < int(self._most)
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import pytest
 from fastapi import HTTPException
@@ -23,10 +23,10 @@ from fastapi import HTTPException
 from penstock.engine.protocol.errors import ConflictError, EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
 from penstock.server.batches.input_lines import InputFile, LinePlace
-from penstock.server.batches.journal import Journal
+from penstock.server.batches.internal_client import RouteResponse
+from penstock.server.batches.output import OutputWriter
 from penstock.server.batches.records import Batch, Status
-from penstock.server.batches.routes_inside import RouteAnswer
-from penstock.server.batches.run import _MOST_WAITING
+from penstock.server.batches.run import _MAX_REFUSED
 from penstock.server.batches.service import MOST_UNFINISHED, Batches
 from penstock.server.batches.store import Page, Store
 from penstock.server.batches.window import MOST_LINES, Window
@@ -55,7 +55,7 @@ class Routes:
         self.asked: Counter[int] = Counter()
         self.num_at_once = self.most_at_once = 0
 
-    async def ask(self, path: str, content: bytes, owner: str, name: str) -> RouteAnswer:
+    async def send(self, path: str, content: bytes, owner: str, name: str) -> RouteResponse:
         number = json.loads(content)["input"]
         self.asked[number] += 1
         self.num_at_once += 1
@@ -71,7 +71,7 @@ class Routes:
             self.num_bytes_at_once -= len(content)
         answer = json.dumps({"number": number}).encode()
         status = self.answer(number)
-        return RouteAnswer(status, _JSON, answer, name, "m", 3, was_taken=status == 503 and self.dies)
+        return RouteResponse(status, _JSON, answer, name, "m", 3, was_taken=status == 503 and self.dies)
 
 
 class Clock:
@@ -250,7 +250,7 @@ async def test_every_state_goes_on_after_a_restart(running, status: Status) -> N
         await database._do(lambda db: db.execute("UPDATE batches SET has_ended = 0 WHERE id = ?", (batch.id,)))
         if status is Status.FINALIZING:
             await database.remove_file(batch.output_id)
-        await database.keep(batch)
+        await database.save(batch)
         run.batch.status = status
     routes.gate.set()
     async with running(routes) as batches:
@@ -276,16 +276,16 @@ async def test_lines_that_are_always_refused_keep_no_others_from_running(running
     async with running(routes) as batches:
         stuck = await begin(batches, lines(range(1000, 1100)))
         async with asyncio.timeout(TIMEOUT_S):
-            while not routes.asked[1000 + _MOST_WAITING - 1]:
+            while not routes.asked[1000 + _MAX_REFUSED - 1]:
                 await asyncio.sleep(0.005)
         other = await until(batches, await begin(batches, lines(range(50))), Status.COMPLETED)
         assert other.num_completed == 50
-        assert 1 <= len([number for number in routes.asked if number >= 1000]) <= _MOST_WAITING + 1
+        assert 1 <= len([number for number in routes.asked if number >= 1000]) <= _MAX_REFUSED + 1
         assert (await batches.find(stuck.id, "me")).status is Status.IN_PROGRESS
         run, _ = batches._runs[stuck.id]
         await batches.cancel(stuck.id, "me")
         stuck = await until(batches, stuck, Status.CANCELLED)
-        assert (stuck.num_failed, run._around.window.num_lines) == (100, 0)
+        assert (stuck.num_failed, run._context.window.num_lines) == (100, 0)
 
 
 async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypatch) -> None:
@@ -296,14 +296,14 @@ async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypat
 
     async def until_tried(num_times: int) -> int:
         async with asyncio.timeout(TIMEOUT_S):
-            while min(routes.asked[number] for number in range(_MOST_WAITING)) < num_times:
+            while min(routes.asked[number] for number in range(_MAX_REFUSED)) < num_times:
                 await asyncio.sleep(0.005)
         return len(routes.asked)
 
     async with running(routes) as batches:
         await begin(batches, lines(range(500)))
         begun = await until_tried(3)
-        assert _MOST_WAITING <= begun < _MOST_WAITING + MOST_LINES
+        assert _MAX_REFUSED <= begun < _MAX_REFUSED + MOST_LINES
         assert await until_tried(60) == begun
 
 
@@ -348,14 +348,14 @@ async def test_a_database_that_refuses_loses_nothing(running, monkeypatch) -> No
     routes = Routes()
     async with running(routes) as batches:
         batch = await begin(batches, lines(range(200)))
-        keep, refusals = batches._store.keep, iter([False, True, False, True, True] * 2)
+        save, refusals = batches._store.save, iter([False, True, False, True, True] * 2)
 
-        async def keep_or_refuse(*arguments: object) -> None:
+        async def save_or_refuse(*arguments: object) -> None:
             if next(refusals, False):
                 raise StorageError("disk I/O error")
-            await keep(*arguments)
+            await save(*arguments)
 
-        monkeypatch.setattr(batches._store, "keep", keep_or_refuse)
+        monkeypatch.setattr(batches._store, "save", save_or_refuse)
         batch = await until(batches, batch, Status.COMPLETED)
         assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(200)]
         assert routes.asked.total() == 200
@@ -417,31 +417,25 @@ async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) ->
 
 async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatch) -> None:
     """Too many open files while the input is read, once in each place, and a database that is busy at a restart."""
-    routes, numbers = Routes(), {("_texts", 1), ("_texts", 2), ("_texts", 150), ("_places", 3), ("_text", 1)}
+    routes, numbers = Routes(), {("_places", 1), ("_places", 2), ("_places", 150), ("_text", 1)}
 
     def fail_once(method: str, number: int) -> None:
         if (method, number) in numbers:
             numbers.remove((method, number))
             raise OSError(errno.EMFILE, "Too many open files")
 
-    def failing(method: str):
-        original = getattr(InputFile, method)
+    places, text = InputFile._places, InputFile._text
 
-        def some(file: InputFile, *arguments: object):
-            for found in original(file, *arguments):
-                fail_once(method, found[0])
-                yield found
+    def some_places(file: InputFile, *arguments: LinePlace):
+        for place in places(file, *arguments):
+            fail_once("_places", place.number)
+            yield place
 
-        return some
-
-    text = InputFile._text
-
-    def some_text(file: InputFile, place: LinePlace) -> bytes:
+    def some_text(file: InputFile, place: LinePlace, stream: BinaryIO) -> bytes:
         fail_once("_text", place.number)
-        return text(file, place)
+        return text(file, place, stream)
 
-    monkeypatch.setattr(InputFile, "_texts", failing("_texts"))
-    monkeypatch.setattr(InputFile, "_places", failing("_places"))
+    monkeypatch.setattr(InputFile, "_places", some_places)
     monkeypatch.setattr(InputFile, "_text", some_text)
     async with running(routes) as batches:
         routes.gate.clear()
@@ -556,7 +550,7 @@ async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) 
 
 
 async def test_an_upload_ends_where_the_disk_fills_beside_it(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.files._LOOK_EVERY_BYTES", 10_000)
+    monkeypatch.setattr("penstock.server.batches.files._CHECK_EVERY_BYTES", 10_000)
     free = iter([2**40] * 3)
     monkeypatch.setattr(
         "penstock.server.batches.files.shutil.disk_usage",
@@ -644,7 +638,7 @@ async def test_failed_batch_is_freed_without_garbage_collector(running, monkeypa
     if how == "the check":
         monkeypatch.setattr(InputFile, "check", fail)
     if how == "the journal":
-        monkeypatch.setattr(Journal, "_append", fail)
+        monkeypatch.setattr(OutputWriter, "_append", fail)
     async with running(Routes(answer)) as batches:
         gc.collect()
         gc.disable()
@@ -896,7 +890,7 @@ async def test_suspect_check_waits_for_suspect_lines(running, tmp_path: Path, mo
         gate.set()
     checking.clear()
     async with running(Routes(), folder) as batches:
-        suspect = batches._around.suspect
+        suspect = batches._context.suspect
         async with suspect, asyncio.timeout(TIMEOUT_S):
             while not suspect._waiters and not checking.is_set():
                 await asyncio.sleep(0.005)

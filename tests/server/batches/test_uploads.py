@@ -8,8 +8,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
-from penstock.server.batches.data_dir import DataDir
-from penstock.server.batches.files import Files
+from penstock.server.batches.files import DataDir, Files
 from penstock.server.batches.records import StoredFile
 from penstock.server.batches.store import Store
 

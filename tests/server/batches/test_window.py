@@ -123,7 +123,7 @@ async def test_bytes_of_lines_at_once_are_bounded(window, clock) -> None:
     assert window.has_room(100)
     window.leave(300)
     assert await enter_all(window, 300) == 1
-    with window.answer(50):
+    with window.hold_response(50):
         assert not window.has_room(100), "an answer that is not on the disk counts"
     assert window.has_room(100)
 

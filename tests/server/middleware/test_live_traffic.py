@@ -33,10 +33,10 @@ async def states(method: str, path: str, messages: list[Message]) -> list[bool]:
     traffic = LiveTraffic(clock)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(traffic.is_busy)
+        seen.append(traffic.quiet_in_s > 0)
         for _ in range(len(messages)):
             await receive()
-            seen.append(traffic.is_busy)
+            seen.append(traffic.quiet_in_s > 0)
         for part in ({"type": "http.response.start", "status": 200, "headers": []}, {"type": "http.response.body"}):
             await send(part)
 
@@ -45,11 +45,11 @@ async def states(method: str, path: str, messages: list[Message]) -> list[bool]:
 
     async def send(message: Message) -> None:
         clock.now_s += 1.0
-        seen.append(traffic.is_busy)
+        seen.append(traffic.quiet_in_s > 0)
 
     await LiveTrafficMiddleware(app, traffic)(scope_of(method, path), receive, send)
     clock.now_s += 1.0
-    assert not traffic.is_busy
+    assert traffic.quiet_in_s == 0
     return seen
 
 
@@ -70,7 +70,7 @@ async def test_failed_request_stops_counting() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        assert traffic.is_busy
+        assert traffic.quiet_in_s > 0
         raise RuntimeError
 
     async def receive() -> Message:
@@ -81,4 +81,4 @@ async def test_failed_request_stops_counting() -> None:
     with pytest.raises(RuntimeError):
         await LiveTrafficMiddleware(app, traffic)(scope_of("POST", "/embed"), receive, send)
     clock.now_s += 1.0
-    assert not traffic.is_busy
+    assert traffic.quiet_in_s == 0

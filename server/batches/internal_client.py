@@ -1,4 +1,4 @@
-"""A line of a batch through the routes of the application, in this process: no socket, no key, the lowest priority."""
+"""Sends the lines of batches to the routes in this process: without a socket, with the lowest priority."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(M
 _FAILED: Final = OPENAI.status_error(500, HIDDEN_MESSAGE).body
 
 
-class RouteAnswer(NamedTuple):
-    """What a route answered.
+class RouteResponse(NamedTuple):
+    """Response of a route.
 
     Attributes:
         status: HTTP status.
-        headers: Of the answer.
-        body: Its bytes.
-        request_id: What the log calls the request.
-        model: Served name of the model that it went to; "" for none.
-        num_tokens: Of its inputs.
-        was_taken: The engine had taken it: where it is lost then, it may have been lost by it.
+        headers: Response headers.
+        body: Response body.
+        request_id: Id of the request in the log.
+        model: Served name of the model; "" for none.
+        num_tokens: Tokens of its inputs.
+        was_taken: The engine had started the request. If the engine died, this request may be the cause.
     """
 
     status: int
@@ -55,16 +55,16 @@ class RouteAnswer(NamedTuple):
         return self.headers.get(b"content-type", b"").startswith(b"application/json")
 
 
-class RoutesInside:
-    """Asks the routes of an application.
+class InternalClient:
+    """Calls the routes of an application.
 
     Args:
         app: The application with the state of the routes.
         paths: Its routes, without middleware.
         routes: The table of its routes.
-        client_name: Returns the identity by which an owner takes turns with others.
+        client_name: Returns the client name of an owner for fair queueing.
         namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
-        is_known: Whether the key of an owner is valid still.
+        is_known: Whether the API key of an owner is still valid.
 
     Attributes:
         batch_uses: Paths that lines may call.
@@ -87,17 +87,17 @@ class RoutesInside:
         self._namespace_of = namespace_of
         self._is_known = is_known
 
-    async def ask(self, path: str, content: bytes, owner: str, name: str) -> RouteAnswer:
-        """Returns the answer of a route; 401 where the key of the owner is not valid any more.
+    async def send(self, path: str, content: bytes, owner: str, name: str) -> RouteResponse:
+        """Returns the response of a route; 401 if the API key of the owner is not valid any more.
 
         Args:
-            path: Of the route.
+            path: Path of the route.
             content: JSON body.
-            owner: Owner of the batch. The request takes the turns of this owner.
-            name: Of the request, unless the body has one.
+            owner: Owner of the batch; the client of the request.
+            name: Request id, unless the body has one.
         """
         if not self._is_known(owner):
-            return RouteAnswer(401, {}, b"", name, "", 0)
+            return RouteResponse(401, {}, b"", name, "", 0)
         scope: Scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -117,7 +117,7 @@ class RoutesInside:
             "api_namespace": self._namespace_of(owner),
             "request_id": name,
             IS_PATIENT: True,
-            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is none to lose
+            CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
         self._routes.enter(scope)
         status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]
@@ -125,7 +125,7 @@ class RoutesInside:
         async def receive() -> Message:
             return {"type": "http.request", "body": content, "more_body": False}
 
-        async def send(message: Message) -> None:
+        async def receive_response(message: Message) -> None:
             nonlocal status, headers
             if message["type"] == "http.response.start":
                 status, headers = message["status"], dict(message["headers"])
@@ -136,14 +136,14 @@ class RoutesInside:
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         try:
-            await self._paths(scope, receive, send)
+            await self._paths(scope, receive, receive_response)
         except Exception as error:
             logger.exception("request %s failed unexpectedly", scope["request_id"])
             drop_tracebacks(error)
         finally:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)
-        return RouteAnswer(
+        return RouteResponse(
             status,
             headers,
             b"".join(pieces),

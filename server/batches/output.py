@@ -1,0 +1,206 @@
+"""Writes the output of a batch: lines with responses and lines with errors, each in its file.
+
+A line counts when it and its record are on the disk. Lines are appended to the two files. Then one transaction records
+which lines they are and the new lengths of the files. Anything behind the recorded length was written by a server that
+was killed before the transaction: it is overwritten, and those lines run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from penstock.engine.client.own_files import sync_folder
+from penstock.engine.protocol.errors import StorageError
+
+from .internal_client import RouteResponse
+from .records import Batch, LineError
+from .store import Store
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 5.0
+"""Seconds between two attempts to write to a failing disk."""
+
+
+class OutputLine(NamedTuple):
+    """The output for one line.
+
+    Attributes:
+        line: Line number.
+        text: The line in the output file, with its end.
+        is_error: Whether it goes to the error file.
+        num_tokens: Tokens of its inputs.
+        model: Served name of the model; "" for none.
+    """
+
+    line: int
+    text: bytes
+    is_error: bool
+    num_tokens: int = 0
+    model: str = ""
+
+
+class OutputWriter:
+    """Writes the output of one batch. Lines that arrive during a write are written together. Belongs to one event loop.
+
+    Args:
+        batch: Its counts are updated when lines are on the disk.
+        store: Stores the counts.
+        output: Output file.
+        errors: Error file.
+        retry_s: See RETRY_S.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        store: Store,
+        output: Path,
+        errors: Path,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self.done: set[int] = set()
+        self._batch = batch
+        self._store = store
+        self._paths = (output, errors)
+        self._retry_s = retry_s
+        self._closing = asyncio.Event()
+        self._saving = asyncio.Lock()  # a later save stores a later state
+        self._waiting: list[tuple[OutputLine, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Reads from the store which lines are done."""
+        self.done = await self._store.answered(self._batch.id)
+
+    async def add(self, answer: OutputLine) -> None:
+        """Returns when a line is on the disk. Waits while the disk fails."""
+        safe = asyncio.get_running_loop().create_future()
+        self._waiting.append((answer, safe))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_waiting())
+        await safe
+
+    async def settle(self) -> None:
+        """Waits until nothing is being written. Drops lines whose `add` was cancelled."""
+        if self._writing is not None:
+            await self._writing
+
+    async def close(self) -> None:
+        """Finishes the current write, unless the disk fails."""
+        self._closing.set()
+        await self.settle()
+
+    async def save_batch(self) -> None:
+        """Stores the state of the batch. Raises StorageError."""
+        async with self._saving:
+            await self._store.save(self._batch)
+
+    async def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                entries, self._waiting = self._waiting, []
+                await self._write(entries)
+        finally:
+            self._writing = None
+
+    async def _write(self, entries: list[tuple[OutputLine, asyncio.Future[None]]]) -> None:
+        is_logged = False
+        while entries := [entry for entry in entries if not entry[1].done()]:  # `add` was cancelled
+            try:
+                await self._save([answer for answer, _ in entries])
+            except (OSError, StorageError) as error:
+                if not is_logged:
+                    logger.error("%s waits, its answers cannot be written: %s", self._batch.id, error)
+                    is_logged = True
+            except Exception as error:
+                logger.exception("the answers of %s cannot be written", self._batch.id)
+                _resolve(entries, error)
+                return
+            else:
+                _resolve(entries, None)
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._retry_s):
+                    await self._closing.wait()
+            if self._closing.is_set():
+                return
+
+    async def _save(self, answers: Sequence[OutputLine]) -> None:
+        """Writes lines, then counts them. Raises OSError or StorageError; then none of them counts."""
+        batch = self._batch
+        texts = [b"".join([a.text for a in answers if a.is_error is is_error]) for is_error in (False, True)]
+        await asyncio.to_thread(self._append, texts, (batch.num_output_bytes, batch.num_error_bytes))
+        num_failed = sum(answer.is_error for answer in answers)
+        counted = {
+            "num_output_bytes": batch.num_output_bytes + len(texts[0]),
+            "num_error_bytes": batch.num_error_bytes + len(texts[1]),
+            "num_failed": batch.num_failed + num_failed,
+            "num_completed": batch.num_completed + len(answers) - num_failed,
+            "num_tokens": batch.num_tokens + sum(answer.num_tokens for answer in answers),
+            "model": batch.model or next((answer.model for answer in answers if answer.model), None),
+        }
+        lines = [answer.line for answer in answers]
+        async with self._saving:
+            await self._store.save(msgspec.structs.replace(batch, **counted), lines)
+            for name, value in counted.items():
+                setattr(batch, name, value)
+        self.done.update(lines)
+
+    def _append(self, texts: Sequence[bytes], starts: Sequence[int]) -> None:
+        """Writes at the recorded ends of the files and removes anything behind."""
+        for path, text, start in zip(self._paths, texts, starts, strict=True):
+            if not text:
+                continue
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.truncate(start)
+                file.seek(start)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if not start:
+                sync_folder(path.parent)
+
+
+def _resolve(entries: Sequence[tuple[OutputLine, asyncio.Future[None]]], error: Exception | None) -> None:
+    for _, safe in entries:
+        if safe.done():
+            continue
+        if error is None:
+            safe.set_result(None)
+        else:
+            safe.set_exception(error)
+
+
+def line_of_response(name: str, number: int, custom_id: str, answer: RouteResponse) -> OutputLine:
+    """Returns the output line of a response. `name`: id of the line in the output."""
+    is_error = answer.status >= 400
+    head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
+    if answer.is_json:
+        text = _output_line(name, custom_id, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
+        return OutputLine(number, text, is_error, answer.num_tokens, answer.model)
+    error = LineError("unsupported_answer", "The answer is no JSON; ask for float or base64.", "encoding_format")
+    return line_of_error(name, number, custom_id, error)
+
+
+def line_of_error(name: str, number: int, custom_id: str, error: LineError) -> OutputLine:
+    """Returns the output line of an error."""
+    return OutputLine(number, _output_line(name, custom_id, b"null", _as_json(error)), is_error=True)
+
+
+def _output_line(name: str, custom_id: str, response: bytes, error: bytes) -> bytes:
+    names = _as_json({"id": name, "custom_id": custom_id})
+    return b'%b,"response":%b,"error":%b}\n' % (names[:-1], response, error)
+
+
+def _as_json(value: dict[str, Any] | LineError) -> bytes:
+    return msgspec.json.encode(value)
