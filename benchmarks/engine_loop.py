@@ -33,7 +33,7 @@ from machine import machine
 
 from penstock.engine.client import engine_process
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replicas.replica import Replica
+from penstock.engine.client.replica import Replica
 from penstock.engine.client.supervisor import CoreSupervisor
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore

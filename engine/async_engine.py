@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, Self
 
 from .client.combined import CombinedEmbedder
 from .client.dispatcher import Dispatcher
 from .client.engine_client import EngineClient
-from .client.engine_life import EngineLife
-from .client.replicas.group import ReplicaGroup
+from .client.engine_process import EngineProcess
+from .client.replica_group import ReplicaFigures, ReplicaGroup, replica_configs
 from .client.scoring import PairScorer
 from .client.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
+from .client.stats import DispatcherStats
+from .client.supervisor import EngineState
+from .client.vector_cache.cache import VectorCache
+from .client.vector_cache.model_cache import ModelCache
 from .protocol.config import EngineConfig
+from .protocol.messages import ModelReady
 from .protocol.model_info import ModelInfo, ModelKind
 from .protocol.params import PoolingParams
 from .protocol.request import DEFAULT_OPTIONS, RequestOptions, Text
@@ -34,18 +39,30 @@ from .protocol.results import (
 from .protocol.tasks import PoolingTask
 from .protocol.templates import ChatOptions, Conversation
 from .tokenization.input_encoder import InputEncoder
+from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
 _NUM_PARAMS: Final = 64
 """Resolved parameters that are kept for requests that ask for the same."""
 
 
-class AsyncEngine(EngineLife):
+class AsyncEngine:
     """One served model. Create it with `start`.
 
     Every call that runs the model raises InvalidRequestError where the request is wrong (see PoolingParams.verify and
     TokenizerPool), and, whatever is asked for, EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
     ModelExecutionError as Dispatcher.open and OpenRequest.run do.
+
+    Args:
+        config: What is served.
+        info: The attribute.
+        tokenizer: Tokenizer of the model.
+        dispatcher: Holds the requests under way.
+        group: The replicas, or the connection to an engine that another process supervises.
+
+    Attributes:
+        info: The resolved description of the model.
+        tokenizer_config: The class of its tokenizer, and what transformers made it of.
     """
 
     def __init__(
@@ -56,7 +73,11 @@ class AsyncEngine(EngineLife):
         dispatcher: Dispatcher,
         group: ReplicaGroup | EngineClient,
     ) -> None:
-        super().__init__(config, info, tokenizer, dispatcher, group)
+        self.info = info
+        self.tokenizer_config = tokenizer.config
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._group = group
 
         # Most requests ask for the same: they share one object, which is sent to the core once a turn.
         @lru_cache(_NUM_PARAMS)
@@ -67,6 +88,128 @@ class AsyncEngine(EngineLife):
         self._encoder = InputEncoder(info, tokenizer, config)
         self._scorer = PairScorer(info, self._encoder, dispatcher)
         self._combined = CombinedEmbedder(info, self._encoder, dispatcher, tokenizer.recipe_tokens)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "INFO",
+        log_format: str = "console",
+        process: EngineProcess | None = None,
+        cache: VectorCache | None = None,
+    ) -> Self:
+        """Loads the model and returns the engine when it can serve.
+
+        Args:
+            config: What to serve.
+            log_level: Least severe level that the engine process logs.
+            log_format: Its log lines, "console" or "json"; see logs.py.
+            process: An engine process that has been started already; None to start one.
+            cache: Where vectors are looked up and kept, with those of other engines; None for nowhere.
+
+        Raises:
+            ModelLoadError: The model cannot be served; the message says why.
+        """
+        configs = replica_configs(config)
+        limits = config.scheduler
+        own = None if cache is None else ModelCache(cache)
+        dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, own, num_replicas=len(configs))
+        group = ReplicaGroup(configs, dispatcher, log_level=log_level, log_format=log_format, process=process)
+        ready = await group.start()
+        try:
+            return cls.attached(config, ready, dispatcher, group)
+        except BaseException:
+            await group.close()
+            raise
+
+    @classmethod
+    def attached(
+        cls, config: EngineConfig, ready: ModelReady, dispatcher: Dispatcher, group: ReplicaGroup | EngineClient
+    ) -> Self:
+        """Returns the engine over a model that has been loaded.
+
+        Args:
+            config: What is served.
+            ready: The message of the engine process.
+            dispatcher: Holds the requests under way.
+            group: The replicas, or the connection to an engine that another process supervises.
+        """
+        tokenizer = TokenizerPool(
+            ready.tokenizer,
+            vocab_size=ready.info.vocab_size,
+            do_lower_case=ready.info.do_lower_case,
+            num_workers=config.tokenizer_workers,
+            admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
+        )
+        return cls(config, ready.info, tokenizer, dispatcher, group)
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine."""
+        return self._group.state
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a dead core was replaced."""
+        return self._group.num_restarts
+
+    @property
+    def places(self) -> list[str]:
+        """Where each replica runs, in words; empty where the only one has all of the machine."""
+        return self._group.places
+
+    @property
+    def replicas(self) -> list[ReplicaFigures]:
+        """Each replica where there are several; empty for one."""
+        return self._group.replicas
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue of a working engine is full: `check_room` then refuses clients that have their share.
+
+        False while a cache looks inputs up first: requests are refused after that.
+        """
+        return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
+        return self._dispatcher.admission.queue_s
+
+    def host_bytes(self) -> int:
+        """Returns the Bytes of memory that its processes hold for themselves; 0 where that is not known.
+
+        Files that they have mapped, such as libraries, are not counted: processes share them.
+        """
+        return self._group.host_bytes()
+
+    def check_room(self, client: str = "") -> None:
+        """Refuses a request of `client` that the queue cannot take now; see Admission.check."""
+        self._dispatcher.admission.check(client)
+
+    async def wait_for_cache(self) -> None:
+        """Waits until the cache looks inputs up, if there is one: that needs one pass over the weights."""
+        if self._dispatcher.cache is not None:
+            await self._dispatcher.cache.wait()
+
+    def stats(self) -> DispatcherStats:
+        """Returns counters and what is under way."""
+        return self._dispatcher.stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
+        self._group.drain()
+        return await self._dispatcher.wait_until_idle(timeout_s)
+
+    async def close(self) -> None:
+        """Stops the engine; requests under way fail with EngineUnavailableError. May be called twice."""
+        await self._group.close()
+        self._tokenizer.close()
+
+    async def clear_prefixes(self) -> int | None:
+        """Empties the prefix cache; see Dispatcher.clear_prefixes."""
+        return await self._dispatcher.clear_prefixes()
 
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS

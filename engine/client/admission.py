@@ -9,18 +9,20 @@ admitted below its share: the limit divided by the keys that have requests under
 never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
 second key, 1/3 for the third, and so on, until the borrowed tokens have been answered. The last request of each key
 comes on top of that, as the size of a new request does not count.
+
+With a cache of vectors a full engine still answers texts that are in it; LookupRateLimit bounds what that costs.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RefusalReason
-from .replicas.drain_rate import DrainRate, total_rate
-from .stats import DispatcherStats
+from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE: Final = 1 / 16
 """Share of the limit in seconds for which one request counts at most. Small requests run beside a larger request, so
@@ -30,6 +32,44 @@ _FEW_LARGE: Final = 8
 for small requests."""
 
 
+_LOOKUPS_PER_S: Final = 150.0
+"""Fruitless lookups of short texts: less than a tenth of a core."""
+_TOKENS_PER_LOOKUP: Final = 250
+"""Tokens that take as long to make as everything else that is done for a request."""
+
+
+class LookupRateLimit:
+    """Limits fruitless cache lookups while the queue is full. Belongs to one event loop.
+
+    To look a text up, its body has to be read and tokenized. A request that is refused afterwards uses up an allowance;
+    while there is none, requests are refused unread. Requests that find all their texts cost nothing.
+
+    Args:
+        clock_s: Monotonic time.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._left = _LOOKUPS_PER_S
+        self._at_s = clock_s()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether requests have to be refused unread."""
+        self._refill()
+        return self._left < 1
+
+    def spend(self, num_tokens: int) -> None:
+        """Counts a refused request, with the tokens that were looked up."""
+        self._refill()
+        self._left -= 1 + num_tokens / _TOKENS_PER_LOOKUP
+
+    def _refill(self) -> None:
+        now_s = self._clock_s()
+        self._left = min(self._left + (now_s - self._at_s) * _LOOKUPS_PER_S, _LOOKUPS_PER_S)
+        self._at_s = now_s
+
+
 class Admission:
     """Counts the tokens under way. Belongs to one event loop.
 
@@ -37,6 +77,7 @@ class Admission:
         stats: Figures of this process.
         closed_because: Why every request is refused; None while the engine works.
         closed_reason: The reason that metrics count meanwhile.
+        lookups: Bounds cache lookups while the queue is full.
 
     Args:
         stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
@@ -57,6 +98,7 @@ class Admission:
         self.closed_because: str | None = None
         self.closed_reason = RefusalReason.ENGINE_NOT_READY
         self.stats = stats
+        self.lookups = LookupRateLimit()
         self._max_tokens = max_tokens
         self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s

@@ -17,7 +17,7 @@ from ..protocol.vectors import QUERY_PROMPTS, RecipeTokens, SparseVector, kept_i
 from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher
-from .replicas.under_way import Arrays, Finish
+from .replica import Arrays, Finish
 from .vector_cache.keys import is_kept
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)

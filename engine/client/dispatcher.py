@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -19,9 +19,8 @@ from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
 from .admission import Admission
-from .replicas.replica import Replica
-from .replicas.router import Router
-from .replicas.under_way import Arrays, Finish
+from .replica import Arrays, Finish, Replica
+from .router import Router
 from .stats import DispatcherStats
 from .vector_cache.model_cache import ModelCache
 
@@ -32,17 +31,20 @@ class OpenRequest:
     def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, looks_up: bool) -> None:
         self._dispatcher = dispatcher
         self._options = options
-        self._looks_up = looks_up
         self._deadline = asyncio.timeout(options.timeout_s)
         self._is_admitted = False
-        self._is_look = self._has_passed_full = False
-        self._looked_up: list[TokenizedInput] = []
+        self._is_lookup = looks_up and dispatcher.looks_while_full
+        self._was_full = False
+        self._num_looked_up = 0  # tokens
 
     async def __aenter__(self) -> Self:
-        dispatcher = self._dispatcher
-        self._is_look = self._looks_up and dispatcher.looks_while_full
-        self._has_passed_full = self._is_look and dispatcher.admission.is_full
-        dispatcher.begin(self._options.client, looks_up=self._looks_up)
+        admission = self._dispatcher.admission
+        if self._is_lookup:
+            admission.check_open()
+            self._was_full = admission.is_full
+        else:
+            self._dispatcher.check(self._options.client)
+        self._dispatcher.begin()
         await self._deadline.__aenter__()
         return self
 
@@ -56,19 +58,12 @@ class OpenRequest:
             raise DeadlineExceededError(message) from timeout
         finally:
             self._dispatcher.end()
-            self._account_for(error)
-
-    def _account_for(self, error: BaseException | None) -> None:
-        """Spends what a request has cost that would have been refused unseen, had it not been for its look."""
-        cache = self._dispatcher.cache
-        if cache is None or not self._is_look or error is None:
-            return
-        if self._has_passed_full or isinstance(error, EngineOverloadedError):
-            cache.spend(sum(map(len, self._looked_up)))
+            if self._is_lookup and error is not None and (self._was_full or isinstance(error, EngineOverloadedError)):
+                self._dispatcher.admission.lookups.spend(self._num_looked_up)
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
-        """Takes the inputs of several runs whole: runs inside are not refused any more; see Admission.enter."""
+        """Admits the inputs of several runs as a whole: the runs inside are not refused; see Admission.enter."""
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         self._is_admitted = True
@@ -83,29 +78,28 @@ class OpenRequest:
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns, per input, its outputs by name. Raises what Admission.enter raises, too.
 
-        What the cache holds is not run, and needs no admission. To cancel the awaiting task cancels it in the core.
+        Inputs in the cache are not run, and need no admission. Cancelling the awaiting task cancels them in the engine.
 
         Args:
-            inputs: To be run.
-            params: What for.
-            finish: What becomes of the outputs of each; None for nothing.
+            inputs: Tokenized inputs.
+            params: Resolved parameters.
+            finish: Applied to the outputs of each input; None for nothing.
 
         Raises:
-            EngineUnavailableError: No core is connected, or it died.
+            EngineUnavailableError: The engine is not connected, or it died.
             ModelExecutionError: The model failed on an input.
         """
         if not inputs:
             return []
+        cache, options = self._dispatcher.cache, self._options
         if self._is_admitted:
-            return await self._run(inputs, params)
-        cache = self._dispatcher.cache
+            return await self._dispatcher.target.run(inputs, params, options, self._left_s())
         if cache is None:
             return await self._compute(inputs, params, finish)
-        if self._is_look:
-            self._looked_up.extend(inputs)
+        if self._is_lookup:
+            self._num_looked_up += sum(map(len, inputs))
         name = "" if finish is None else finish.name
-        compute = partial(self._compute, finish=finish)
-        return await cache.run(inputs, params, self._options.namespace, compute, name)
+        return await cache.run(inputs, params, options.namespace, partial(self._compute, finish=finish), name)
 
     async def _compute(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None
@@ -113,15 +107,15 @@ class OpenRequest:
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         try:
-            outputs = await self._run(inputs, params)
+            outputs = await self._dispatcher.target.run(inputs, params, self._options, self._left_s())
         finally:
             admission.leave(num_tokens, self._options.client)
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
-    def _run(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> Awaitable[list[Arrays]]:
+    def _left_s(self) -> float | None:
+        """Returns the seconds up to the deadline."""
         ends_s = self._deadline.when()
-        left_s = None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
-        return self._dispatcher.run(inputs, params, self._options, left_s)
+        return None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
 
 
 class Dispatcher:
@@ -140,6 +134,7 @@ class Dispatcher:
         cache: The argument.
         replicas: The cores, each with what it has been sent.
         admission: The limits, for all cores together.
+        target: Runs admitted inputs: the only replica, or a router over several.
     """
 
     def __init__(
@@ -160,7 +155,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self._target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
+        self.target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -175,29 +170,25 @@ class Dispatcher:
 
     @property
     def looks_while_full(self) -> bool:
-        """Whether a request may look up what it asks for before it is refused."""
-        return self.cache is not None and self.cache.looks_while_full
+        """Whether a request may look up its inputs before it is refused."""
+        return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_spent
 
-    def begin(self, client: str, *, looks_up: bool = False) -> None:
-        """Counts a request as open. Raises what Admission.check raises."""
-        if looks_up and self.looks_while_full:
-            self.admission.check_open()
-        else:
-            self._check(client)
-        self._num_open += 1
-        self._idle.clear()
-
-    def _check(self, client: str) -> None:
-        """Raises what Admission.check raises. One that never looks has cost its body, since others do."""
+    def check(self, client: str) -> None:
+        """Raises what Admission.check raises. The body of a refused request was read because others are looked up."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:
-            if self.cache is not None and self.cache.looks_while_full and self.admission.is_full:
-                self.cache.spend(0)
+            if self.looks_while_full and self.admission.is_full:
+                self.admission.lookups.spend(0)
             raise
 
+    def begin(self) -> None:
+        """Counts an open request."""
+        self._num_open += 1
+        self._idle.clear()
+
     def end(self) -> None:
-        """Counts a request as open no more."""
+        """Counts the end of an open request."""
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()
@@ -211,16 +202,6 @@ class Dispatcher:
             return False
         return True
 
-    def run(
-        self,
-        inputs: Sequence[TokenizedInput],
-        params: PoolingParams,
-        options: RequestOptions,
-        left_s: float | None,
-    ) -> Awaitable[list[Arrays]]:
-        """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
-        return self._target.run(inputs, params, options, left_s)
-
     async def clear_prefixes(self) -> int | None:
         """Empties the prefix cache of every core: what is sent after it finds nothing of before. Needs no admission.
 
@@ -230,4 +211,4 @@ class Dispatcher:
         Raises:
             EngineUnavailableError: No core is connected, or one died.
         """
-        return await self._target.clear_prefixes()
+        return await self.target.clear_prefixes()

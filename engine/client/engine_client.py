@@ -10,7 +10,7 @@ import msgspec
 from ..protocol.messages import Attach, Frame, FromCore, PrefixCacheCleared, RequestFailed, StepResults
 from .dispatcher import Dispatcher
 from .process_core import CoreLink
-from .replicas.group import ReplicaFigures, close_admission
+from .replica_group import ReplicaFigures, close_admission
 from .supervisor import EngineState
 
 logger = logging.getLogger("penstock.engine")

@@ -11,8 +11,8 @@ from ..protocol.messages import Frame, ModelReady, PrefixCacheCleared, RequestFa
 from ..protocol.model_info import ModelInfo
 from .engine_client import EngineStatus
 from .engine_process import EngineProcess
-from .replicas.group import ReplicaFigures
-from .replicas.replica import Send
+from .replica import Send
+from .replica_group import ReplicaFigures
 from .stats import DispatcherStats
 from .supervisor import CoreSupervisor, EngineState
 
@@ -87,7 +87,7 @@ class EngineServer:
         return self.ready
 
     def host_bytes(self) -> int:
-        """Returns the bytes of memory that the engine process holds; see EngineLife.host_bytes."""
+        """Returns the bytes of memory that the engine process holds; see AsyncEngine.host_bytes."""
         return self._supervisor.host_bytes()
 
     async def drain(self, timeout_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from ..protocol.messages import CacheUse, StepResults
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_RATE_MEMORY: Final = 0.8
+"""Weight of an older forward relative to the next one in the drain rate."""
 _STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 
@@ -143,3 +146,38 @@ class StepHistogram:
     def cumulative(self) -> list[tuple[float, int]]:
         """Returns, for each bound and for infinity, how many values are not greater."""
         return list(zip((*self._bounds, float("inf")), itertools.accumulate(self._counts), strict=True))
+
+
+class DrainRate:
+    """The rate of one core.
+
+    Attributes:
+        tokens_per_s: nan until it is measured.
+        is_live: Its core runs requests.
+    """
+
+    __slots__ = ("_seconds", "_tokens", "is_live", "tokens_per_s")
+
+    def __init__(self) -> None:
+        self.is_live = False
+        self.tokens_per_s = math.nan
+        # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
+        self._tokens = self._seconds = 0.0
+
+    def follow(self, num_tokens: int, seconds: float) -> None:
+        """Follows a forward that had all the tokens that it could take: others are slower."""
+        self._tokens = _RATE_MEMORY * self._tokens + num_tokens
+        self._seconds = _RATE_MEMORY * self._seconds + max(seconds, 1e-6)
+        self.tokens_per_s = self._tokens / self._seconds
+
+
+def total_rate(rates: Sequence[DrainRate]) -> float:
+    """Returns the tokens a second of all cores that run requests; nan until that of one of them is measured.
+
+    One that was not measured counts as the mean of those that were. Where none runs, all count: they come again.
+    """
+    if len(rates) == 1:
+        return rates[0].tokens_per_s
+    live = [rate for rate in rates if rate.is_live] or rates
+    known = [rate.tokens_per_s for rate in live if not math.isnan(rate.tokens_per_s)]
+    return sum(known) / len(known) * len(live) if known else math.nan

@@ -28,7 +28,7 @@ from ..protocol.messages import (
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
 from .process_core import ProcessCore
-from .replicas.replica import Send
+from .replica import Send
 from .thread_core import ThreadCore
 
 logger = logging.getLogger("penstock.engine")

@@ -11,7 +11,6 @@ import contextlib
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ..protocol.errors import (
     drop_tracebacks,
 )
 from ..protocol.request import CLIENT, STAGE_TIMES, Stage
+from ..protocol.shared_resource import SharedResource
 
 T = TypeVar("T")
 IsCancelled = Callable[[], bool]
@@ -228,19 +228,15 @@ def _settle(done: Sequence[_Result]) -> None:
 
 
 class CharAdmission:
-    """Counts characters under way. Belongs to one event loop.
-
-    API keys share the limit as they share the queue: a key may use all of it while no other key needs it, and a request
-    that keeps its key within its share is admitted even while others have borrowed that share.
+    """Limits the characters that wait to be tokenized. Clients share them as they share the queue; see SharedResource.
 
     Args:
-        max_chars: Characters that may be under way at once. A single larger request is admitted while nothing else is
-            under way: other limits bound its size.
+        max_chars: Characters that may wait.
         on_refusal: Called for every request that is refused.
         clock_s: Monotonic time.
 
     Attributes:
-        num_chars: Characters under way.
+        chars: Characters that wait.
     """
 
     def __init__(
@@ -250,61 +246,46 @@ class CharAdmission:
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_chars = 0
-        self._max_chars = max_chars
+        self.chars = SharedResource(max_chars, can_overcommit=True)
         self._on_refusal = on_refusal
         self._clock_s = clock_s
         self._chars_per_s = 0.0
-        self._held: Counter[str] = Counter()  # characters by client
 
     def check(self, num_chars: int, client: str = "") -> None:
-        """Refuses a request of so many characters that cannot be taken now.
+        """Raises EngineOverloadedError for a request whose characters do not fit.
 
         Args:
-            num_chars: Of the request.
+            num_chars: Characters of the request.
             client: The client of the request; "" where clients are not told apart.
-
-        Raises:
-            EngineOverloadedError: The characters do not fit.
         """
-        if not self.num_chars or self.num_chars + num_chars <= self._max_chars:
+        if self.chars.shortage(client, num_chars) is None:
             return
-        share = self._max_chars
-        if client:
-            share //= len(self._held) + (client not in self._held)
-            if self._held[client] + num_chars <= share:
-                return
         self._on_refusal()
-        excess = self.num_chars + num_chars - self._max_chars
-        rule = f", and each API key may have {share} while it is reached" if share < self._max_chars else ""
+        waiting, limit, share = self.chars.used, self.chars.limit, self.chars.fair_share(client)
+        rule = f", and each API key may have {share} while it is reached" if share < limit else ""
+        excess = min(waiting + num_chars - limit, waiting)
         raise EngineOverloadedError(
-            f"{self.num_chars} characters wait to be tokenized; the limit is {self._max_chars} "
-            f"(--max-queued-chars){rule}. This request has {num_chars}. Please try again later.",
-            retry_after_s=min(excess, self.num_chars) / self._chars_per_s if self._chars_per_s else 1.0,
+            f"{waiting} characters wait to be tokenized; the limit is {limit} (--max-queued-chars){rule}. This request "
+            f"has {num_chars}. Please try again later.",
+            retry_after_s=excess / self._chars_per_s if self._chars_per_s else 1.0,
             reason=RefusalReason.QUEUED_CHARACTERS,
         )
 
     @contextlib.contextmanager
     def hold(self, num_chars: int, client: str = "") -> Iterator[None]:
-        """Holds the characters of one request while they are tokenized. Raises what `check` raises."""
+        """Counts the characters of a request while they are tokenized. Raises what `check` raises."""
         self.check(num_chars, client)
-        self.num_chars += num_chars
-        self._held[client] += num_chars
-        began_s, num_before = self._clock_s(), self.num_chars
+        self.chars.add(client, num_chars)
+        began_s, num_before = self._clock_s(), self.chars.used
         try:
             yield
             self._measure(num_before, self._clock_s() - began_s)
         finally:
-            self.num_chars -= num_chars
-            self._held[client] -= num_chars
-            if not self._held[client]:
-                del self._held[client]
+            self.chars.add(client, -num_chars)
 
     def _measure(self, num_chars: int, seconds: float) -> None:
-        """Lets the rate follow what was under way when a request came, and how long that took to its end."""
-        if num_chars < _LEAST_MEASURED:
-            return
-        rate = num_chars / max(seconds, 1e-6)
-        self._chars_per_s = (
-            rate if not self._chars_per_s else _RATE_MEMORY * self._chars_per_s + (1 - _RATE_MEMORY) * rate
-        )
+        """Updates the rate with the characters that waited when a request came, and the time until it was done."""
+        if num_chars >= _LEAST_MEASURED:
+            rate = num_chars / max(seconds, 1e-6)
+            old_rate = self._chars_per_s or rate
+            self._chars_per_s = _RATE_MEMORY * old_rate + (1 - _RATE_MEMORY) * rate

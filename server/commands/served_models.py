@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.replicas.places import replica_configs
+from penstock.engine.client.replica_group import replica_configs
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.model_files.hub import is_local
 from penstock.engine.model_files.resolve import resolve_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.engine import LLM, AsyncEngine
-from penstock.engine.client.replicas.replica import Replica
+from penstock.engine.client.replica import Replica
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.client.dispatcher import DispatcherStats
-from penstock.engine.client.replicas.group import ReplicaFigures
+from penstock.engine.client.replica_group import ReplicaFigures
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,

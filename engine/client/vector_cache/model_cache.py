@@ -1,4 +1,4 @@
-"""One model's part in the cache: an engine asks here before it runs an input, and brings what it has computed."""
+"""One model's part of the cache: an engine looks inputs up here before it runs them, and keeps what it has computed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,59 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from penstock.kernels.cpu import shared_machine
+import numpy as np
+
+from penstock.kernels.cpu import Machine, shared_machine
 
 from ...protocol.model_info import ModelInfo
 from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
+from ...protocol.results import stacked
 from ...protocol.tasks import PoolingTask
-from ..replicas.under_way import Arrays
+from ..replica import Arrays
 from ..stats import CacheStats
 from .cache import VectorCache
 from .identity import UnknownIdentityError, identity_of, stamp_of
 from .keys import Keys, is_kept
-from .look_budget import LookBudget
-from .whole_rows import cut_embeddings, whole_params
+
+_MIN_NORM: Final = 1e-12
+
+
+def whole_params(params: PoolingParams) -> PoolingParams | None:
+    """Returns the parameters of the row that is kept for a request: all dimensions, not normalised.
+
+    Returns:
+        None if the request asks for whole rows, or for outputs that are not embeddings.
+    """
+    if not is_kept(params) or PoolingTask.EMBED not in (params.task, *params.also):
+        return None
+    whole = params.clone(dimensions=None, normalize=False, use_activation=False)
+    return None if whole == params else whole
+
+
+def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Machine | None) -> list[Arrays]:
+    """Truncates and normalises whole embeddings; other outputs stay as they are.
+
+    The C library gives the bits that it gives inside an engine on this machine. numpy differs from it, and an engine on
+    torch or a GPU from both, by at most 2.5e-7 of the row's norm.
+
+    Args:
+        outputs: Of each input, with the whole "embedding" [W] float32. Not modified.
+        params: Resolved.
+        machine: The C library; None cuts with numpy.
+    """
+    rows = stacked([output["embedding"] for output in outputs])
+    width = min(params.dimensions or rows.shape[1], rows.shape[1])
+    normalize = bool(params.normalize)
+    if machine is not None:
+        cut = machine.cut(rows, width, normalize=normalize)
+    else:
+        cut = rows[:, :width]
+        if normalize:
+            norms = np.sqrt(np.square(cut, dtype=np.float64).sum(axis=1, keepdims=True))
+            cut = cut / np.maximum(norms, _MIN_NORM).astype(np.float32)
+    return [{**output, "embedding": row} for output, row in zip(outputs, cut, strict=True)]
+
 
 logger = logging.getLogger("penstock.engine")
 
@@ -51,22 +91,12 @@ class ModelCache:
         self.stats = CacheStats()
         self._cache = cache
         self._keys: Keys | None = None
-        self._budget = LookBudget()
         self._stamps: set[bytes | None] = set()
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
         self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # one object for like requests, as in AsyncEngine
         self._machine = shared_machine()
-
-    @property
-    def looks_while_full(self) -> bool:
-        """Whether requests are looked up before they are refused."""
-        return self._keys is not None and not self._budget.is_spent
-
-    def spend(self, num_tokens: int) -> None:
-        """Takes account of a request that came to nothing, after so many tokens were looked up; see LookBudget."""
-        self._budget.spend(num_tokens)
 
     def expect(self, model: str) -> None:
         """Notes the files of a model, a folder or a hub id, that a core is about to load."""

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ..replicas.under_way import Arrays
+from ..replica import Arrays
 
 _ALIGNMENT: Final = 4
 _SEAL_BYTES: Final = 8

@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from penstock.engine.client.admission import Admission
-from penstock.engine.client.replicas.drain_rate import DrainRate
-from penstock.engine.client.stats import DispatcherStats
+from penstock.engine.client.stats import DispatcherStats, DrainRate
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,

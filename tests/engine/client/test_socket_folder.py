@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.client import socket_folder as module
-from penstock.engine.client.socket_folder import SOCKET, socket_folder
+from penstock.engine.client import engine_process as module
+from penstock.engine.client.engine_process import SOCKET, socket_folder
 
 ANSWER = """
 import socket, sys

@@ -13,7 +13,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client import supervisor
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.process_core import OnExit, OnMessage
-from penstock.engine.client.replicas.group import ReplicaGroup
+from penstock.engine.client.replica_group import ReplicaGroup
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig

@@ -22,15 +22,15 @@ def test_what_does_not_fit_is_refused_whole_and_counted() -> None:
     admission = CharAdmission(100, lambda: refusals.append(None))
     with admission.hold(60):
         with admission.hold(40):
-            assert admission.num_chars == 100
+            assert admission.chars.used == 100
         with (
             pytest.raises(EngineOverloadedError, match=r"60 characters.*100 \(--max-queued-chars\).*has 41") as refused,
             admission.hold(41),
         ):
             pass
         assert refused.value.retry_after_s == 1.0
-        assert admission.num_chars == 60
-    assert (admission.num_chars, len(refusals)) == (0, 1)
+        assert admission.chars.used == 60
+    assert (admission.chars.used, len(refusals)) == (0, 1)
 
 
 def test_a_new_client_is_admitted_beside_borrowed_characters() -> None:
@@ -43,8 +43,8 @@ def test_a_new_client_is_admitted_beside_borrowed_characters() -> None:
                 admission.check(1, "b")
             with pytest.raises(EngineOverloadedError):
                 admission.check(1, "a")
-    assert admission.num_chars == 0
-    assert not admission._held
+    assert admission.chars.used == 0
+    assert not admission.chars._by_client
 
 
 def test_a_large_request_runs_alone() -> None:
@@ -79,20 +79,20 @@ async def test_the_pool_gives_back_what_it_held(monkeypatch: pytest.MonkeyPatch)
     first = asyncio.create_task(pool.encode(["a " * 3000], limit))
     second = asyncio.create_task(pool.encode(["a " * 1000], limit))
     await asyncio.sleep(0)
-    assert admission.num_chars == 8000
+    assert admission.chars.used == 8000
     with pytest.raises(EngineOverloadedError):
         await pool.encode(["a " * 1001], limit)
     assert len((await pool.encode(["a"], limit))[0]) == 1  # at once: it does not wait
-    assert admission.num_chars == 8000
+    assert admission.chars.used == 8000
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert admission.num_chars == 6000
+    assert admission.chars.used == 6000
     while waiting:
         waiting.pop()()
     assert len((await first)[0]) == 3000
-    assert admission.num_chars == 0
+    assert admission.chars.used == 0
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError):
         await pool.encode([[5]], limit)
-    assert admission.num_chars == 0
+    assert admission.chars.used == 0
     pool.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from penstock.engine.client.vector_cache.memory import ENTRY_BYTES, MemoryTier
+from penstock.engine.client.vector_cache.cache import ENTRY_BYTES, MemoryTier
 
 
 def test_the_row_that_was_not_asked_for_longest_leaves() -> None:

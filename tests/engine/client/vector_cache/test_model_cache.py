@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.client.admission import LookupRateLimit
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.client.vector_cache.look_budget import LookBudget
 from penstock.engine.client.vector_cache.model_cache import ModelCache
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import (
@@ -55,8 +55,8 @@ async def make(folder: Path) -> AsyncIterator[Make]:
         tokenizers.append(tokenizer_pool())
         info = info_of(path=str(folder), **changes)
         cache = ModelCache(VectorCache(2**20) if rows is None else rows)
-        cache._budget = LookBudget(lambda: 0.0)  # time adds nothing to it
         dispatcher = Dispatcher(max_queued_tokens, cache=cache)
+        dispatcher.admission.lookups = LookupRateLimit(lambda: 0.0)  # time adds nothing to it
         core = PlayedCore(dispatcher)
         await opened(cache, info)
         config = EngineConfig(model=str(folder))
@@ -172,7 +172,6 @@ async def test_rows_for_tokens_and_classes_do_not_pass(make: Make) -> None:
 async def test_a_model_without_embeddings_has_no_cache(make: Make) -> None:
     _, _, cache = await make(kind=ModelKind.CROSS_ENCODER, tasks=(PoolingTask.SCORE,), max_queued_tokens=1)
     assert not cache.stats.is_open
-    assert not cache.looks_while_full
     multi = {"multi_vector": MultiVector(), "tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)}
     _, core, cache = await make(**multi)
     assert not cache.stats.is_open
@@ -249,11 +248,11 @@ async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: 
 
 
 async def test_faults_cost_nothing_while_there_is_room(make: Make) -> None:
-    engine, _, cache = await make(max_queued_tokens=10)
+    engine, _, _ = await make(max_queued_tokens=10)
     for _ in range(300):
         with pytest.raises(InvalidRequestError):
             await engine.embed(["a " * 30], PARAMS)
-    assert cache.looks_while_full
+    assert engine._dispatcher.looks_while_full
 
 
 async def test_an_engine_that_is_not_ready_answers_no_hits(make: Make) -> None:

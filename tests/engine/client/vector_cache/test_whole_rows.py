@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.client.vector_cache.whole_rows import cut_embeddings, whole_params
+from penstock.engine.client.vector_cache.model_cache import cut_embeddings, whole_params
 from penstock.engine.pooling.heads import Cut
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
@@ -82,13 +82,13 @@ def test_embeddings_alone_are_kept_whole(params: PoolingParams, is_cut: bool) ->
 def num_run(engine: AsyncEngine) -> list[int]:
     """Returns a list that grows with each call of the model: the number of inputs that it is sent."""
     sent: list[int] = []
-    real = engine._dispatcher.run
+    real = engine._dispatcher.target.run
 
     def run(inputs: Sequence[TokenizedInput], *others: Any) -> Any:
         sent.append(len(inputs))
         return real(inputs, *others)
 
-    engine._dispatcher.run = run  # type: ignore[method-assign]
+    engine._dispatcher.target.run = run  # type: ignore[method-assign]
     return sent
 
 

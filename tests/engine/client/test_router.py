@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
-from penstock.engine.client.replicas.router import even_shares
+from penstock.engine.client.router import even_shares
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.messages import (
@@ -25,7 +25,7 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 
-from ...steps import Row, step_of
+from ..steps import Row, step_of
 
 
 class Core:

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ...protocol.errors import EngineUnavailableError
-from ...protocol.params import PoolingParams
-from ...protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
-from .replica import Replica
-from .under_way import Arrays, Run
+from ..protocol.errors import EngineUnavailableError
+from ..protocol.params import PoolingParams
+from ..protocol.request import STAGE_TIMES, RequestOptions, TokenizedInput
+from .replica import Arrays, Replica, Run
 
 _LEAST_PART: Final = 256
 _LEAST_SHARE: Final = 8

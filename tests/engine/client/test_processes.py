@@ -20,8 +20,7 @@ import pytest
 
 from penstock.engine.client import engine_process
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replicas.group import ReplicaGroup
-from penstock.engine.client.replicas.places import replica_configs
+from penstock.engine.client.replica_group import ReplicaGroup, replica_configs
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.client.replicas import places
-from penstock.engine.client.replicas.places import divided, place_of, replica_configs
+from penstock.engine.client import replica_group as places
+from penstock.engine.client.replica_group import divided, place_of, replica_configs
 from penstock.engine.core import host
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError

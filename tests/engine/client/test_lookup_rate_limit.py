@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.engine.client.vector_cache.look_budget import LookBudget
+from penstock.engine.client.admission import LookupRateLimit
 
 
 def test_looks_in_vain_are_bounded_by_the_second() -> None:
     now_s = 0.0
-    budget = LookBudget(lambda: now_s)
+    budget = LookupRateLimit(lambda: now_s)
     num_looks = 0
     for _ in range(100_000):  # 10 s of 10,000 requests a second
         now_s += 0.0001
@@ -20,7 +20,7 @@ def test_looks_in_vain_are_bounded_by_the_second() -> None:
 
 def test_long_texts_cost_more() -> None:
     now_s = 0.0
-    budget = LookBudget(lambda: now_s)
+    budget = LookupRateLimit(lambda: now_s)
     budget.spend(1_000_000)
     assert budget.is_spent
     now_s = 25.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.engine.client.replicas.drain_rate import DrainRate, total_rate
+from penstock.engine.client.stats import DrainRate, total_rate
 
 
 def rates(*known: float | None) -> list[DrainRate]:

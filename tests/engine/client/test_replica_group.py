@@ -14,7 +14,7 @@ from penstock.engine.client import supervisor
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.client.process_core import OnExit, OnMessage
-from penstock.engine.client.replicas.group import ReplicaGroup
+from penstock.engine.client.replica_group import ReplicaGroup
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.client_message import unpack_client_message
@@ -24,8 +24,8 @@ from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
-from ...steps import Row, step_of
-from ..played_core import info
+from ..steps import Row, step_of
+from .played_core import info
 
 PREPARED: Any = object()
 """A process that was started before; nothing is asked of it."""

@@ -18,8 +18,8 @@ from penstock.engine.protocol.messages import ClientMessage, Frame, StepResults
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
-from ...device.pretend_cuda import DEVICE, Pinned, pretend_cuda
-from ...steps import Row, step_of
+from ..device.pretend_cuda import DEVICE, Pinned, pretend_cuda
+from ..steps import Row, step_of
 
 ROWS = torch.arange(24.0).reshape(8, 3)
 ROW_LENS = (2, 5, 1)
