@@ -116,7 +116,7 @@ MAY_WAIT = (
 WAITS_IN = {
     "engine/executors/torch/packed_batch.py": {"PackedBatch"},  # of arrays on the host
     "engine/executors/torch/layers/experts.py": {"OneByOneExperts"},  # on a CPU
-    "engine/executors/torch/decoders/decoder.py": {"DecoderModel"},  # at load
+    "engine/executors/torch/spec_model.py": {"Embedding"},  # at load
 }
 ASKS = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "bincount"}
 

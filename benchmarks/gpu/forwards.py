@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.encoders.encoder import PostNormBlock, PostNormEncoder
 from penstock.engine.executors.torch.layers.fusion import Fusion
-from penstock.engine.executors.torch.layers.rows import Rows
 from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.executors.torch.spec_model import Layer, SpecModel
 from penstock.kernels.pooling import pool
 
 from .made_models import load_made, pack
@@ -85,25 +84,15 @@ def variant(name: str, shape: Shape, bench: Bench) -> PackedModel:
     return load_made(shape, bench, fusion=Fusion(name))
 
 
-class CompiledBlock:
-    """A block whose work between two attentions is compiled by torch, one function for all blocks."""
-
-    def __init__(self, block: PostNormBlock, between: Callable[[PostNormBlock, Tensor, Tensor], Tensor]) -> None:
-        self.attention = block.attention
-        self._block = block
-        self._between = between
-
-    def __call__(self, hidden: Tensor, rows: Rows, relative_bias: Tensor | None) -> Tensor:
-        """See PostNormBlock."""
-        attended = self.attention(hidden, rows, relative_bias=relative_bias)
-        return self._between(self._block, attended, hidden)
-
-
 def compiled(model: PackedModel, bench: Bench) -> PackedModel:
-    """Returns the model with compiled blocks; where only the code is tried, they are traced and not compiled."""
-    between = torch.compile(PostNormBlock.after_attention, dynamic=True, backend=bench.pick("inductor", "eager"))
-    assert isinstance(model, PostNormEncoder)
-    model.blocks = [CompiledBlock(block, between) for block in model.blocks]  # type: ignore[misc]
+    """Returns the model whose work between two attentions is compiled by torch, one function for all layers.
+
+    Where only the code is tried, it is traced and not compiled.
+    """
+    between = torch.compile(Layer.after_attention, dynamic=True, backend=bench.pick("inductor", "eager"))
+    assert isinstance(model, SpecModel)
+    for layer in model.layers:
+        layer.after_attention = partial(between, layer)  # type: ignore[method-assign]
     return model
 
 

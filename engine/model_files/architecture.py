@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ..families.registry import FAMILIES
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
 from .draft import ModelDraft
-from .registry import NATIVE_MODEL_TYPES
 from .reranker import find_answers, resolve_answers, resolve_score_template
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
 
@@ -78,8 +78,9 @@ def resolve_architecture(draft: ModelDraft) -> None:
         )
     architecture = architectures[0] if architectures else "AutoModel"
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
-    native = model_type in NATIVE_MODEL_TYPES and not is_made_causal
-    # Variants of BERT set this key. For Granite it has another meaning.
+    family = FAMILIES.get(model_type)
+    native = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
+    # BERT's line has variants under this key; Granite means something else by it.
     is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
     native = native and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
@@ -166,7 +167,7 @@ def _causality(draft: ModelDraft, architecture: str, model_type: str) -> tuple[b
         return False, draft.sources["architecture"]
     if config.get("is_decoder") is True:
         return True, draft.source_of("is_decoder")
-    if architecture.endswith("ForCausalLM") and model_type not in NATIVE_MODEL_TYPES:
+    if architecture.endswith("ForCausalLM") and model_type not in FAMILIES:
         return True, draft.sources["architecture"]
     return model_type in DECODER_MODEL_TYPES, draft.sources["model_type"]
 

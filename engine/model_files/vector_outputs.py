@@ -37,7 +37,7 @@ _PYLATE_KEYS: Final = frozenset(
         "skiplist_words",
     )
 )
-# Families whose attention can leave tokens out; see engine/executors/torch/layers/attention/encoder.py.
+# Families whose attention can leave tokens out; see engine/executors/torch/layers/attention.py.
 _HIDING_MODEL_TYPES: Final = frozenset(
     ("bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta")
 )

@@ -14,7 +14,7 @@ from penstock.kernels.pooling import MAX_TRITON_WIDTH, pool
 from penstock.kernels.upload import upload
 
 from ..executors.torch.base import PackedModel
-from ..executors.torch.encoders.masked_lm import BLOCK_ROWS
+from ..executors.torch.heads import BLOCK_ROWS
 from ..protocol.model_info import ModelInfo
 from ..protocol.vectors import SparseKind, SparsePooling
 from .heads import RowMap

@@ -77,17 +77,17 @@ def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """On CUDA this process gets 64 MiB more than it holds; on a CPU a forward over more than 4,096 tokens fails."""
     import torch
 
-    from penstock.engine.executors.torch.encoders.encoder import PostNormEncoder
+    from penstock.engine.executors.torch.spec_model import SpecModel
 
     if device == "cpu":
-        forward = PostNormEncoder.forward
+        forward = SpecModel.forward
 
         def fail_on_many(model, batch, **options):
             if batch.num_tokens > 4096:
                 raise torch.OutOfMemoryError("no memory")
             return forward(model, batch, **options)
 
-        monkeypatch.setattr(PostNormEncoder, "forward", fail_on_many)
+        monkeypatch.setattr(SpecModel, "forward", fail_on_many)
         yield
         monkeypatch.undo()
         return

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.layers.attention.rotary import Rotation
 from penstock.engine.executors.torch.layers.norm import RmsNorm
+from penstock.engine.executors.torch.layers.rotary import Rotation
 from penstock.kernels.rotary import Backend, HeadNorm, KvSlots, rotary
 
 from .assertions import assert_close

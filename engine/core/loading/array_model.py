@@ -9,7 +9,7 @@ from penstock.kernels.cpu import Machine
 from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint
 from ...checkpoint.views import ArrayWeights
-from ...executors.cpu.array_encoder import ArrayEncoder, find_reader
+from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.heads import fits_dense
 from ...protocol.model_info import ModelInfo
 
@@ -41,9 +41,9 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
         UnsupportedModelError: An option of it is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    reader = find_reader(info)
-    assert reader is not None, "why_torch was asked"
+    spec = read_spec(info)
+    assert spec is not None, "why_torch was asked"
     with open_checkpoint(Path(info.path), ArrayFile) as checkpoint:
-        encoder = ArrayEncoder(info, reader, ArrayWeights(checkpoint), machine)
+        encoder = ArrayEncoder(info, spec, ArrayWeights(checkpoint), machine)
         checkpoint.tell_unused(info.name)
     return encoder

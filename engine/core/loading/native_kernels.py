@@ -9,8 +9,8 @@ from typing import Final
 from penstock.kernels.cpu import CpuKernelError, Format, Machine
 from penstock.kernels.cpu.self_check import multiplies_right
 
-from ...executors.cpu.array_encoder import find_reader
-from ...model_files.registry import has_own_code
+from ...executors.cpu.array_encoder import read_spec
+from ...families.registry import has_own_code
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo
@@ -77,7 +77,7 @@ def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) ->
 def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
     insists = config.cpu_kernels == "native"
     has_own = config.trust_remote_code and has_own_code(info.architecture, info.config)  # transformers runs it
-    if has_own or find_reader(info) is None:
+    if has_own or read_spec(info) is None:
         if insists:
             raise MachineError(
                 f"The native kernels do not know {info.architecture} in {info.dtype}; --cpu-kernels auto lets torch "

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...checkpoint.files import Checkpoint
 from ...executors.torch.layers.linear import Linear
 from ...executors.torch.layers.weights import Weights
+from ...families.spec import linear
 from ...pooling import TokenMaps
 from ...protocol.model_info import ModelInfo, TokenizerSpec
 from .weights_loader import open_tensors
@@ -37,6 +38,6 @@ def _load(info: ModelInfo, file: str | None, out_features: int) -> Linear | None
     checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file), open_tensors)
     with torch.no_grad():
         weights = Weights(checkpoint, torch.float32, torch.device(info.device))
-        linear = Linear.load(weights, "", info.hidden_size, out_features, is_head=True)
+        maps = Linear.load(weights, linear("", info.hidden_size, out_features), is_head=True)
     checkpoint.close()
-    return linear
+    return maps

@@ -7,6 +7,7 @@ import pickle
 import struct
 import zipfile
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -27,17 +28,18 @@ from ...checkpoint.files import (
     open_checkpoint,
 )
 from ...checkpoint.views import ArrayWeights
-from ...executors.cpu.array_encoder import ArrayEncoder, find_reader
-from ...executors.torch import find_model_class
+from ...executors.cpu.array_encoder import ArrayEncoder
+from ...executors.cpu.read_weights import has_kernels
 from ...executors.torch.base import PackedModel
-from ...executors.torch.encoders.masked_lm import VocabularyHead
+from ...executors.torch.heads import VocabularyHead
 from ...executors.torch.layers.dense import Dense
 from ...executors.torch.layers.fusion import Fusion
 from ...executors.torch.layers.rows import limit_kept_kernels
 from ...executors.torch.layers.weights import Weights
 from ...executors.torch.native_kernels import NativeKernelsModel
+from ...executors.torch.spec_model import SpecModel
+from ...families.registry import find_family, has_own_code
 from ...model_files.json_files import one_line
-from ...model_files.registry import has_own_code
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo
 from ...protocol.vectors import SparseKind
@@ -95,18 +97,24 @@ def load_model(
         check_weights(Path(info.path))
         return TransformersModel(info, trust_remote_code=trust_remote_code)
     device = torch.device(info.device)
-    reader = None if machine is None else find_reader(info)
+    family = find_family(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
-        if machine is not None and reader is not None:
-            arrays = ArrayWeights(_Arrays(checkpoint))
-            model: PackedModel = NativeKernelsModel(ArrayEncoder(info, reader, arrays, machine))
+        if family.read is None:
+            module, _, name = family.torch_class.rpartition(".")
+            model_class = getattr(import_module(f"penstock.engine.executors.torch.{module}"), name)
+            model: PackedModel = model_class(info, weights)
         else:
-            model = find_model_class(info.architecture, info.model_type, info.config)(info, weights)
-        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
-            # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
-            in_float32 = replace(weights, dtype=torch.float32)
-            model.vocabulary_head = VocabularyHead(in_float32 if device.type == "cpu" else weights, info)
+            spec = family.read(info)
+            if machine is not None and has_kernels(spec, info):
+                arrays = ArrayWeights(_Arrays(checkpoint))
+                model = NativeKernelsModel(ArrayEncoder(info, spec, arrays, machine))
+            else:
+                model = SpecModel(info, spec, weights)
+            if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
+                # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
+                view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
+                model.vocabulary_head = VocabularyHead(view, spec, info)
         checkpoint.tell_unused(info.name)
     return model
 

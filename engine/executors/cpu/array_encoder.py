@@ -5,90 +5,35 @@ Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import CpuEncoder, CpuForward, EncoderSpec, Machine
+from penstock.kernels.cpu import CpuEncoder, CpuForward, Machine
 
 from ...checkpoint.views import ArrayWeights, Floats
-from ...model_files.registry import native_class
+from ...families.registry import find_family
+from ...families.spec import EmbeddingSpec, ModelSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
-from ...scheduling import CacheSpec
 from .arithmetic import Arithmetic
-from .decoders.gemma import Gemma2Config, Gemma3Config, GemmaConfig
-from .decoders.llama import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
-from .decoders.reader import DecoderReader
-from .encoder_configs import DistilBertConfig, ElectraConfig, EncoderConfig, MPNetConfig, RobertaConfig
-from .heads import ArrayHead, HeadSteps
-from .modernbert import ModernBertConfig, ModernBertReader
+from .heads import ArrayHead
 from .packed_arrays import PackedArrays
-from .post_norm import PostNormReader
+from .read_weights import has_kernels, read_encoder, read_head
 
 
-class EncoderReader(Protocol):
-    """What a family knows of its checkpoints; see PostNormReader."""
-
-    hidden_size: int
-    scores_rows: bool
-    """Whether the head of a sequence is one map of one row, and so fits the row of any token."""
-
-    def fits(self, info: ModelInfo) -> bool:
-        """Whether the native kernels have all that the model needs."""
-        ...
-
-    def cache_spec(self, info: ModelInfo) -> CacheSpec | None:
-        """What is kept of a sequence from chunk to chunk; None where sequences cannot run in chunks."""
-        ...
-
-    def spec(self, info: ModelInfo, weights: ArrayWeights) -> EncoderSpec:
-        """Reads the encoder."""
-        ...
-
-    def head(self, info: ModelInfo, weights: ArrayWeights) -> HeadSteps:
-        """Reads the classification head."""
-        ...
-
-    def places(self, batch: PackedArrays) -> NDArray[np.int64]:
-        """Returns the rows of the table that is added to the words' rows, [T]."""
-        ...
-
-
-# By the class that the registry names.
-_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], EncoderReader]]] = {
-    "BertModel": lambda config: PostNormReader(EncoderConfig.read(config)),
-    "RobertaModel": lambda config: PostNormReader(RobertaConfig.read(config)),
-    "ElectraModel": lambda config: PostNormReader(ElectraConfig.read(config)),
-    "DistilBertModel": lambda config: PostNormReader(DistilBertConfig.read(config)),
-    "MPNetModel": lambda config: PostNormReader(MPNetConfig.read(config)),
-    "ModernBertModel": lambda config: ModernBertReader(ModernBertConfig.read(config)),
-    "LlamaModel": lambda config: DecoderReader(LlamaConfig.read(config)),
-    "MistralModel": lambda config: DecoderReader(MistralConfig.read(config)),
-    "Qwen2Model": lambda config: DecoderReader(Qwen2Config.read(config)),
-    "Qwen3Model": lambda config: DecoderReader(Qwen3Config.read(config)),
-    "Phi3Model": lambda config: DecoderReader(Phi3Config.read(config)),
-    "GemmaModel": lambda config: DecoderReader(GemmaConfig.read(config)),
-    "Gemma2Model": lambda config: DecoderReader(Gemma2Config.read(config)),
-    "Gemma3Model": lambda config: DecoderReader(Gemma3Config.read(config)),
-}
-
-
-def find_reader(info: ModelInfo) -> EncoderReader | None:
-    """Returns the reader of a model that the native kernels can run, on a CPU that has them; None for others.
+def read_spec(info: ModelInfo) -> ModelSpec | None:
+    """Returns the spec of a model that the C library can run, on a machine that has it; None for others.
 
     Raises:
         ModelLoadError: No family knows the model, or a value of its config.json is of no use.
     """
     if not info.native or info.device != "cpu" or info.dtype == "float16":
         return None
-    _, class_name = native_class(info.architecture, info.model_type, info.config)
-    if class_name not in _READERS:
-        return None
-    reader = _READERS[class_name](info.config)
-    return reader if reader.fits(info) else None
+    family = find_family(info.architecture, info.model_type, info.config)
+    spec = None if family.read is None else family.read(info)
+    return spec if spec is not None and has_kernels(spec, info) else None
 
 
 class ArrayOutput(NamedTuple):
@@ -111,7 +56,7 @@ class ArrayEncoder:
 
     Args:
         info: The resolved model.
-        reader: Of its family.
+        spec: What it is made of; `has_kernels` holds.
         weights: View of the whole checkpoint; nothing here keeps memory of its files.
         machine: The native kernels.
 
@@ -124,21 +69,21 @@ class ArrayEncoder:
         UnsupportedModelError: An option of it is not known.
     """
 
-    def __init__(self, info: ModelInfo, reader: EncoderReader, weights: ArrayWeights, machine: Machine) -> None:
+    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, machine: Machine) -> None:
         self.machine = machine
-        self.hidden_size = reader.hidden_size
-        self.cache_spec = reader.cache_spec(info)
-        self._places = reader.places
+        self.hidden_size = spec.hidden_size
+        self.cache_spec = spec.cache_spec
+        self._embedding = spec.embedding
         arithmetic = Arithmetic.of(info)
         self._encoder = CpuEncoder(
-            machine, reader.spec(info, weights), arithmetic.products, attention=arithmetic.attention
+            machine, read_encoder(spec, info, weights), arithmetic.products, attention=arithmetic.attention
         )
-        head = ArrayHead(machine, reader.head(info, weights)) if info.kind is not ModelKind.EMBEDDING else None
+        steps = read_head(spec, weights)
+        head = None if steps is None else ArrayHead(machine, steps)
         self.page_itemsize = self._encoder.page_itemsize
         is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
         self.sequence_head = None if is_of_tokens else head
-        fits_tokens = is_of_tokens or (reader.scores_rows and not info.classifier_tokens)
-        self.token_head = head if fits_tokens else None
+        self.token_head = head if is_of_tokens or spec.scores_rows else None
 
     def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> CpuForward:
         """Begins a forward of the encoder; others may be under way.
@@ -153,7 +98,7 @@ class ArrayEncoder:
         """
         return self._encoder.begin(
             batch.input_ids,
-            self._places(batch),
+            _places(batch, self._embedding),
             batch.cu_seqlens,
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
             need_attention=need_attention,
@@ -175,3 +120,25 @@ class ArrayEncoder:
         if self.token_head is None:
             raise UnsupportedTaskError("This model has no token classification head.", param="task")
         return self.token_head(rows_TD)
+
+
+def _places(batch: PackedArrays, embedding: EmbeddingSpec) -> NDArray[np.int64]:
+    """Returns the rows of the table of positions and token types, [T]."""
+    positions_T = batch.positions
+    if embedding.padding_id is not None:
+        positions_T = padding_aware_positions(batch, embedding.padding_id)
+    if batch.token_type_ids is None or embedding.num_token_types <= 1:
+        return positions_T
+    return positions_T + batch.token_type_ids * embedding.num_positions
+
+
+def padding_aware_positions(batch: PackedArrays, padding_id: int) -> NDArray[np.int64]:
+    """Returns the positions of RoBERTa and MPNet, [T]: they begin at padding_id + 1.
+
+    A padding token that is part of a text stands at padding_id and is not counted, as in transformers.
+    """
+    is_text_T = batch.input_ids != padding_id
+    running_T = is_text_T.cumsum()
+    before_N = running_T[batch.starts] - is_text_T[batch.starts]
+    places_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.lengths)) * is_text_T + padding_id
+    return places_T

@@ -13,9 +13,8 @@ from torch import Tensor
 from penstock.kernels.cpu import Machine
 
 from ...protocol.errors import UnsupportedTaskError
-from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.model_info import ModelKind
 from ...scheduling import CacheSpec
-from .layers.weights import Weights
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
@@ -89,14 +88,6 @@ class PackedModel(ABC):
         if self.token_head is None:
             raise UnsupportedTaskError("This model has no token classification head.", param="task")
         return self.token_head(hidden_TD.float())
-
-
-class NativeModel(PackedModel):
-    """A family that penstock runs itself. Constructed from a ModelInfo and the weights of its checkpoint."""
-
-    @abstractmethod
-    def __init__(self, info: ModelInfo, weights: Weights) -> None:
-        """Reads, fuses and prepares all weights; raises ModelLoadError."""
 
     def set_head(self, kind: ModelKind, head: Head | None, *, scores_rows: bool = False) -> None:
         """Takes the head of a model of some kind; None for one without classes.

@@ -1,103 +1,147 @@
-"""Classification heads. All run in float32: they are small, and scores are what the caller sees."""
+"""Heads: classes of pooled rows and of tokens, and logits over the vocabulary.
+
+Classification heads run in float32: they are small, and scores are what the caller sees.
+
+Shape letters: R rows, D model width, C answer tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
+from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import ModelInfo
 from .base import Head
 from .layers.linear import Linear
+from .layers.norm import load_norm
 from .layers.weights import Weights
 
 _LM_HEAD: Final = "lm_head"
-_SCORE: Final = "score"
+# Rows of one product: always as many, so that one kernel serves all batches (see layers/rows.py).
+BLOCK_ROWS: Final = 128
+# Columns of the product on CUDA. Rows of logits are then aligned to 16 bytes, as the fast kernels of cuBLAS and the
+# widest loads of the pooling kernel want them; the 30,522 tokens of BERT are no multiple of 8.
+_VOCAB_MULTIPLE: Final = 64
 
 
-class DenseHead:
-    """logits = activation(x U^T + c) W^T + b: a hidden layer of the model's width, then the classes.
-
-    Args:
-        weights: View that holds both maps.
-        dense: Name of the hidden layer.
-        out: Name of the map to the classes.
-        size: Width of the input and of the hidden layer.
-        num_labels: Width of the output.
-        activation: Of the hidden layer.
-    """
-
-    def __init__(self, weights: Weights, dense: str, out: str, size: int, num_labels: int, activation: str) -> None:
-        self.dense = Linear.load(weights, dense, size, size, activation=activation, is_head=True)
-        self.out = Linear.load(weights, out, size, num_labels, is_head=True)
-
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        """Returns [N, num_labels]."""
-        return self.out(self.dense(x_ND))
-
-
-class TokenHead:
-    """Scores read off a language model's next-token logits: of all the vocabulary, only the rows that matter are kept.
-
-    FROM_2_WAY_SOFTMAX takes two tokens, false and true, and gives one logit, true minus false: its sigmoid is the
-    softmax over the two. NO_POST_PROCESSING gives the logit of every token.
-
-    Args:
-        rows_CD: [C, D]. Rows of the output embedding, one for each token.
-        bias_C: [C] or None. The same entries of its bias.
-        method: See above.
-        config: config.json: families scale or cap their logits.
-    """
-
-    def __init__(
-        self, rows_CD: Tensor, bias_C: Tensor | None, method: ClassifierMethod, config: Mapping[str, Any]
-    ) -> None:
-        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None, reorder=False)
-        self._is_difference = method is ClassifierMethod.FROM_2_WAY_SOFTMAX
-        # Cohere multiplies its logits, Granite divides them, Gemma 2 caps them.
-        text_config = config.get("text_config") or config
-        self._scale = float(text_config.get("logit_scale") or 1.0) / float(text_config.get("logits_scaling") or 1.0)
-        self._cap = text_config.get("final_logit_softcapping")
-
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        """Returns [N, 1], or [N, C] for NO_POST_PROCESSING."""
-        logits_NC = self.logits(x_ND)
-        return logits_NC[:, 1:] - logits_NC[:, :1] if self._is_difference else logits_NC
-
-    def logits(self, x_ND: Tensor) -> Tensor:
-        """Returns the next-token logits of the C tokens [N, C]."""
-        logits_NC = self._out(x_ND.float()) * self._scale
-        return torch.tanh(logits_NC / self._cap) * self._cap if self._cap else logits_NC
-
-
-def decoder_head(weights: Weights, info: ModelInfo, size: int, embedding_name: str) -> Head | None:
-    """Returns the head of a decoder, or None where it is an embedding model.
-
-    It is `score`, one map of the last token's row (of every row, for a token classifier); for a reranker that answers
-    with a word it is the rows of `lm_head`, or of the embedding where the two are tied, for `info.classifier_tokens`.
+def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str) -> Head | None:
+    """Reads a classification head; None in an embedding model.
 
     Args:
         weights: View of the whole checkpoint.
-        info: The resolved model.
-        size: Width of its hidden states.
-        embedding_name: Full name of the token embedding, such as "model.embed_tokens.weight".
+        base: View of the model without its heads.
+        spec: The head.
+        words: Name of the word embedding below `base`.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.
     """
-    if info.kind is ModelKind.EMBEDDING:
+    if spec is None:
         return None
-    if not info.classifier_tokens:
-        has_bias = weights.has(f"{_SCORE}.bias")
-        return Linear.load(weights, _SCORE, size, info.num_labels, bias=has_bias, is_head=True)
-    is_tied = info.config.get("tie_word_embeddings")
-    if is_tied is None:
-        is_tied = not weights.has(f"{_LM_HEAD}.weight")
-    name = embedding_name if is_tied else f"{_LM_HEAD}.weight"
-    rows_CD = weights.rows(name, info.classifier_tokens, info.vocab_size, size, dtype=torch.float32)
-    bias_C = None
-    if weights.has(f"{_LM_HEAD}.bias"):
-        bias_C = weights.rows(f"{_LM_HEAD}.bias", info.classifier_tokens, info.vocab_size, dtype=torch.float32)
-    return TokenHead(rows_CD, bias_C, info.classifier_method, info.config)
+    if isinstance(spec, AnswerSpec):
+        return AnswerHead.load(weights, base, spec, words)
+    return StepsHead(weights, base, spec)
+
+
+class StepsHead:
+    """Maps and norms, one after another."""
+
+    def __init__(self, weights: Weights, base: Weights, steps: tuple[LinearSpec | NormSpec, ...]) -> None:
+        self._steps = [
+            load_norm(weights, step, dtype=torch.float32)
+            if isinstance(step, NormSpec)
+            else Linear.load(base if step.is_below_base else weights, step, is_head=True)
+            for step in steps
+        ]
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        """Returns [R, num_labels]."""
+        for step in self._steps:
+            x_RD = step(x_RD)
+        return x_RD
+
+
+class AnswerHead:
+    """Scores from a language model's next-token logits; of the output embedding only the rows of the answers are kept.
+
+    Args:
+        rows_CD: [C, D]. Rows of the output embedding, one for each answer token.
+        bias_C: [C] or None. The same entries of its bias.
+        spec: How logits become scores.
+    """
+
+    def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
+        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None, reorder=False)
+        self._spec = spec
+
+    @classmethod
+    def load(cls, weights: Weights, base: Weights, spec: AnswerSpec, words: str) -> Self:
+        """Reads the rows; takes the arguments of `load_head`."""
+        is_tied = not weights.has(f"{_LM_HEAD}.weight") if spec.is_tied is None else spec.is_tied
+        view, name = (base, words) if is_tied else (weights, f"{_LM_HEAD}.weight")
+        rows_CD = view.rows(name, spec.tokens, spec.vocab_size, spec.size, dtype=torch.float32)
+        bias_C = None
+        if weights.has(f"{_LM_HEAD}.bias"):
+            bias_C = weights.rows(f"{_LM_HEAD}.bias", spec.tokens, spec.vocab_size, dtype=torch.float32)
+        return cls(rows_CD, bias_C, spec)
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        """Returns [R, 1] for the difference of two answers, [R, C] otherwise."""
+        logits_RC = self.logits(x_RD)
+        return logits_RC[:, 1:] - logits_RC[:, :1] if self._spec.is_difference else logits_RC
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Returns the next-token logits of the answer tokens, [R, C]."""
+        logits_RC, cap = self._out(x_RD.float()) * self._spec.scale, self._spec.softcap
+        return logits_RC if cap is None else torch.tanh(logits_RC / cap) * cap
+
+
+class VocabularyHead:
+    """logits = norm(activation(x U^T + c)) E^T + b, of a masked language model.
+
+    Args:
+        weights: View of the whole checkpoint, in the type that the head computes in.
+        model: Of which the head is read.
+        info: The resolved model.
+
+    Raises:
+        UnsupportedModelError: The checkpoint has no such head.
+        WeightError: A tensor has the wrong shape.
+    """
+
+    def __init__(self, weights: Weights, model: ModelSpec, info: ModelInfo) -> None:
+        spec, words = model.vocabulary, model.embedding.words
+        if spec is None or not weights.has(f"{spec.dense.names[0]}.weight"):
+            raise UnsupportedModelError(
+                f"{info.name} makes sparse vectors from a masked language model, but its checkpoint holds no head of "
+                "one that penstock knows (BERT, RoBERTa, DistilBERT, MPNet, ModernBERT)."
+            )
+        on_host = weights.device.type == "cpu"
+        self._dense = Linear.load(weights, spec.dense, is_head=on_host)
+        self._norm = load_norm(weights, spec.norm)
+        view, name = weights, f"{spec.decoder}.weight"
+        if not weights.has(name):
+            view, name = weights.scope_of(words, model.prefixes), words
+        bias = next((bias for bias in spec.biases if weights.has(bias)), None)
+        table_VD = view.tensor(name, info.vocab_size, spec.norm.size)
+        bias_V = weights.tensor(bias, info.vocab_size) if bias is not None else None
+        if not on_host and (padding := -info.vocab_size % _VOCAB_MULTIPLE):
+            table_VD = F.pad(table_VD, (0, 0, 0, padding))
+            bias_V = None if bias_V is None else F.pad(bias_V, (0, padding))
+        self._out = Linear(table_VD, bias_V)
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        """Returns [R, V] of hidden states [R, D] of any float type, in the type of the head.
+
+        On a CPU R is at most BLOCK_ROWS. On CUDA zeros follow the V columns, up to a multiple of 64.
+        """
+        num_rows = x_RD.shape[0]
+        inner_RD = self._norm(self._dense(x_RD.to(self._dense.dtype)))
+        if inner_RD.device.type == "cpu":
+            inner_RD = F.pad(inner_RD, (0, 0, 0, BLOCK_ROWS - num_rows))
+        return self._out(inner_RD)[:num_rows]

@@ -24,7 +24,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.warm_up import SampleBatches
 from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.layers.attention import encoder as attention_layer
+from penstock.engine.executors.torch.layers import attention as attention_layer
 from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.model_files.registry import NATIVE_MODEL_TYPES
+from penstock.engine.families.registry import FAMILIES
 from penstock.engine.model_files.reranker import find_recipe
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
@@ -17,7 +17,7 @@ models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.
 
 @models
 def test_its_family_is_native_and_compared_with_transformers(model) -> None:
-    assert model.family in NATIVE_MODEL_TYPES
+    assert model.family in FAMILIES
     text = "".join((PARITY / name).read_text() for name in ("test_native_models.py", "test_decoders.py"))
     compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
     assert model.family.replace("-", "") in compared

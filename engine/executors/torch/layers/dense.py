@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from ....families.spec import linear
 from ....protocol.errors import UnsupportedModelError
 from ....protocol.model_info import DenseSpec
 from .linear import Linear
@@ -44,7 +45,9 @@ class Dense:
                 f"known are {', '.join(sorted(_ACTIVATIONS))}."
             )
         self._activation = _ACTIVATIONS[spec.activation]()
-        self.linear = Linear.load(weights, "linear", spec.in_features, spec.out_features, bias=spec.bias, is_head=True)
+        self.linear = Linear.load(
+            weights, linear("linear", spec.in_features, spec.out_features, bias=spec.bias), is_head=True
+        )
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Returns [N, O] float32."""

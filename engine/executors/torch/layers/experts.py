@@ -21,8 +21,7 @@ from penstock.kernels.grouped_linear import grouped_linear
 from ....protocol.errors import ModelLoadError
 from .activation import Gate
 from .fusion import Fusion
-from .linear import GatedLinear, Linear
-from .mlp import GatedMlp
+from .linear import GatedLinear, Linear, Mlp
 from .rows import Rows, round_up
 
 
@@ -135,7 +134,7 @@ class OneByOneExperts:
 
     def __init__(self, experts: Iterable[tuple[Tensor, Tensor]], activation: str) -> None:
         self._experts = [
-            GatedMlp(GatedLinear(both_2ID, None, activation), Linear(down_DI, None)) for both_2ID, down_DI in experts
+            Mlp(GatedLinear(both_2ID, None, activation), Linear(down_DI, None)) for both_2ID, down_DI in experts
         ]
 
     def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
@@ -174,7 +173,7 @@ class SortedExperts:
             sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
 
 
-def _run(expert: GatedMlp, x_TD: Tensor, token_M: Tensor) -> Tensor:
+def _run(expert: Mlp, x_TD: Tensor, token_M: Tensor) -> Tensor:
     """Returns the expert's [M, D], in as many rows as oneDNN has kernels for (see rows.py)."""
     num_rows = len(token_M)
     token_M = F.pad(token_M, (0, round_up(num_rows) - num_rows))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....families.spec import LinearSpec
 from .activation import ActivationFunction, Gate, find_activation
 from .fusion import Fusion
 from .weights import Weights
@@ -83,26 +84,13 @@ class Linear:
         self._gelu_weight_IO = weight_OI.t() if has_gelu else None
 
     @classmethod
-    def load(
-        cls,
-        weights: Weights,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        activation: str | None = None,
-        is_head: bool = False,
-    ) -> Linear:
-        """Reads `name`.weight [O, I] and, where it has one, `name`.bias [O].
+    def load(cls, weights: Weights, spec: LinearSpec, *, is_head: bool = False) -> Linear:
+        """Reads a map that is not gated.
 
         `is_head`: float32 and not reordered, for the small products after the encoder, over any number of rows.
         """
-        scope = weights.scope(name)
-        dtype = torch.float32 if is_head else None
-        weight_OI = scope.tensor("weight", out_features, in_features, dtype=dtype)
-        bias_O = scope.tensor("bias", out_features, dtype=dtype) if bias else None
-        return cls(weight_OI, bias_O, activation=activation, reorder=not is_head, fusion=weights.fusion)
+        weight_OI, bias_O = weights.linear(spec, dtype=torch.float32 if is_head else None)
+        return cls(weight_OI, bias_O, activation=spec.activation, reorder=not is_head, fusion=weights.fusion)
 
     def __call__(self, x_TI: Tensor, *, add: Tensor | None = None, multiply: Tensor | None = None) -> Tensor:
         """Applies the map.
@@ -176,6 +164,34 @@ class GatedLinear:
             return self._gate(self._both(x_TI))
         upper, lower = self._halves
         return lower(x_TI, multiply=upper(x_TI))
+
+
+class Mlp:
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
+
+    Args:
+        up: The first map.
+        down: Back to the model's width.
+    """
+
+    __slots__ = ("_down", "_up")
+
+    def __init__(self, up: Linear | GatedLinear, down: Linear) -> None:
+        self._up = up
+        self._down = down
+
+    @classmethod
+    def load(cls, weights: Weights, up: LinearSpec, down: LinearSpec) -> Mlp:
+        """Reads the maps."""
+        if not up.is_gated:
+            return cls(Linear.load(weights, up), Linear.load(weights, down))
+        assert up.activation is not None
+        gate = GatedLinear(*weights.linear(up), up.activation, fusion=weights.fusion)
+        return cls(gate, Linear.load(weights, down))
+
+    def __call__(self, x_RD: Tensor, *, add: Tensor | None = None) -> Tensor:
+        """Returns [R, D]; `add`, of the same shape and type, is added to it (a residual)."""
+        return self._down(self._up(x_RD), add=add)
 
 
 def _can_pack(weight: Tensor) -> bool:

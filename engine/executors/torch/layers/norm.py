@@ -7,12 +7,15 @@ Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.074
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.norm import MAX_TRITON_WIDTH, Backend, Norm, add_norm
 
+from ....families.spec import NormSpec
 from .fusion import Fusion
 from .weights import Weights
 
@@ -63,22 +66,14 @@ class LayerNorm(SumNorm):
         self._shape = (weight_D.shape[0],)
 
     @classmethod
-    def load(
-        cls,
-        weights: Weights,
-        name: str,
-        size: int,
-        eps: float,
-        *,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> LayerNorm:
-        """Reads `name`.weight and, where it has one, `name`.bias; `dtype` is the input's if not the model's."""
-        scope = weights.scope(name)
+    def load(cls, weights: Weights, spec: NormSpec, *, dtype: torch.dtype | None = None) -> LayerNorm:
+        """Reads a norm; `dtype` is the input's if not the model's."""
+        scope = weights.scope(spec.name)
         dtype = torch.float32 if weights.device.type == "cpu" else dtype
-        weight_D = scope.tensor("weight", size, dtype=dtype)
-        bias_D = scope.tensor("bias", size, dtype=dtype) if bias else None
-        return cls(weight_D, bias_D, eps, fusion=weights.fusion)
+        weight_D = scope.tensor("weight", spec.size, dtype=dtype)
+        has_bias = scope.has("bias") if spec.bias is None else spec.bias
+        bias_D = scope.tensor("bias", spec.size, dtype=dtype) if has_bias else None
+        return cls(weight_D, bias_D, spec.eps, fusion=weights.fusion)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Normalises the rows of [T, D]; the result has the type of the input."""
@@ -115,24 +110,22 @@ class RmsNorm(SumNorm):
         self._fused_D = weight.to(fused_dtype) if is_fused else None
 
     @classmethod
-    def load(cls, weights: Weights, name: str, size: int, eps: float, *, offset: float = 0.0) -> RmsNorm:
-        """Reads `name`.weight, which is w less `offset`: Gemma stores w - 1."""
-        weight_D = weights.scope(name).tensor("weight", size, dtype=torch.float32)
-        if offset:
-            weight_D += offset
-        is_exact = not offset or weights.dtype == torch.float32
-        return cls(weight_D, eps, fused_dtype=weights.dtype if is_exact else None, fusion=weights.fusion)
+    def load(cls, weights: Weights, spec: NormSpec) -> RmsNorm:
+        """Reads a norm."""
+        weight_D = weights.scope(spec.name).tensor("weight", spec.size, dtype=torch.float32)
+        if spec.offset:
+            weight_D += spec.offset
+        is_exact = not spec.offset or weights.dtype == torch.float32
+        return cls(weight_D, spec.eps, fused_dtype=weights.dtype if is_exact else None, fusion=weights.fusion)
 
     @classmethod
-    def load_heads(
-        cls, weights: Weights, heads: dict[str, int], size: int, eps: float, *, offset: float = 0.0
-    ) -> RmsNorm:
-        """Reads a weight [size] for each name and repeats it for its number of heads: q and k normalised at once."""
+    def load_heads(cls, weights: Weights, norms: Sequence[tuple[NormSpec, int]]) -> RmsNorm:
+        """Reads norms of one width, each repeated for its number of heads: q and k are normalised at once."""
         parts = [
-            (weights.scope(name).tensor("weight", size, dtype=torch.float32) + offset).expand(count, size)
-            for name, count in heads.items()
+            (weights.scope(spec.name).tensor("weight", spec.size, dtype=torch.float32) + spec.offset).expand(count, -1)
+            for spec, count in norms
         ]
-        return cls(torch.cat(parts), eps)
+        return cls(torch.cat(parts), norms[0][0].eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalises the last axis; the result is new and has the type of the input."""
@@ -144,3 +137,8 @@ class RmsNorm(SumNorm):
         scale = scale.square_().div_(self._size).add_(self._eps).rsqrt_()
         normed: Tensor = (x * scale).mul_(self._weight).to(x.dtype)
         return normed
+
+
+def load_norm(weights: Weights, spec: NormSpec, *, dtype: torch.dtype | None = None) -> LayerNorm | RmsNorm:
+    """Reads a norm of either kind; `dtype` is the input's if not the model's, and counts for a LayerNorm."""
+    return RmsNorm.load(weights, spec) if spec.is_rms else LayerNorm.load(weights, spec, dtype=dtype)

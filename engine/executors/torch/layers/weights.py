@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....checkpoint.views import TensorSource, WeightView
+from ....families.spec import LinearSpec
 from .fusion import Fusion
 
 
@@ -64,6 +65,14 @@ class Weights(WeightView[Tensor]):
         known to hold some.
         """
         return self.stored(name, shape).to(self.device, dtype or self.dtype, copy=True)
+
+    def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Reads weight [O, I] and bias [O] or None of a map, its parts joined; errors are those of `tensor`."""
+        scopes = [(self.scope(name), rows) for name, rows in zip(spec.names, spec.rows, strict=True)]
+        matrices = [scope.tensor("weight", rows, spec.in_features, dtype=dtype) for scope, rows in scopes]
+        has_bias = scopes[0][0].has("bias") if spec.bias is None else spec.bias
+        biases = [scope.tensor("bias", rows, dtype=dtype) for scope, rows in scopes] if has_bias else []
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices), torch.cat(biases) if biases else None
 
     def rows(self, name: str, indices: Sequence[int], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Reads some rows of a tensor; arguments and errors are those of `tensor`, and `shape` that of the whole."""

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from ....families.spec import linear
 from ....protocol.errors import ModelLoadError, UnsupportedModelError
 from ..layers.experts import ExpertStack, SparseExperts
-from ..layers.mlp import GatedMlp
+from ..layers.linear import Mlp
 from ..layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
 from ..layers.weights import Weights
 from .hybrid import FeedForward, HybridConfig, HybridModel
@@ -93,8 +94,7 @@ class BambaConfig(Mamba2HybridConfig):
 
     def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
         """See HybridConfig."""
-        own, sizes = weights.scope("feed_forward"), (self.hidden_size, self.intermediate_size)
-        return GatedMlp.load(own, *sizes, activation=self.hidden_act, bias=self.mlp_bias), None
+        return Mlp.load(weights.scope("feed_forward"), *self.mlp(bias=self.mlp_bias)), None
 
 
 class BambaModel(HybridModel):
@@ -155,14 +155,9 @@ class GraniteHybridConfig(Mamba2HybridConfig):
 
     def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
         """See HybridConfig."""
-        mlp = GatedMlp.load(
-            weights.scope("shared_mlp"),
-            self.hidden_size,
-            self.shared_intermediate_size,
-            activation=self.hidden_act,
-            names=("input_linear",),
-            down="output_linear",
-        )
+        D, I = self.hidden_size, self.shared_intermediate_size  # noqa: E741
+        up = linear("input_linear", D, I, I, bias=False, activation=self.hidden_act, is_gated=True)
+        mlp = Mlp.load(weights.scope("shared_mlp"), up, linear("output_linear", I, D, bias=False))
         return mlp, _load_experts(weights.scope("block_sparse_moe"), self) if self.num_local_experts else None
 
 

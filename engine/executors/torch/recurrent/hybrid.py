@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....families.decoder import FULL, DecoderConfig, decoder_head
+from ....families.spec import LinearSpec, linear
 from ....protocol.errors import UnsupportedTaskError
 from ....protocol.model_info import ModelInfo
 from ....scheduling import CacheSpec
-from ...cpu.decoders.config import DecoderConfig
-from ..base import ModelOutput, NativeModel
-from ..heads import decoder_head
-from ..layers.attention.decoder import AttentionSpec, DecoderAttention, DecoderPlan
-from ..layers.attention.rotary import RotaryEmbedding, Rotation
+from ..base import ModelOutput, PackedModel
+from ..heads import load_head
+from ..layers.attention import Attention, BatchPlan
 from ..layers.experts import SparseExperts
 from ..layers.fusion import Fusion
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
+from ..layers.linear import Linear, Mlp
 from ..layers.norm import RmsNorm
 from ..layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ..layers.residual import Residual
+from ..layers.rotary import RotaryEmbedding, Rotation
 from ..layers.rows import Rows
 from ..layers.weights import Weights
 from .mamba import require_causal
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
 
 SsmMixer = MambaMixer | Mamba2Mixer
-FeedForward = tuple[GatedMlp | None, SparseExperts | None]
+FeedForward = tuple[Mlp | None, SparseExperts | None]
 _EMBEDDING: Final = "embed_tokens.weight"
 
 
@@ -73,6 +73,12 @@ class HybridConfig(DecoderConfig, ABC):
     def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
         """Returns MLP and experts of layer `index` of all, whose tensors `weights` holds; one of them at least."""
 
+    def mlp(self, *, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
+        """Returns the maps of a gated MLP."""
+        D, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        up = linear(self.gate_names, D, I, I, bias=bias, activation=self.hidden_act, is_gated=True)
+        return up, linear("down_proj", I, D, bias=bias)
+
     @property
     def has_rotary(self) -> bool:
         """See the attribute."""
@@ -100,7 +106,7 @@ class Walk:
     """
 
     rows: Rows
-    plan: DecoderPlan | None
+    plan: BatchPlan | None
     rotation: Rotation | None
 
 
@@ -108,15 +114,11 @@ class AttentionMixer:
     """Attention with its output projection."""
 
     def __init__(self, weights: Weights, config: HybridConfig, index: int) -> None:
-        spec = AttentionSpec(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            scale=config.scale,
-        )
-        self.attention = DecoderAttention.load(weights, config.hidden_size, spec, index, bias=config.qkv_bias)
-        width = spec.num_heads * spec.head_size
-        self.out = Linear.load(weights, "o_proj", width, config.hidden_size, bias=config.out_bias)
+        spec, D = config.attention(is_causal=True), config.hidden_size
+        width, kv_width = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        qkv = linear(config.qkv_names, D, width, kv_width, kv_width, bias=config.qkv_bias)
+        self.attention = Attention.load(weights, qkv, spec, kv_index=index)
+        self.out = Linear.load(weights, linear("o_proj", width, D, bias=config.out_bias))
 
     def __call__(self, x_RD: Tensor, walk: Walk) -> Tensor:
         """Returns [R, D]."""
@@ -140,12 +142,12 @@ class HybridLayer:
         weights: Weights,
         config: HybridConfig,
         mixer: AttentionMixer | SsmMixer,
-        mlp: GatedMlp | None,
+        mlp: Mlp | None,
         experts: SparseExperts | None,
     ) -> None:
-        self.mixer_norm = RmsNorm.load(weights, "input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mixer_norm = RmsNorm.load(weights, config.norm("input_layernorm", config.hidden_size))
         self.mixer = mixer
-        self.mlp_norm = RmsNorm.load(weights, config.mlp_norm, config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = RmsNorm.load(weights, config.norm(config.mlp_norm, config.hidden_size))
         self.mlp = mlp
         self.experts = experts
         self.scale = config.residual_scale
@@ -167,7 +169,7 @@ class HybridLayer:
         return mixed_RD if self.mlp is None else self.mlp(x_RD, add=mixed_RD)
 
 
-class HybridModel(NativeModel):
+class HybridModel(PackedModel):
     """The decoder with the head that the model's kind asks for.
 
     Attributes:
@@ -197,16 +199,16 @@ class HybridModel(NativeModel):
                 recurrences.append(mixer)
             self.layers.append(HybridLayer(scope, config, mixer, *config.load_feed_forward(scope, i)))
         self.attentions = attentions
-        self.final_norm = RmsNorm.load(base, config.final_norm, D, config.rms_norm_eps)
+        self.final_norm = RmsNorm.load(base, config.norm(config.final_norm, D))
         self.is_fused = weights.fusion is Fusion.FUSED
         self.rotary = None
         if attentions and config.has_rotary:
-            self.rotary = RotaryEmbedding(config.rope("full_attention"), weights.device)
+            self.rotary = RotaryEmbedding(config.rope(FULL), weights.device)
         self.cache_spec = CacheSpec(
             kv_layers=tuple(mixer.attention.spec.kv_layer for mixer in attentions),
             ssm_layers=tuple(mixer.sizes.cache_spec for mixer in recurrences),
         )
-        head = decoder_head(weights, info, D, base.prefix + _EMBEDDING)
+        head = load_head(weights, base, decoder_head(info, D), _EMBEDDING)
         self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layers.experts import SparseExperts
-from ..layers.mlp import GatedMlp
+from ..layers.linear import Mlp
 from ..layers.norm import RmsNorm
 from ..layers.recurrent.mixers import MambaMixer, MambaSizes, StepNorms
 from ..layers.weights import Weights
@@ -69,23 +69,19 @@ class JambaConfig(HybridConfig):
 
     def load_mixer(self, weights: Weights, index: int) -> MambaMixer:
         """See HybridConfig."""
-        sizes, eps = self.sizes, self.rms_norm_eps
+        sizes = self.sizes
         norms = StepNorms(
-            step=RmsNorm.load(weights, "dt_layernorm", sizes.step_rank, eps),
-            b=RmsNorm.load(weights, "b_layernorm", sizes.state_size, eps),
-            c=RmsNorm.load(weights, "c_layernorm", sizes.state_size, eps),
+            step=RmsNorm.load(weights, self.norm("dt_layernorm", sizes.step_rank)),
+            b=RmsNorm.load(weights, self.norm("b_layernorm", sizes.state_size)),
+            c=RmsNorm.load(weights, self.norm("c_layernorm", sizes.state_size)),
         )
         return MambaMixer(weights, sizes, index, norms)
 
     def load_feed_forward(self, weights: Weights, index: int) -> FeedForward:
         """See HybridConfig."""
         own = weights.scope("feed_forward")
-
-        def load_mlp(scope: Weights) -> GatedMlp:
-            return GatedMlp.load(scope, self.hidden_size, self.intermediate_size, activation=self.hidden_act)
-
         if not self.has_experts(index):
-            return load_mlp(own), None
+            return Mlp.load(own, *self.mlp()), None
         router_XD = own.tensor("router.weight", self.num_experts, self.hidden_size, dtype=torch.float32)
         experts = (self._load_expert(own.scope(f"experts.{x}")) for x in range(self.num_experts))
         top_k = self.num_experts_per_tok

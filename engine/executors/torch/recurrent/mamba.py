@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 import torch.nn.functional as F
 
-from ....model_files.json_files import read_config
+from ....families.config_values import read_config
+from ....families.decoder import decoder_head
+from ....families.spec import NormSpec
 from ....protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo
 from ....scheduling import CacheSpec
-from ..base import ModelOutput, NativeModel
-from ..heads import decoder_head
+from ..base import ModelOutput, PackedModel
+from ..heads import load_head
 from ..layers.fusion import Fusion
 from ..layers.norm import RmsNorm
 from ..layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
@@ -78,7 +80,7 @@ class SsmLayer:
         return stream.plus_term(self.mixer(x_RD, rows))
 
 
-class SsmModel(NativeModel):
+class SsmModel(PackedModel):
     """The decoder with the head that the model's kind asks for.
 
     Attributes:
@@ -101,16 +103,16 @@ class SsmModel(NativeModel):
         eps = config.layer_norm_epsilon
         self.layers = [
             SsmLayer(
-                RmsNorm.load(norms, f"layers.{i}.norm", D, eps),
+                RmsNorm.load(norms, NormSpec(name=f"layers.{i}.norm", size=D, eps=eps, is_rms=True)),
                 config.load_mixer(base.scope(f"layers.{i}.mixer"), i),
                 self.dtype,
             )
             for i in range(config.num_hidden_layers)
         ]
-        self.final_norm = RmsNorm.load(norms, "norm_f", D, eps)
+        self.final_norm = RmsNorm.load(norms, NormSpec(name="norm_f", size=D, eps=eps, is_rms=True))
         self.is_fused = weights.fusion is Fusion.FUSED
         self.cache_spec = CacheSpec(ssm_layers=tuple(layer.mixer.sizes.cache_spec for layer in self.layers))
-        head = decoder_head(weights, info, D, f"{embedding.prefix}weight")
+        head = load_head(weights, embedding, decoder_head(info, D), "weight")
         self.set_head(info.kind, head, scores_rows=not info.classifier_tokens)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:

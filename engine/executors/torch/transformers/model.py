@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....families.decoder import answer_head
 from ....model_files.json_files import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo, ModelKind
 from ....protocol.request import TokenizedInput
 from ....protocol.tasks import PoolingType
 from ..base import ModelOutput, PackedModel
-from ..heads import TokenHead
+from ..heads import AnswerHead
 from ..packed_batch import PackedBatch
 from .network import Network, Sharing, in_float32
 from .packed_attention import NAME, NotPackableError, register
@@ -133,7 +134,7 @@ class TransformersModel(PackedModel):
         bias_O: Tensor | None = output.bias
         bias_C = bias_O[answers] if bias_O is not None else None
         config = self._network.text_config.to_dict()
-        head = TokenHead(output.weight[answers], bias_C, info.classifier_method, config)
+        head = AnswerHead(output.weight[answers], bias_C, answer_head(info, info.hidden_size, config))
         probe = self._probe((_PROBE_LENGTHS[0],), info)
         try:
             expected = self._network.run_padded(probe)[-1:, answers]

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.heads import decoder_head
+from penstock.engine.executors.torch.base import Head
+from penstock.engine.executors.torch.heads import load_head
 from penstock.engine.executors.torch.layers.weights import Weights
+from penstock.engine.families.decoder import decoder_head
 from penstock.engine.protocol.errors import WeightError
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingType
@@ -61,9 +63,13 @@ def info(kind: ModelKind = ModelKind.CROSS_ENCODER, **fields: Any) -> ModelInfo:
     return ModelInfo(**required | fields)
 
 
+def head_of(view: Weights, model: ModelInfo) -> Head | None:
+    return load_head(view, view.scope("model"), decoder_head(model, SIZE), "embed_tokens.weight")
+
+
 def test_two_answers_are_one_logit_whose_sigmoid_is_the_softmax() -> None:
     tensors, rows = make("lm_head.weight", EMBEDDING), torch.randn(3, SIZE)
-    head = decoder_head(weights(tensors, torch.bfloat16), info(classifier_tokens=(7, 4)), SIZE, EMBEDDING)
+    head = head_of(weights(tensors, torch.bfloat16), info(classifier_tokens=(7, 4)))
     assert head is not None
     logits = rows @ tensors.read("lm_head.weight").T
     assert head(rows).dtype == torch.float32
@@ -86,7 +92,7 @@ def test_the_output_embedding_may_be_the_input_embedding(
     tensors, rows = make(*names), torch.randn(3, SIZE)
     config = {} if tied is None else {"tie_word_embeddings": tied}
     fields = {"classifier_tokens": (5,), "classifier_method": ClassifierMethod.NO_POST_PROCESSING, "config": config}
-    head = decoder_head(weights(tensors), info(**fields), SIZE, EMBEDDING)
+    head = head_of(weights(tensors), info(**fields))
     assert head is not None
     torch.testing.assert_close(head(rows), rows @ tensors.read(expected)[5:6].T)
 
@@ -94,7 +100,7 @@ def test_the_output_embedding_may_be_the_input_embedding(
 def test_a_missing_output_embedding_is_named() -> None:
     fields = {"classifier_tokens": (5,), "config": {"tie_word_embeddings": False}}
     with pytest.raises(WeightError, match=r"no weight 'lm_head\.weight'"):
-        decoder_head(weights(make(EMBEDDING)), info(**fields), SIZE, EMBEDDING)
+        head_of(weights(make(EMBEDDING)), info(**fields))
 
 
 @pytest.mark.parametrize("method", list(ClassifierMethod))
@@ -104,7 +110,7 @@ def test_families_scale_cap_and_shift_their_logits(method: ClassifierMethod, nes
     config: dict[str, Any] = {"logit_scale": 0.5, "logits_scaling": 4.0, "final_logit_softcapping": 2.0}
     config = {"text_config": config} if nested else config
     fields = {"classifier_tokens": (7, 4), "classifier_method": method, "config": config}
-    head = decoder_head(weights(tensors), info(**fields), SIZE, EMBEDDING)
+    head = head_of(weights(tensors), info(**fields))
     assert head is not None
     logits = (rows @ tensors.read("lm_head.weight").T + tensors.read("lm_head.bias")) * 0.125
     logits = (2 * torch.tanh(logits / 2))[:, [7, 4]]
@@ -116,7 +122,7 @@ def test_families_scale_cap_and_shift_their_logits(method: ClassifierMethod, nes
 def test_a_score_map_with_and_without_bias(names: tuple[str, ...]) -> None:
     tensors, rows = make(*names), torch.randn(3, SIZE)
     for kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.TOKEN_CLASSIFIER):
-        head = decoder_head(weights(tensors), info(kind, labels=("a", "b")), SIZE, EMBEDDING)
+        head = head_of(weights(tensors), info(kind, labels=("a", "b")))
         assert head is not None
         torch.testing.assert_close(
             head(rows), rows @ tensors.read("score.weight").T + tensors.tensors.get("score.bias", 0)
@@ -124,4 +130,4 @@ def test_a_score_map_with_and_without_bias(names: tuple[str, ...]) -> None:
 
 
 def test_embedding_models_have_none() -> None:
-    assert decoder_head(weights(make(EMBEDDING)), info(ModelKind.EMBEDDING), SIZE, EMBEDDING) is None
+    assert head_of(weights(make(EMBEDDING)), info(ModelKind.EMBEDDING)) is None

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.layers.attention.rotary import prompt_lens
+from penstock.engine.executors.torch.layers.rotary import prompt_lens
 from penstock.engine.executors.torch.packed_batch import BatchCache
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError

@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.decoders.decoder import DecoderLayer
-from penstock.engine.executors.torch.encoders.encoder import PostNormBlock
-from penstock.engine.executors.torch.encoders.modernbert import ModernBertLayer
 from penstock.engine.executors.torch.layers import linear
 from penstock.engine.executors.torch.layers.experts import ExpertStack, SortedExperts
 from penstock.engine.executors.torch.layers.fusion import Fusion
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
 from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.executors.torch.layers.residual import Residual
+from penstock.engine.executors.torch.spec_model import Layer
 from penstock.engine.model_files.resolve import with_device
 
 from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
@@ -280,15 +278,15 @@ def test_other_products_stay_bit_for_bit(dtype, activation, has_bias):
 
 
 @pytest.mark.parametrize(
-    ("block", "family", "config"),
+    ("family", "config"),
     [
-        pytest.param(PostNormBlock, "Bert", SIZES, id="bert"),
-        pytest.param(ModernBertLayer, "ModernBert", MODERNBERT, id="modernbert"),
-        pytest.param(DecoderLayer, "Qwen3", DECODER, id="qwen3"),
+        pytest.param("Bert", SIZES, id="bert"),
+        pytest.param("ModernBert", MODERNBERT, id="modernbert"),
+        pytest.param("Qwen3", DECODER, id="qwen3"),
     ],
 )
 def test_torch_compile_takes_what_is_between_two_attentions_once_for_all_blocks(
-    block, family, config, save_model, resolve, pack, sequences, monkeypatch
+    family, config, save_model, resolve, pack, sequences, monkeypatch
 ):
     # As on a GPU, where no product is oneDNN's.
     monkeypatch.setattr(linear, "_can_pack", lambda _: False)
@@ -302,8 +300,8 @@ def test_torch_compile_takes_what_is_between_two_attentions_once_for_all_blocks(
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(block.after_attention, backend=count, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(block, "after_attention", compiled)
+    compiled = torch.compile(Layer.after_attention, backend=count, dynamic=True, fullgraph=True)
+    monkeypatch.setattr(Layer, "after_attention", compiled)
     actual = model.forward(batch).hidden_states
     actual_of_others = model.forward(pack(sequences[2:])).hidden_states
     assert torch.equal(actual, expected)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.executors.torch.layers.activation import find_activation
-from penstock.engine.executors.torch.layers.attention.rotary import RopeSpec, RotaryEmbedding
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
 from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
+from penstock.engine.executors.torch.layers.rotary import RotaryEmbedding
 from penstock.engine.executors.torch.layers.rows import Rows, round_up
+from penstock.engine.families.rope import RopeSpec
 from penstock.engine.protocol.errors import UnsupportedModelError
 
 ACTIVATIONS = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_dense, load_model
-from penstock.engine.executors.torch import find_model_class
+from penstock.engine.families.registry import find_family
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
 
@@ -171,7 +171,7 @@ def test_class_with_code_of_its_own_is_refused(tensors, resolve):
 
 def test_unknown_family_is_named():
     with pytest.raises(UnsupportedModelError, match="'FooModel'"):
-        find_model_class("FooModel", "foo", {})
+        find_family("FooModel", "foo", {})
 
 
 def test_folder_without_weights_is_named(tensors, resolve):

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.cpu.array_encoder import find_reader
+from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.protocol.tasks import PoolingType
@@ -57,7 +57,7 @@ def test_hidden_states_equal_transformers(family, config, widest, save_model, re
 @pytest.mark.parametrize(("family", "config"), [case for case in CAUSAL if case.id in ON_TORCH])
 def test_what_the_native_kernels_have_not_is_left_to_torch(family, config, save_model, resolve):
     folder, _ = save_model(f"{family}Model", **config)
-    assert find_reader(resolve(folder)) is None
+    assert read_spec(resolve(folder)) is None
 
 
 @pytest.mark.parametrize(("family", "config"), NATIVE)
@@ -149,9 +149,9 @@ def test_rerankers_that_answer_with_words(method, is_tied, scales, widest, save_
     assert native.token_head is None
     rows = on_torch.forward(pack(sequences)).hidden_states[[0, 5, 70]]
     assert_close(native.classify(rows), on_torch.classify(rows))
-    assert find_reader(replace(info, config={**info.config, "final_logit_softcapping": 3.0})) is None
-    assert find_reader(replace(info, sequence_pooling=(PoolingType.ATTENTION,))) is None
-    assert find_reader(replace(info, multi_vector=MultiVector())) is None
+    assert read_spec(replace(info, config={**info.config, "final_logit_softcapping": 3.0})) is None
+    assert read_spec(replace(info, sequence_pooling=(PoolingType.ATTENTION,))) is None
+    assert read_spec(replace(info, multi_vector=MultiVector())) is None
 
 
 def test_nan_in_one_text_touches_no_other(widest, save_model, resolve, pack, run_chunked):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.cpu.array_encoder import find_reader
+from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
@@ -147,10 +147,10 @@ def test_heads_that_the_native_kernels_have_not_are_left_to_torch(class_name, co
     """Rotary heads of 3 columns, which turn in pairs, and heads of 1,025, too many for the stack of a lane."""
     folder, _ = save_model(class_name, **(SIZES if class_name == "BertModel" else FAMILIES[11].values[1]))
     info = resolve(folder, hf_overrides=config)
-    assert find_reader(info) is None
+    assert read_spec(info) is None
 
 
 def test_a_window_of_less_than_nothing_is_refused(save_model, resolve):
     folder, _ = save_model("ModernBertModel", **FAMILIES[11].values[1])
     with pytest.raises(ModelLoadError, match="local_attention is -6"):
-        find_reader(resolve(folder, hf_overrides={"local_attention": -6}))
+        read_spec(resolve(folder, hf_overrides={"local_attention": -6}))

@@ -16,7 +16,7 @@ from penstock.engine.core.loading.array_model import load_array_encoder, why_tor
 from penstock.engine.core.loading.weights_loader import load_dense as load_torch_dense, load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
-from penstock.engine.executors.cpu.array_encoder import find_reader
+from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.executors.cpu.heads import load_dense
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
@@ -278,20 +278,20 @@ def test_decoders_that_look_both_ways(head, machine, save_model, resolve, sequen
 def test_decoders_that_look_back_are_pooled_chunk_by_chunk_on_torch(save_model, resolve):
     folder, _ = save_model("LlamaModel", **SIZES)
     info = resolve(folder)
-    assert find_reader(info) is not None
+    assert read_spec(info) is not None
     assert why_torch(info)
 
 
 def test_whom_the_native_kernels_do_not_know(save_model, resolve):
     folder, _ = save_model("BertModel", **SIZES)
     info = resolve(folder)
-    assert find_reader(info) is not None
+    assert read_spec(info) is not None
     for changed in (replace(info, device="cuda"), replace(info, dtype="float16"), replace(info, native=False)):
-        assert find_reader(changed) is None
+        assert read_spec(changed) is None
     for name, values in (
         ("BertModel", {"hidden_act": "mish"}),
         ("LlamaModel", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
         ("ModernBertForSequenceClassification", {"pad_token_id": 0, "classifier_activation": "mish"}),
     ):
         folder, _ = save_model(name, **{**SIZES, **values})
-        assert find_reader(resolve(folder)) is None
+        assert read_spec(resolve(folder)) is None

@@ -19,6 +19,7 @@ from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
+from .....families.spec import linear
 from .....scheduling import SsmLayerSpec
 from ..fusion import Fusion
 from ..linear import Linear
@@ -90,14 +91,14 @@ class MambaMixer:
         self.sizes = sizes
         self.index = index
         self.norms = norms
-        self.in_proj = Linear.load(weights, "in_proj", D, 2 * C, bias=sizes.bias)
+        self.in_proj = Linear.load(weights, linear("in_proj", D, 2 * C, bias=sizes.bias))
         self.conv = CausalConv(weights, "conv1d", C, sizes.conv_width, sizes.conv_bias, sizes.activation)
-        self.x_proj = Linear.load(weights, "x_proj", C, Q + 2 * S, bias=False)
-        self.dt_proj = Linear.load(weights, "dt_proj", Q, C, bias=False)
+        self.x_proj = Linear.load(weights, linear("x_proj", C, Q + 2 * S, bias=False))
+        self.dt_proj = Linear.load(weights, linear("dt_proj", Q, C, bias=False))
         self.dt_bias_C = weights.tensor("dt_proj.bias", C, dtype=torch.float32)
         self.a_CS = -torch.exp(weights.tensor("A_log", C, S, dtype=torch.float32))
         self.d_C = weights.tensor("D", C, dtype=torch.float32)
-        self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
 
     def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
         """Returns [R, D].
@@ -214,14 +215,14 @@ class Mamba2Mixer:
         D, H, C, E = sizes.hidden_size, sizes.num_heads, sizes.inner_size, sizes.conv_size
         self.sizes = sizes
         self.index = index
-        self.in_proj = Linear.load(weights, "in_proj", D, C + E + H, bias=sizes.bias)
+        self.in_proj = Linear.load(weights, linear("in_proj", D, C + E + H, bias=sizes.bias))
         self.conv = CausalConv(weights, "conv1d", E, sizes.conv_width, sizes.conv_bias, sizes.activation)
         self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
         self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
         self.d_H = weights.tensor("D", H, dtype=torch.float32)
         weight_C = weights.tensor("norm.weight", C, dtype=torch.float32)
         self.norm = GatedGroupNorm(weight_C, sizes.num_groups, sizes.eps, fusion=weights.fusion)
-        self.out_proj = Linear.load(weights, "out_proj", C, D, bias=sizes.bias)
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
 
     def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
         """Returns [R, D]; see MambaMixer."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.executors.cpu.rope_spec import RopeSpec
+from penstock.engine.families.rope import RopeSpec
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 160_000.0])

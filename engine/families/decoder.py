@@ -1,18 +1,33 @@
-"""What config.json says about a decoder. A family says in a subclass what it does differently; knows no weights.
+"""The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm layers of attention and a gated MLP.
 
-The values are those of transformers, and so are the defaults of what the file leaves out; the properties and class
-variables below them are what the forward asks for.
+A family says in a subclass of DecoderConfig what it does differently. The fields are the values of config.json with the
+defaults of transformers; the properties and class variables below them are what the spec is made of.
+
+Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2.
+Shape letters: D model width, I inner width of the MLP, K head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
-from ....model_files.json_files import read_config
-from ....protocol.errors import UnsupportedModelError
-from ..rope_spec import RopeSpec
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.model_info import ClassifierMethod, ModelInfo, ModelKind
+from .config_values import read_config
+from .rope import RopeSpec
+from .spec import (
+    AnswerSpec,
+    AttentionKind,
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    linear,
+)
 
 FULL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"
@@ -162,7 +177,104 @@ class DecoderConfig:
             options=options,
         )
 
+    def norm(self, name: str, size: int) -> NormSpec:
+        """Returns a norm of the model."""
+        return NormSpec(name=name, size=size, eps=self.rms_norm_eps, is_rms=True, offset=self.norm_offset)
+
+    def attention(self, *, is_causal: bool) -> AttentionSpec:
+        """Returns what the attention of all layers has in common."""
+        return AttentionSpec(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            is_causal=is_causal,
+            softcap=self.softcap,
+        )
+
 
 def alternating(num_layers: int, every: int) -> list[str]:
     """Returns local attention everywhere but in each `every`-th layer."""
     return [LOCAL if (i + 1) % every else FULL for i in range(num_layers)]
+
+
+def decoder_reader(config_class: type[DecoderConfig]) -> Callable[[ModelInfo], ModelSpec]:
+    """Returns the `read` of a family."""
+    return lambda info: decoder_spec(config_class.read(info.config), info)
+
+
+def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
+    """Returns a model of these families."""
+    D, I, K = config.hidden_size, config.intermediate_size, config.head_size  # noqa: E741
+    width, kv_width = config.num_attention_heads * K, config.num_kv_heads * K
+    after_attention, after_mlp = [config.norm(name, D) for name in config.post_norms] or (None, None)
+    layer = LayerSpec(
+        prefix="",
+        kind="",
+        attention_norm=config.norm("input_layernorm", D),
+        qkv=linear([f"self_attn.{n}" for n in config.qkv_names], D, width, kv_width, kv_width, bias=config.qkv_bias),
+        query_norm=config.norm("self_attn.q_norm", K) if config.has_qk_norm else None,
+        key_norm=config.norm("self_attn.k_norm", K) if config.has_qk_norm else None,
+        attention_out=linear("self_attn.o_proj", width, D, bias=config.out_bias),
+        after_attention=after_attention,
+        mlp_norm=config.norm(config.mlp_norm, D),
+        mlp_in=linear(
+            [f"mlp.{name}" for name in config.gate_names],
+            D,
+            I,
+            I,
+            bias=config.gate_bias,
+            activation=config.activation,
+            is_gated=True,
+        ),
+        mlp_out=linear("mlp.down_proj", I, D, bias=config.gate_bias),
+        after_mlp=after_mlp,
+    )
+    return ModelSpec(
+        hidden_size=D,
+        prefixes=("model", ""),
+        embedding=EmbeddingSpec(
+            words="embed_tokens.weight", vocab_size=config.vocab_size, size=D, is_scaled=config.has_scaled_embedding
+        ),
+        attention=config.attention(is_causal=info.is_causal),
+        kinds={
+            kind: AttentionKind(window=config.window(kind, is_causal=info.is_causal), rope=config.rope(kind))
+            for kind in sorted(set(config.types))
+        },
+        layers=tuple(
+            replace(layer, prefix=f"layers.{i}", kind=config.types[i]) for i in range(config.num_hidden_layers)
+        ),
+        is_pre_norm=True,
+        is_decoder=True,
+        final_norm=config.norm("norm", D),
+        head=decoder_head(info, D),
+        scores_rows=not info.classifier_tokens,
+    )
+
+
+def decoder_head(info: ModelInfo, size: int) -> HeadSpec | None:
+    """Returns `score`, one map of a row, or the head of a reranker that answers with a word.
+
+    Args:
+        info: The resolved model.
+        size: Width of its hidden states.
+    """
+    if info.kind is ModelKind.EMBEDDING:
+        return None
+    if not info.classifier_tokens:
+        return (linear("score", size, info.num_labels, bias=None),)
+    return answer_head(info, size, info.config.get("text_config") or info.config)
+
+
+def answer_head(info: ModelInfo, size: int, config: Mapping[str, Any]) -> AnswerSpec:
+    """Returns the head of a reranker that answers with a word; `config` says how its logits are scaled and capped."""
+    return AnswerSpec(
+        tokens=info.classifier_tokens,
+        vocab_size=info.vocab_size,
+        size=size,
+        is_difference=info.classifier_method is ClassifierMethod.FROM_2_WAY_SOFTMAX,
+        is_tied=info.config.get("tie_word_embeddings"),
+        # Cohere multiplies its logits, Granite divides them, Gemma 2 caps them.
+        scale=float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0),
+        softcap=config.get("final_logit_softcapping") or None,
+    )

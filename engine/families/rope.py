@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...checkpoint.views import Floats
-from ...protocol.errors import UnsupportedModelError
+from ..protocol.errors import UnsupportedModelError
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

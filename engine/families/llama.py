@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from ..rope_spec import RopeSpec
-from .config import FULL, LOCAL, DecoderConfig
+from .decoder import FULL, LOCAL, DecoderConfig, decoder_reader
+from .family import Family
+from .rope import RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +113,13 @@ class Phi3Config(DecoderConfig):
         if rope_type in ("su", "yarn"):
             values = {**values, "rope_type": "longrope"}
         return DecoderConfig.rope_spec(self, values, theta, original_positions)
+
+
+FAMILIES: Final = (
+    Family("llama", "Llama", decoder_reader(LlamaConfig)),
+    Family("llama_bidirec", "LlamaBidirectional", decoder_reader(LlamaConfig)),
+    Family("mistral", "Mistral", decoder_reader(MistralConfig)),
+    Family("qwen2", "Qwen2", decoder_reader(Qwen2Config)),
+    Family("qwen3", "Qwen3", decoder_reader(Qwen3Config)),
+    Family("phi3", "Phi3", decoder_reader(Phi3Config)),
+)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-from penstock.engine.executors.cpu.distance_buckets import distance_buckets
+from penstock.engine.families.mpnet import distance_buckets
 
 
 def test_buckets_are_those_of_transformers() -> None:

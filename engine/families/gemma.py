@@ -6,10 +6,11 @@ Sources: Gemma (arXiv 2403.08295); Gemma 2 (2408.00118); Gemma 3 (2503.19786); V
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from ..rope_spec import RopeSpec
-from .config import FULL, DecoderConfig, alternating
+from .decoder import FULL, DecoderConfig, alternating, decoder_reader
+from .family import Family
+from .rope import RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +114,10 @@ class Gemma3Config(Gemma2Config):
             values |= self.rope_scaling or {}
             return self.rope_spec(values, self.rope_theta or 1_000_000.0, None)
         return self.rope_spec(values, self.rope_local_base_freq or 10_000.0, None)
+
+
+FAMILIES: Final = (
+    Family("gemma", "Gemma", decoder_reader(GemmaConfig)),
+    Family("gemma2", "Gemma2", decoder_reader(Gemma2Config)),
+    Family("gemma3_text", "Gemma3Text", decoder_reader(Gemma3Config), architectures=("Gemma3ForCausalLM",)),
+)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from penstock.kernels.upload import upload
 
-from ....cpu.rope_spec import RopeSpec
+from ....families.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from ...packed_batch import PackedBatch
+    from ..packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,223 @@
+"""Reads the weights that a ModelSpec names, and gives them to the C library in the form that it takes.
+
+In float32, which the packing rounds once.
+
+Shape letters: V vocabulary, D model width, E embedding width, H heads, P positions, Y token types, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from penstock.kernels import cpu as library
+from penstock.kernels.cpu import Activation
+
+from ...checkpoint.array_file import Array
+from ...checkpoint.views import ArrayWeights, Floats, as_floats, cast_table
+from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from ...protocol.model_info import ModelInfo
+from ...protocol.tasks import PoolingType
+from .heads import HeadSteps
+
+# As in executors/torch/layers/activation.py; models with another one run on torch.
+_ACTIVATIONS: Final[dict[str, Activation]] = {
+    **dict.fromkeys(("gelu", "gelu_python"), Activation.GELU),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), Activation.GELU_TANH
+    ),
+    "quick_gelu": Activation.QUICK_GELU,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "tanh": Activation.TANH,
+}
+_MAX_HEAD_SIZE: Final = 1024
+"""Columns. Rows of a head lie on the stack of a lane."""
+# Rows of a table that are scaled at a time.
+_BLOCK_ROWS: Final = 4096
+
+
+def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
+    """Whether the C library has all that a model needs.
+
+    It has no heads that turn in part or in odd pairs, no positions that depend on the length of the text, and in
+    decoders no attention weights, no hidden tokens of ColBERT and no capped scores of words.
+    """
+    size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
+    if not 1 <= size <= _MAX_HEAD_SIZE:
+        return False
+    if any(rope.size != size or size % 2 or rope.depends_on_length for rope in ropes):
+        return False
+    head = () if spec.head is None or isinstance(spec.head, AnswerSpec) else spec.head
+    maps = [layer.mlp_in for layer in spec.layers] + [step for step in head if isinstance(step, LinearSpec)]
+    if any(part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
+        return False
+    is_capped = isinstance(spec.head, AnswerSpec) and spec.head.softcap is not None
+    asks_more = PoolingType.ATTENTION in info.sequence_pooling or info.multi_vector is not None or is_capped
+    return not (spec.is_decoder and asks_more)
+
+
+def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> library.EncoderSpec:
+    """Reads the weights of all but the heads, each layer when it is asked for.
+
+    Args:
+        spec: The model; `has_kernels` holds.
+        info: Its maximum length and type.
+        weights: View of the whole checkpoint.
+
+    Raises:
+        WeightError: A tensor is missing, has another shape, or holds NaN or inf.
+    """
+    base, embedding = _base(spec, weights), spec.embedding
+    words_VE = cast_table(base.table(embedding.words, embedding.vocab_size, embedding.size), info.dtype)
+    if embedding.is_scaled:
+        _scale(words_VE, info.dtype)
+    tables = {name: kind.rope.table(info.max_model_len) for name, kind in spec.kinds.items() if kind.rope is not None}
+    bias = _relative_bias(spec, base, info.max_model_len)
+    return library.EncoderSpec(
+        num_heads=spec.attention.num_heads,
+        num_kv_heads=spec.attention.num_kv_heads,
+        pre_norm=spec.is_pre_norm,
+        is_decoder=spec.is_decoder,
+        words=words_VE,
+        places=_places(spec, base),
+        embedding_norm=_norm(base, embedding.norm),
+        projection=None if embedding.projection is None else _linear(base, embedding.projection),
+        layers=(_layer(spec, layer, base, tables.get(layer.kind), bias) for layer in spec.layers),
+        final_norm=_norm(base, spec.final_norm),
+    )
+
+
+def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
+    """Reads the classification head; None in an embedding model. Arguments and errors are those of `read_encoder`."""
+    base = _base(spec, weights)
+    if spec.head is None:
+        return None
+    if isinstance(spec.head, AnswerSpec):
+        return (_answers(spec.head, spec.embedding.words, base, weights),)
+    return [_step(step, base, weights) for step in spec.head]
+
+
+def _base(spec: ModelSpec, weights: ArrayWeights) -> ArrayWeights:
+    return weights.scope_of(spec.embedding.words, spec.prefixes)
+
+
+def _layer(
+    spec: ModelSpec, layer: LayerSpec, base: ArrayWeights, rotary: Floats | None, bias: Floats | None
+) -> library.LayerSpec:
+    attention, scope = spec.attention, base.scope(layer.prefix)
+    scale = np.float32(attention.scale)
+    qkv, query_norm = _linear(scope, layer.qkv), _norm(scope, layer.query_norm)
+    # The library expects the scale of the scores in q: in its norm, where it has one.
+    if query_norm is not None:
+        query_norm.weight[:] *= scale
+    else:
+        qkv = _with_scale(qkv, attention.num_heads * attention.head_size, scale)
+    mlp_norm = _norm(scope, layer.mlp_norm)
+    assert mlp_norm is not None
+    window = spec.kinds[layer.kind].window
+    return library.LayerSpec(
+        attention_norm=_norm(scope, layer.attention_norm),
+        qkv=qkv,
+        attention_out=_linear(scope, layer.attention_out),
+        mlp_norm=mlp_norm,
+        mlp_in=_linear(scope, layer.mlp_in),
+        mlp_out=_linear(scope, layer.mlp_out),
+        window=window or ((-1, 0) if attention.is_causal else None),
+        rotary=rotary,
+        bias=bias,
+        query_norm=query_norm,
+        key_norm=_norm(scope, layer.key_norm),
+        after_attention=_norm(scope, layer.after_attention),
+        after_mlp=_norm(scope, layer.after_mlp),
+        softcap=attention.softcap or 0.0,
+    )
+
+
+def _places(spec: ModelSpec, base: ArrayWeights) -> Floats | None:
+    """Returns the rows of positions and token types, summed, [Y * P, E]."""
+    embedding = spec.embedding
+    if embedding.positions is None:
+        return None
+    places_PE = as_floats(base.table(embedding.positions, embedding.num_positions, embedding.size))
+    if embedding.token_types is None:
+        return places_PE.copy()
+    types_YE = as_floats(base.table(embedding.token_types, embedding.num_token_types, embedding.size))
+    return (types_YE[:, None] + places_PE).reshape(-1, embedding.size)
+
+
+def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats | None:
+    """Returns the bias of the scores by distance, [H, 2 * max_len + 1]."""
+    bias = spec.relative_bias
+    if bias is None:
+        return None
+    bias_BH = base.floats(bias.name, bias.num_buckets, spec.attention.num_heads)
+    return np.ascontiguousarray(bias_BH[bias.bucket_of(np.arange(-max_len, max_len + 1))].T)
+
+
+def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
+    """Returns a map; its arrays may be memory of the file."""
+    parts = list(zip(spec.names, spec.rows, strict=True))
+    weights = [scope.floats(f"{name}.weight", rows, spec.in_features) for name, rows in parts]
+    has_bias = scope.has(f"{spec.names[0]}.bias") if spec.bias is None else spec.bias
+    biases = [scope.floats(f"{name}.bias", rows) for name, rows in parts] if has_bias else []
+    return library.MapSpec(
+        weight=weights[0] if len(weights) == 1 else np.concatenate(weights),
+        bias=np.concatenate(biases) if biases else None,
+        activation=Activation.NONE if spec.activation is None else _ACTIVATIONS[spec.activation],
+        gated=spec.is_gated,
+    )
+
+
+def _with_scale(qkv: library.MapSpec, width: int, scale: np.float32) -> library.MapSpec:
+    """Returns a map of which the first `width` results are multiplied with `scale`."""
+    weight, bias = (None if part is None else part.copy() for part in (qkv.weight, qkv.bias))
+    assert weight is not None
+    weight[:width] *= scale
+    if bias is not None:
+        bias[:width] *= scale
+    return replace(qkv, weight=weight, bias=bias)
+
+
+def _norm(scope: ArrayWeights, spec: NormSpec | None) -> library.NormSpec | None:
+    if spec is None:
+        return None
+    weight = scope.floats(f"{spec.name}.weight", spec.size) + np.float32(spec.offset)
+    has_bias = scope.has(f"{spec.name}.bias") if spec.bias is None else spec.bias
+    bias = scope.floats(f"{spec.name}.bias", spec.size).copy() if has_bias else None
+    return library.NormSpec(weight=weight, bias=bias, eps=spec.eps, rms=spec.is_rms)
+
+
+def _step(step: LinearSpec | NormSpec, base: ArrayWeights, weights: ArrayWeights) -> library.MapSpec | library.NormSpec:
+    if isinstance(step, LinearSpec):
+        return _linear(base if step.is_below_base else weights, step)
+    norm = _norm(weights, step)
+    assert norm is not None
+    return norm
+
+
+def _answers(spec: AnswerSpec, words: str, base: ArrayWeights, weights: ArrayWeights) -> library.MapSpec:
+    """Returns the rows of the output embedding for the answer tokens, [C, D]."""
+    is_tied = not weights.has("lm_head.weight") if spec.is_tied is None else spec.is_tied
+    view, name = (base, words) if is_tied else (weights, "lm_head.weight")
+    picked = list(spec.tokens)
+    stored_CD = view.table(name, spec.vocab_size, spec.size)[picked]
+    view.check_finite(name, stored_CD)
+    rows_CD = as_floats(stored_CD)
+    bias_C = weights.floats("lm_head.bias", spec.vocab_size)[picked] if weights.has("lm_head.bias") else None
+    scale = np.float32(spec.scale)
+    if spec.is_difference:
+        rows_CD = rows_CD[1:] - rows_CD[:1]
+        bias_C = None if bias_C is None else bias_C[1:] - bias_C[:1]
+    return library.MapSpec(weight=rows_CD * scale, bias=None if bias_C is None else bias_C * scale)
+
+
+def _scale(words_VD: Array, dtype: str) -> None:
+    """Multiplies embeddings with the root of their width, which transformers rounds to the model's type before."""
+    factor = as_floats(cast_table(np.full((1, 1), words_VD.shape[1] ** 0.5, np.float32), dtype))
+    for first in range(0, len(words_VD), _BLOCK_ROWS):
+        rows = words_VD[first : first + _BLOCK_ROWS]
+        rows[:] = cast_table(as_floats(rows) * factor, dtype)

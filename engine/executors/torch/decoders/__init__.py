@@ -1,1 +1,0 @@
-"""Models that attend to what lies behind: Llama and its relatives."""

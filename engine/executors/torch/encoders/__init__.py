@@ -1,1 +1,0 @@
-"""Models that attend both ways: BERT and its relatives."""

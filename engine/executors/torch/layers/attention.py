@@ -1,0 +1,324 @@
+"""Self-attention over packed tokens, of whole sequences and of chunks whose past is in a paged cache.
+
+Without a cache in the batch every sequence is whole and attends to itself. With one, new keys and values are stored
+first; the sequences that begin in this batch still attend to their packed rows alone, the others to their blocks.
+
+Shape letters: T packed tokens in R rows, N sequences, D model width, H query heads, G key heads, K head size, C tokens
+before a chunk, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.attention import PagedLengths, attention, attention_paged
+from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
+from penstock.kernels.upload import upload
+
+from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
+from ..packed_batch import BatchCache, HiddenTokens, KvCache
+from .fusion import Fusion
+from .linear import Linear
+from .norm import RmsNorm
+from .rotary import Rotation
+from .rows import Rows
+from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPlan:
+    """How the layers of one window walk a batch: first the sequences that begin in it, then those with a past.
+
+    Attributes:
+        num_new_tokens: Rows of the former.
+        new_cu_seqlens: Prefix sums of their lengths, int32.
+        new_seq_lens: Their lengths.
+        new_max_seqlen: At least the longest of them.
+        past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
+        past: Their lengths; None where there are none.
+        slots: [T] int64, the slot of the cache for every token, -1 for none; None where the rotation does not store.
+    """
+
+    num_new_tokens: int
+    new_cu_seqlens: Tensor
+    new_seq_lens: tuple[int, ...]
+    new_max_seqlen: int
+    past_cu_seqlens: Tensor | None
+    past: PagedLengths | None
+    slots: Tensor | None = None
+
+
+class Attention:
+    """softmax(scale * q k^T + bias) v per head; the output projection is the caller's.
+
+    Args:
+        qkv: Product that gives the heads of q, k and v side by side, [T, (H + 2 * G) * K].
+        spec: The shape.
+        window: (left, right) tokens that a query sees beside its own; None sees all.
+        kv_index: Number of this layer among the attention layers, which is its number in the cache.
+        qk_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
+        fusion: With FUSED, kernels/rotary norms, turns and stores at once.
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,
+        spec: AttentionSpec,
+        window: tuple[int, int] | None = None,
+        *,
+        kv_index: int = 0,
+        qk_norm: RmsNorm | None = None,
+        fusion: Fusion = Fusion.NONE,
+    ) -> None:
+        self._is_fused = fusion is Fusion.FUSED
+        self._head_norm = None if qk_norm is None else HeadNorm(qk_norm.norm.weight, qk_norm.norm.eps)
+        self.qkv = qkv
+        self.spec = spec
+        self.window = window
+        self.kv_index = kv_index
+        self.qk_norm = qk_norm
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        qkv: LinearSpec,
+        spec: AttentionSpec,
+        window: tuple[int, int] | None = None,
+        *,
+        kv_index: int = 0,
+        layer: LayerSpec | None = None,
+    ) -> Self:
+        """Reads the projections, and the norms of heads that `layer` has."""
+        qk_norm = None
+        if layer is not None and layer.query_norm is not None and layer.key_norm is not None:
+            qk_norm = RmsNorm.load_heads(
+                weights, ((layer.query_norm, spec.num_heads), (layer.key_norm, spec.num_kv_heads))
+            )
+        product = Linear.load(weights, qkv)
+        return cls(product, spec, window, kv_index=kv_index, qk_norm=qk_norm, fusion=weights.fusion)
+
+    def plan(self, rows: Rows) -> BatchPlan:
+        """Returns how the kernels walk this batch; layers of one window share it."""
+        batch, cache = rows.batch, rows.batch.cache
+        num_new_seqs = len(batch.seq_lens) if cache is None else cache.num_new_seqs
+        seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
+        new_seq_lens = seq_lens[:num_new_seqs]
+        has_past = cache is not None and num_new_seqs < len(seq_lens)
+        return BatchPlan(
+            num_new_tokens=batch.num_tokens if cache is None else cache.num_new_tokens,
+            new_cu_seqlens=cu_seqlens[: num_new_seqs + 1],
+            new_seq_lens=new_seq_lens,
+            new_max_seqlen=batch.max_seqlen if cache is None else max(new_seq_lens, default=0),
+            past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
+            past=PagedLengths.of(seq_lens[num_new_seqs:], cache.past_lens) if cache is not None and has_past else None,
+            slots=_slots_of_tokens(rows) if self._is_fused else None,
+        )
+
+    def __call__(
+        self,
+        hidden_RD: Tensor,
+        rows: Rows,
+        plan: BatchPlan,
+        rotation: Rotation | None = None,
+        relative_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Returns [R, H * K]; writes the cache of the batch, where it has one.
+
+        Args:
+            hidden_RD: [R, D].
+            rows: Which rows are tokens, and where sequences begin.
+            plan: What `plan` of a layer with the same window gave.
+            rotation: Rotary position embedding of q and k; None has none.
+            relative_bias: [H, L, L]. Added to the scaled scores of sequences without a past.
+        """
+        cache = rows.batch.cache
+        store = None
+        if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
+            store = KvSlots(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
+        q_THK, k_TGK, v_TGK = self._project(hidden_RD, rows, rotation, store)
+        parts = []
+        if cache is not None and store is None:
+            self._store(k_TGK, v_TGK, cache)
+        if plan.new_seq_lens:
+            new = slice(plan.num_new_tokens)
+            parts.append(self._attend_new(q_THK[new], k_TGK[new], v_TGK[new], plan, relative_bias))
+        if cache is not None and plan.past is not None and plan.past_cu_seqlens is not None:
+            kv, block_tables = _paged(cache)
+            parts.append(
+                attention_paged(
+                    q_THK[plan.num_new_tokens :],
+                    kv.k[self.kv_index],
+                    kv.v[self.kv_index],
+                    block_tables,
+                    plan.past_cu_seqlens,
+                    plan.past.seq_lens,
+                    plan.past.context_lens,
+                    lengths=plan.past,
+                    context_lens_on_device=cache.past_lens_on_device,
+                    scale=self.spec.scale,
+                    window=self.window,
+                    softcap=self.spec.softcap,
+                )
+            )
+        attended_THK = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for hidden in rows.batch.hidden:
+            self._attend_to_visible(q_THK, k_TGK, v_TGK, attended_THK, hidden, relative_bias)
+        return rows.pad(attended_THK.flatten(1))
+
+    def end_weights(
+        self,
+        hidden_RD: Tensor,
+        rows: Rows,
+        rotation: Rotation | None = None,
+        relative_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Returns how much one token of each sequence attends to its tokens, per head: ModelOutput.attention_weights.
+
+        It is the last token of a causal layer and the first of another. In a batch of chunks the keys before a chunk
+        come from the cache, so the call of the layer comes first. Takes the arguments of the call except the plan.
+        Projects q and k anew: only ATTENTION pooling asks for it, and only of the last layer.
+        """
+        batch, spec = rows.batch, self.spec
+        q_THK, k_TGK, _ = self._project(hidden_RD, rows, rotation)
+        if batch.cache is None:
+            lengths_N, positions_T = batch.cu_seqlens.diff().long(), batch.positions
+        else:
+            k_TGK, lengths_N, positions_T = self._keys_of_chunks(k_TGK, rows, batch.cache)
+        num_keys = len(k_TGK)
+        seq_of_T = torch.repeat_interleave(lengths_N, output_size=num_keys)
+        ends_N = batch.cu_seqlens[1:].long() - 1 if spec.is_causal else batch.cu_seqlens[:-1].long()
+        q_TGUK = q_THK[ends_N][seq_of_T].unflatten(1, (spec.num_kv_heads, -1)).float()
+        scores_TH = (q_TGUK * k_TGK[:, :, None].float()).sum(-1).flatten(1) * spec.scale
+        if spec.softcap is not None:
+            scores_TH = torch.tanh(scores_TH / spec.softcap) * spec.softcap
+        if relative_bias is not None:
+            scores_TH += relative_bias[:, 0].float().t()[positions_T]
+        if self.window is not None:
+            reach = self.window[0] if spec.is_causal else self.window[1]
+            distance_T = lengths_N[seq_of_T] - 1 - positions_T if spec.is_causal else positions_T
+            if reach >= 0:
+                scores_TH.masked_fill_((distance_T > reach)[:, None], float("-inf"))
+        return _segment_softmax(scores_TH, seq_of_T, len(lengths_N))
+
+    def _keys_of_chunks(self, k_TGK: Tensor, rows: Rows, cache: BatchCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the keys of all tokens up to the end of each chunk, their number [N], and their positions."""
+        keys, lengths, end = [], [], 0
+        for n, length in enumerate(rows.batch.seq_lens):
+            start, end = end, end + length
+            part_LGK = k_TGK[start:end]
+            if n >= cache.num_new_seqs:
+                kv, block_tables = _paged(cache)
+                table, num_keys = block_tables[n - cache.num_new_seqs], cache.context_lens[n] + length
+                num_blocks = -(-num_keys // kv.block_size)
+                part_LGK = kv.k[self.kv_index].index_select(0, table[:num_blocks]).flatten(0, 1)[:num_keys]
+            keys.append(part_LGK)
+            lengths.append(len(part_LGK))
+        device = k_TGK.device
+        positions = [torch.arange(length, device=device) for length in lengths]
+        return torch.cat(keys), upload(torch.tensor(lengths), device), torch.cat(positions)
+
+    def _attend_new(
+        self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: BatchPlan, relative_bias: Tensor | None
+    ) -> Tensor:
+        """Attention of the sequences that begin in this batch, over their own rows."""
+        return attention(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            plan.new_cu_seqlens,
+            plan.new_seq_lens,
+            max_seqlen=plan.new_max_seqlen,
+            scale=self.spec.scale,
+            is_causal=self.spec.is_causal,
+            window=self.window,
+            softcap=self.spec.softcap,
+            relative_bias=relative_bias,
+        )
+
+    def _project(
+        self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None, store: KvSlots | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [T, H, K], k and v [T, G, K]; with a rotation, k and v are in the slots of `store` too."""
+        spec = self.spec
+        num_qk = spec.num_heads + spec.num_kv_heads
+        qkv_TUK = rows.trim(self.qkv(hidden_RD)).unflatten(1, (-1, spec.head_size))
+        qk_TUK, v_TGK = qkv_TUK[:, :num_qk], qkv_TUK[:, num_qk:]
+        if rotation is not None and self._is_fused:
+            rotary(qkv_TUK, *rotation.angles, num_qk, norm=self._head_norm, store=store, backend="triton")
+            return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
+        if self.qk_norm is not None:
+            qk_TUK = self.qk_norm(qk_TUK)
+        if rotation is not None:
+            rotation.apply_(qk_TUK[:, None])
+        return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
+
+    def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
+        """Writes the keys and values that later chunks read into their slots of the cache."""
+        slots_S = cache.store_slots
+        if cache.kv is None or slots_S is None or not len(slots_S):
+            return
+        for x_TGK, cache_PBGK in ((k_TGK, cache.kv.k[self.kv_index]), (v_TGK, cache.kv.v[self.kv_index])):
+            x_SGK = x_TGK if cache.store_rows is None else x_TGK.index_select(0, cache.store_rows)
+            cache_PBGK.view(-1, *cache_PBGK.shape[2:]).index_copy_(0, slots_S, x_SGK)
+
+    def _attend_to_visible(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        attended_THK: Tensor,
+        hidden: HiddenTokens,
+        relative_bias: Tensor | None,
+    ) -> None:
+        """Writes the rows of `hidden` in `attended_THK` anew, from the keys and values that are visible alone.
+
+        They are few and short, so they are padded to nothing and masked.
+        """
+        num_tokens = hidden.rows.shape[1]
+        mask = hidden.is_visible[:, None, None, :].expand(-1, 1, num_tokens, -1)
+        if self.window is not None:
+            places = torch.arange(num_tokens, device=q_THK.device)
+            ahead_LL = places[None, :] - places[:, None]
+            left, right = (reach if reach >= 0 else num_tokens for reach in self.window)
+            mask = mask & (ahead_LL >= -left) & (ahead_LL <= right)
+        if relative_bias is not None:
+            bias_HLL = relative_bias[:, :num_tokens, :num_tokens].to(q_THK.dtype)
+            mask = torch.where(mask, bias_HLL, float("-inf"))
+        q_BHLK, k_BGLK, v_BGLK = (x[hidden.rows].transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
+        attended_BHLK = F.scaled_dot_product_attention(
+            q_BHLK, k_BGLK, v_BGLK, attn_mask=mask, scale=self.spec.scale, enable_gqa=q_BHLK.shape[1] != k_BGLK.shape[1]
+        )
+        attended_THK[hidden.rows.flatten()] = attended_BHLK.transpose(1, 2).flatten(0, 1)
+
+
+def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int) -> Tensor:
+    """Softmax over the rows of each segment."""
+    index_TH = segment_of_T[:, None].expand_as(scores_TH)
+    shape = (num_segments, scores_TH.shape[1])
+    highest_NH = scores_TH.new_full(shape, float("-inf")).scatter_reduce_(0, index_TH, scores_TH, "amax")
+    exp_TH = (scores_TH - highest_NH[segment_of_T]).exp_()
+    total_NH = scores_TH.new_zeros(shape).index_add_(0, segment_of_T, exp_TH)
+    return exp_TH / total_NH[segment_of_T]
+
+
+def _slots_of_tokens(rows: Rows) -> Tensor | None:
+    """Returns [T] int64, the slot of every token, -1 for those that nothing will look at; None where there are none."""
+    cache = rows.batch.cache
+    if cache is None or cache.store_slots is None or not len(cache.store_slots):
+        return None
+    if cache.store_rows is None:
+        return cache.store_slots
+    return cache.store_slots.new_full((rows.num_tokens,), -1).index_copy_(0, cache.store_rows, cache.store_slots)
+
+
+def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:
+    """Returns where the past of a batch lies."""
+    if cache.kv is None or cache.block_tables is None:
+        raise ValueError("a batch of chunks with a past must bring its keys, values and block tables")
+    return cache.kv, cache.block_tables

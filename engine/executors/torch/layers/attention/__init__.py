@@ -1,1 +1,0 @@
-"""Attention, and the places of tokens that it turns by."""

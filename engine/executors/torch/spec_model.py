@@ -1,0 +1,231 @@
+"""Runs a ModelSpec with the kernels of penstock.kernels: encoders and decoders, on a GPU or a CPU.
+
+Shape letters: T packed tokens in R rows, V vocabulary, D model width, E embedding width, P positions, Y token types,
+H heads, A width of all heads, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.norm import Embeddings, embed_norm
+
+from ...families.spec import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
+from ...protocol.model_info import ModelInfo
+from .base import ModelOutput, PackedModel
+from .heads import load_head
+from .layers.attention import Attention, BatchPlan
+from .layers.fusion import Fusion
+from .layers.linear import Linear, Mlp
+from .layers.norm import LayerNorm, RmsNorm, load_norm
+from .layers.residual import Residual
+from .layers.rotary import RotaryEmbedding, Rotation
+from .layers.rows import Rows
+from .layers.weights import Weights
+
+if TYPE_CHECKING:
+    from .packed_batch import PackedBatch
+
+
+class Embedding:
+    """projection(norm(word + position + token type)).
+
+    Position and type rows are summed once at load into one table [Y * P, E], so that a token costs two gathers. The
+    table and the sum are float32; only the result is cast. Fused, all of it is one kernel.
+
+    Args:
+        weights: View of the model without its heads.
+        spec: Its tables.
+    """
+
+    def __init__(self, weights: Weights, spec: EmbeddingSpec) -> None:
+        self._spec = spec
+        self.words_VE = weights.table(spec.words, spec.vocab_size, spec.size)
+        if spec.is_scaled:
+            # transformers rounds the factor to the model's type before it multiplies.
+            self.words_VE *= torch.tensor(spec.size**0.5, dtype=weights.dtype, device=weights.device)
+        self._places_QE: Tensor | None = None
+        if spec.positions is not None:
+            self._places_QE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
+            if spec.token_types is not None:
+                type_YE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
+                self._places_QE = (type_YE[:, None] + self._places_QE[None]).flatten(0, 1)
+        sum_dtype = None if self._places_QE is None else torch.float32
+        self._norm = None if spec.norm is None else load_norm(weights, spec.norm, dtype=sum_dtype)
+        self._projection = None if spec.projection is None else Linear.load(weights, spec.projection)
+        self._tables = (
+            Embeddings(self.words_VE)
+            if self._places_QE is None
+            else Embeddings(self.words_VE, self._places_QE, spec.num_positions)
+        )
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """Returns the first hidden states [R, D], in the type of the model."""
+        embedded_RE = self._embed(rows)
+        return embedded_RE if self._projection is None else self._projection(embedded_RE)
+
+    def _embed(self, rows: Rows) -> Tensor:
+        spec, norm = self._spec, self._norm
+        if norm is None:
+            return F.embedding(rows.input_ids, self.words_VE)
+        positions_R = None
+        types_R = rows.token_type_ids if spec.num_token_types > 1 else None
+        if self._places_QE is not None:
+            positions_R = rows.positions
+            if spec.padding_id is not None:
+                positions_R = padding_aware_positions(rows.input_ids, positions_R, spec.padding_id)
+        if norm.backend == "triton":
+            return embed_norm(
+                rows.input_ids,
+                self._tables,
+                norm.norm,
+                positions=positions_R,
+                token_type_ids=types_R,
+                out_dtype=self.words_VE.dtype,
+                backend="triton",
+            )
+        sum_RE = F.embedding(rows.input_ids, self.words_VE)
+        if positions_R is not None and self._places_QE is not None:
+            places_R = positions_R if types_R is None else positions_R + types_R * spec.num_positions
+            sum_RE = F.embedding(places_R, self._places_QE).add_(sum_RE)
+        return norm(sum_RE).to(self.words_VE.dtype)
+
+
+class Layer:
+    """Attention and an MLP, with their residual sums and norms.
+
+    Pre-norm: x + Attention(Norm(x)), then x + Mlp(Norm(x)); Gemma also normalises the outputs before it adds them.
+    Post-norm: Norm(x + Attention(x)), then Norm(x + Mlp(x)).
+
+    Args:
+        weights: View of the layer.
+        spec: Of the layer.
+        model: Of the model.
+        index: Number of the layer.
+    """
+
+    def __init__(self, weights: Weights, spec: LayerSpec, model: ModelSpec, index: int) -> None:
+        def norm_of(norm: NormSpec | None) -> LayerNorm | RmsNorm | None:
+            return None if norm is None else load_norm(weights, norm)
+
+        self.kind = spec.kind
+        self.is_pre_norm = model.is_pre_norm
+        self.is_fused = weights.fusion is Fusion.FUSED
+        self.attention_norm = norm_of(spec.attention_norm)
+        window = model.kinds[spec.kind].window
+        self.attention = Attention.load(weights, spec.qkv, model.attention, window, kv_index=index, layer=spec)
+        self.attention_out = Linear.load(weights, spec.attention_out)
+        self.norm_after_attention = norm_of(spec.after_attention)
+        self.mlp_norm = load_norm(weights, spec.mlp_norm)
+        self.mlp = Mlp.load(weights, spec.mlp_in, spec.mlp_out)
+        self.norm_after_mlp = norm_of(spec.after_mlp)
+
+    def __call__(
+        self, stream: Residual, rows: Rows, plan: BatchPlan, rotation: Rotation | None, relative_bias: Tensor | None
+    ) -> Residual:
+        """Returns the next hidden states."""
+        x_RD, stream = self.attention_input(stream)
+        return self.after_attention(self.attention(x_RD, rows, plan, rotation, relative_bias), stream)
+
+    def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
+        """Returns the input of attention [R, D], and the hidden states beside it."""
+        if self.attention_norm is None or not self.is_pre_norm:
+            return stream.hidden, stream
+        return stream.normed_and_sum(self.attention_norm)
+
+    def after_attention(self, attended_RA: Tensor, stream: Residual) -> Residual:
+        """Returns the next hidden states: all of the layer between two attentions, which looks at no border.
+
+        Without fusion it is torch's operations alone, and torch.compile takes it whole.
+        """
+        if not self.is_pre_norm:
+            assert self.attention_norm is not None
+            hidden_RD = stream.plus(self.attention_out, attended_RA).normed(self.attention_norm)
+            hidden_RD = Residual(hidden_RD, is_fused=self.is_fused).plus(self.mlp, hidden_RD).normed(self.mlp_norm)
+            return Residual(hidden_RD, is_fused=self.is_fused)
+        stream = _plus(stream, self.attention_out, attended_RA, self.norm_after_attention)
+        x_RD, stream = stream.normed_and_sum(self.mlp_norm)
+        return _plus(stream, self.mlp, x_RD, self.norm_after_mlp)
+
+
+def _plus(stream: Residual, mapping: Linear | Mlp, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
+    return stream.plus(mapping, x) if norm is None else stream.plus_normed(norm, mapping(x))
+
+
+class SpecModel(PackedModel):
+    """An encoder or a decoder with the head that the model's kind asks for.
+
+    Args:
+        info: The resolved model.
+        spec: What it is made of.
+        weights: View of the whole checkpoint.
+
+    Raises:
+        WeightError: A tensor is missing or has the wrong shape.
+        UnsupportedModelError: An activation is not known.
+    """
+
+    def __init__(self, info: ModelInfo, spec: ModelSpec, weights: Weights) -> None:
+        self.hidden_size = spec.hidden_size
+        self.cache_spec = spec.cache_spec
+        self.is_recordable = not spec.is_decoder
+        base = weights.scope_of(spec.embedding.words, spec.prefixes)
+        self.embedding = Embedding(base, spec.embedding)
+        self.layers = [Layer(base.scope(part.prefix), part, spec, index) for index, part in enumerate(spec.layers)]
+        self.layer_of_kind = {layer.kind: layer for layer in self.layers}
+        self.rotary = {
+            name: RotaryEmbedding(kind.rope, weights.device)
+            for name, kind in spec.kinds.items()
+            if kind.rope is not None
+        }
+        self.relative_bias: Tensor | None = None
+        if spec.relative_bias is not None:
+            num_heads = spec.attention.num_heads
+            self.relative_bias = _load_bias(base, spec.relative_bias, num_heads, info.max_model_len)
+        self.final_norm = None if spec.final_norm is None else load_norm(base, spec.final_norm)
+        self.is_fused = weights.fusion is Fusion.FUSED
+        head = load_head(weights, base, spec.head, spec.embedding.words)
+        self.set_head(info.kind, head, scores_rows=spec.scores_rows)
+
+    def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+        """See PackedModel."""
+        rows = Rows.of(batch)
+        plans = {kind: layer.attention.plan(rows) for kind, layer in self.layer_of_kind.items()}
+        rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
+        stream = layer_input = Residual(self.embedding(rows), is_fused=self.is_fused)
+        for layer in self.layers:
+            rotation = rotations.get(layer.kind)
+            layer_input, stream = stream, layer(stream, rows, plans[layer.kind], rotation, self.relative_bias)
+        weights_TH = None
+        if need_attention:
+            last = self.layers[-1]
+            x_RD, _ = last.attention_input(layer_input)
+            weights_TH = last.attention.end_weights(x_RD, rows, rotations.get(last.kind), self.relative_bias)
+        stream = stream.trim(rows)
+        hidden_TD = stream.hidden if self.final_norm is None else stream.normed(self.final_norm)
+        return ModelOutput(hidden_states=hidden_TD, attention_weights=weights_TH)
+
+
+def _load_bias(weights: Weights, spec: RelativeBiasSpec, num_heads: int, max_len: int) -> Tensor:
+    """Returns the bias of the scores by distance, [H, L, L]."""
+    bias_BH = weights.tensor(spec.name, spec.num_buckets, num_heads)
+    positions_L = np.arange(max_len)
+    buckets_LL = torch.from_numpy(spec.bucket_of(positions_L[None, :] - positions_L[:, None]))
+    return bias_BH[buckets_LL.to(bias_BH.device)].permute(2, 0, 1).contiguous()
+
+
+def padding_aware_positions(input_ids_T: Tensor, positions_T: Tensor, pad_token_id: int) -> Tensor:
+    """Returns the positions of RoBERTa and MPNet: they begin at pad_token_id + 1.
+
+    A padding token that is part of a text stands at pad_token_id and is not counted, as in transformers.
+    """
+    is_text_T = input_ids_T.ne(pad_token_id)
+    running_T = is_text_T.cumsum(0)
+    starts_T = torch.arange(len(positions_T), device=positions_T.device) - positions_T
+    before_T = (running_T - is_text_T.long())[starts_T]
+    return (running_T - before_T) * is_text_T + pad_token_id

@@ -1,0 +1,72 @@
+"""All families, by model_type and by the class names of transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..protocol.errors import UnsupportedModelError
+from . import bert, gemma, llama, modernbert, mpnet, recurrent
+from .family import Family
+
+logger = logging.getLogger("penstock.engine")
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.model_type: family
+    for module in (bert, gemma, llama, modernbert, mpnet, recurrent)
+    for family in module.FAMILIES
+}
+"""By the model_type of config.json."""
+# Class names of bare models: transformers' for any family, and that of Stanford's ColBERT.
+_BARE: Final = ("AutoModel", "HF_ColBERT")
+# A checkpoint saved with one of the other heads is loaded without it.
+_SUFFIXES: Final = (
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForCausalLM",
+    "LMHeadModel",
+)
+_ARCHITECTURES: Final[Mapping[str, Family]] = {
+    name: family
+    for family in FAMILIES.values()
+    for name in (*(family.prefix + suffix for suffix in _SUFFIXES), *family.architectures)
+}
+
+
+def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Whether the model is a class of its own that only looks like a known family: its config.json names its code."""
+    return architecture not in _ARCHITECTURES and bool(config.get("auto_map"))
+
+
+def find_family(architecture: str, model_type: str, config: Mapping[str, Any]) -> Family:
+    """Returns the family of a model.
+
+    Args:
+        architecture: Class name from config.json; "AutoModel" where it names none.
+        model_type: Of config.json; decides, as in transformers, where the class name is not known.
+        config: config.json.
+
+    Raises:
+        UnsupportedModelError: No family knows the model.
+    """
+    family = _ARCHITECTURES.get(architecture)
+    if family is None and model_type in FAMILIES and not has_own_code(architecture, config):
+        family = FAMILIES[model_type]
+        if architecture not in _BARE:
+            logger.warning("The architecture %r is not known; it is loaded as %sModel.", architecture, family.prefix)
+    if family is None:
+        own_code = (
+            " It comes with code of its own, which --trust-remote-code would run." if config.get("auto_map") else ""
+        )
+        raise UnsupportedModelError(
+            f"The architecture {architecture!r} (model_type {model_type!r}) is not known. "
+            f"Known are {', '.join(sorted(FAMILIES))}.{own_code}"
+        )
+    return family

@@ -1,0 +1,296 @@
+"""What a packed model is made of: the names and shapes of its weights, and how its layers use them.
+
+A family returns a ModelSpec for config.json. The executors read the weights that it names, and run it.
+
+Shape letters: V vocabulary, D model width, E embedding width, H heads of q, G heads of k and v, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..scheduling import CacheSpec, KvLayerSpec
+from .rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """A LayerNorm or an RMSNorm.
+
+    Attributes:
+        name: Of its weights, without ".weight".
+        size: Columns.
+        eps: Added to the variance.
+        is_rms: An RMSNorm.
+        bias: Whether it has one; None: if the checkpoint holds one.
+        offset: Added to the stored weight.
+    """
+
+    name: str
+    size: int
+    eps: float
+    is_rms: bool = False
+    bias: bool | None = False
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """activation(x W^T + b), of which W may be stored in parts.
+
+    Attributes:
+        names: Of the parts, from top to bottom, without ".weight".
+        in_features: Columns of W.
+        rows: Rows of each part.
+        bias: Whether it has one; None: if the checkpoint holds one.
+        activation: Name as in config.json; None for none.
+        is_gated: The upper half of W is a gate: the result is activation(upper half) * lower half.
+        is_below_base: The names are below the prefix of the base model, as those of its layers are. Only heads differ.
+    """
+
+    names: tuple[str, ...]
+    in_features: int
+    rows: tuple[int, ...]
+    bias: bool | None = True
+    activation: str | None = None
+    is_gated: bool = False
+    is_below_base: bool = False
+
+    @property
+    def out_features(self) -> int:
+        """Rows of W."""
+        return sum(self.rows)
+
+
+def linear(
+    names: str | Sequence[str],
+    in_features: int,
+    *rows: int,
+    bias: bool | None = True,
+    activation: str | None = None,
+    is_gated: bool = False,
+    is_below_base: bool = False,
+) -> LinearSpec:
+    """Returns a map. `rows` are those of each part; one name stands for all of them."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return LinearSpec(
+        names=names,
+        in_features=in_features,
+        rows=rows if len(names) == len(rows) else (sum(rows),),
+        bias=bias,
+        activation=activation,
+        is_gated=is_gated,
+        is_below_base=is_below_base,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """The first hidden states: projection(norm(word + position + token type)). All names are below the base.
+
+    Attributes:
+        words: Name of the table [V, E].
+        vocab_size: V.
+        size: E.
+        is_scaled: Rows of `words` are multiplied with sqrt(E), which is rounded to the type of the model before.
+        positions: Name of the table of learnt positions; None where there is none.
+        num_positions: Its rows.
+        token_types: Name of the table of token types; None where there is none.
+        num_token_types: Its rows; 0 for none.
+        padding_id: Positions begin at padding_id + 1, and do not count this token; None: they begin at 0.
+        norm: None where there is none.
+        projection: E to D; None where they are equal.
+    """
+
+    words: str
+    vocab_size: int
+    size: int
+    is_scaled: bool = False
+    positions: str | None = None
+    num_positions: int = 0
+    token_types: str | None = None
+    num_token_types: int = 0
+    padding_id: int | None = None
+    norm: NormSpec | None = None
+    projection: LinearSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The attention of every layer.
+
+    Attributes:
+        num_heads: H.
+        num_kv_heads: G; query head h reads key head h // (H / G).
+        head_size: K.
+        scale: Factor of the scores.
+        is_causal: Whether a token sees only itself and earlier ones.
+        softcap: c: scaled scores s become c * tanh(s / c); None for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    is_causal: bool = False
+    softcap: float | None = None
+
+    @property
+    def kv_layer(self) -> KvLayerSpec:
+        """What a cache keeps of every token."""
+        return KvLayerSpec(self.num_kv_heads, self.head_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """What differs between the attention of global and local layers.
+
+    Attributes:
+        window: (left, right) tokens that a query sees beside its own; None sees all.
+        rope: Rotary positions; None for none.
+    """
+
+    window: tuple[int, int] | None = None
+    rope: RopeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """Attention and an MLP. All names are below `prefix`.
+
+    Attributes:
+        prefix: Of the layer, below the base.
+        kind: Key of ModelSpec.kinds.
+        attention_norm: Before attention, or after its sum; None for none.
+        qkv: D to (H + 2 * G) * K.
+        query_norm: Of every head of q before the rotation, [K]; None for none.
+        key_norm: As `query_norm`, of k.
+        attention_out: H * K to D.
+        after_attention: Of the output of attention, before it is added; None for none.
+        mlp_norm: Before the MLP, or after its sum.
+        mlp_in: The first map of the MLP.
+        mlp_out: Back to D.
+        after_mlp: Of the output of the MLP, before it is added; None for none.
+    """
+
+    prefix: str
+    kind: str
+    attention_norm: NormSpec | None
+    qkv: LinearSpec
+    query_norm: NormSpec | None = None
+    key_norm: NormSpec | None = None
+    attention_out: LinearSpec
+    after_attention: NormSpec | None = None
+    mlp_norm: NormSpec
+    mlp_in: LinearSpec
+    mlp_out: LinearSpec
+    after_mlp: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeBiasSpec:
+    """A learnt bias of the scores by the distance between two tokens.
+
+    Attributes:
+        name: Of the table [buckets, H], below the base.
+        num_buckets: Its rows.
+        bucket_of: Returns the row, int64, of each distance from a query to a key.
+    """
+
+    name: str
+    num_buckets: int
+    bucket_of: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSpec:
+    """A reranker's head: next-token logits of its answer tokens, from their rows of the output embedding.
+
+    Attributes:
+        tokens: One, or two: false and true.
+        vocab_size: V.
+        size: D.
+        is_difference: There is one logit, true less false: its sigmoid is the softmax over the two.
+        is_tied: Whether the output embedding is the input's; None: if the checkpoint holds no output embedding.
+        scale: Factor of the logits.
+        softcap: c: scaled logits s become c * tanh(s / c); None for none.
+    """
+
+    tokens: tuple[int, ...]
+    vocab_size: int
+    size: int
+    is_difference: bool
+    is_tied: bool | None
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularySpec:
+    """The head of a masked language model: decoder(norm(dense(x))).
+
+    Attributes:
+        dense: D to D, with its activation.
+        norm: After it.
+        decoder: Name of the map to the vocabulary; the word embedding where the checkpoint has none.
+        biases: Names of its bias; the first that the checkpoint holds counts.
+    """
+
+    dense: LinearSpec
+    norm: NormSpec
+    decoder: str
+    biases: tuple[str, ...]
+
+
+HeadSpec = tuple[LinearSpec | NormSpec, ...] | AnswerSpec
+"""A classification head: maps and norms one after another, or the answer tokens of a reranker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model with packed tokens.
+
+    Attributes:
+        hidden_size: D.
+        prefixes: Prefixes that the base model may have in a checkpoint, such as ("bert", "").
+        embedding: The first hidden states.
+        attention: What all layers have in common.
+        kinds: Kinds of attention, by name.
+        layers: At least one.
+        is_pre_norm: Norms stand before attention and MLP; else after the sums.
+        is_decoder: Attention walks the keys in blocks, so that a prompt in chunks gives the same rows to the bit.
+        final_norm: After the last layer; None for none.
+        relative_bias: None for none.
+        head: Classification head; None in an embedding model.
+        scores_rows: The head of a sequence is one map of a row, and so scores the row of any token too.
+        vocabulary: Head of the masked language model that may be in the checkpoint; None: the family has none.
+    """
+
+    hidden_size: int
+    prefixes: tuple[str, ...]
+    embedding: EmbeddingSpec
+    attention: AttentionSpec
+    kinds: Mapping[str, AttentionKind]
+    layers: tuple[LayerSpec, ...]
+    is_pre_norm: bool
+    is_decoder: bool = False
+    final_norm: NormSpec | None = None
+    relative_bias: RelativeBiasSpec | None = None
+    head: HeadSpec | None = None
+    scores_rows: bool = False
+    vocabulary: VocabularySpec | None = None
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """What is kept of a sequence from chunk to chunk; None where sequences cannot run in chunks."""
+        if not self.attention.is_causal:
+            return None
+        ropes = [kind.rope for kind in self.kinds.values() if kind.rope is not None]
+        return CacheSpec(
+            kv_layers=(self.attention.kv_layer,) * len(self.layers),
+            shares_prefixes=not any(rope.depends_on_length for rope in ropes),
+        )
