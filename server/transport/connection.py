@@ -9,10 +9,15 @@ answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import re
+import termios
+from array import array
 from collections.abc import Iterator
+from enum import StrEnum
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import httptools
 from fastapi import Response
@@ -21,13 +26,42 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..calls.context import CONNECTION_LOST
 from ..middleware.exchange import SLOW_BODY
-from .answer_writer import AnswerWriter
-from .close_delimited import CloseDelimited
-from .half_close import ASK_AFTER_S, INTERIM, HalfClose
-from .kernel_buffer import num_unacknowledged
 from .load_shedding import LoadShedder, Refusal
-from .owed import Owed, Part
-from .reading import PIECE_BYTES, ReadAhead
+from .streams import ASK_AFTER_S, INTERIM, PIECE_BYTES, AnswerWriter, CloseDelimited, HalfClose, ReadAhead
+
+
+class Part(StrEnum):
+    """What a connection waits for its client to send or to take."""
+
+    HEAD = "head"
+    BODY = "body"
+    ANSWER = "answer"
+
+
+class Owed(NamedTuple):
+    """A transfer that waits for its client.
+
+    Attributes:
+        part: The part of an exchange.
+        request: The request, compared by identity.
+        progress: Bytes that the client has sent or taken so far.
+    """
+
+    part: Part
+    request: object
+    progress: int
+
+
+def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
+    """Returns the bytes that the system holds for the client: it takes more only when a third of its own is free.
+
+    So an honest reader may take for minutes before our own buffer shrinks. 0 where the system does not tell.
+    """
+    number = array("i", [0])
+    with contextlib.suppress(OSError):  # the socket is closing, or the system is none that tells
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
+    return number[0]
+
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """What may come between two bytes of bodies: a head, trailers, the frames of chunks."""

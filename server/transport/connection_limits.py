@@ -13,8 +13,7 @@ from math import inf
 from typing import Final
 
 from ..settings import ServerSettings
-from .connection import Connection
-from .owed import Owed, Part
+from .connection import Connection, Owed, Part
 
 logger = logging.getLogger(__name__)
 

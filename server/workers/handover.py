@@ -12,6 +12,8 @@ import logging
 import socket
 from typing import Final
 
+from .messages import COUNT_BYTES
+
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
@@ -21,8 +23,6 @@ _RETRY_S: Final = 0.05
 """Seconds until another look, where no process takes a connection, or no file can be opened."""
 _BYTE: Final = b"\0"
 """Goes along with a connection."""
-COUNT_BYTES: Final = 4
-"""What comes back: how many have ended."""
 
 
 class HandoverEnd:

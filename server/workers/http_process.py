@@ -14,10 +14,18 @@ from typing import Final
 
 from penstock.engine.client.process_core import Heartbeat
 
-from .channel import Channel
 from .handover import Acceptor, HandoverEnd
-from .messages import AskFigures, Family, Figures, FromSupervisor, FromWorker, Serving, decode_from_worker
-from .plan import WorkerPlan
+from .messages import (
+    AskFigures,
+    Channel,
+    Family,
+    Figures,
+    FromSupervisor,
+    FromWorker,
+    Serving,
+    WorkerPlan,
+    decode_from_worker,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,28 @@
-"""What the supervising process and an HTTP process say to each other, beside the plan that the latter starts with."""
+"""The messages between the supervising process and an HTTP process, and the plan that the latter starts with.
+
+The plan is sent over a socket that only the two processes have. A process that is started later serves the same as the
+first one, even if files have changed since.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import pickle
+import socket
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from penstock.engine import EngineConfig, ModelInfo
 from penstock.engine.client.engine_client import EngineStatus
+from penstock.engine.protocol.connection import MessageConnection
 from penstock.engine.protocol.messages import ModelReady
+
+from ..models.served_model import ServedModel
+from ..settings import ServerSettings
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):
@@ -75,3 +89,143 @@ FromSupervisor = Loaded | NotLoaded | EngineChanged | AskFigures | Figures
 encode: Final[Callable[[FromWorker | FromSupervisor], bytes]] = msgspec.msgpack.Encoder().encode
 decode_from_worker: Final = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode
 decode_from_supervisor: Final = msgspec.msgpack.Decoder[FromSupervisor](FromSupervisor).decode
+
+
+_LENGTH_BYTES: Final = 8
+COUNT_BYTES: Final = 4
+"""Bytes of the number of ended connections that a process sends back on its connection socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that all processes serve.
+
+    Attributes:
+        names: See ServedModel.
+        config: Of its engine.
+        default_prompt_name: See ServedModel.
+        info: See ServedModel.
+        hidden_names: See ServedModel.
+    """
+
+    names: tuple[str, ...]
+    config: EngineConfig
+    default_prompt_name: str | None = None
+    info: ModelInfo | None = None
+    hidden_names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: ServedModel, config: EngineConfig) -> PlannedModel:
+        """Returns the description of a served model for other processes."""
+        prompt_name = model.default_prompt_name
+        return cls(model.names, config, prompt_name, model.info, model.hidden_names)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What one HTTP process serves.
+
+    Attributes:
+        settings: What the operator asked for, for the whole server.
+        models: What is served.
+        num_workers: Processes that serve.
+        client: Number of its EngineClients.
+        salt: See Common.
+        started_s: See Common.
+    """
+
+    settings: ServerSettings
+    models: tuple[PlannedModel, ...]
+    num_workers: int
+    client: int
+    salt: bytes
+    started_s: int
+
+    def own_config(self, model: PlannedModel) -> EngineConfig:
+        """Returns the configuration of a model with this process's share of the queue limits."""
+        config, limits = model.config, model.config.scheduler
+        own_limits = replace(
+            limits,
+            max_queued_tokens=max(limits.max_queued_tokens // self.num_workers, 1),
+            max_queue_s=limits.max_queue_s / self.num_workers,
+        )
+        return replace(
+            config, scheduler=own_limits, max_queued_chars=max(config.max_queued_chars // self.num_workers, 1)
+        )
+
+    def send(self, end: socket.socket) -> None:
+        """Sends the plan, as the first thing on a socket."""
+        frame = pickle.dumps(self)
+        end.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+    @staticmethod
+    def receive(end: socket.socket) -> WorkerPlan:
+        """Returns the plan that comes first on a socket. Raises EOFError where it does not come."""
+        length = int.from_bytes(_exactly(end, _LENGTH_BYTES), "little")
+        plan = pickle.loads(_exactly(end, length))  # noqa: S301 - the parent's own words
+        assert isinstance(plan, WorkerPlan)
+        return plan
+
+
+def _exactly(end: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = end.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError("the supervising process has gone")
+        data += part
+    return data
+
+
+logger = logging.getLogger(__name__)
+
+Message = TypeVar("Message")
+
+
+class Channel(Generic[Message]):
+    """One end. Belongs to one event loop.
+
+    Args:
+        decode: Parses what the other end sends.
+        on_message: Called for every message.
+        on_end: Called once, when the other end has gone, or sent what cannot be read; not after `close`.
+    """
+
+    def __init__(
+        self, decode: Callable[[memoryview], Message], on_message: Callable[[Message], None], on_end: Callable[[], None]
+    ) -> None:
+        self._decode = decode
+        self._on_message = on_message
+        self._on_end = on_end
+        self._connection: MessageConnection
+
+    def open(self, end: socket.socket) -> None:
+        """Begins to hear, and lets the socket be the channel's."""
+        self._connection = MessageConnection(end)
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
+
+    def send(self, message: FromWorker | FromSupervisor) -> None:
+        """Sends a message without blocking; to an end that has gone, nothing."""
+        self._connection.send(encode(message))
+
+    def close(self) -> None:
+        """Ends the channel. May be called twice."""
+        if (descriptor := self._connection.fileno()) >= 0:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            self._connection.close()
+
+    def _hear(self) -> None:
+        """Takes the messages that are whole."""
+        try:
+            for message, _ in self._connection.receive():
+                if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
+                    self._on_message(self._decode(message))
+        except EOFError:
+            self._end()
+        except Exception:
+            logger.exception("a message between the server's processes cannot be taken")
+            self._end()
+
+    def _end(self) -> None:
+        self.close()
+        self._on_end()

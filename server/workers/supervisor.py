@@ -1,4 +1,4 @@
-"""The supervising process: it has the port and the engines, and keeps the processes alive that serve."""
+"""The supervising process: it has the port and the engines, and keeps the HTTP processes alive."""
 
 from __future__ import annotations
 
@@ -9,22 +9,114 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
 
-from penstock.engine import EngineConfig
+from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.client.engine_process import EngineProcess
+from penstock.engine.client.engine_server import EngineServer
+from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..middleware.auth import SALT_BYTES
+from ..models.figures import ModelFigures
+from ..models.keeper import KeeperLimits, ModelKeeper
 from ..models.model_entry import ModelEntry
 from ..models.served_model import ServedModel
+from ..models.startup import Startup
+from ..models.table import ModelTable
+from ..observability.metrics import Metrics
 from ..settings import ServerSettings
-from .figures import lasting, of_server, summed, to_families
 from .handover import Acceptor
 from .http_process import HttpProcess
-from .kept_models import KeptModels, Tell
-from .messages import AskFigures, Family, Figures, FromSupervisor, FromWorker, Prepared, Serving, Wanted
-from .plan import WorkerPlan
+from .messages import (
+    AskFigures,
+    EngineChanged,
+    Family,
+    Figures,
+    FromSupervisor,
+    FromWorker,
+    Loaded,
+    NotLoaded,
+    PlannedModel,
+    Prepared,
+    Serving,
+    Wanted,
+    WorkerPlan,
+)
+from .metrics import lasting, of_server, summed, to_families
+
+Tell = Callable[[FromSupervisor], None]
+
+
+class SupervisedModels:
+    """Loads all models at the start, and tells the other processes of them. Belongs to one event loop.
+
+    Args:
+        settings: What the operator asked for.
+        models: What is served, each with the configuration of its engine.
+        process: The engine process of the first, where it has been started already.
+        tell_all: Tells every process that serves.
+        on_ready: Called when all models have been tried.
+        on_failure: Called with the first error where none can be loaded.
+
+    Attributes:
+        planned: The models, as other processes are told of them.
+        keeper: Of the models.
+        startup: Their life.
+        metrics: Their figures, and those of this process.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        models: Sequence[tuple[ServedModel, EngineConfig]],
+        process: EngineProcess | None,
+        *,
+        tell_all: Tell,
+        on_ready: Callable[[], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._settings = settings
+        self._first_process = process
+        self._tell_all = tell_all
+        self._engines: list[EngineServer | None] = [None for _ in models]
+        self.planned = tuple(PlannedModel.of(model, config) for model, config in models)
+        started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
+        self.keeper = ModelKeeper(started, KeeperLimits(drain_timeout_s=settings.drain_timeout_s))
+        table = ModelTable(self.keeper)
+        self.startup = Startup(self.keeper, table, on_ready, on_failure)
+        self.metrics = Metrics(table.named_engines)
+        self.metrics.register(ModelFigures(table.entries))
+
+    async def answer(self, number: int, tell: Tell) -> None:
+        """Tells a process that asks for a model what it has to know, once the model is loaded, or why it is not."""
+        error = await self.keeper.load(self.keeper.entries[number])
+        engine = self._engines[number]
+        if error is None and engine is not None and engine.ready is not None:
+            tell(EngineChanged(number, engine.status))
+            tell(Loaded(number, engine.ready))
+            return
+        kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
+        tell(NotLoaded(number, kind, str(error)))
+
+    def _starter(self, number: int) -> Callable[[], Awaitable[AsyncEngine]]:
+        async def start() -> AsyncEngine:
+            process = None
+            if number == 0:
+                process, self._first_process = self._first_process, None
+            engine = self._engines[number] = EngineServer(
+                self.planned[number].config,
+                lambda status: self._tell_all(EngineChanged(number, status)),
+                log_level=self._settings.log_level.upper(),
+                log_format=self._settings.log_format,
+                process=process,
+            )
+            await engine.start()
+            return cast("AsyncEngine", engine)  # it has all that the keeper and the metrics use
+
+        return start
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +155,7 @@ class WorkerSupervisor:
         self.signals: list[int] = []
         self._settings = settings
         self._announce = announce
-        self._models = KeptModels(
+        self._models = SupervisedModels(
             settings,
             models,
             process,

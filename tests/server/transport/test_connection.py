@@ -19,11 +19,10 @@ from fastapi import HTTPException
 from penstock.server.admission import AdmissionController
 from penstock.server.middleware.exchange import BodyLimitMiddleware
 from penstock.server.settings import ServerSettings
-from penstock.server.transport import answer_writer
-from penstock.server.transport.connection import MAX_OVERHEAD_BYTES
+from penstock.server.transport import streams
+from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
 from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.transport.http_server import HttpServer
-from penstock.server.transport.owed import Owed, Part
 
 from ...waiting import turns, until
 from .sockets import exchange, running
@@ -305,7 +304,7 @@ async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes,
 async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_writer, "LINGER_S", 0.3)
+    monkeypatch.setattr(streams, "LINGER_S", 0.3)
     async with running(BodyLimitMiddleware(echo, admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)

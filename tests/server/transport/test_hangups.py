@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from penstock.server.transport import connection
-from penstock.server.transport.reading import MAX_AHEAD_BYTES, PIECE_BYTES
+from penstock.server.transport.streams import MAX_AHEAD_BYTES, PIECE_BYTES
 
 from ...waiting import until
 from ..conftest import FakeEngine

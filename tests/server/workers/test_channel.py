@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from penstock.engine.protocol.connection import MessageConnection
-from penstock.server.workers.channel import Channel
 from penstock.server.workers.messages import (
     AskFigures,
+    Channel,
     Family,
     Figures,
     FromWorker,

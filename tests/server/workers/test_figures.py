@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.server.observability.metrics import Metrics
-from penstock.server.workers.figures import lasting, of_server, summed, to_families, to_metrics
+from penstock.server.workers.metrics import lasting, of_server, summed, to_families, to_metrics
 
 
 def counter(name: str, **values: float) -> Metric:

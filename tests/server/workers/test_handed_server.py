@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.server.settings import ServerSettings
 from penstock.server.transport.http_server import uvicorn_config
-from penstock.server.workers.handed_server import HandedServer
 from penstock.server.workers.handover import HandoverEnd
+from penstock.server.workers.worker import HandedServer
 
 NUM_CLIENTS = 100
 

@@ -13,9 +13,8 @@ from penstock.engine import EngineConfig
 from penstock.engine.protocol.connection import MessageConnection
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.settings import ServerSettings
-from penstock.server.workers.link import SupervisorLink
-from penstock.server.workers.messages import NotLoaded, encode
-from penstock.server.workers.plan import PlannedModel, WorkerPlan
+from penstock.server.workers.messages import NotLoaded, PlannedModel, WorkerPlan, encode
+from penstock.server.workers.worker import SupervisorLink
 
 from ...waiting import turns, until
 

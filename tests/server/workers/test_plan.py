@@ -11,7 +11,7 @@ import pytest
 from penstock.engine import EngineConfig
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.server.settings import ServerSettings, load
-from penstock.server.workers.plan import PlannedModel, WorkerPlan
+from penstock.server.workers.messages import PlannedModel, WorkerPlan
 
 LIMITS = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
 

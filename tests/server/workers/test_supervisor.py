@@ -11,9 +11,8 @@ import pytest
 
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.kept_models import KeptModels
 from penstock.server.workers.messages import FromSupervisor, NotLoaded, Serving, Wanted
-from penstock.server.workers.supervisor import NothingServedError, WorkerSupervisor
+from penstock.server.workers.supervisor import NothingServedError, SupervisedModels, WorkerSupervisor
 
 Lives = list[int]
 
@@ -75,11 +74,11 @@ async def test_one_that_cannot_start_leaves_the_others_serving(lives: Lives, mon
 async def test_a_successor_does_not_get_what_the_one_before_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     is_loaded = asyncio.Event()
 
-    async def answer(self: KeptModels, number: int, tell: Callable[[FromSupervisor], None]) -> None:
+    async def answer(self: SupervisedModels, number: int, tell: Callable[[FromSupervisor], None]) -> None:
         await is_loaded.wait()
         tell(NotLoaded(number, "ModelLoadError", "no weights"))
 
-    monkeypatch.setattr(KeptModels, "answer", answer)
+    monkeypatch.setattr(SupervisedModels, "answer", answer)
     made, worker = supervisor(), HttpProcess(0, Mock(), Mock(), Mock(), Mock(), 60.0)
     first, second = Mock(), Mock()
     worker._channel = first

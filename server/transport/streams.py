@@ -1,0 +1,209 @@
+"""How a connection reads ahead, writes answers and handles clients that send no more.
+
+uvicorn parses every head that has come into a request, and reads on whenever an application asks for a body: it holds
+thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from socket import SO_ERROR, SOL_SOCKET
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+MAX_AHEAD_BYTES: Final = 64 * 1024
+"""Of later requests; then nothing is read until the one under way has been answered. One piece more may have come."""
+PIECE_BYTES: Final = 2048
+"""What is parsed at once, but for a body whose length is known: a hundred requests at most are found in it."""
+
+
+class ReadAhead(FlowControl):
+    """What has been read of requests whose turn has not come; while that is much, nothing more is read."""
+
+    def __init__(self, transport: object) -> None:
+        super().__init__(transport)  # type: ignore[arg-type]
+        self._ahead = bytearray()
+
+    def __bool__(self) -> bool:
+        return bool(self._ahead)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much waits."""
+        return len(self._ahead)
+
+    def put(self, data: bytes) -> None:
+        """Adds what has come."""
+        self._ahead += data
+        if self._is_full:
+            self.pause_reading()
+
+    def take(self, num_bytes: int) -> bytes:
+        """Returns the next piece."""
+        was_full = self._is_full
+        with memoryview(self._ahead) as view:
+            piece = bytes(view[:num_bytes])
+        del self._ahead[:num_bytes]
+        if was_full:
+            self.resume_reading()
+        return piece
+
+    def resume_reading(self) -> None:
+        """Reads on, unless much waits."""
+        if self.read_paused and not self._is_full:
+            super().resume_reading()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._ahead) > MAX_AHEAD_BYTES
+
+
+LINGER_S: Final = 30.0
+"""Seconds for which what a client still sends is read and thrown away."""
+
+
+class AnswerWriter:
+    """The transport that uvicorn writes responses to.
+
+    A head is written together with the first part of its body: one system call less, and the client wakes up once. A
+    connection that is closed while unread bytes of its client have arrived is reset, and the client may lose a response
+    that it has not read (RFC 9112, section 9.6): while a client still sends, only our side is closed, for LINGER_S.
+
+    Args:
+        transport: Of the connection.
+        end: Ends the connection when the last answer has been written.
+
+    Attributes:
+        num_written: Bytes that were handed to the transport.
+    """
+
+    __slots__ = ("_cycle", "_end", "_end_timer", "_head", "_is_head_due", "_transport", "is_closing", "num_written")
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        self.is_closing = transport.is_closing
+        self.num_written = 0
+        self._transport = transport
+        self._end = end
+        self._end_timer: asyncio.TimerHandle | None = None
+        self._cycle: RequestResponseCycle | None = None
+        self._is_head_due = False
+        self._head = b""
+
+    def begin(self, cycle: RequestResponseCycle) -> None:
+        """Begins the answer to a request."""
+        self._cycle, self._is_head_due = cycle, True
+
+    def write(self, data: bytes) -> None:
+        """Writes a part of an answer, or what goes out before it."""
+        if self._is_head_due and self._cycle is not None and self._cycle.response_started:
+            self._is_head_due, self._head = False, data
+        elif self._head and data:
+            self._transport.writelines((self._head, data))
+            self.num_written += len(self._head) + len(data)
+            self._head = b""
+        else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty piece among several
+            self.flush()
+            self._transport.write(data)
+            self.num_written += len(data)
+
+    def flush(self) -> None:
+        """Writes the head of an answer that nothing follows."""
+        if self._head:
+            self._transport.write(self._head)
+            self.num_written += len(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        """Ends the last answer."""
+        self.flush()
+        self._end()
+
+    def end_our_side(self) -> None:
+        """Says that nothing more will be sent, if it can be said (TLS has no half of an end); closes after LINGER_S."""
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._end_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
+
+    def forget(self) -> None:
+        """The connection is lost: nothing is left to close, and nothing here keeps what it held."""
+        self._cycle, self._head = None, b""
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+
+
+class CloseDelimited:
+    """Ends a response of unknown length to an HTTP/1.0 client by closing the connection (RFC 9112, section 6.3).
+
+    uvicorn would send chunks, which HTTP/1.0 does not know. Responses with a Content-Length go out as they are.
+
+    Args:
+        app: The application.
+        cycle: Its only request and response.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers the request of the cycle."""
+        cycle, is_unframed = self._cycle, False
+
+        async def send_unframed(message: Message) -> None:
+            nonlocal is_unframed
+            if message["type"] == "http.response.start":
+                is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if is_unframed:
+                    cycle.chunked_encoding, cycle.keep_alive = False, False
+            elif is_unframed:  # uvicorn compares each piece with the length that is left
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unframed)
+
+
+ASK_AFTER_S: Final = 1.0
+"""Seconds after the end of a request until its client is asked: most answers have gone by then, without a word more."""
+INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""The interim response that the fewest clients stumble over."""
+_FIRST_LOOK_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+class HalfClose:
+    """Finds out whether a client that sends no more has gone, and then closes the connection, which ends its requests.
+
+    A client that has closed its connection looks like one that has closed only its sending side (`nc -N`, TCP proxies),
+    until something is written. So a request that takes long gets an interim response, which HTTP/1.1 allows at any time
+    before the final one.
+
+    Args:
+        transport: Of the connection. It is not encrypted: TLS has no half of an end.
+        ask: Sends the interim response, if that may be sent now.
+        asks_s: Seconds from now until that.
+    """
+
+    def __init__(self, transport: asyncio.Transport, ask: Callable[[], None], asks_s: float) -> None:
+        self._transport = transport
+        self._ask = ask
+        self._pause_s = _FIRST_LOOK_S
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(max(asks_s, 0.0), self._begin)
+
+    def _begin(self) -> None:
+        if not self._transport.is_closing():
+            self._ask()
+            self._loop.call_later(self._pause_s, self._look)
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+            self._transport.abort()
+            return
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._loop.call_later(self._pause_s, self._look)
