@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
-from . import bert, gemma, llama, modernbert, mpnet, recurrent
+from . import bert, eurobert, gemma, llama, modernbert, mpnet, recurrent
 from .family import Family
 
 logger = logging.getLogger("penstock.engine")
 
 FAMILIES: Final[Mapping[str, Family]] = {
     family.model_type: family
-    for module in (bert, gemma, llama, modernbert, mpnet, recurrent)
+    for module in (bert, eurobert, gemma, llama, modernbert, mpnet, recurrent)
     for family in module.FAMILIES
 }
 """By the model_type of config.json."""
