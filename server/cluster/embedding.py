@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -11,49 +10,47 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 from tqdm import tqdm
 
+from ..embed_jobs.job_folder import Shard
 from ..settings import CommandError
 from .connection import connected
 from .embedder import Embedder, Recipe
-from .manifest import Output
-from .pieces import Piece
 from .settings import RayEmbedSettings
 
 _AT_ONCE: Final = 2
-"""Pieces that an engine has at once."""
+"""Shards that an engine has at once."""
 _MOST_BLOCKS: Final = 4096
-"""Parts in which Ray hands the pieces out."""
+"""Blocks in which Ray hands the shards out."""
 
 
 def embed_on_ray(
-    pieces: Sequence[Piece], recipe: Recipe, identity: Mapping[str, Any], settings: RayEmbedSettings
+    shards: Sequence[Shard], recipe: Recipe, identity: Mapping[str, Any], settings: RayEmbedSettings
 ) -> None:
-    """Embeds all pieces that are not done yet. Given again after an interruption, it goes on where it was.
+    """Embeds all shards that are not done yet. Given again after an interruption, it goes on where it was.
 
     Args:
-        pieces: Of the whole input.
-        recipe: What becomes of every row.
-        identity: See Output.begin.
+        shards: Of the whole input.
+        recipe: How every row is embedded.
+        identity: See JobFolder.begin.
         settings: What the user asked for.
 
     Raises:
         CommandError: The work could not be finished; the message says why, and what is done is kept.
     """
-    output = Output(Path(recipe.folder))
-    output.begin(identity, overwrite=settings.overwrite)
-    left = output.left(pieces)
-    num_rows = sum(piece.num_rows for piece in pieces)
-    num_done = num_rows - sum(piece.num_rows for piece in left)
+    recipe.job.begin(identity, overwrite=settings.overwrite)
+    left = recipe.job.left(shards)
+    num_rows = sum(shard.num_rows for shard in shards)
+    num_done = num_rows - sum(shard.num_rows for shard in left)
     with tqdm(total=num_rows, initial=num_done, unit=" rows", dynamic_ncols=True) as bar:
         if left:
             with connected(settings.address, settings.log_level):
                 _run(left, recipe, settings, bar)
-    if still := output.left(pieces):
-        raise CommandError(f"{len(still)} of {len(pieces)} pieces have no file; give the same command again")
-    output.finish(identity)
+    if still := recipe.job.left(shards):
+        raise CommandError(f"{len(still)} of {len(shards)} shards have no file; give the same command again")
+    recipe.job.finish(identity)
 
 
-def _run(left: Sequence[Piece], recipe: Recipe, settings: RayEmbedSettings, bar: Any) -> None:
-    """Embeds pieces and counts them as they are done. Where machines are lost, Ray gives theirs to others."""
+def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar: Any) -> None:
+    """Embeds shards and counts them as they are done. Ray gives the shards of a lost machine to others."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -63,7 +60,7 @@ def _run(left: Sequence[Piece], recipe: Recipe, settings: RayEmbedSettings, bar:
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )
-    # Of items that are here: to make them in tasks would take cores, and where the engines have all there are none.
+    # `from_items` needs no tasks: they would need cores, and the engines may hold all of them.
     indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
     answers = indices.map_batches(
         Embedder,

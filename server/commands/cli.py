@@ -185,7 +185,7 @@ def _embed(given: dict[str, Any]) -> int:
     model, names = model_and_names(settings.model)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        from .embed.run import embed_file
+        from ..embed_jobs.run import embed_file
 
         embed_file(file, settings, model, names[0])
     except KeyboardInterrupt as interrupt:

@@ -89,8 +89,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
 
     from ..cluster.embedder import Recipe
     from ..cluster.mounts import everywhere
-    from ..cluster.pieces import check_apart, digest_of, list_inputs, pieces_of
-    from .embed.run import check_options, model_digest, pooling_params
+    from ..embed_jobs.input import parquet_inputs, stat_digest
+    from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
+    from ..embed_jobs.run import check_options, pooling_params, row_options
 
     configure_logging(settings.log_level, settings.log_format)
     config = settings.on_replica(settings.engine_config(everywhere(model), name))
@@ -99,24 +100,27 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     except ModelLoadError as error:
         raise load_failure(error, config.model, config.revision) from error
     check_options(settings, info)
-    inputs = list_inputs(source, settings.field)
-    check_apart(inputs, Path(settings.output))
+    inputs, folder = parquet_inputs(source, settings.field), Path(settings.output).resolve()
+    if inside := [each.path for each in inputs if each.path.resolve().is_relative_to(folder)]:  # --overwrite clears it
+        raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
+    shards: list[Shard] = []
+    for each in inputs:
+        shards += each.shards(settings.piece_rows, len(shards))
     recipe = Recipe(
         config,
         settings.field,
         pooling_params(settings),
         settings.prompt_name,
-        str(Path(settings.output).resolve()),
+        JobFolder(folder, ".parquet", "give --overwrite"),
         settings.log_level,
         settings.log_format,
     )
-    fields = ("field", "dimensions", "normalize", "prompt_name", "piece_rows")
-    options = {field: getattr(settings, field) for field in fields}
     numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as asked for: no engine runs yet
-    identity = {"input": digest_of(inputs), "model": model_digest(info), **numbers, **options}
+    options = {**row_options(settings), "piece_rows": settings.piece_rows}
+    identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
     from ..cluster.embedding import embed_on_ray
 
-    embed_on_ray(pieces_of(inputs, settings.piece_rows), recipe, identity, settings)
+    embed_on_ray(shards, recipe, identity, settings)
 
 
 def require_ray() -> None:

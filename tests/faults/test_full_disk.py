@@ -19,7 +19,8 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.commands.embed.journal import Journal, JournalError
+from penstock.server.embed_jobs.job_folder import JobFolder, Shard, ShardVectors
+from penstock.server.settings import CommandError
 
 MIB = 2**20
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
@@ -136,30 +137,30 @@ def test_a_server_whose_log_goes_nowhere_from_the_start(launch) -> None:
     assert code == 0
 
 
-def test_a_journal_on_a_full_disk_loses_no_row(small_disk) -> None:
+def test_job_on_a_full_disk_loses_no_shard(small_disk) -> None:
     disk, rows = small_disk(MIB), np.arange(64 * 1024, dtype=np.float32).reshape(-1, 64)
-    output, identity = disk.folder / "out.npy", {"input": "x"}
-    done = 0
+    job, identity = JobFolder(disk.folder / "out.npy.partial", ".npy", "delete the folder"), {"input": "x"}
+    shards: list[Shard] = []
 
     def write() -> None:
-        nonlocal done
-        with Journal(output, identity) as journal:
+        with job.locked():
+            job.begin(identity)
             while True:
-                journal.add([(done, rows)])
-                done += len(rows)
+                shard = Shard(len(shards), "in.txt", len(shards) * len(rows), len(rows))
+                with job.writing():
+                    job.write_vectors(shard, rows)
+                shards.append(shard)
 
-    with pytest.raises(JournalError, match=r"out.npy.partial cannot be written: No space left on device"):
+    with pytest.raises(CommandError, match=r"out.npy.partial cannot be written: No space left on device"):
         write()
-    assert done
-    with Journal(output, identity) as journal:
-        assert journal.num_rows == done
-        np.testing.assert_array_equal(journal.vectors(done), np.concatenate([rows] * (done // len(rows))))
-    disk.fill()
-    with pytest.raises(JournalError, match="No space left on device"), Journal(output, identity):
-        pass
+    assert shards
+    job.begin(identity)
+    assert job.left(shards) == []
+    vectors = ShardVectors(job, shards)
+    np.testing.assert_array_equal(vectors.rows(range(vectors.num_rows)), np.concatenate([rows] * len(shards)))
     disk.make_room()
-    with Journal(output, identity) as journal:
-        assert journal.num_rows == done
+    job.begin(identity)
+    assert job.left(shards) == []
 
 
 @pytest.mark.slow
@@ -183,8 +184,8 @@ def test_embedding_a_file_onto_a_full_disk(kind: str, small_bert: Path, small_di
     print(line)
     assert "No space left on device" in line
     assert str(disk.folder) in line
-    job = json.loads((disk.folder / f"out.{kind}.partial" / "job.json").read_text())
-    assert 0 < sum(end - start for start, end in job["done"]) < num_rows
+    parts = (disk.folder / f"out.{kind}.partial").glob("part-*.npy")
+    assert 0 < sum(len(np.load(part)) for part in parts) < num_rows
     disk.make_room(int(1.8 * MIB))  # enough for the rows, not for the output beside them
     done = run()
     line = done.stderr.splitlines()[-1]

@@ -143,7 +143,7 @@ async def test_two_models_in_one_table(make_engine) -> None:
         assert [(card["id"], card["aliases"]) for card in cards] == [("one", ["uno"]), ("two", [])]
 
 
-MODULES = ["commands.cli", "commands.serve", "app", "settings", "commands.embed.run"]
+MODULES = ["commands.cli", "commands.serve", "app", "settings", "embed_jobs.run"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -40,7 +40,7 @@ CHANGES_NO_VECTOR: Final = frozenset(
 )
 """Fields of ModelInfo that are no part of the identity; all others are."""
 _FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.json", "*.py")
-_PIECE_BYTES: Final = 4 * 2**20
+_READ_BYTES: Final = 4 * 2**20
 _ELSEWHERE: Final = "--"
 """In an auto_map, between a repository and the class in it."""
 
@@ -66,17 +66,22 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
     versions = {name: importlib.metadata.version(name) for name in _libraries(info)}
     table = {"numerics": NUMERICS, "machine": platform.machine(), "versions": versions, "model": resolved}
     digest = blake2b(json.dumps(table, sort_keys=True).encode())
-    if not (files := _files(info)):
+    if not _files(info):
         raise UnknownIdentityError(f"{info.path} holds none of {', '.join(_FILES)}")
-    for path in files:
+    add_files(digest, info, is_wanted)
+    return digest.digest()
+
+
+def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Adds the names and contents of a model's files to a digest; arguments and errors as `identity_of` has them."""
+    for path in _files(info):
         content = blake2b()
         with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
+            while part := file.read(_READ_BYTES):
                 if not is_wanted():
                     raise UnknownIdentityError("it is not wanted any more")
-                content.update(piece)
+                content.update(part)
         digest.update(struct.pack("<Q", len(path.name)) + path.name.encode() + content.digest())
-    return digest.digest()
 
 
 def stamp_of(folder: Path) -> bytes:

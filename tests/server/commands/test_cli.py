@@ -224,7 +224,7 @@ def test_an_interruption_says_what_goes_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("penstock.server.commands.serve.serve", interrupt)
-    monkeypatch.setattr("penstock.server.commands.embed.run.embed_file", interrupt)
+    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", interrupt)
     assert cli.main(arguments) == cli.INTERRUPTED
     assert capsys.readouterr().err == line
 

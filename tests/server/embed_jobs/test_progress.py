@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from penstock.server.commands.embed import progress as progress_module
-from penstock.server.commands.embed.progress import Progress
+from penstock.server.embed_jobs import progress as progress_module
+from penstock.server.embed_jobs.progress import Progress
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_log_file_gets_plain_lines(make_engine, capsys, caplog, monkeypatch: pyt
 
 def test_rows_of_an_earlier_run_tell_no_speed(make_engine, shown) -> None:
     with bar(make_engine().info, *["a" * 96] * 4) as progress:
-        progress.skip("a" * 96)
+        progress.skip(["a" * 96])
         progress.update(["a" * 96])
         assert (progress._bar.n, progress._bar.initial) == (200, 100)
     assert shown() == (50, "2/4 rows")

@@ -60,15 +60,15 @@ class Progress:
             self._bar.set_description_str(self._rows(), refresh=False)
             self._bar.close()
 
-    def skip(self, text: str) -> None:
-        """Counts a row that an earlier run has done: it tells nothing of the speed of this one."""
-        weight = self._weight(len(text))
-        self._earlier += weight
-        self._done += weight
-        self._num_done += 1
+    def skip(self, texts: Iterable[str]) -> None:
+        """Counts rows that an earlier run has done: they tell nothing of the speed of this one."""
+        weights = [self._weight(len(text)) for text in texts]
+        self._earlier += sum(weights)
+        self._done += sum(weights)
+        self._num_done += len(weights)
         if self._bar is not None:
-            self._bar.initial += weight
-            self._bar.n += weight
+            self._bar.initial += sum(weights)
+            self._bar.n += sum(weights)
 
     def update(self, texts: Iterable[str]) -> None:
         """Counts rows that are done, and shows them."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.server.commands.embed import run as module
-from penstock.server.commands.embed.run import embed_file
+from penstock.server.embed_jobs import run as module
+from penstock.server.embed_jobs.run import embed_file
 from penstock.server.settings import CommandError, EmbedSettings, UsageError, load
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.server.commands.embed import run as module
-from penstock.server.commands.embed.input import PARQUET_ROWS_AT_ONCE
-from penstock.server.commands.embed.run import embed_file
+from penstock.server.embed_jobs import input as input_module, run as module
+from penstock.server.embed_jobs.input import PARQUET_ROWS_AT_ONCE
+from penstock.server.embed_jobs.run import embed_file
 from penstock.server.settings import CommandError, EmbedSettings, load
 
 LONG = "word " * 100
@@ -110,7 +110,10 @@ def test_block_of_bad_rows_alone_is_left_out(tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "out.parquet")["id"].to_pylist() == [PARQUET_ROWS_AT_ONCE]
 
 
-def test_resumed_run_lists_every_bad_row_once(source: Path, fake, tmp_path: Path) -> None:
+def test_resumed_run_lists_every_bad_row_once(
+    source: Path, fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", 6)
     output, embed, count = tmp_path / "out.jsonl", type(fake).embed, 0
 
     async def embed_some(inputs, params, options):

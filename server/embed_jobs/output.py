@@ -1,4 +1,4 @@
-"""The output of `penstock embed`: .npy, JSONL or Parquet, written in blocks and moved into place when complete."""
+"""The output of `penstock embed`: shards joined into .npy, JSONL or Parquet, and moved into place when complete."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from penstock.engine.model_files.json_files import one_line
 
-from ...settings import CommandError, UsageError
+from ..settings import CommandError, UsageError
 from .columns import JsonColumns
 from .input import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
-
-Vectors = NDArray[np.float32]
+from .job_folder import COLUMN, ShardVectors, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024
-COLUMN: Final = "embedding"
 
 
 def writer_for(output: Path) -> Writer:
@@ -48,13 +46,13 @@ class Results(NamedTuple):
     """The outcome of a run.
 
     Attributes:
-        vectors: [N, D] float32, a row for each row of the input; those of bad and refused rows have no meaning.
+        vectors: A row for each row of the input; those of bad and refused rows have no meaning.
         refused: Why the model refused rows, by their numbers, counted from 0.
         num_skipped: Bad and refused rows.
         columns: Of a JSONL input, for Parquet.
     """
 
-    vectors: Vectors
+    vectors: ShardVectors
     refused: Mapping[int, str]
     num_skipped: int
     columns: JsonColumns | None
@@ -72,11 +70,8 @@ def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
     if output.suffix.lower() == ".npy":
         return None
     if isinstance(source, ParquetRows):
-        names = source.column_names()
-        if COLUMN in names:
-            raise UsageError(
-                f"FILE: {source.path} has a column {COLUMN!r}, the name of the one that is added; rename it"
-            )
+        names = source.schema().names
+        source.check_no_vectors()
         if len(set(names)) < len(names) and output.suffix.lower() != ".parquet":
             raise UsageError(f"FILE: {source.path} has several columns of one name; rename them, or write .parquet")
         return None
@@ -123,7 +118,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
         temporary.replace(output)
     except OSError as error:
         raise CommandError(
-            f"{output} cannot be written: {error.strerror or error}; all {len(results.vectors)} rows are done and "
+            f"{output} cannot be written: {error.strerror or error}; all {results.vectors.num_rows} rows are done and "
             "kept: give the same command again when it can"
         ) from error
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
@@ -153,10 +148,9 @@ def write_npy(path: Path, source: InputFile, results: Results) -> None:
     skipped = _skipped(source, results.refused) if results.num_skipped else iter(())
     next_skipped = next(skipped, None)
     with path.open("wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": vectors.shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(vectors), ROWS_AT_ONCE):
-            block = np.array(vectors[start : start + ROWS_AT_ONCE], "<f4")
+        write_npy_header(file, vectors.num_rows, vectors.width)
+        for start in range(0, vectors.num_rows, ROWS_AT_ONCE):
+            block = vectors.rows(range(start, min(start + ROWS_AT_ONCE, vectors.num_rows))).astype("<f4", copy=False)
             while next_skipped is not None and next_skipped < start + len(block):
                 block[next_skipped - start] = np.nan
                 next_skipped = next(skipped, None)
@@ -167,7 +161,7 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
     """Writes each row with all of its fields and the field `embedding`."""
     with path.open("wb") as file:
         for number, row in _kept(source.full_rows(), results.refused):
-            vector = np.asarray(results.vectors[number])
+            (vector,) = results.vectors.rows([number])
             try:
                 fields = source.json_object(row)
             except orjson.JSONEncodeError as error:
@@ -185,13 +179,20 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    kept, width = _parquet_schema(source, results.columns), results.vectors.shape[1]
-    column = pa.field(COLUMN, pa.list_(pa.float32(), width))
+    kept = _parquet_schema(source, results.columns)
+    column = pa.field(COLUMN, pa.list_(pa.float32(), results.vectors.width))
     with parquet.ParquetWriter(path, kept.append(column)) as writer:
         for numbers, table in _tables(source, results, kept):
-            block = np.ascontiguousarray(results.vectors[numbers])
-            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
-            writer.write_table(table.append_column(column, values))
+            writer.write_table(with_vectors(table, results.vectors.rows(numbers)))
+
+
+def with_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
+    """Returns a pyarrow.Table with one more column, `embedding`: a FixedSizeList of float32 that all readers know."""
+    import pyarrow as pa
+
+    width = vectors.shape[1]
+    values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).ravel()), width)
+    return table.append_column(pa.field(COLUMN, pa.list_(pa.float32(), width)), values)
 
 
 def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:

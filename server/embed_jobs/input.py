@@ -1,13 +1,15 @@
-"""The input of `penstock embed`: lines, JSONL or Parquet, read row by row in bounded memory."""
+"""The input of a job: lines, JSONL or Parquet, read in bounded memory and cut into shards."""
 
 from __future__ import annotations
 
 import base64
 import codecs
+import contextlib
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,9 +17,13 @@ import orjson
 
 from penstock.engine.model_files.json_files import one_line
 
-from ...settings import CommandError, UsageError
+from ..settings import CommandError, UsageError
+from .job_folder import COLUMN, Shard
 
 PARQUET_ROWS_AT_ONCE: Final = 1024
+SHARD_ROWS: Final = 2048
+SHARD_CHARS: Final = 200_000
+"""Bounds of a shard, which an interrupted run computes again: about ten seconds of a CPU."""
 
 
 class Row(NamedTuple):
@@ -53,11 +59,16 @@ class Survey(NamedTuple):
 
     Attributes:
         lengths: The number of good rows by the characters of their text.
-        num_rows: All rows, bad ones included.
+        shards: All rows, bad ones included.
     """
 
     lengths: Counter[int]
-    num_rows: int
+    shards: list[Shard]
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, bad ones included."""
+        return sum(shard.num_rows for shard in self.shards)
 
 
 class BadRowError(CommandError):
@@ -90,7 +101,7 @@ class InputFile(ABC):
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if JSON cannot hold a value."""
         return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=_plain)
 
-    def check(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> Survey:
+    def survey(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> Survey:
         """Reads every row once, so that a bad row is found before any work is done.
 
         Args:
@@ -100,15 +111,33 @@ class InputFile(ABC):
         Raises:
             BadRowError: A row is bad, or `visit` refuses one.
         """
-        lengths, num_rows = Counter[int](), 0
-        for row in self.rows():
-            num_rows += 1
+        lengths, starts, num_chars, number = Counter[int](), [0], 0, -1
+        for number, row in enumerate(self.rows()):
+            num_new = 0
             if isinstance(row, Row):
                 visit(row)
-                lengths[len(row.text)] += 1
+                num_new = len(row.text)
+                lengths[num_new] += 1
             elif not skip_bad:
                 raise self.refused_row(row.line, row.reason)
-        return Survey(lengths, num_rows)
+            num_rows = number - starts[-1]
+            if num_rows and (num_rows == SHARD_ROWS or num_chars + num_new > SHARD_CHARS):
+                starts.append(number)
+                num_chars = 0
+            num_chars += num_new
+        ends = [*starts[1:], number + 1]
+        path = str(self.path)
+        shards = [Shard(i, path, start, end - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        return Survey(lengths, shards)
+
+    def in_shards(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, list[Row | BadRow]]]:
+        """Yields all shards of the file in order, each with its rows. Raises BadRowError if rows are gone."""
+        rows = self.rows()
+        for shard in shards:
+            found = list(itertools.islice(rows, shard.num_rows))
+            if len(found) < shard.num_rows:
+                raise BadRowError(f"{self.path} was changed while it was read; start over")
+            yield shard, found
 
     def digest(self) -> str:
         """Returns the SHA-256 of the file."""
@@ -191,24 +220,11 @@ class ParquetRows(InputFile):
         """See InputFile."""
         return self._read(None)
 
-    def column_names(self) -> list[str]:
-        """Returns the names of all columns. Raises BadRowError as `batches` does."""
-        from pyarrow import ArrowException, parquet
-
-        try:
-            return list(parquet.read_schema(self.path).names)
-        except (ArrowException, OSError, ValueError) as error:
-            raise self._damaged("", error) from error
-
     def _read(self, columns: list[str] | None) -> Iterator[Row | BadRow]:
-        from pyarrow import ArrowException
-
         number = 0
         for batch in self.batches(columns):
-            try:
+            with self._errors(number):
                 records = batch.to_pylist()
-            except (ArrowException, OverflowError, ValueError) as error:
-                raise self._damaged(self._near(number), error) from error
             for record in records:
                 number += 1
                 text = record[self.field]
@@ -217,37 +233,139 @@ class ParquetRows(InputFile):
                 else:
                     yield BadRow(number, f"the column {self.field!r} holds no text")
 
+    def schema(self) -> Any:
+        """Returns the pyarrow schema.
+
+        Raises:
+            BadRowError: The file is damaged.
+            UsageError: It lacks the column of the texts, or has two.
+        """
+        from pyarrow import parquet
+
+        with self._errors(0):
+            schema = parquet.read_schema(self.path)
+        if self.field not in schema.names:
+            raise UsageError(f"{self.path} has no column {self.field!r}; it has {', '.join(schema.names)}; see --field")
+        if schema.names.count(self.field) > 1:
+            raise UsageError(f"{self.path}: two columns are named {self.field!r}; rename one")
+        return schema
+
+    def check_no_vectors(self) -> None:
+        """Raises UsageError if the file has the column that is added."""
+        if COLUMN in self.schema().names:
+            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the one that is added; rename it")
+
     def batches(self, columns: list[str] | None) -> Iterator[Any]:
-        """Yields pyarrow.RecordBatch. Raises BadRowError where the file is no Parquet, or a damaged one."""
-        from pyarrow import ArrowException, parquet
+        """Yields pyarrow.RecordBatch. Raises BadRowError if the file is damaged, and UsageError as `schema` does."""
+        from pyarrow import parquet
 
+        self.schema()
         num_rows = 0
+        with self._errors(0):
+            file = parquet.ParquetFile(self.path)
+        with file:
+            iterator = file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=columns)
+            while True:
+                with self._errors(num_rows):
+                    batch = next(iterator, None)
+                if batch is None:
+                    return
+                yield batch
+                num_rows += batch.num_rows
+
+    def shards(self, most_rows: int, first: int) -> list[Shard]:
+        """Returns all rows in shards of `most_rows`, without reading them; the last one may be shorter.
+
+        Args:
+            most_rows: Rows of a shard.
+            first: Number of the first shard.
+        """
+        from pyarrow import parquet
+
+        with self._errors(0):
+            total = parquet.read_metadata(self.path).num_rows
+        return [
+            Shard(first + i, str(self.path), start, min(most_rows, total - start))
+            for i, start in enumerate(range(0, total, most_rows))
+        ]
+
+    def table(self, shard: Shard) -> Any:
+        """Returns the rows of a shard as a pyarrow.Table with all columns. Holds little more than them.
+
+        Raises:
+            BadRowError: The file cannot be read any more, or was changed.
+        """
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        with self._errors(shard.start), parquet.ParquetFile(self.path) as file:
+            counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            starts = [0, *itertools.accumulate(counts)]
+            end = shard.start + shard.num_rows
+            groups = [group for group in range(len(counts)) if starts[group] < end and starts[group + 1] > shard.start]
+            skip = shard.start - starts[groups[0]] if groups else 0
+            slices = _sliced(file.iter_batches(row_groups=groups), skip, shard.num_rows)
+            table = pa.Table.from_batches(slices, schema=file.schema_arrow)
+        if len(table) != shard.num_rows:
+            raise BadRowError(f"{self.path} was changed while it was read; start over with --overwrite")
+        return table
+
+    @contextlib.contextmanager
+    def _errors(self, num_rows: int) -> Iterator[None]:
+        """Raises BadRowError in place of what pyarrow raises after `num_rows` rows."""
+        from pyarrow import ArrowException
+
         try:
-            with parquet.ParquetFile(self.path) as file:
-                names = file.schema_arrow.names
-                if self.field not in names:
-                    raise BadRowError(f"{self.path}: no column {self.field!r}; it has {', '.join(names)}; see --field")
-                if names.count(self.field) > 1:
-                    raise BadRowError(f"{self.path}: two columns are named {self.field!r}; rename one")
-                for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=columns):
-                    yield batch
-                    num_rows += batch.num_rows
+            yield
         except (ArrowException, OSError, OverflowError, ValueError) as error:
-            raise self._damaged(self._near(num_rows), error) from error
+            near = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
+            raise BadRowError(
+                f"{self.path}{near}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
+                "holds values that Python has no type for, or is another kind of file: write it again"
+            ) from error
 
-    def _near(self, num_rows: int) -> str:
-        return f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
 
-    def _damaged(self, place: str, error: Exception) -> BadRowError:
-        return BadRowError(
-            f"{self.path}{place}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
-            "holds values that Python has no type for, or is another kind of file: write it again"
-        )
+def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
+    for batch in batches:
+        if skip >= len(batch):
+            skip -= len(batch)
+            continue
+        part = batch.slice(skip, num_rows)
+        skip, num_rows = 0, num_rows - len(part)
+        yield part
+        if not num_rows:
+            return
 
 
 def _plain(value: object) -> str:
     """Returns a value that JSON has no type for as text: bytes as base64, all else as Python shows it."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
+    """Returns the Parquet files of a place: one file, or all of a folder in the order of their names.
+
+    Raises:
+        UsageError: There is none, one lacks the column of the texts or has the column that is added, or their columns
+            differ.
+        BadRowError: One cannot be read.
+    """
+    root = Path(place).resolve()
+    inputs = [ParquetRows(path, field) for path in ([root] if root.is_file() else sorted(root.glob("*.parquet")))]
+    if not inputs:
+        raise UsageError(f"IN: there is no Parquet file at {place}")
+    first = inputs[0].schema().remove_metadata()
+    for each in inputs:
+        each.check_no_vectors()
+        if not each.schema().remove_metadata().equals(first):
+            raise UsageError(f"{each.path} has other columns than {inputs[0].path}; embed them one by one")
+    return inputs
+
+
+def stat_digest(inputs: Iterable[InputFile]) -> str:
+    """Returns what tells one set of files from another without reading them: names, sizes and times."""
+    stats = [(str(each.path), status.st_size, status.st_mtime_ns) for each in inputs for status in [each.path.stat()]]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
 def open_input(path: Path, field: str) -> InputFile:

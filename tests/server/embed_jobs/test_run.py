@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.commands.embed import output as output_module, run as module
-from penstock.server.commands.embed.input import InputFile, JsonLines
-from penstock.server.commands.embed.journal import Journal
-from penstock.server.commands.embed.run import embed_file
+from penstock.server.embed_jobs import input as input_module, output as output_module, run as module
+from penstock.server.embed_jobs.input import InputFile, JsonLines
+from penstock.server.embed_jobs.job_folder import MANIFEST
+from penstock.server.embed_jobs.run import embed_file
 from penstock.server.settings import CommandError, EmbedSettings, UsageError, load
 
 TEXTS = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
@@ -111,51 +111,37 @@ def test_options_reach_the_engine(lines, fake, tmp_path) -> None:
     assert abs(np.linalg.norm(np.load(tmp_path / "out.npy"), axis=1) - 1).max() > 1e-3
 
 
-class _PowerCutError(Exception):
-    """Stands for a process that ends at once."""
+SHARD_ROWS = 5
 
 
-def test_an_interrupted_run_goes_on_where_it_was(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, output = Journal.add, tmp_path / "out.npy"
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", SHARD_ROWS)
 
-    def add_some(self, answers):
-        if self.num_rows >= 6:
-            raise _PowerCutError
-        add(self, answers)
 
-    monkeypatch.setattr(Journal, "add", add_some)
-    with pytest.raises(_PowerCutError):
-        run(lines, output)
-    assert not output.exists()
-    monkeypatch.setattr(Journal, "add", add)
-    ((_, num_done),) = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())["done"]
-    assert 6 <= num_done < len(TEXTS)
+@pytest.mark.usefixtures("small_shards")
+def test_an_interrupted_run_repeats_no_finished_shard(lines, fake, tmp_path) -> None:
+    """A process that ends at once leaves whole shards and no others."""
+    output = tmp_path / "out.npy"
+    _run_and_stop(lines, output, fake)
+    done = sorted(path.name for path in (tmp_path / "out.npy.partial").glob("part-*.npy"))
+    assert done == ["part-00000000.npy", "part-00000001.npy"]
     fake.calls.clear()
     run(lines, output)
-    assert embedded_texts(fake) == TEXTS[num_done:]
+    assert embedded_texts(fake) == TEXTS[2 * SHARD_ROWS :]
     np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+    assert not (tmp_path / "out.npy.partial").exists()
 
 
-def test_rows_behind_the_last_commit_are_dropped(tmp_path) -> None:
-    """A crash between the write of rows and of the count leaves a tail; it must not shift what follows."""
-    output = tmp_path / "out.npy"
-    with Journal(output, {"input": "x"}) as journal:
-        journal.add([(0, np.ones((2, 8), np.float32))])
-        with (journal.folder / "vectors.f32").open("ab") as file:
-            file.write(b"torn row")
-    with Journal(output, {"input": "x"}) as journal:
-        journal.add([(2, np.full((1, 8), 2, np.float32))])
-        np.testing.assert_array_equal(journal.vectors(3)[:, 0], [1, 1, 2])
-
-
-def test_answers_are_kept_in_whatever_order_they_come(lines, fake, tmp_path) -> None:
-    """The first rows are never answered before the run ends: nothing of what came after them is lost."""
+@pytest.mark.usefixtures("small_shards")
+def test_shards_are_kept_in_whatever_order_they_end(lines, fake, tmp_path) -> None:
+    """The first rows are never answered before the run ends: what came after them is kept."""
     output, answered = tmp_path / "out.npy", []
 
     async def all_but_the_first(inputs, params, options):
         if inputs[0] == TEXTS[0]:
             await asyncio.Event().wait()
-        if len(answered) == 3:
+        if len(answered) == 6:
             raise KeyboardInterrupt
         answered.append(inputs)
         return await type(fake).embed(fake, inputs, params, options)
@@ -164,12 +150,38 @@ def test_answers_are_kept_in_whatever_order_they_come(lines, fake, tmp_path) -> 
     with pytest.raises(KeyboardInterrupt):
         run(lines, output)
     del fake.embed
-    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_bytes())
-    assert job["done"] == [[2, 8]]
+    done = [path.name for path in (tmp_path / "out.npy.partial").glob("part-*.npy")]
+    assert done == ["part-00000001.npy"]
     fake.calls.clear()
     run(lines, output)
-    assert embedded_texts(fake) == TEXTS[:2] + TEXTS[8:]
+    assert embedded_texts(fake) == TEXTS[:SHARD_ROWS] + TEXTS[2 * SHARD_ROWS :]
     np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+
+
+@pytest.mark.parametrize(("most_rows", "most_chars"), [(5, 10**6), (1000, 60), (1, 1)])
+def test_shards_are_bounded_in_rows_and_characters(
+    most_rows: int, most_chars: int, lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", most_rows)
+    monkeypatch.setattr(input_module, "SHARD_CHARS", most_chars)
+    source = input_module.open_input(lines, "text")
+    survey = source.survey(lambda row: None)
+    parts = [[row.text for row in rows] for _, rows in source.in_shards(survey.shards)]
+    assert [text for part in parts for text in part] == TEXTS
+    assert survey.num_rows == len(TEXTS)
+    for part in parts:
+        assert len(part) == 1 or (len(part) <= most_rows and sum(map(len, part)) <= most_chars)
+
+
+def test_requests_are_bounded_in_rows_and_characters(fake, tmp_path) -> None:
+    half = module.REQUEST_CHARS // 2
+    texts = ["a"] * (module.REQUEST_ROWS + 3) + ["b" * half, "c" * half, "d", "e" * (module.REQUEST_CHARS + 1), "f"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    fake.info = type(fake.info)(**{**_fields(fake.info), "max_model_len": 100_000})
+    run(tmp_path / "in.jsonl", tmp_path / "out.npy", batch_size=1000)
+    sizes = [len(texts) for _, (texts, _, _) in fake.calls]
+    assert sizes == [module.REQUEST_ROWS, 4, 2, 1, 1]
+    assert embedded_texts(fake) == texts
 
 
 def test_an_engine_without_room_is_asked_again(lines, fake, tmp_path) -> None:
@@ -186,23 +198,11 @@ def test_an_engine_without_room_is_asked_again(lines, fake, tmp_path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
 
-def test_an_answer_is_on_disk_before_it_is_shown(lines, fake, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, job = [], tmp_path / "out.npy.partial" / "job.json"
-
-    def update(self, texts):
-        shown.extend(texts)
-        done = json.loads(job.read_bytes())["done"]
-        assert sum(end - start for start, end in done) >= len(shown)
-
-    monkeypatch.setattr(module.Progress, "update", update)
-    run(lines, tmp_path / "out.npy")
-    assert sorted(shown) == sorted(TEXTS)
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [("input", "input"), ("model", "model"), ("dimensions", "dimensions"), ("normalize", "normalize")],
 )
+@pytest.mark.usefixtures("small_shards")
 def test_another_run_is_not_mixed_in(change: str, what: str, lines, fake, tmp_path) -> None:
     output, settings = tmp_path / "out.npy", {}
     _run_and_stop(lines, output, fake)
@@ -216,6 +216,7 @@ def test_another_run_is_not_mixed_in(change: str, what: str, lines, fake, tmp_pa
         run(lines, output, **settings)
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_a_run_goes_on_with_another_number_of_lanes(lines, fake, tmp_path) -> None:
     output = tmp_path / "out.npy"
     _run_and_stop(lines, output, fake)
@@ -242,62 +243,24 @@ def _run_and_stop(lines, output, engine) -> None:
     del engine.embed
 
 
-DAMAGED_JOBS = [
-    b"",
-    b"\xff\xfe\x00",
-    b"{",
-    b"[" * 100_000,
-    b"[]",
-    b"{}",
-    b'{"identity": []}',
-    {"done": [[-1, 4]]},
-    {"done": ["5"]},
-    {"done": [[0, 10**6]]},
-    {"done": None},
-    {"done": [[4, 2]]},
-    {"done": [[0, 4], [4, 6]]},
-    {"done": [[0, 1, 2]]},
-    {"done": [[0, True]]},
-    {"width": 0},
-    {"width": 2.5},
-    {"width": 5},
-    {"width": 10**12},
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGED_JOBS, ids=lambda damage: str(damage)[:30])
-def test_a_damaged_job_is_named_with_the_way_out(damage, lines, fake, tmp_path) -> None:
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b"{", b"[" * 100_000, b"[]", b"{}", b'{"identity": []}'])
+def test_a_damaged_manifest_is_named_with_the_way_out(damage: bytes, lines, fake, tmp_path) -> None:
     output, folder = tmp_path / "out.npy", tmp_path / "out.npy.partial"
     _run_and_stop(lines, output, fake)
-    job = folder / "job.json"
-    job.write_bytes(damage if isinstance(damage, bytes) else json.dumps(json.loads(job.read_bytes()) | damage).encode())
+    (folder / MANIFEST).write_bytes(damage)
     with pytest.raises(CommandError) as error:
         run(lines, output)
     message = str(error.value)
     assert "\n" not in message
-    assert "of an interrupted run is damaged (" in message
-    assert f"delete the folder {folder} to start over" in message
-    (folder / "vectors.f32").unlink()
-    job.unlink()
-    run(lines, output)
-    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
+    assert f"{folder / MANIFEST} is damaged (" in message
+    assert "delete the folder to start over" in message
+    assert len(list(folder.glob("part-*"))) == 2
 
 
-def test_a_file_in_the_place_of_the_journal_is_named(lines, tmp_path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_named(lines, tmp_path) -> None:
     (tmp_path / "out.npy.partial").write_text("mine")
     with pytest.raises(CommandError, match=r"out\.npy\.partial is a file, .* move it away"):
-        run(lines, tmp_path / "out.npy")
-
-
-def test_vectors_that_are_missing_are_named(lines, fake, tmp_path) -> None:
-    _run_and_stop(lines, tmp_path / "out.npy", fake)
-    (tmp_path / "out.npy.partial" / "vectors.f32").write_bytes(b"")
-    with pytest.raises(CommandError, match=r"vectors\.f32 of an interrupted run is damaged \(it holds 0 bytes"):
-        run(lines, tmp_path / "out.npy")
-
-
-def test_two_processes_do_not_write_one_output(lines, tmp_path) -> None:
-    with Journal(tmp_path / "out.npy", {}), pytest.raises(CommandError, match="another process"):
         run(lines, tmp_path / "out.npy")
 
 
@@ -397,14 +360,14 @@ def test_a_parquet_null_is_named(tmp_path) -> None:
         run(tmp_path / "in.parquet", tmp_path / "out.npy", field="body")
 
 
-def test_too_long_a_row_is_named_and_what_came_before_is_kept(lines, fake, tmp_path) -> None:
+@pytest.mark.usefixtures("small_shards")
+def test_too_long_a_row_is_named_and_shards_before_it_are_kept(lines, fake, tmp_path) -> None:
     texts = [*TEXTS[:9], "word " * 100, *TEXTS[9:]]
     lines.write_text("\n".join(texts))
     output = tmp_path / "out.npy"
     with pytest.raises(CommandError, match=r"in\.txt, line 10: 102 tokens; the model takes 64; --auto-truncate"):
         run(lines, output)
-    job = json.loads((tmp_path / "out.npy.partial" / "job.json").read_text())
-    assert job["done"][0][1] >= 9
+    assert (tmp_path / "out.npy.partial" / "part-00000000.npy").exists()
 
 
 def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:

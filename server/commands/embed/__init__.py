@@ -1,1 +1,0 @@
-"""`penstock embed`: the texts of a file in, their vectors out, to be interrupted and gone on with."""

@@ -1,0 +1,335 @@
+"""`penstock embed`: a file of texts in, a file of embeddings out, in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from penstock.engine import AsyncEngine, EngineConfig, ModelInfo, PoolingParams, PoolingTask, RequestOptions
+from penstock.engine.logs import configure_logging
+from penstock.engine.protocol.errors import (
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestTooLongError,
+)
+
+from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
+from .columns import JsonColumns
+from .input import BadRow, BadRowError, InputFile, Row, Survey, open_input
+from .job_folder import JobFolder, Shard, ShardVectors, model_digest
+from .output import Results, Writer, check_names, columns_of, report_path, write_output, writer_for
+from .progress import Progress
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S: Final = 1.0
+"""Longest wait, in seconds, before an engine that is full is asked again."""
+REQUEST_ROWS: Final = 32
+REQUEST_CHARS: Final = 8_000
+"""Bounds of one request to the engine: about what one forward on a CPU holds, so that no row waits for many others."""
+
+
+class ShardResult:
+    """The answers to a shard while it runs.
+
+    Args:
+        shard: The shard.
+        num_left: Rows that the engine is to be asked for.
+
+    Attributes:
+        vectors: [N, D] float32, a row for each row of the shard; those that are left out have no meaning.
+        refused: Why the model refused rows, by their index in the shard.
+    """
+
+    def __init__(self, shard: Shard, num_left: int) -> None:
+        self.shard, self.num_left = shard, num_left
+        self.vectors = np.zeros((shard.num_rows, 0), np.float32)
+        self.refused: dict[int, str] = {}
+
+    def add(self, indices: Sequence[int], vectors: NDArray[np.float32]) -> None:
+        """Adds the vectors of rows."""
+        if not self.vectors.shape[1]:
+            self.vectors = np.zeros((self.shard.num_rows, vectors.shape[1]), np.float32)
+        self.vectors[indices] = vectors
+
+
+class EmbedRequest(NamedTuple):
+    """Rows of one shard that the engine is asked for at once.
+
+    Attributes:
+        result: Of the shard.
+        indices: Of the rows in the shard.
+        rows: The rows.
+    """
+
+    result: ShardResult
+    indices: list[int]
+    rows: list[Row]
+
+
+def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None = None) -> None:
+    """Embeds the rows of `file`. Given again after an interruption, it goes on where it was.
+
+    Args:
+        file: Texts: .txt, .jsonl or .parquet.
+        settings: What the user asked for.
+        model: Local folder or hub id.
+        name: What messages call it; None: that.
+
+    Raises:
+        UsageError: The file or the output cannot be what they are said to be.
+        CommandError: The work could not be finished; the message says why, and what is done is kept.
+    """
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        source, output = open_input(Path(file), settings.field), Path(settings.output)
+        write, columns = writer_for(output), columns_of(source, output)
+        if output.is_dir():
+            raise UsageError(f"--output: {output} is a folder; name a file")
+        if output.exists() and not settings.overwrite:
+            raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
+        asyncio.run(_run(source, output, write, columns, settings, settings.engine_config(model, name)))
+    except ModelLoadError as error:
+        raise load_failure(error, model, settings.engine.revision) from error
+    except (EngineError, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+async def _run(
+    source: InputFile,
+    output: Path,
+    write: Writer,
+    columns: JsonColumns | None,
+    settings: EmbedSettings,
+    config: EngineConfig,
+) -> None:
+    survey = _survey(source, output, columns, settings)
+    engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
+    try:
+        check_options(settings, engine.info)
+        identity = {"input": source.digest(), "model": model_digest(engine.info), **row_options(settings)}
+        job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
+        with job.locked():
+            job.begin(identity)
+            with Progress(survey.lengths, engine.info) as progress:
+                await _embed_shards(engine, source, job, survey.shards, progress, settings)
+            refused = _refused(job, survey.shards)
+            num_kept = survey.lengths.total() - len(refused)
+            if not num_kept:
+                job.remove()
+                line, reason = _first_refused(source, refused)
+                raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
+            vectors = ShardVectors(job, survey.shards)
+            num_skipped = survey.num_rows - num_kept
+            write_output(output, write, source, Results(vectors, refused, num_skipped, columns))
+            job.remove()
+    finally:
+        await engine.close()
+    left_out = f"; {num_skipped} bad rows were left out, see {report_path(output)}" if num_skipped else ""
+    logger.info("%d rows are in %s%s", num_kept, output, left_out)
+
+
+def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settings: EmbedSettings) -> Survey:
+    """Reads the input once. Raises CommandError if it holds no good row, or rows that the output cannot hold."""
+
+    def visit(row: Row) -> None:
+        if not is_npy:
+            check_names(source, row)
+        if columns is not None:
+            columns.add(row)
+
+    is_npy = output.suffix.lower() == ".npy"
+    survey = source.survey(visit, skip_bad=settings.on_bad_row == "skip")
+    if not survey.num_rows:
+        raise BadRowError(f"{source.path} holds no rows")
+    if not survey.lengths:
+        line, reason = _first_refused(source, {})
+        raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
+    if columns is not None:
+        columns.fields()
+    return survey
+
+
+def _first_refused(source: InputFile, refused: Mapping[int, str]) -> tuple[int, str]:
+    """Returns the line of the first row that is left out, and the reason."""
+    return next(
+        (row.line, row.reason if isinstance(row, BadRow) else refused[number])
+        for number, row in enumerate(source.rows())
+        if isinstance(row, BadRow) or number in refused
+    )
+
+
+async def _embed_shards(
+    engine: AsyncEngine,
+    source: InputFile,
+    job: JobFolder,
+    shards: Sequence[Shard],
+    progress: Progress,
+    settings: EmbedSettings,
+) -> None:
+    """Embeds the shards that are not done yet, with at most `batch_size` rows in flight.
+
+    If a row fails, no more is asked for, the rows in flight are waited for, and their shards are kept if they are done.
+    """
+    requests = _requests(source, job, shards, progress, settings.batch_size)
+    in_flight: dict[asyncio.Task[tuple[int, Exception] | None], int] = {}  # with their rows
+    failed: list[tuple[int, Exception]] = []
+    try:
+        while True:
+            while not failed and sum(in_flight.values()) < settings.batch_size:
+                if (request := next(requests, None)) is None:
+                    break
+                task = asyncio.create_task(_embed(engine, source, job, request, progress, settings))
+                in_flight[task] = len(request.rows)
+            if not in_flight:
+                break
+            ended, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                del in_flight[task]
+                if (failure := task.result()) is not None:
+                    failed.append(failure)
+    finally:
+        for task in in_flight:
+            task.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)
+    if failed:
+        raise min(failed, key=operator.itemgetter(0))[1]
+
+
+def _requests(
+    source: InputFile, job: JobFolder, shards: Sequence[Shard], progress: Progress, batch_size: int
+) -> Iterator[EmbedRequest]:
+    """Yields the rows of the shards that are left to do, in requests of at most REQUEST_ROWS and REQUEST_CHARS."""
+    most_rows = min(max(batch_size // 2, 1), REQUEST_ROWS)
+    left = {shard.number for shard in job.left(shards)}
+    for shard, rows in source.in_shards(shards):
+        good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
+        if shard.number not in left:
+            progress.skip(row.text for _, row in good)
+            continue
+        request = EmbedRequest(ShardResult(shard, len(good)), [], [])
+        if not good:
+            _save(job, request.result)
+        num_chars = 0
+        for index, row in good:
+            if request.rows and (len(request.rows) == most_rows or num_chars + len(row.text) > REQUEST_CHARS):
+                yield request
+                request, num_chars = EmbedRequest(request.result, [], []), 0
+            request.indices.append(index)
+            request.rows.append(row)
+            num_chars += len(row.text)
+        if request.rows:
+            yield request
+
+
+async def _embed(
+    engine: AsyncEngine,
+    source: InputFile,
+    job: JobFolder,
+    request: EmbedRequest,
+    progress: Progress,
+    settings: EmbedSettings,
+) -> tuple[int, Exception] | None:
+    """Embeds the rows of a request, one by one if the engine refuses them together, and saves a shard that is done.
+
+    Returns:
+        The number of the first row that failed, and why; None if all are done or left out.
+    """
+    params, options = pooling_params(settings), RequestOptions(prompt_name=settings.prompt_name)
+    result, start = request.result, request.result.shard.start
+    index = request.indices[0]
+    try:
+        try:
+            result.add(request.indices, await _ask(engine, request.rows, params, options))
+        except InvalidRequestError:
+            for index, row in zip(request.indices, request.rows, strict=True):
+                try:
+                    result.add([index], await _ask(engine, [row], params, options))
+                except InvalidRequestError as refusal:
+                    if settings.on_bad_row == "fail":
+                        return start + index, source.refused_row(row.line, _reason(refusal))
+                    result.refused[index] = _reason(refusal)
+    except (EngineError, OSError) as failure:
+        return start + index, failure
+    progress.update(row.text for row in request.rows)
+    result.num_left -= len(request.rows)
+    if not result.num_left:
+        _save(job, result)
+    return None
+
+
+def _save(job: JobFolder, result: ShardResult) -> None:
+    """Writes a shard that is done: first the reasons of rows that the model refused, then the vectors."""
+    with job.writing():
+        path = job.path(result.shard)
+        if result.refused:
+            reasons = orjson.dumps(list(result.refused.items()))
+            job.write(_refused_path(path), lambda place: place.write_bytes(reasons))
+        else:
+            _refused_path(path).unlink(missing_ok=True)  # of an interrupted run
+        job.write_vectors(result.shard, result.vectors)
+
+
+def _refused_path(path: Path) -> Path:
+    return path.with_suffix(".refused.json")
+
+
+def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
+    """Returns why the model refused rows that are left out, by their numbers."""
+    refused: dict[int, str] = {}
+    for shard in shards:
+        path = _refused_path(job.path(shard))
+        if path.exists():
+            refused |= {shard.start + index: reason for index, reason in orjson.loads(path.read_bytes())}
+    return refused
+
+
+async def _ask(
+    engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
+) -> NDArray[np.float32]:
+    """Returns the vectors of rows, once the engine has room for them."""
+    while True:
+        try:
+            return (await engine.embed([row.text for row in rows], params, options)).embeddings
+        except EngineOverloadedError as refusal:
+            await asyncio.sleep(min(refusal.retry_after_s, MAX_WAIT_S))
+
+
+def pooling_params(settings: EmbedSettings) -> PoolingParams:
+    """Returns how each row is embedded."""
+    return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
+
+
+def row_options(settings: EmbedSettings) -> dict[str, Any]:
+    """Returns the options that decide the rows of a job."""
+    return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
+
+
+def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
+    """Raises UsageError for an option that the model refuses, so that no row is blamed for it."""
+    if settings.prompt_name is not None and settings.prompt_name not in info.prompts:
+        has = ", ".join(info.prompts) or "none"
+        raise UsageError(f"--prompt-name: {info.name} has no prompt {settings.prompt_name!r}; it has: {has}")
+    try:
+        pooling_params(settings).verify(PoolingTask.EMBED, info)
+    except InvalidRequestError as error:
+        is_flag = error.param in declared_settings(EmbedSettings)
+        if is_flag:
+            error.name_fields({str(error.param): flag_of(str(error.param))})
+        raise UsageError(error.message) from error
+
+
+def _reason(error: InvalidRequestError) -> str:
+    if isinstance(error, RequestTooLongError):
+        return f"{error.num_tokens} tokens; the model takes {error.max_num_tokens}; --auto-truncate cuts such texts"
+    return error.message

@@ -1,0 +1,168 @@
+"""What an interrupted job leaves behind, and how it goes on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectors
+from penstock.server.embed_jobs.output import with_vectors
+from penstock.server.settings import CommandError, UsageError
+
+IDENTITY = {"input": "i", "model": "m", "dimensions": None}
+SHARDS = [Shard(number, "a.parquet", 4 * number, 4) for number in range(3)]
+TABLE = pa.table({"id": [1, 2, 3, 4]})
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> JobFolder:
+    return JobFolder(tmp_path / "out", ".parquet", "give --overwrite")
+
+
+def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
+    output.write(output.path(shard), lambda path: parquet.write_table(table, path))
+
+
+def test_a_run_goes_on_with_what_is_not_done(output: JobFolder) -> None:
+    output.begin(IDENTITY, overwrite=False)
+    assert output.left(SHARDS) == SHARDS
+    write(output, SHARDS[1])
+    output.begin(IDENTITY, overwrite=False)
+    assert output.left(SHARDS) == [SHARDS[0], SHARDS[2]]
+
+
+def test_a_shard_is_done_when_its_file_is_whole(output: JobFolder) -> None:
+    output.begin(IDENTITY, overwrite=False)
+    path = output.path(SHARDS[0])
+    write(output, SHARDS[0])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert not output.has(SHARDS[0])
+    path.write_bytes(b"")
+    assert not output.has(SHARDS[0])
+    write(output, SHARDS[0], TABLE.slice(1))  # of another --piece-rows, say
+    assert not output.has(SHARDS[0])
+    write(output, SHARDS[0])
+    assert output.has(SHARDS[0])
+
+
+def test_a_shard_that_is_written_twice_is_there_once(output: JobFolder) -> None:
+    output.begin(IDENTITY, overwrite=False)
+    for _ in range(2):
+        write(output, SHARDS[0])
+    assert sorted(path.name for path in output.folder.iterdir()) == [MANIFEST, "part-00000000.parquet"]
+
+
+def test_a_write_that_fails_leaves_nothing(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    output.begin(IDENTITY, overwrite=False)
+
+    def full(table: pa.Table, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parquet, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(output, SHARDS[0])
+    assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
+
+
+def test_another_run_is_not_gone_on_with(output: JobFolder) -> None:
+    output.begin(IDENTITY, overwrite=False)
+    write(output, SHARDS[0])
+    with pytest.raises(
+        UsageError,
+        match="another model, dimensions; give the same command again to finish it, or give --overwrite to start over",
+    ):
+        output.begin(IDENTITY | {"model": "n", "dimensions": 8}, overwrite=False)
+    output.begin(IDENTITY | {"model": "n"}, overwrite=True)
+    assert output.left(SHARDS) == SHARDS
+
+
+def test_a_finished_run_is_kept(output: JobFolder) -> None:
+    output.begin(IDENTITY, overwrite=False)
+    write(output, SHARDS[0])
+    (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
+    output.finish(IDENTITY)
+    assert not list(output.folder.glob(".unfinished*"))
+    with pytest.raises(UsageError, match="is finished; give --overwrite"):
+        output.begin(IDENTITY, overwrite=False)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_something_else_is_left_alone(output: JobFolder, overwrite: bool) -> None:
+    output.folder.mkdir()
+    (output.folder / "part-00000000.parquet").write_bytes(b"of somebody else")
+    with pytest.raises(
+        UsageError, match=r"holds part-00000000\.parquet, which no job of this version left: name another folder"
+    ):
+        output.begin(IDENTITY, overwrite=overwrite)
+    assert (output.folder / "part-00000000.parquet").read_bytes() == b"of somebody else"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"identity": 1, "finished": False}), "{}"])
+def test_a_damaged_manifest_is_named(output: JobFolder, content: str) -> None:
+    output.folder.mkdir()
+    (output.folder / MANIFEST).write_text(content)
+    with pytest.raises(UsageError, match=r"_manifest\.json is damaged"):
+        output.begin(IDENTITY, overwrite=False)
+    output.begin(IDENTITY, overwrite=True)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(CommandError, match="cannot be written"):
+        JobFolder(tmp_path / "out", ".npy", "delete the folder").begin(IDENTITY)
+
+
+def test_vectors_are_a_fixed_size_list() -> None:
+    vectors = np.arange(8, dtype=np.float32).reshape(4, 2)
+    table = with_vectors(TABLE, vectors)
+    assert table.schema.field("embedding").type == pa.list_(pa.float32(), 2)
+    assert table.column("embedding").to_pylist() == vectors.tolist()
+    assert table.column_names == ["id", "embedding"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    return JobFolder(tmp_path / "out.npy.partial", ".npy", "delete the folder")
+
+
+def test_a_shard_of_vectors_is_done_when_its_file_is_whole(job: JobFolder) -> None:
+    job.begin(IDENTITY)
+    job.write_vectors(SHARDS[0], np.ones((4, 8), np.float32))
+    assert job.left(SHARDS[:1]) == []
+    path = job.path(SHARDS[0])
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole + b"x", b"", whole[:40]):
+        path.write_bytes(damaged)
+        assert job.left(SHARDS[:1]) == SHARDS[:1]
+    job.write_vectors(SHARDS[0], np.ones((3, 8), np.float32))
+    assert not job.has(SHARDS[0])
+
+
+def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
+    job.begin(IDENTITY)
+    rows = np.arange(96, dtype=np.float32).reshape(12, 8)
+    job.write_vectors(SHARDS[0], rows[:4])
+    job.write_vectors(SHARDS[1], np.zeros((4, 0), np.float32))  # none of its rows has a vector
+    job.write_vectors(SHARDS[2], rows[8:])
+    vectors = ShardVectors(job, SHARDS)
+    assert (vectors.num_rows, vectors.width) == (12, 8)
+    np.testing.assert_array_equal(vectors.rows([1, 3, 8, 11]), rows[[1, 3, 8, 11]])
+    assert np.isnan(vectors.rows([5])).all()
+
+
+def test_two_processes_do_not_write_one_folder(job: JobFolder) -> None:
+    with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
+        pass
+    assert not job.folder.exists(), "a folder without a shard goes"
+
+
+def test_a_run_of_the_older_version_is_named(job: JobFolder) -> None:
+    job.folder.mkdir()
+    (job.folder / "job.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds job\.json, which no job of this version left"):
+        job.begin(IDENTITY)

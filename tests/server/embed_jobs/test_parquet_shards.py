@@ -1,0 +1,68 @@
+"""Parquet files in shards, whatever row groups they have."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.server.embed_jobs.input import ParquetRows, parquet_inputs, stat_digest
+from penstock.server.embed_jobs.job_folder import Shard
+from penstock.server.settings import CommandError, UsageError
+
+
+def write(path: Path, rows: range, group: int = 1000, **columns: list[object]) -> Path:
+    texts = columns.pop("text", [f"text {row}" for row in rows])
+    parquet.write_table(pa.table({"id": list(rows), "text": texts, **columns}), path, row_group_size=group)
+    return path
+
+
+def shards_of(inputs: list[ParquetRows], most_rows: int) -> list[Shard]:
+    shards: list[Shard] = []
+    for each in inputs:
+        shards += each.shards(most_rows, len(shards))
+    return shards
+
+
+def read(shard: Shard) -> pa.Table:
+    return ParquetRows(Path(shard.path), "text").table(shard)
+
+
+@pytest.mark.parametrize(("group", "most_rows"), [(7, 10), (1000, 10), (3, 100), (10, 10), (1, 4)])
+def test_every_row_is_in_one_shard(tmp_path: Path, group: int, most_rows: int) -> None:
+    write(tmp_path / "b.parquet", range(50, 73), group)
+    write(tmp_path / "a.parquet", range(50), group)
+    shards = shards_of(parquet_inputs(str(tmp_path), "text"), most_rows)
+    tables = [read(shard) for shard in shards]
+    assert pa.concat_tables(tables).column("id").to_pylist() == list(range(73))
+    assert [len(table) for table in tables] == [shard.num_rows for shard in shards]
+    assert [shard.number for shard in shards] == list(range(len(shards)))
+    assert all(1 <= shard.num_rows <= most_rows for shard in shards)
+
+
+def test_what_cannot_be_an_input_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="IN: there is no Parquet file"):
+        parquet_inputs(str(tmp_path), "text")
+    write(tmp_path / "a.parquet", range(3))
+    with pytest.raises(UsageError, match="has no column 'body'; it has id, text; see --field"):
+        parquet_inputs(str(tmp_path), "body")
+    write(tmp_path / "b.parquet", range(3), other=[1, 2, 3])
+    with pytest.raises(UsageError, match=r"b\.parquet has other columns than"):
+        parquet_inputs(str(tmp_path), "text")
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(CommandError, match=r"b\.parquet: it cannot be read as Parquet"):
+        parquet_inputs(str(tmp_path), "text")
+
+
+def test_an_input_that_was_written_anew_is_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(30))
+    inputs = parquet_inputs(str(path), "text")
+    first, (shard,) = stat_digest(inputs), shards_of(inputs, 100)
+    assert first == stat_digest(parquet_inputs(str(path), "text"))
+    write(path, range(29))
+    assert first != stat_digest(inputs)
+    with pytest.raises(CommandError, match="was changed while it was read"):
+        read(shard)
+    path.unlink()
+    with pytest.raises(CommandError, match="cannot be read"):
+        read(shard)
