@@ -27,13 +27,10 @@ from .middleware.exchange import (
 )
 from .middleware.live_traffic import LiveTrafficMiddleware
 from .middleware.refusal_pace import RefusalPace
-from .models.figures import ModelFigures
-from .models.keeper import KeeperLimits, ModelKeeper
+from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
-from .models.startup import Startup
 from .models.table import ModelTable
-from .observability.cache_figures import CacheFigures
-from .observability.metrics import Gather, Metrics
+from .observability.metrics import Gather, Metrics, VectorCacheMetrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
@@ -110,16 +107,16 @@ def create_app(
         namespace_salt=None if cache is None else cache.shared_secret,
     )
     admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=common.salt)
-    keeper = ModelKeeper(
+    manager = ModelManager(
         models,
-        KeeperLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
+        ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
     )
-    table = ModelTable(keeper)
+    table = ModelTable(manager)
     admission = AdmissionController(settings, common.num_processes)
     context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, admission)
-    context.metrics.register(ModelFigures(table.entries))
+    context.metrics.register(ModelMetrics(table.entries))
     if cache is not None:
-        context.metrics.register(CacheFigures(cache, table.named_engines))
+        context.metrics.register(VectorCacheMetrics(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
     pace = RefusalPace(max_waiting=file_limit() // 2)
@@ -129,7 +126,7 @@ def create_app(
         "allow_headers": ("*",),
         "expose_headers": ("*",),
     }
-    startup = Startup(keeper, table, on_ready, on_failure)
+    startup = Startup(manager, table, on_ready, on_failure)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

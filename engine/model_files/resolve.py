@@ -7,6 +7,7 @@ Uses neither torch nor weights, so that it takes milliseconds. Order of sources:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTr
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
 __all__ = [
+    "format_table",
     "locate_model",
     "resolve_model",
     "resolved_table",
@@ -116,6 +118,16 @@ def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
         unused |= _LONG_TEXT_FIELDS
     fields = [f.name for f in dataclasses.fields(info) if f.name not in unused | {"name", "root", "sources", "config"}]
     return [(name, _shown(getattr(info, name)), info.sources[name]) for name in fields]
+
+
+def format_table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Returns the (field, value, source) rows of a resolved model as aligned lines."""
+    shown_rows = [("field", "value", "from"), *rows]
+    name_width = max(len(name) for name, _, _ in shown_rows)
+    value_width = max(len(value) for _, value, _ in shown_rows if len(value) <= 60)
+    return "\n".join(
+        f"  {name:{name_width}}  {value:{value_width}}  {source}".rstrip() for name, value, source in shown_rows
+    )
 
 
 def _resolve_task(draft: ModelDraft) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 from penstock.engine import ModelInfo
 
-from ..models.table import Described
+from ..models.table import ModelDescription
 from ..schemas.cohere import cohere_endpoints
 from ..schemas.encode import trained_outputs
 from .context import ServerContext
 
 
-def model_card(context: ServerContext, model: Described) -> dict[str, Any]:
+def model_card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
     """Returns what a ModelCard has. Of a model that was never on this machine little is known before it is loaded."""
     entry, info = model.entry, model.info
     max_model_len = None if info is None else info.max_model_len

@@ -7,7 +7,7 @@ from typing import Final
 
 from penstock.engine import EngineConfig, ModelInfo
 
-from ..models.model_entry import ModelEntry
+from ..models.served_model import ModelEntry
 from ..models.weight_files import WeightFiles
 from ..settings import ServerSettings
 from ..wire.shown_values import short_count

@@ -207,7 +207,7 @@ def _info(given: dict[str, Any]) -> int:
     from penstock.engine.model_files.resolve import resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..models.resolved_rows import format_table
+    from ...engine.model_files.resolve import format_table
     from ..models.weight_files import WeightFiles
 
     try:

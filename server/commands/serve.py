@@ -28,8 +28,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from ..admission import ServerRefusalReason
 from ..app import create_app
 from ..middleware.auth import ApiKeys
-from ..models.model_entry import ModelEntry
-from ..models.served_model import ServedModel
+from ..models.served_model import ModelEntry, ServedModel
 from ..settings import EmbedSettings, ServerSettings, UsageError, exit_code_of, unknown_variables
 from ..transport.connection_limits import TransferLimits, raise_file_limit
 from ..transport.http_server import HttpServer, freeze, uvicorn_config

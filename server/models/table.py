@@ -1,4 +1,4 @@
-"""The table of served names: which model a request names, and what is known of each."""
+"""Maps served names to models and their engines, and describes the models."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..admission import ServerRefusalReason
 from ..observability.timing import REQUEST
 from ..wire.shown_values import shown, shown_names
-from .keeper import ModelKeeper
-from .model_entry import ModelEntry, ModelStatus
+from .manager import ModelManager
+from .served_model import ModelEntry, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
-"""What Infinity's client sends where its caller named no model."""
+"""Sent by Infinity's client if its caller names no model."""
 IS_PATIENT: Final = "penstock.is_patient"
-"""In the scope of a request that can wait, so that no model goes for it which others may miss."""
+"""Key in the scope of a request that can wait: no recently used model is unloaded for it."""
 _USED: Final = "penstock.models"
-"""Where the scope of a request has the models whose engines it has."""
+"""Key in the scope of a request for the models whose engines it uses."""
 
 
 class Target(NamedTuple):
-    """What a request goes to.
+    """The engine and model of a request.
 
     Attributes:
         engine: The engine of the model.
-        name: The model's name, as the answer shows it.
-        default_prompt_name: The model's prompt for texts to embed of requests that say nothing about one.
+        name: Name of the model in the response.
+        default_prompt_name: Prompt for texts to embed if a request names none.
     """
 
     engine: AsyncEngine
@@ -41,13 +41,13 @@ class Target(NamedTuple):
     default_prompt_name: str | None
 
 
-class Described(NamedTuple):
-    """A served model and what is known of it, loaded or not.
+class ModelDescription(NamedTuple):
+    """Description of a served model, loaded or not.
 
     Attributes:
         entry: The model.
         name: One of its names.
-        info: What was resolved; None for a model that has not been on this machine yet.
+        info: None for a model that is not on this machine yet.
     """
 
     entry: ModelEntry
@@ -55,7 +55,7 @@ class Described(NamedTuple):
     info: ModelInfo | None
 
     def known(self) -> ModelInfo:
-        """Returns what was resolved. Raises EngineUnavailableError where nothing is known before it is loaded."""
+        """Returns `info`. Raises EngineUnavailableError if the model must be loaded first."""
         if self.info is None:
             raise EngineUnavailableError(
                 f"What {self.name} is will be known once it is loaded; send it a request.",
@@ -65,35 +65,35 @@ class Described(NamedTuple):
 
 
 class ModelTable:
-    """Served names to models. Requests that name none go to the first that was made for them.
+    """The served models by name. Requests without a model go to the first model of the right kind.
 
     Args:
-        keeper: Loads the models.
+        manager: Loads the models.
 
     Attributes:
-        is_starting: Models are being loaded that the server is not ready without: requests for them are told to come
-            back, while those for a model that is loaded on demand wait for it.
-        entries: The models, in their order.
+        is_starting: Preloaded models are being loaded. Requests for them are refused with "try again"; requests for
+            on-demand models wait.
+        entries: The models, in order.
     """
 
-    def __init__(self, keeper: ModelKeeper) -> None:
+    def __init__(self, manager: ModelManager) -> None:
         self.is_starting = True
-        self.entries: Sequence[ModelEntry] = keeper.entries
-        self._keeper = keeper
-        self._named = {name: entry for entry in keeper.entries for name in entry.model.names}
+        self.entries: Sequence[ModelEntry] = manager.entries
+        self._manager = manager
+        self._named = {name: entry for entry in manager.entries for name in entry.model.names}
 
     def find(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target | None:
-        """Returns what a request goes to by the model that it names, and notes it in the record of that request.
+        """Returns the target of a request and records the model in the request's record.
 
-        Its engine stays until `release`.
+        The engine is not unloaded until `release`.
 
         Args:
-            name: The name; None or empty: none.
-            scope: Of the request.
-            kinds: What a request that names none is for; see `entry`.
+            name: Model name in the request; None or empty: none.
+            scope: ASGI scope of the request.
+            kinds: Kinds of models for a request without a name; see `entry`.
 
         Returns:
-            The target; None where the model has to be loaded first: `load` does that.
+            The target; None if the model must be loaded with `load` first.
 
         Raises:
             EngineUnavailableError: The server has not started yet.
@@ -106,36 +106,36 @@ class ModelTable:
             self._check_started(entry)
             return None
         entry.enter()
-        return self._given(entry, name, scope)
+        return self._target(entry, name, scope)
 
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
-        """Returns what `find` returns once the model is loaded. Raises what `find` and ModelKeeper.acquire raise."""
+        """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
-        await self._keeper.acquire(entry, is_patient=IS_PATIENT in scope)
-        return self._given(entry, name, scope)
+        await self._manager.acquire(entry, is_patient=IS_PATIENT in scope)
+        return self._target(entry, name, scope)
 
     def release(self, scope: Scope) -> None:
-        """Gives back what a request has been given; it needs no engine any more."""
+        """Releases the engines of a request."""
         for entry in scope.pop(_USED, ()):
             entry.leave(time.monotonic())
 
     async def load_now(self, name: str) -> None:
-        """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError with what keeps it from being loaded."""
-        if (error := await self._keeper.load(self.entry(name))) is not None:
+        """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError if the load fails."""
+        if (error := await self._manager.load(self.entry(name))) is not None:
             raise EngineUnavailableError(
                 f"{name} could not be loaded: {error}", reason=ServerRefusalReason.MODEL_LOADING
             ) from error
 
     async def unload_now(self, name: str) -> None:
-        """Unloads a model; see ModelKeeper.unload. Raises ModelNotFoundError."""
-        await self._keeper.unload(self.entry(name))
+        """Unloads a model; see ModelManager.unload. Raises ModelNotFoundError."""
+        await self._manager.unload(self.entry(name))
 
-    def keep(self, name: str | None, ttl_s: float) -> None:
-        """Keeps a model for so long after its last request; see ModelKeeper.keep. Raises ModelNotFoundError."""
-        self._keeper.keep(self.entry(name), ttl_s)
+    def set_ttl(self, name: str | None, ttl_s: float) -> None:
+        """See ModelManager.set_ttl. Raises ModelNotFoundError."""
+        self._manager.set_ttl(self.entry(name), ttl_s)
 
     def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:
-        """Returns the model that a request names; without a name the first of some kinds, or the first of all.
+        """Returns the model of a name; without a name, the first model of `kinds`, or the first of all.
 
         Raises ModelNotFoundError.
         """
@@ -148,21 +148,21 @@ class ModelTable:
         served = shown_names([entry.name for entry in self.entries])
         raise ModelNotFoundError(f"The model {shown(name)} does not exist; this server has {served}.", param="model")
 
-    def describe(self, name: str | None) -> Described:
-        """Returns what is known of a served model without loading it. Raises what `find` raises."""
+    def describe(self, name: str | None) -> ModelDescription:
+        """Describes a served model without loading it. Raises the errors of `find`."""
         entry = self.entry(name)
         if entry.info is None or entry.status is not ModelStatus.LOADED:
             self._check_started(entry)
-        return Described(entry, name if name and name in self._named else entry.name, entry.info)
+        return ModelDescription(entry, name if name and name in self._named else entry.name, entry.info)
 
-    def describe_all(self) -> list[Described]:
-        """Returns every model by its shown name. Raises EngineUnavailableError while all are being loaded."""
+    def describe_all(self) -> list[ModelDescription]:
+        """Describes every model. Raises EngineUnavailableError while all are being loaded."""
         if self.is_starting and not self.engines():
             raise _starting()
-        return [Described(entry, entry.name, entry.info) for entry in self.entries]
+        return [ModelDescription(entry, entry.name, entry.info) for entry in self.entries]
 
     def engines(self) -> list[Target]:
-        """Returns the engine of every model that is loaded, by its shown name."""
+        """Returns the targets of all loaded models."""
         return [
             Target(entry.engine, entry.name, entry.model.default_prompt_name)
             for entry in self.entries
@@ -170,12 +170,12 @@ class ModelTable:
         ]
 
     def named_engines(self) -> list[tuple[AsyncEngine, str]]:
-        """Returns what `engines` returns, without the prompts."""
+        """Returns engine and shown name of all loaded models."""
         return [(target.engine, target.name) for target in self.engines()]
 
     @property
     def only(self) -> Target | None:
-        """What every request goes to, by its shown name; None where a body must be read to know, or none is loaded."""
+        """The target of all requests; None if there are several models or it is not loaded."""
         first = self.entries[0]
         if len(self.entries) > 1 or first.engine is None or first.status is not ModelStatus.LOADED:
             return None
@@ -183,24 +183,24 @@ class ModelTable:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server has started and can answer requests for a model, loaded already or on demand."""
-        return not self.is_starting and any(entry.is_good for entry in self.entries)
+        """Whether the server has started and at least one model can serve."""
+        return not self.is_starting and any(entry.can_serve for entry in self.entries)
 
     @property
     def is_alive(self) -> bool:
-        """Whether not every engine has been given up."""
+        """False if every engine is dead."""
         return not all(entry.state == EngineState.DEAD for entry in self.entries)
 
     def states(self) -> dict[str, str]:
-        """Returns where each model is in its life, by its shown name."""
+        """Returns the state of each model by its shown name."""
         states = {entry.name: entry.state for entry in self.entries}
         if self.is_starting:
             expected = [e.name for e in self.entries if e.status is ModelStatus.UNLOADED and e.model.is_preloaded]
             states |= dict.fromkeys(expected, EngineState.STARTING)
         return states
 
-    def _given(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
-        """Returns the target of a request that has the engine of a model from now on."""
+    def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
+        """Returns the target of a request and records that the request uses the engine."""
         assert entry.engine is not None
         scope.setdefault(_USED, []).append(entry)
         shown_name = name if name and name in self._named else entry.name

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from penstock.engine import AsyncEngine
 from penstock.engine.client.stats import DispatcherStats, StepHistogram
 from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.request import Stage
 
 from ..admission import REFUSAL_REASONS
@@ -83,15 +84,33 @@ _CACHE_COUNTERS: Final = {
     ),
 }
 
+_MODEL_GAUGES: Final = {
+    "is_open": ("penstock_vector_cache_open", "1 where inputs are looked up: what was loaded is known by then."),
+}
+_MODEL_COUNTERS: Final = {
+    "num_memory_hits": ("penstock_vector_cache_memory_hits", "Inputs whose embedding was found in memory."),
+    "num_disk_hits": ("penstock_vector_cache_disk_hits", "Inputs whose embedding was found in --cache-dir."),
+    "num_misses": ("penstock_vector_cache_misses", "Inputs that were looked up and not found."),
+}
+_TIER_GAUGES: Final = {
+    "num_bytes": ("penstock_vector_cache_bytes", "Bytes of cached embeddings."),
+    "is_working": ("penstock_vector_cache_working", "1 where embeddings can be kept; 0 on a full or damaged disk."),
+}
+_TIER_COUNTERS: Final = {
+    "num_evicted": ("penstock_vector_cache_evictions", "Embeddings that left because room was needed."),
+    "num_dropped": ("penstock_vector_cache_dropped", "Embeddings that were not kept: no room on the disk."),
+    "num_damaged": ("penstock_vector_cache_damaged", "Embeddings that were found to be damaged, and computed again."),
+}
+
 _LABELS: Final = ("model", "replica")
-"""Of what each core tells of itself. An engine that has one core leaves out the second."""
+"""Labels of the metrics of each core. Engines with one core have no replica label."""
 
 Gather = Callable[[], Awaitable[Sequence[Metric]]]
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
 class _Core(NamedTuple):
-    """The figures of one core of an engine, with the values of its labels."""
+    """State and statistics of one core of an engine."""
 
     labels: tuple[str, ...]
     state: EngineState
@@ -100,11 +119,11 @@ class _Core(NamedTuple):
 
 
 class Metrics(Collector):
-    """Counters of the HTTP side, and the engines' own figures, read when they are asked for.
+    """Metrics of the HTTP side and of the engines.
 
     Args:
-        engines: Returns the engines with the name that labels their figures.
-        gather: Returns the figures of all processes of the server; None where this is the only one.
+        engines: Returns the engines and the names of their models.
+        gather: Returns the metrics of all server processes; None if this is the only one.
     """
 
     def __init__(self, engines: NamedEngines, gather: Gather | None = None) -> None:
@@ -122,7 +141,7 @@ class Metrics(Collector):
         self._refused: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REFUSAL_REASONS})
 
     def register(self, collector: Collector) -> None:
-        """Adds further figures to the exposition."""
+        """Adds further metrics."""
         self._registry.register(collector)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
@@ -139,7 +158,7 @@ class Metrics(Collector):
         self._refused[(reason,)] += 1
 
     def observe(self, record: RequestRecord) -> None:
-        """Counts one answer."""
+        """Counts one response."""
         if record.refused_by is not None:
             self.count_refusal(record.refused_by)
         model, route = record.model, record.route
@@ -158,19 +177,19 @@ class Metrics(Collector):
             stages[stage].observe(seconds)
 
     def families(self) -> list[Metric]:
-        """Returns all figures of this process."""
+        """Returns all metrics of this process."""
         return list(self._registry.collect())
 
     async def scrape(self) -> bytes:
-        """Returns what `exposition` returns, of all processes of the server. Raises what `gather` raises."""
+        """Returns the metrics of all server processes as text. Raises the errors of `gather`."""
         return self.exposition() if self._gather is None else generate_latest(_Gathered(await self._gather()))
 
     def exposition(self) -> bytes:
-        """Returns all figures in Prometheus' text format."""
+        """Returns the metrics of this process in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Yields what is read at scrape time. prometheus_client's own histograms cost more than all else here."""
+        """Yields the metrics at scrape time. The histograms of prometheus_client would be slower than all the rest."""
         latency = HistogramMetricFamily(
             "penstock_http_request_duration_seconds",
             "Seconds from the head of the request to the end of the answer.",
@@ -199,15 +218,15 @@ class Metrics(Collector):
         cores = [core for engine, model in engines for core in _cores(engine, model)]
         stats = [(core.stats, core.labels) for core in cores]
         cache_uses = [(use, labels) for s, labels in stats if (use := s.cache_use) is not None]
-        yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, stats)
-        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, stats)
+        yield from _families(GaugeMetricFamily, _ENGINE_GAUGES, _LABELS, stats)
+        yield from _families(CounterMetricFamily, _ENGINE_COUNTERS, _LABELS, stats)
         for field, (name, text) in _ENGINE_HISTOGRAMS.items():
             metric = HistogramMetricFamily(name, text, labels=_LABELS)
             for figures, labels in stats:
                 _add(metric, labels, getattr(figures, field))
             yield metric
-        yield from _families(GaugeMetricFamily, _CACHE_GAUGES, cache_uses)
-        yield from _families(CounterMetricFamily, _CACHE_COUNTERS, cache_uses)
+        yield from _families(GaugeMetricFamily, _CACHE_GAUGES, _LABELS, cache_uses)
+        yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
         queue = GaugeMetricFamily(
             "penstock_engine_queue_seconds",
             "Seconds that what waits or runs takes at the rate of the last forwards; 0 before it is measured.",
@@ -226,14 +245,37 @@ class Metrics(Collector):
 
 
 def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
-    """Returns the figures of each replica, by its number; of an engine that has one, those of the whole."""
+    """Returns the cores of an engine, labelled by number if there are several."""
     replicas = enumerate(engine.replicas)
     several = [_Core((model, str(number)), each.state, each.num_restarts, each.stats) for number, each in replicas]
     return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
 
 
+class VectorCacheMetrics(Collector):
+    """Prometheus metrics of the vector cache.
+
+    Args:
+        cache: The cache that the models share.
+        engines: Returns the engines and the names of their models.
+    """
+
+    def __init__(self, cache: VectorCache, engines: Callable[[], Iterable[tuple[AsyncEngine, str]]]) -> None:
+        self._cache = cache
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields values for each model and each tier."""
+        lookups = [(engine.stats().vectors, model) for engine, model in self._engines()]
+        models = [(stats, (model,)) for stats, model in lookups if stats is not None]
+        tiers = [(figures, (figures.name,)) for figures in self._cache.figures()]
+        yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ("model",), models)
+        yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ("model",), models)
+        yield from _families(GaugeMetricFamily, _TIER_GAUGES, ("tier",), tiers)
+        yield from _families(CounterMetricFamily, _TIER_COUNTERS, ("tier",), tiers)
+
+
 class _Gathered(CollectorRegistry):
-    """Figures that have been collected."""
+    """Metrics that were collected before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         super().__init__()
@@ -244,7 +286,7 @@ class _Gathered(CollectorRegistry):
 
 
 def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> CounterMetricFamily:
-    """Returns a family of counters. prometheus_client's own say when each was made, and look it up under a lock."""
+    """Returns a family of counters. Those of prometheus_client take a lock and export creation times."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)
@@ -254,13 +296,14 @@ def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, i
 def _families(
     family: type[GaugeMetricFamily | CounterMetricFamily],
     fields: Mapping[str, tuple[str, str]],
-    figures: Sequence[tuple[object, Sequence[str]]],
+    label_names: Sequence[str],
+    stats: Sequence[tuple[object, Sequence[str]]],
 ) -> Iterable[Metric]:
-    """Yields one family per field, with a value for each core's figures."""
+    """Yields one family per field, with a value for each element of `stats`."""
     for field, (name, text) in fields.items():
-        metric = family(name, text, labels=_LABELS)
-        for values, labels in figures:
-            metric.add_metric(labels, attrgetter(field)(values))
+        metric = family(name, text, labels=label_names)
+        for values, labels in stats:
+            metric.add_metric(labels, float(attrgetter(field)(values)))
         yield metric
 
 

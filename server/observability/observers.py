@@ -1,33 +1,35 @@
-"""Who is told of every request, as the settings ask: traces, metrics, the access log."""
+"""Observers of finished requests: traces, metrics and the access log."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..settings import ServerSettings, UsageError
-from .access_log import log_access
 from .metrics import Metrics
-from .timing import Observer
+from .timing import Observer, RequestRecord, loggable
 
 if TYPE_CHECKING:
     from .tracing import Tracing
+
+logger = logging.getLogger("penstock.access")
 
 
 class Observers:
     """The observers of one application.
 
     Attributes:
-        all: In the order in which they are told: the log line holds what the trace left in the record.
+        all: In order of call: the log line contains the trace id that the trace sets.
 
     Args:
-        settings: What the operator asked for.
-        metrics: Of the application.
+        settings: The server's settings.
+        metrics: Metrics of the application.
 
     Raises:
-        UsageError: Traces are asked for, but the extra is missing that sends them.
+        UsageError: Traces are configured, but the extra `otel` is missing.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
@@ -39,7 +41,7 @@ class Observers:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Sends the last traces when it ends."""
+        """Sends the last traces at the end."""
         try:
             yield
         finally:
@@ -56,3 +58,38 @@ def _tracing_to(endpoint: str) -> Tracing:
             "run: pip install 'penstock[otel]'"
         ) from error
     return Tracing.to(endpoint)
+
+
+def log_access(record: RequestRecord) -> None:
+    """Logs one line per request except probes, never its content. JSON logs have the values as fields."""
+    if record.is_probe:
+        return
+    scope = record.scope
+    path = loggable(scope["path"])
+    stages_ms = {stage: round(1000 * seconds, 3) for stage, seconds in record.stage_seconds.items()}
+    fields: dict[str, Any] = {
+        "request_id": scope["request_id"],
+        "method": scope["method"],
+        "path": path,
+        "route": record.route,
+        "status": record.status,
+        "client": scope["client"][0] if scope.get("client") else None,
+        "duration_ms": round(1000 * record.seconds, 3),
+        **{f"{stage}_ms": spent for stage, spent in stages_ms.items()},
+    }
+    if record.task is not None:
+        fields |= {"task": record.task, "inputs": record.num_inputs, "tokens": record.num_tokens}
+    if record.trace_id is not None:
+        fields["trace_id"] = record.trace_id
+    details = [] if record.task is None else [f"{record.task} {record.num_inputs} inputs, {record.num_tokens} tokens"]
+    details += [f"{stage} {spent:.1f} ms" for stage, spent in stages_ms.items()]
+    logger.info(
+        "%s %s %d in %.1f ms%s (%s)",
+        scope["method"],
+        path,
+        record.status,
+        1000 * record.seconds,
+        "".join(f"; {detail}" for detail in details),
+        scope["request_id"],
+        extra={"fields": fields},
+    )

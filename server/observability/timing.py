@@ -1,4 +1,4 @@
-"""What is known of a request when its answer has gone, and who is told of it: metrics, the access log, traces."""
+"""The record of a request: its times, model and status, for metrics, access log and traces."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from ..admission import REFUSED_BY
 from ..routing import route_of
 
 UNKNOWN_ROUTE: Final = "other"
+_MAX_PATH_CHARS: Final = 200
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request and its answer.
+    """A request and its response.
 
     Attributes:
         scope: The ASGI scope of the request.
-        began_s: Seconds, of time.perf_counter(). When its head was read.
-        began_ns: Nanoseconds since 1970 of the same moment.
-        stages: Where its time went.
-        route: The route of its path, as in the OpenAPI schema. Unknown paths are one, so that they cost no memory.
-        is_probe: It is sent every few seconds: neither logged nor traced.
-        model: Shown name of the model that it went to; "" where it named none that is served, or came to no model.
-        has_begun: Whether there is an answer, or the beginning of one; a refusal may still wait for its turn.
-        status: HTTP status; 500 until an answer goes out.
-        seconds: Seconds to the end of the answer.
+        began_s: time.perf_counter() when its head was read.
+        began_ns: Nanoseconds since 1970 at the same moment.
+        stages: Times of its stages.
+        route: Route of its path, as in the OpenAPI schema. Unknown paths share one, to bound memory.
+        is_probe: A health check: neither logged nor traced.
+        model: Shown name of its model; "" if it reached no model.
+        has_begun: Whether the response has started.
+        status: HTTP status; 500 before the response starts.
+        seconds: Seconds to the end of the response.
         stage_seconds: Sums of `stages`.
-        task: Task of the engine. None: the engine was not called, or it failed.
-        num_inputs: Texts, documents or pairs that it ran.
+        task: Task of the engine; None if it was not called or failed.
+        num_inputs: Texts, documents or pairs.
         num_tokens: Their tokens.
-        trace_id: Of its span; None without traces.
-        refused_by: The limit that refused the request; None where none did.
+        trace_id: Id of its trace; None without traces.
+        refused_by: The limit that refused the request; None if not refused.
     """
 
     scope: Scope
@@ -60,18 +61,18 @@ class RequestRecord:
 
     @property
     def is_answered(self) -> bool:
-        """Whether it was no error."""
+        """Whether the status is no error."""
         return self.status < 400
 
     def begin_answer(self, status: int) -> None:
-        """Notes that the head of the answer goes out."""
+        """Records the start of the response."""
         self.status = status
         if self.is_answered and self.stages.last_s is not None:
             self.stages.add(Stage.ENCODE, self.stages.last_s, time.perf_counter() - self.stages.last_s)
         self.stage_seconds = self.stages.seconds()
 
     def end(self) -> None:
-        """Notes that the answer has gone."""
+        """Records the end of the response."""
         self.seconds = time.perf_counter() - self.began_s
         route = route_of(self.scope)
         if route is not None:
@@ -80,12 +81,17 @@ class RequestRecord:
 
 
 Observer = Callable[[RequestRecord], Any]
-"""Is told of every request when its answer has gone."""
+"""Called with every request at the end of its response."""
 
 REQUEST: Final[ContextVar[RequestRecord | None]] = ContextVar("penstock_request", default=None)
-"""The request that the current task answers. It belongs to the task, not to this module."""
+"""The request that the current task serves."""
 
 
 def server_timing(seconds: Mapping[Stage, float]) -> bytes:
     """Returns the value of the header Server-Timing (W3C), in milliseconds."""
     return ", ".join([f"{stage};dur={1000 * spent:.3f}" for stage, spent in seconds.items()]).encode()
+
+
+def loggable(path: str) -> str:
+    """Returns a path that is safe in a log line: escaped and of bounded length."""
+    return path[:_MAX_PATH_CHARS].encode("unicode_escape").decode("ascii")

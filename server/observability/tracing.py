@@ -1,8 +1,8 @@
 """OpenTelemetry traces: a span per request with its stages as children, sent by OTLP over HTTP.
 
-Needs the extra `otel`, and is imported only where an endpoint is configured. The parent comes from the headers
-traceparent and tracestate (W3C). Spans are made when the answer has gone, from the times that were noted anyway: a
-request that is not sampled costs next to nothing. The OTEL_ variables of the SDK apply, such as OTEL_SERVICE_NAME and
+Needs the extra `otel`, and is imported only if an endpoint is configured. The parent comes from the headers
+traceparent and tracestate (W3C). Spans are created at the end of the response from recorded times, so that requests
+that are not sampled cost almost nothing. The OTEL_ variables of the SDK apply, such as OTEL_SERVICE_NAME and
 OTEL_TRACES_SAMPLER.
 """
 
@@ -19,8 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, s
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ..wire.version import penstock_version
-from .access_log import loggable
-from .timing import UNKNOWN_ROUTE, RequestRecord
+from .timing import UNKNOWN_ROUTE, RequestRecord, loggable
 
 _PARENT_HEADERS: Final = (b"traceparent", b"tracestate")
 _TRACES_PATH: Final = "/v1/traces"
@@ -30,7 +29,7 @@ class Tracing:
     """Sends a trace of every sampled request.
 
     Args:
-        processor: Takes the spans that have ended.
+        processor: Processes finished spans.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
@@ -47,7 +46,7 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
     def observe(self, record: RequestRecord) -> None:
-        """Makes the spans of one request, unless it is a probe, and sets its `trace_id`."""
+        """Creates the spans of one request, unless it is a probe, and sets its `trace_id`."""
         if record.is_probe:
             return
         scope = record.scope
@@ -90,7 +89,7 @@ class Tracing:
         span.end(record.began_ns + int(1e9 * record.seconds))
 
     def close(self) -> None:
-        """Sends what waits and ends the thread. Blocks while it sends."""
+        """Sends pending spans and ends the thread. Blocks while it sends."""
         self._provider.shutdown()
 
 

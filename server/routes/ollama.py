@@ -22,7 +22,7 @@ from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
 from ..dialects import OLLAMA, OPENAI
-from ..models.model_entry import ModelEntry
+from ..models.served_model import ModelEntry
 from ..models.table import Target
 from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, passed_on
@@ -180,7 +180,7 @@ async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
     """Loads a model, or with a `keep_alive` of 0 unloads it, if it is one that comes and goes."""
     context, name = context_of(request), body.served_name()
     if body.keep_alive == 0:
-        context.models.keep(name, 0.0)
+        context.models.set_ttl(name, 0.0)
     else:
         await _found(context, request, body)
     reason = "unload" if body.keep_alive == 0 else "load"
@@ -192,7 +192,7 @@ async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody
     """Returns what a request goes to; its model stays afterwards for as long as the request says."""
     target = await context.find(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
-        context.models.keep(target.name, body.keep_alive)
+        context.models.set_ttl(target.name, body.keep_alive)
     return target
 
 

@@ -63,7 +63,7 @@ _UNHEALTHY: Final[Responses] = {503: {"model": Health, "description": "Not healt
 )
 async def live(request: Request) -> Response:
     """200 while the process works: an engine that is being loaded does not count, but all given up do."""
-    return _health(request, is_good=context_of(request).models.is_alive)
+    return _health(request, can_serve=context_of(request).models.is_alive)
 
 
 @router.get(
@@ -76,7 +76,7 @@ async def ready(request: Request) -> Response:
 
     Of several models one may be down: `engines` tells which.
     """
-    return _health(request, is_good=context_of(request).models.is_ready)
+    return _health(request, can_serve=context_of(request).models.is_ready)
 
 
 @router.get(
@@ -97,16 +97,16 @@ async def get_version() -> Response:
     return json_response({"version": penstock_version()})
 
 
-def _health(request: Request, *, is_good: bool) -> Response:
+def _health(request: Request, *, can_serve: bool) -> Response:
     models = context_of(request).models
-    body: dict[str, Any] = {"status": "ok" if is_good else "unavailable", "engines": models.states()}
+    body: dict[str, Any] = {"status": "ok" if can_serve else "unavailable", "engines": models.states()}
     replicas = {
         name: [{"state": replica.state, "place": replica.place} for replica in engine.replicas]
         for engine, name in models.named_engines()
         if engine.replicas
     }
     response = json_response(body | {"replicas": replicas} if replicas else body)
-    response.status_code = 200 if is_good else 503
+    response.status_code = 200 if can_serve else 503
     return response
 
 

@@ -32,7 +32,7 @@ from penstock.engine.protocol.messages import ModelReady, first_request_id
 
 from ..admission import ServerRefusalReason
 from ..app import Common, create_app
-from ..models import keeper
+from ..models import manager
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import UsageError
@@ -308,7 +308,7 @@ def main() -> None:
     plan = WorkerPlan.receive(control)
     settings = plan.settings
     configure_logging(settings.log_level, settings.log_format)
-    for name in (keeper.__name__, "uvicorn.error"):  # the supervising process tells of models, of start and end
+    for name in (manager.__name__, "uvicorn.error"):  # the supervising process tells of models, of start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
     raise_file_limit()
 

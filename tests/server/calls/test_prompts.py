@@ -9,7 +9,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.context import ServerContext
-from penstock.server.models.keeper import KeeperLimits, ModelKeeper
+from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, Target
 from penstock.server.schemas.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
@@ -61,7 +61,7 @@ def body(**fields: str) -> EmbeddingRequest:
 
 
 def context() -> ServerContext:
-    settings, table = ServerSettings(), ModelTable(ModelKeeper([], KeeperLimits()))
+    settings, table = ServerSettings(), ModelTable(ModelManager([], ModelLimits()))
     return ServerContext(settings, None, table, 0, AdmissionController(settings))
 
 

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.server.commands.announcement import announcement, exposure
-from penstock.server.models.model_entry import ModelEntry
-from penstock.server.models.served_model import ServedModel
+from penstock.server.models.served_model import ModelEntry, ServedModel
 from penstock.server.settings import ServerSettings, load
 
 

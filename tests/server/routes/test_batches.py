@@ -457,7 +457,7 @@ async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_pa
 async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.02)
     monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
-    monkeypatch.setattr("penstock.server.models.keeper.LEAST_STAY_S", 0.0)
+    monkeypatch.setattr("penstock.server.models.manager.LEAST_STAY_S", 0.0)
     started: list[str] = []
 
     def model(name: str) -> ServedModel:
@@ -483,7 +483,7 @@ async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, m
             await asyncio.sleep(0.02)
         assert started == ["a"]
         assert (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] == "in_progress"
-        monkeypatch.setattr("penstock.server.models.keeper.UNMISSED_S", 0.05)
+        monkeypatch.setattr("penstock.server.models.manager.UNMISSED_S", 0.05)
         assert (await ended(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
         assert started == ["a", "b"]
 

@@ -1,51 +1,57 @@
-"""Keeps models in memory while they are wanted: loads them on demand, makes room for them, and lets idle ones go.
+"""Loads models at the start and on demand, and unloads idle models to make space.
 
-Every model is an engine process of its own, so that one that comes, goes or dies disturbs no other. What a request has
-been given is never taken from it: a model leaves when the last request that has its engine is done.
+Every model has an engine process of its own, so that loading, unloading or a crash does not affect other models. A
+model is unloaded when the last request that uses its engine has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
 from ..admission import ServerRefusalReason
-from .model_entry import ModelEntry, ModelStatus
-from .resolved_rows import format_table
-from .served_model import ServedModel, check_prompt_name
+from .served_model import ModelEntry, ModelStatus, ServedModel, check_prompt_name
+
+if TYPE_CHECKING:
+    from .table import ModelTable
+from ...engine.model_files.resolve import format_table
 
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 10.0
-"""Seconds after which a request makes another attempt to load what could not be loaded."""
+"""Seconds after a failed load before a request tries again."""
 LEAST_STAY_S: Final = 2.0
-"""Seconds that a model which is in use stays, although another one wants its place."""
+"""Least seconds that a model in use stays loaded when another model needs its memory."""
 UNMISSED_S: Final = 30.0
-"""Seconds without a request after which a model may go for requests that can wait."""
+"""Seconds without a request after which a model may be unloaded for requests that can wait."""
 _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
-"""Requests that wait for models at once; each holds its body."""
+"""Most requests that wait for models at once. Each holds its body in memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperLimits:
-    """What the models may take.
+class ModelLimits:
+    """Limits of all models together.
 
     Attributes:
-        max_loaded: Models in memory at once; None: all.
-        max_bytes: Bytes that they take together; None: no bound.
+        max_loaded: Most models in memory; None: no limit.
+        max_bytes: Most bytes of memory; None: no limit.
         wait_s: Seconds that a request waits for its model.
-        drain_timeout_s: Seconds that requests get to finish when their model is to go.
+        drain_timeout_s: Seconds that requests get to finish when their model is unloaded.
     """
 
     max_loaded: int | None = None
@@ -54,39 +60,39 @@ class KeeperLimits:
     drain_timeout_s: float = 30.0
 
 
-class ModelKeeper:
+class ModelManager:
     """Loads and unloads the models of one application. Belongs to one event loop.
 
     Args:
-        models: What is served.
-        limits: What it may take.
+        models: The served models.
+        limits: Limits of all models.
 
     Attributes:
-        entries: One for each model, in their order.
+        entries: One entry per model, in order.
     """
 
-    def __init__(self, models: Sequence[ServedModel], limits: KeeperLimits) -> None:
+    def __init__(self, models: Sequence[ServedModel], limits: ModelLimits) -> None:
         self.entries = [ModelEntry(model, self._became_idle) for model in models]
         self._limits = limits
-        self._room_turn = asyncio.Lock()
+        self._making_space = asyncio.Lock()
         self._changed = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._unloads: set[asyncio.Task[bool]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def acquire(self, entry: ModelEntry, *, is_patient: bool = False) -> AsyncEngine:
-        """Returns the engine of a model that may have to be loaded first; `entry.leave` gives it back.
+        """Returns the engine of a model, which is loaded first if necessary. `entry.leave` returns it.
 
         Args:
             entry: The model.
-            is_patient: The request can wait: no model has to go for it that others may miss.
+            is_patient: The request can wait: no recently used model is unloaded for it.
 
         Raises:
-            EngineUnavailableError: It cannot be loaded, it takes too long, or too many wait.
+            EngineUnavailableError: The load fails or takes too long, or too many requests wait.
         """
         if entry.status is ModelStatus.FAILED and time.monotonic() - entry.failed_s < RETRY_S:
             raise _unavailable(entry)
-        if is_patient and not self._has_unmissed_room(entry):
+        if is_patient and not self._fits_beside_used_models(entry):
             raise EngineUnavailableError(
                 f"There is no room for {entry.name} while others are in use.", reason=ServerRefusalReason.MODEL_MEMORY
             )
@@ -97,7 +103,7 @@ class ModelKeeper:
             )
         waiter: asyncio.Future[AsyncEngine | None] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
-        self._begin_load(entry)
+        self._start_load(entry)
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 engine = await waiter
@@ -105,7 +111,7 @@ class ModelKeeper:
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)
             elif not waiter.cancelled() and waiter.result() is not None:
-                entry.leave(time.monotonic())  # it came when nobody waited for it any more
+                entry.leave(time.monotonic())  # the engine came after the timeout or disconnect
             if isinstance(error, TimeoutError):
                 raise EngineUnavailableError(
                     f"The model {entry.name} is being loaded, which has taken more than {self._limits.wait_s:g} s. "
@@ -118,32 +124,32 @@ class ModelKeeper:
         return engine
 
     async def load(self, entry: ModelEntry) -> Exception | None:
-        """Loads a model, unless it is loaded. Returns what keeps it from being loaded, or None."""
+        """Loads a model if it is not loaded. Returns the error of a failed load, or None."""
         if entry.status is not ModelStatus.LOADED:
-            await asyncio.shield(self._begin_load(entry))
+            await asyncio.shield(self._start_load(entry))
         return entry.error
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Unloads a model once its requests have ended; those that do not end in time are lost, as in a drain.
+        """Unloads a model after its requests have ended, or after the drain timeout.
 
-        One that is being loaded is unloaded after that.
+        A loading model is unloaded after its load.
         """
         while entry.status in (ModelStatus.LOADING, ModelStatus.LEAVING):
             await self._change()
         if entry.status is ModelStatus.LOADED:
-            await self._let_go(entry, "on request", is_forced=True)
+            await self._drain_and_unload(entry, "on request", is_forced=True)
         elif entry.status is ModelStatus.FAILED:
             entry.unloaded()
 
-    def keep(self, entry: ModelEntry, ttl_s: float) -> None:
-        """Keeps a model that comes and goes and is loaded for so many seconds after its last request, in this life."""
-        if entry.model.comes_and_goes and entry.status is ModelStatus.LOADED:
+    def set_ttl(self, entry: ModelEntry, ttl_s: float) -> None:
+        """Sets the seconds after which an idle on-demand model is unloaded, until its next load."""
+        if entry.model.is_on_demand and entry.status is ModelStatus.LOADED:
             entry.ttl_s = ttl_s
             if entry.is_idle:
                 self._became_idle(entry)
 
     async def close(self) -> None:
-        """Ends what is being loaded, lets requests that run finish, and stops every engine."""
+        """Cancels loads, lets running requests finish, and stops every engine."""
         for timer in self._timers.values():
             timer.cancel()
         tasks = list(self._loads.values())
@@ -152,22 +158,22 @@ class ModelKeeper:
         await asyncio.gather(*tasks, *self._unloads, return_exceptions=True)
         await asyncio.gather(*(_stop(entry, self._limits.drain_timeout_s) for entry in reversed(self.entries)))
 
-    def _begin_load(self, entry: ModelEntry) -> asyncio.Task[None]:
+    def _start_load(self, entry: ModelEntry) -> asyncio.Task[None]:
         task = self._loads.get(entry.name)
         if task is None:
             task = self._loads[entry.name] = asyncio.create_task(self._load(entry))
         return task
 
     async def _load(self, entry: ModelEntry) -> None:
-        """Loads a model, or notes in its entry why it cannot be loaded."""
+        """Loads a model. Records an error in its entry."""
         began_s = time.monotonic()
         try:
-            async with self._room_turn:
+            async with self._making_space:
                 while entry.status is ModelStatus.LEAVING:
                     await self._change()
                 if entry.status is ModelStatus.LOADED:
-                    return  # it stayed
-                await self._make_room(entry)
+                    return  # it was not unloaded
+                await self._make_space(entry)
                 entry.status = ModelStatus.LOADING
             engine = await entry.model.start()
             try:
@@ -175,12 +181,12 @@ class ModelKeeper:
             except BaseException:
                 await engine.close()
                 raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and other models go on
+        except Exception as error:  # noqa: BLE001 - recorded in the entry; other models are not affected
             if entry.waiters:
                 log_failure(entry, error)
             entry.failed(error, time.monotonic())
         except BaseException:
-            if entry.status is ModelStatus.LOADING:  # else it is another life of it that ends elsewhere
+            if entry.status is ModelStatus.LOADING:  # otherwise `_drain_and_unload` handles it
                 entry.unloaded()
             raise
         else:
@@ -194,17 +200,17 @@ class ModelKeeper:
             del self._loads[entry.name]
             self._changed.set()
 
-    async def _make_room(self, entry: ModelEntry) -> None:
-        """Lets others go until a model has room: idle ones first, of these the one whose last request was longest ago.
+    async def _make_space(self, entry: ModelEntry) -> None:
+        """Unloads other models until a model fits: the least recently used idle model first.
 
-        Where none is idle, the one goes that was loaded first. Its new requests wait until it is loaded again.
+        Without idle models, the model that was loaded first is unloaded. Its new requests wait until it is back.
 
         Raises:
-            EngineUnavailableError: No model that is loaded may go, or none goes in time.
+            EngineUnavailableError: All loaded models are pinned, or none can be unloaded in time.
         """
         ends_s = time.monotonic() + LEAST_STAY_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
-        while self._is_short(entry):
-            others = [each for each in self.entries if each.takes_room and not each.model.is_pinned]
+        while self._exceeds_limits(entry):
+            others = [each for each in self.entries if each.uses_memory and not each.model.is_pinned]
             if not others:
                 raise EngineUnavailableError(
                     "There is no room for it beside the models that are pinned.",
@@ -214,40 +220,40 @@ class ModelKeeper:
             idle = [each for each in loaded if each.is_idle]
             settled = [each for each in loaded if time.monotonic() - each.loaded_s >= LEAST_STAY_S]
             if idle:
-                await self._let_go(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
+                await self._drain_and_unload(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
                 raise EngineUnavailableError(
                     "The models that are in memory are in use.", reason=ServerRefusalReason.MODEL_MEMORY
                 )
             elif settled:
-                await self._let_go(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
+                await self._drain_and_unload(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
             else:
                 await self._change(LEAST_STAY_S)
 
-    def _has_unmissed_room(self, entry: ModelEntry) -> bool:
-        """Whether a model is on its way already, or has room beside those that somebody has used of late."""
+    def _fits_beside_used_models(self, entry: ModelEntry) -> bool:
+        """Whether a model is loading, or fits beside the recently used models."""
         if self._loads:
-            return entry.name in self._loads  # else another one may take what room there is
+            return entry.name in self._loads  # another loading model may need the space
         long_ago_s = time.monotonic() - UNMISSED_S
         idle = (each for each in self.entries if each.is_idle and not each.model.is_pinned)
-        return not self._is_short(entry, without=[each for each in idle if each.last_used_s <= long_ago_s])
+        return not self._exceeds_limits(entry, without=[each for each in idle if each.last_used_s <= long_ago_s])
 
-    def _is_short(self, entry: ModelEntry, without: Sequence[ModelEntry] = ()) -> bool:
-        there = [each for each in self.entries if each.takes_room and each not in without]
+    def _exceeds_limits(self, entry: ModelEntry, without: Sequence[ModelEntry] = ()) -> bool:
+        there = [each for each in self.entries if each.uses_memory and each not in without]
         max_loaded, max_bytes = self._limits.max_loaded, self._limits.max_bytes
         if max_loaded is not None and len(there) >= max_loaded:
             return True
-        # A model that is larger than all the room there is has been refused at the start, where that was known.
+        # A model larger than max_bytes may be loaded alone: it was refused at the start if its size was known.
         total = entry.num_bytes + sum(each.num_bytes for each in there)
         return max_bytes is not None and bool(there) and total > max_bytes
 
-    async def _let_go(self, entry: ModelEntry, why: str, *, is_forced: bool = False) -> bool:
-        """Unloads a model when its requests have ended. Returns False where they have not in time and it stays.
+    async def _drain_and_unload(self, entry: ModelEntry, why: str, *, is_forced: bool = False) -> bool:
+        """Unloads a model when its requests have ended. Returns False if they do not end in time.
 
         Args:
-            entry: Of a model that is loaded.
-            why: For the log.
-            is_forced: It goes even then.
+            entry: A loaded model.
+            why: Reason in the log.
+            is_forced: Unload it even if its requests do not end in time.
         """
         engine = entry.engine
         assert engine is not None
@@ -256,7 +262,7 @@ class ModelKeeper:
         while entry.num_in_use and time.monotonic() < ends_s:
             await self._change(ends_s - time.monotonic())
         if entry.num_in_use and not is_forced:
-            entry.stays(time.monotonic())
+            entry.set_loaded(time.monotonic())
             self._changed.set()
             return False
         await _stop(entry, max(ends_s - time.monotonic(), 0.0))
@@ -273,9 +279,9 @@ class ModelKeeper:
             self._timers[entry.name] = loop.call_later(entry.ttl_s, self._expire, entry)
 
     def _expire(self, entry: ModelEntry) -> None:
-        """Unloads a model that nobody has used since the timer was set."""
+        """Unloads a model that was not used since the timer was set."""
         if entry.is_idle and time.monotonic() - entry.last_used_s >= entry.ttl_s - _TICK_S:
-            task = asyncio.create_task(self._let_go(entry, f"after {entry.ttl_s:g} s without a request"))
+            task = asyncio.create_task(self._drain_and_unload(entry, f"after {entry.ttl_s:g} s without a request"))
             self._unloads.add(task)
             task.add_done_callback(self._unloads.discard)
 
@@ -289,14 +295,60 @@ class ModelKeeper:
             return
 
 
+@dataclass(slots=True, eq=False)
+class Startup:
+    """Loads the preloaded models when the application starts, and stops all models when it ends.
+
+    A failed load does not affect the other models. The start fails if no model can be loaded.
+
+    Attributes:
+        manager: Loads the models.
+        table: Its `is_starting` is cleared after all attempts.
+        on_ready: Called after all attempts if a model can serve.
+        on_failure: Called with the first error if no model can serve. The application keeps running.
+    """
+
+    manager: ModelManager
+    table: ModelTable
+    on_ready: Callable[[], None]
+    on_failure: Callable[[Exception], None]
+    _loading: asyncio.Task[None] = field(init=False)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts to load the models. Drains and stops them at the end."""
+        self._loading = asyncio.create_task(self._load())
+        try:
+            yield
+        finally:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+            await self.manager.close()
+
+    async def wait(self) -> None:
+        """Waits inside `running` until all loads have ended. Raises the first error if no model can serve."""
+        await asyncio.shield(self._loading)
+
+    async def _load(self) -> None:
+        first = [entry for entry in self.manager.entries if entry.model.is_preloaded]
+        failed = [(entry, error) for entry in first if (error := await self.manager.load(entry)) is not None]
+        if failed and len(failed) == len(self.manager.entries):
+            self.on_failure(failed[0][1])
+            raise failed[0][1]
+        for entry, error in failed:
+            log_failure(entry, error)
+        self.table.is_starting = False
+        self.on_ready()
+
+
 def log_failure(entry: ModelEntry, error: Exception) -> None:
-    """Logs why a model could not be loaded, with a traceback where that is a surprise."""
+    """Logs a failed load, with a traceback for unexpected errors."""
     is_known = isinstance(error, EngineError | OSError)
     logger.error("%s could not be loaded: %s", entry.name, error, exc_info=None if is_known else error)
 
 
 def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
-    """Returns the error of a request for a model that could not be loaded; the whole reason is for the operator."""
+    """Returns the error for requests of a model that could not be loaded. Details are in the log only."""
     if isinstance(entry.error, EngineUnavailableError):
         return EngineUnavailableError(
             f"The model {entry.name} cannot be loaded now. {entry.error.message}", reason=entry.error.reason
@@ -308,10 +360,45 @@ def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
 
 
 async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:
-    """Lets requests that run finish, then stops the engine of a model, if it has one."""
+    """Lets running requests finish, then stops the engine of a model, if it has one."""
     if entry.engine is None:
         return
     if not await entry.engine.drain(drain_timeout_s):
         logger.warning("%s was stopped with requests under way", entry.name)
     await entry.engine.close()
     entry.unloaded()
+
+
+class ModelMetrics(Collector):
+    """Prometheus metrics of the served models.
+
+    Args:
+        entries: The served models.
+    """
+
+    def __init__(self, entries: Sequence[ModelEntry]) -> None:
+        self._entries = entries
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns metrics with a value for each model."""
+        loaded = GaugeMetricFamily("penstock_model_loaded", "1 where the model is in memory.", labels=("model",))
+        loads = CounterMetricFamily("penstock_model_loads", "How often the model was loaded.", labels=("model",))
+        seconds = GaugeMetricFamily(
+            "penstock_model_load_seconds",
+            "Seconds that its last load took, the wait for room included.",
+            labels=("model",),
+        )
+        memory = GaugeMetricFamily(
+            "penstock_model_memory_bytes", "Bytes that it takes, as far as that is known.", labels=("model",)
+        )
+        waiting = GaugeMetricFamily(
+            "penstock_model_waiting_requests", "Requests that wait for it to be loaded.", labels=("model",)
+        )
+        for entry in self._entries:
+            is_loaded = entry.status is ModelStatus.LOADED
+            loaded.add_metric((entry.name,), float(is_loaded))
+            loads.add_metric((entry.name,), entry.num_loads)
+            seconds.add_metric((entry.name,), entry.load_s)
+            memory.add_metric((entry.name,), entry.num_bytes if is_loaded else 0)
+            waiting.add_metric((entry.name,), len(entry.waiters))
+        return (loaded, loads, seconds, memory, waiting)

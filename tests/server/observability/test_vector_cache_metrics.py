@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.engine.client.stats import CacheStats, DispatcherStats
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.server.observability.cache_figures import CacheFigures
+from penstock.server.observability.metrics import VectorCacheMetrics
 
 
 class Engine:
@@ -24,7 +24,7 @@ class Engine:
 def lines(cache: VectorCache, *engines: Engine) -> set[str]:
     registry = CollectorRegistry()
     named = [(engine, f"m{number}") for number, engine in enumerate(engines)]
-    registry.register(CacheFigures(cache, lambda: named))  # type: ignore[arg-type]
+    registry.register(VectorCacheMetrics(cache, lambda: named))  # type: ignore[arg-type]
     return set(generate_latest(registry).decode().splitlines())
 
 
