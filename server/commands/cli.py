@@ -204,10 +204,9 @@ def _info(given: dict[str, Any]) -> int:
     settings = load(InfoSettings, given, positional=("model",))
     model, names = model_and_names(settings.model)
     from penstock.engine.checkpoint.files import check_weights
-    from penstock.engine.model_files.resolve import resolve_model, resolved_table
+    from penstock.engine.model_files.resolve import format_table, resolve_model, resolved_table
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ...engine.model_files.resolve import format_table
     from ..models.weight_files import WeightFiles
 
     try:

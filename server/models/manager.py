@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
-from penstock.engine.model_files.resolve import resolved_table
+from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
 from ..admission import ServerRefusalReason
@@ -27,7 +27,6 @@ from .served_model import ModelEntry, ModelStatus, ServedModel, check_prompt_nam
 
 if TYPE_CHECKING:
     from .table import ModelTable
-from ...engine.model_files.resolve import format_table
 
 logger = logging.getLogger(__name__)
 
