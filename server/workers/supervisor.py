@@ -19,11 +19,8 @@ from penstock.engine.client.engine_server import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..middleware.auth import SALT_BYTES
-from ..models.figures import ModelFigures
-from ..models.keeper import KeeperLimits, ModelKeeper
-from ..models.model_entry import ModelEntry
-from ..models.served_model import ServedModel
-from ..models.startup import Startup
+from ..models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
+from ..models.served_model import ModelEntry, ServedModel
 from ..models.table import ModelTable
 from ..observability.metrics import Metrics
 from ..settings import ServerSettings
@@ -62,7 +59,7 @@ class SupervisedModels:
 
     Attributes:
         planned: The models, as other processes are told of them.
-        keeper: Of the models.
+        manager: Of the models.
         startup: Their life.
         metrics: Their figures, and those of this process.
     """
@@ -83,15 +80,15 @@ class SupervisedModels:
         self._engines: list[EngineServer | None] = [None for _ in models]
         self.planned = tuple(PlannedModel.of(model, config) for model, config in models)
         started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
-        self.keeper = ModelKeeper(started, KeeperLimits(drain_timeout_s=settings.drain_timeout_s))
-        table = ModelTable(self.keeper)
-        self.startup = Startup(self.keeper, table, on_ready, on_failure)
+        self.manager = ModelManager(started, ModelLimits(drain_timeout_s=settings.drain_timeout_s))
+        table = ModelTable(self.manager)
+        self.startup = Startup(self.manager, table, on_ready, on_failure)
         self.metrics = Metrics(table.named_engines)
-        self.metrics.register(ModelFigures(table.entries))
+        self.metrics.register(ModelMetrics(table.entries))
 
     async def answer(self, number: int, tell: Tell) -> None:
         """Tells a process that asks for a model what it has to know, once the model is loaded, or why it is not."""
-        error = await self.keeper.load(self.keeper.entries[number])
+        error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
         if error is None and engine is not None and engine.ready is not None:
             tell(EngineChanged(number, engine.status))
@@ -113,7 +110,7 @@ class SupervisedModels:
                 process=process,
             )
             await engine.start()
-            return cast("AsyncEngine", engine)  # it has all that the keeper and the metrics use
+            return cast("AsyncEngine", engine)  # it has all that the manager and the metrics use
 
         return start
 
@@ -231,7 +228,7 @@ class WorkerSupervisor:
     def _announce_once(self) -> None:
         if self._has_models and not self._has_announced and len(self._prepared) == len(self._workers):
             self._has_announced = True
-            self._announce(self._models.keeper.entries)
+            self._announce(self._models.manager.entries)
 
     def _plan(self) -> WorkerPlan:
         settings, client = self._settings, next(self._client_numbers)
