@@ -1,11 +1,11 @@
 """Admits requests to the queue, or refuses them: while the engine is not ready, or while the queue is full.
 
-The queue has two limits: the tokens under way, and the seconds that they take at the measured speed. The work under way
-decides, and not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and
-small requests do not keep a large one out for ever.
+The queue has two limits: its tokens, and the seconds that they take at the measured speed. The queued work decides, and
+not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and small
+requests do not keep a large one out for ever.
 
 API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
-admitted below its share: the limit divided by the keys that have requests under way. A key that arrives is therefore
+admitted below its share: the limit divided by the keys that have requests in the queue. A key that arrives is therefore
 never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
 second key, 1/3 for the third, and so on, until the borrowed tokens have been answered. The last request of each key
 comes on top of that, as the size of a new request does not count.
@@ -71,7 +71,7 @@ class LookupRateLimit:
 
 
 class Admission:
-    """Counts the tokens under way. Belongs to one event loop.
+    """Counts the tokens in the queue. Belongs to one event loop.
 
     Attributes:
         stats: Figures of this process.
@@ -81,8 +81,8 @@ class Admission:
 
     Args:
         stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
-        max_tokens: Tokens under way at which the queue is full.
-        max_queue_s: Seconds of work under way at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
+        max_tokens: Tokens in the queue at which the queue is full.
+        max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
         rates: How fast each core works; they do together.
         max_request_tokens: Tokens that one request may have; None: `max_tokens`.
     """
@@ -103,7 +103,7 @@ class Admission:
         self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
-        self._under_way: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
+        self._in_flight: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
         self._num_by_client: Counter[str] = Counter()  # requests
 
     @property
@@ -118,7 +118,7 @@ class Admission:
 
     @property
     def queue_s(self) -> float:
-        """Seconds that the tokens under way take; 0 until the drain rate is measured."""
+        """Seconds that the tokens in the queue take; 0 until the drain rate is measured."""
         rate = self._tokens_per_s
         return 0.0 if math.isnan(rate) else self.stats.num_tokens / rate
 
@@ -130,7 +130,7 @@ class Admission:
             EngineOverloadedError: The queue is full; the error says when to come back.
         """
         self.check_open()
-        self._check_room(client)
+        self._check_capacity(client)
 
     def check_open(self) -> None:
         """Refuses a request that may need no room. Raises EngineUnavailableError while the engine is not ready."""
@@ -150,27 +150,31 @@ class Admission:
                 "Split it into smaller requests.",
                 param="input",
             )
-        self._check_room(client, num_tokens)
+        self._check_capacity(client, num_tokens)
         self.stats.num_requests += 1
         self.stats.num_tokens += num_tokens
-        self._under_way[client, num_tokens] += 1
+        self._in_flight[client, num_tokens] += 1
         self._num_by_client[client] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Counts a request no more."""
         self.stats.leave(num_tokens)
-        self._under_way[client, num_tokens] -= 1
-        if not self._under_way[client, num_tokens]:
-            del self._under_way[client, num_tokens]
+        self._in_flight[client, num_tokens] -= 1
+        if not self._in_flight[client, num_tokens]:
+            del self._in_flight[client, num_tokens]
         self._num_by_client[client] -= 1
         if not self._num_by_client[client]:
             del self._num_by_client[client]
 
-    def _check_room(self, client: str, num_new: int = 0) -> None:
+    def _check_capacity(self, client: str, num_new: int = 0) -> None:
         """Refuses a request of a client that has its share of a full queue."""
-        self._check_limit(client, self._max_tokens, self._max_tokens)
+        num_tokens = self.stats.num_tokens
+        if num_tokens >= self._max_tokens:
+            self._check_limit(client, self._max_tokens, self._max_tokens)
+        if num_tokens <= 2 * self.stats.token_budget:  # never too much for the limit in seconds, see `_tokens_in_time`
+            return
         limit = self._tokens_in_time()
-        if limit is None or self.stats.num_tokens < limit:
+        if limit is None or num_tokens < limit:
             return
         largest = _largest(limit)
         self._check_limit(client, limit, largest)
@@ -190,7 +194,7 @@ class Admission:
         )
 
     def _check_limit(self, client: str, limit: int, largest: int) -> None:
-        """Refuses a request while the tokens under way, at most `largest` of each request, reach a limit.
+        """Refuses a request while the tokens in the queue, at most `largest` of each request, reach a limit.
 
         A client that has less than its share is admitted nevertheless.
         """
@@ -216,14 +220,14 @@ class Admission:
 
     def _queue_text(self, limit: int, num_tokens: int) -> str:
         if limit == self._max_tokens:
-            return f"{num_tokens} tokens are under way, the limit is {limit} (--max-queued-tokens)"
+            return f"{num_tokens} tokens are in the queue, the limit is {limit} (--max-queued-tokens)"
         work_s = num_tokens / self._tokens_per_s
         return f"about {work_s:.0f} s of work, the limit is {self._max_queue_s:g} s (--max-queue-s)"
 
     def _tokens_in_time(self) -> int | None:
         """Returns the tokens that fill the limit in seconds; None while the limit in tokens is reached first.
 
-        Work that two forwards can hold is never too long: it tells no rate either.
+        Two forwards are never too much: they do not show the rate.
         """
         if self.stats.num_tokens <= 2 * self.stats.token_budget:
             return None
@@ -231,19 +235,19 @@ class Admission:
         return math.ceil(in_time) if in_time < self._max_tokens else None
 
     def _num_tokens(self, largest: int, client: str | None = None) -> int:
-        """Tokens under way, of all or of a client, with requests that are larger than `largest` counted as that."""
+        """Tokens in the queue, of all or of a client, with requests that are larger than `largest` counted as that."""
         if client is None and largest == self._max_tokens:
             return self.stats.num_tokens
-        entries = self._under_way.items()
+        entries = self._in_flight.items()
         return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
 
     def _num_clients(self, client: str) -> int:
-        """The clients with requests under way, and `client`."""
+        """The clients with requests in the queue, and `client`."""
         return len(self._num_by_client) + (client not in self._num_by_client)
 
     def _larger(self, largest: int, client: str | None = None) -> list[int]:
-        """The tokens of the requests under way that have more than `largest`, of all or of a client, in order."""
-        entries = self._under_way.items()
+        """The tokens of the requests in the queue that have more than `largest`, of all or of a client, in order."""
+        entries = self._in_flight.items()
         return sorted(
             size
             for (name, size), count in entries

@@ -14,7 +14,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
-from .room import json_answer
+from ..wire.json_pieces import json_answer
 
 Scores = NDArray[np.float32]
 
@@ -74,7 +74,7 @@ def sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, 
 def tei_response(
     request: Request, content: Any, model: ModelInfo, began_s: float, *, num_chars: int, num_tokens: int
 ) -> Response:
-    """Returns an answer with TEI's headers, for which room has been taken.
+    """Returns an answer with TEI's headers, for which memory has been reserved.
 
     Args:
         request: That is answered.

@@ -11,10 +11,10 @@ from fastapi import Request, Response
 from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..admission import has_large_response
 from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows, wire_shape, written_rows
-from ..wire.json_pieces import PiecewiseResponse
+from ..wire.json_pieces import PiecewiseResponse, json_answer
 from ..wire.quantization import check_width
-from .room import is_large, json_answer
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
@@ -39,7 +39,7 @@ def vectors_response(
     *,
     name: str = "embedding",
 ) -> Response:
-    """Returns the answer to a request for vectors, for which room has been taken.
+    """Returns the answer to a request for vectors, for which memory has been reserved.
 
     Args:
         request: That is answered.
@@ -49,7 +49,7 @@ def vectors_response(
         name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
     """
     (first, *others) = encodings.values()
-    in_pieces = is_large(request)
+    in_pieces = has_large_response(request.scope)
     if first.is_bytes:
         return (_large_bytes_response if in_pieces else _bytes_response)(head, rows, first)
     encode = written_rows if in_pieces else encode_rows

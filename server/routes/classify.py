@@ -9,7 +9,6 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
 from ..answers.classes import cohere_rows, token_rows, vllm_rows
-from ..answers.room import json_answer
 from ..answers.sizes import of_classes, of_texts
 from ..answers.tei import prediction_rows
 from ..calls.context import CLASSIFIERS, EMBEDDERS, ClientWatch, ServerContext, context_of
@@ -24,6 +23,7 @@ from ..schemas.classify import (
     TokenClassifyResponse,
 )
 from ..schemas.inputs import Text
+from ..wire.json_pieces import json_answer
 
 router = Router(VLLM, tag="classify")
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from penstock.engine import PoolingTask
 
 from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
-from ..answers.room import json_answer
 from ..answers.sizes import of_numbers, of_texts, of_tokens
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, context_of
@@ -28,6 +27,7 @@ from ..schemas.cohere import (
 )
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType
 from ..wire.encoding import base64_row
+from ..wire.json_pieces import json_answer
 from ..wire.quantization import check_width, quantize
 
 router = Router(COHERE, tag="cohere")

@@ -8,7 +8,6 @@ from fastapi import Request, Response
 
 from penstock.engine import PoolingTask
 
-from ..answers.room import json_answer
 from ..answers.sizes import beyond_expected, of_numbers, of_sparse
 from ..answers.vectors import check_encodings, vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, context_of
@@ -17,6 +16,7 @@ from ..dialects import PENSTOCK
 from ..routing import BatchUse, Router
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..wire.encoding import written_rows
+from ..wire.json_pieces import json_answer
 
 router = Router(PENSTOCK, tag="penstock")
 

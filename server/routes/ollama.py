@@ -17,7 +17,6 @@ from fastapi import Request, Response
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import UnsupportedTaskError
 
-from ..answers.room import json_answer
 from ..answers.sizes import of_numbers
 from ..answers.vectors import vector_width
 from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
@@ -40,7 +39,7 @@ from ..schemas.ollama import (
     OllamaStatus,
     TextRequest,
 )
-from ..wire.json_pieces import json_response
+from ..wire.json_pieces import json_answer, json_response
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .operations import Version

@@ -10,7 +10,6 @@ import numpy as np
 from fastapi import Request, Response
 from pydantic import Tag
 
-from ..answers.room import json_answer
 from ..answers.sizes import of_scores, of_texts
 from ..answers.tei import TEI_HEADERS
 from ..calls.context import RERANKERS, ClientWatch, context_of
@@ -20,6 +19,7 @@ from ..routing import BatchUse, RouteOptions, Router
 from ..schemas.rerank import RerankRequest, RerankResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN_TAG, TEI_TAG, by_keys
+from ..wire.json_pieces import json_answer
 from .tei import RERANK, rerank_texts
 
 router = Router(COHERE, tag="rerank")

@@ -6,13 +6,13 @@ from fastapi import Request, Response
 
 from penstock.engine import PoolingTask
 
-from ..answers.room import json_answer
 from ..answers.sizes import of_scores
 from ..calls.context import RERANKERS, ClientWatch, context_of
 from ..calls.inputs import cut_texts
 from ..dialects import VLLM
 from ..routing import BatchUse, Router
 from ..schemas.score import ScoreRequest, ScoreResponse
+from ..wire.json_pieces import json_answer
 
 router = Router(VLLM, tag="score")
 

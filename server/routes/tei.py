@@ -16,7 +16,6 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 
 from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
-from ..answers.room import json_answer
 from ..answers.sizes import beyond_expected, of_classes, of_numbers, of_scores, of_sparse, of_texts, of_tokens
 from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
 from ..answers.vectors import vector_width
@@ -37,7 +36,7 @@ from ..schemas.tei import (
     TeiTokenizeRequest,
 )
 from ..wire.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
-from ..wire.json_pieces import json_array, json_response
+from ..wire.json_pieces import json_answer, json_array, json_response
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from . import cohere

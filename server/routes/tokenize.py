@@ -10,7 +10,6 @@ from pydantic import Tag
 from penstock.engine import AsyncEngine
 
 from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
-from ..answers.room import json_answer
 from ..answers.sizes import of_texts, of_tokens
 from ..calls.context import ClientWatch, context_of
 from ..calls.inputs import check_messages
@@ -20,6 +19,7 @@ from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
+from ..wire.json_pieces import json_answer
 from . import cohere, tei
 
 router = Router(VLLM, tag="tokenize")

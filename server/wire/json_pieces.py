@@ -1,8 +1,8 @@
-"""Large answers, written piece by piece as their client takes them.
+"""JSON responses, large ones written piece by piece while the client reads them.
 
-orjson holds the interpreter for a value as a whole, and the JSON of vectors takes three times the memory that they do.
-So a large answer is written while it goes out: between two pieces others are served, and of one whose client reads
-slowly no more is there than the arrays that it is made from.
+orjson holds the interpreter while it writes a value, and the JSON of vectors takes three times their memory. So a large
+response is written while it is sent: other requests are served between two pieces, and a response whose client reads
+slowly holds only the arrays that it is made from.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-from fastapi import Response
+from fastapi import Request, Response
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
+
+from ..admission import has_large_response
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
 PIECE_BYTES: Final = 64 * 1024
@@ -221,3 +223,13 @@ def json_response(content: Any, *, in_pieces: bool = False) -> Response:
     if in_pieces:
         return PiecewiseResponse(json_pieces(content), JSON_HEADERS)
     return Response(json_bytes(content), headers=JSON_HEADERS)
+
+
+def json_answer(request: Request, content: Any) -> Response:
+    """Returns the JSON of a response for which memory has been reserved (AdmissionController.hold_response).
+
+    Args:
+        request: The request.
+        content: What `json_pieces` takes.
+    """
+    return json_response(content, in_pieces=has_large_response(request.scope))

@@ -47,7 +47,7 @@ def test_requests_are_let_in_until_too_many_tokens_are_under_way() -> None:
         books.check()
         books.enter(num_tokens)
     assert (stats.num_requests, stats.num_tokens) == (3, 1_699)
-    assert "1699 tokens are under way, the limit is 1000 (--max-queued-tokens)" in refusal(books).message
+    assert "1699 tokens are in the queue, the limit is 1000 (--max-queued-tokens)" in refusal(books).message
     with pytest.raises(EngineOverloadedError):
         books.enter(1)
     assert stats.num_refused_total == 2
@@ -83,7 +83,7 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
         books.enter(500)
     books.check()
     for _ in range(13):  # they came before
-        books._under_way["", 500] += 1
+        books._in_flight["", 500] += 1
         books._num_by_client[""] += 1
         stats.num_tokens += 500
     error = refusal(books)
@@ -146,7 +146,7 @@ def test_a_client_alone_may_use_the_whole_queue() -> None:
         books.check("a")
         books.enter(100, "a")
     error = refusal(books, "a")
-    assert "1000 tokens are under way, the limit is 1000" in error.message
+    assert "1000 tokens are in the queue, the limit is 1000" in error.message
     assert error.reason == RefusalReason.QUEUE_TOKENS
 
 
@@ -229,7 +229,7 @@ def test_a_client_that_waits_for_retry_after_is_admitted(
     for i in range(1_500):
         for name, number in (("greedy", num_greedy), ("other", num_other)):
             if i < number:
-                books._under_way[name, 1] += 1
+                books._in_flight[name, 1] += 1
                 books._num_by_client[name] += 1
                 books.stats.enter(1)
     books._rates[0].follow(50, 1.0)  # tokens a second: 1,000 in 20 s
@@ -262,10 +262,10 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     chance.shuffle(under_way)
     while under_way:
         books.leave(*under_way.pop())
-        assert books._under_way == Counter((client, num_tokens) for num_tokens, client in under_way)
-    assert not books._under_way
+        assert books._in_flight == Counter((client, num_tokens) for num_tokens, client in under_way)
+    assert not books._in_flight
     books.check("new")
-    assert not books._under_way
+    assert not books._in_flight
     assert not books._num_by_client
 
 
