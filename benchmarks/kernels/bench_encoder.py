@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 from measure import alternate, report
 
-from penstock.engine.core.loading.array_model import load_array_encoder
-from penstock.engine.core.loading.native_kernels import choose_kernels
+from penstock.engine.core.loading.cpu_kernels import choose_kernels, load_array_encoder
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig

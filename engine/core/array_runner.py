@@ -1,4 +1,4 @@
-"""Runs tokenized inputs through the native kernels alone: a Runner without torch, which takes a second to import."""
+"""Runs tokenized inputs through the C library alone: a Runner without torch, which takes a second to import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
 from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
-from .loading.array_model import load_array_encoder
+from .loading.cpu_kernels import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .runner import DeviceMemoryError, ForwardTime, Runner
@@ -82,7 +82,7 @@ class ArrayRunner(Runner):
 
         Args:
             info: On the CPU, in its type; `why_torch` says nothing of it.
-            machine: The native kernels.
+            machine: The C library.
             config: What to serve.
 
         Raises:

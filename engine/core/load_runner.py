@@ -9,9 +9,8 @@ from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from .array_runner import ArrayRunner
 from .host import may_have_gpu, pin
-from .loading.array_model import why_torch
+from .loading.cpu_kernels import choose_kernels, why_torch
 from .loading.load_errors import needs_torch
-from .loading.native_kernels import choose_kernels
 from .runner import Runner
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -37,11 +37,10 @@ from ..scheduling import (
 )
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .host import threads_of
+from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import load_errors
-from .loading.native_kernels import choose_kernels
-from .loading.token_heads_loader import load_token_maps
 from .loading.tokenizer_loader import load_tokenizer
-from .loading.weights_loader import load_dense, load_model, torch_dtype
+from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
 from .memory.chunk_memory import ChunkMemory
 from .memory.describe_pool import describe_pool
 from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device

@@ -120,7 +120,7 @@ def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequen
     if not outputs.is_finite.all():
         found = f"{info.name} answers a plain text with values that are not finite; naming the weights to blame"
         with needs_torch(found, "it reads them in their own type"):
-            from .loading.finite_weights import not_finite_error  # imports torch, which few starts need
+            from .loading.weights_loader import not_finite_error  # imports torch, which few starts need
 
         raise not_finite_error(info)
 

@@ -12,7 +12,7 @@ from ...protocol.model_info import ModelInfo
 from ..runner import DeviceMemoryError
 
 _LEFT_OUT: Final = ("torch", "transformers")
-"""What an installation may lack: encoders that the native kernels run whole need neither."""
+"""What an installation may lack: encoders that the C library runs whole need neither."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reads a checkpoint from disk and builds the model that serves it. Runs in the engine process, once."""
+"""Reads a checkpoint from disk and builds the model that torch serves. Runs in the engine process, once."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ from ...checkpoint.views import ArrayWeights
 from ...executors.cpu.array_encoder import ArrayEncoder
 from ...executors.cpu.read_weights import has_kernels
 from ...executors.torch.base import PackedModel
+from ...executors.torch.cpu_model import CpuModel
 from ...executors.torch.heads import VocabularyHead
 from ...executors.torch.layers.dense import Dense
 from ...executors.torch.layers.fusion import Fusion
+from ...executors.torch.layers.linear import Linear
 from ...executors.torch.layers.rows import limit_kept_kernels
-from ...executors.torch.layers.weights import Weights
-from ...executors.torch.native_kernels import NativeKernelsModel
+from ...executors.torch.layers.weights import Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
+from ...families.spec import linear
 from ...model_files.json_files import one_line
+from ...pooling import TokenMaps
 from ...protocol.errors import WeightError
-from ...protocol.model_info import ModelInfo
+from ...protocol.model_info import ModelInfo, TokenizerSpec
 from ...protocol.vectors import SparseKind
 
 logger = logging.getLogger("penstock.engine")
@@ -80,7 +83,7 @@ def load_model(
     Args:
         info: The resolved model.
         trust_remote_code: Let transformers run code that comes with a model that has no native family.
-        machine: The native kernels, on a CPU; None leaves all to torch.
+        machine: The C library, on a CPU; None leaves all to torch.
         fusion: How far layers go into each other's kernels; None takes what is best on the device.
 
     Raises:
@@ -108,7 +111,7 @@ def load_model(
             spec = family.read(info)
             if machine is not None and has_kernels(spec, info):
                 arrays = ArrayWeights(_Arrays(checkpoint))
-                model = NativeKernelsModel(ArrayEncoder(info, spec, arrays, machine))
+                model = CpuModel(ArrayEncoder(info, spec, arrays, machine))
             else:
                 model = SpecModel(info, spec, weights)
             if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
@@ -211,3 +214,70 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
         raise WeightError(
             f"{path} cannot be read ({type(error).__name__}: {one_line(error)}); download the model again."
         ) from error
+
+
+def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tensor]:
+    """Returns the heads for single tokens, float32, and the tokens that have no part in answers for tokens.
+
+    Raises:
+        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+    """
+    recipe_tokens, heads = tokenizer.recipe_tokens, info.token_heads
+    if heads is None:
+        return TokenMaps(skip_ids=recipe_tokens.skip_ids)
+    return TokenMaps(
+        vectors=_load_map(info, heads.vectors_file, info.hidden_size),
+        weights=_load_map(info, heads.weights_file, 1),
+        unweighted_ids=recipe_tokens.unweighted_ids,
+    )
+
+
+def _load_map(info: ModelInfo, file: str | None, out_features: int) -> Linear | None:
+    if file is None:
+        return None
+    checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), Path(info.path) / file), open_tensors)
+    with torch.no_grad():
+        weights = Weights(checkpoint, torch.float32, torch.device(info.device))
+        maps = Linear.load(weights, linear("", info.hidden_size, out_features), is_head=True)
+    checkpoint.close()
+    return maps
+
+
+_MAX_NAMED: Final = 5
+
+
+def not_finite_error(info: ModelInfo) -> WeightError:
+    """Returns the error for a model that answers a plain text with NaN or inf.
+
+    Loading has refused most damage already. What is left: rows of tables, and values that the type cannot hold. Reads
+    all weights, which is slow; only for a start that has failed.
+    """
+    damaged: list[str] = []
+    too_large: list[str] = []
+    dtype = torch_dtype(info.dtype)
+    found = f"{info.name} answers a plain text with values that are not finite"
+    try:
+        with open_checkpoint(Path(info.path), open_tensors) as checkpoint:
+            for name in checkpoint.unused():
+                tensor = checkpoint.read(name)
+                if not are_finite(tensor):
+                    damaged.append(name)
+                elif not are_finite(tensor.to(dtype)):
+                    too_large.append(name)
+    except WeightError as error:  # transformers knows forms of checkpoints that are unknown here
+        return WeightError(f"{found}, and its weights cannot be searched for the cause: {error.message}")
+    if damaged:
+        return WeightError(
+            f"{found}: NaN or inf stand in its weights {_listed(damaged)} ({info.path}). The file is damaged, or was "
+            "saved by a training that failed: download it again, or serve another model."
+        )
+    wider = "" if info.dtype == "float32" else "; --dtype float32 computes in a wider range"
+    if too_large:
+        return WeightError(f"{found}: its weights {_listed(too_large)} do not fit into {info.dtype}{wider}.")
+    return WeightError(f"{found}: all of its weights are, but the forward overflows in {info.dtype}{wider}.")
+
+
+def _listed(names: list[str]) -> str:
+    """Returns the first few names for a message."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(repr(name) for name in names[:_MAX_NAMED]) + more

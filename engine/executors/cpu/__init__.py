@@ -1,1 +1,1 @@
-"""Models that the native kernels run, with their batches, heads and answers as arrays, without torch."""
+"""Models that the C library runs, with their batches, heads and answers as arrays, without torch."""

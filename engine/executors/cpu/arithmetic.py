@@ -10,7 +10,7 @@ from ...protocol.model_info import ModelInfo
 
 
 class Arithmetic(NamedTuple):
-    """What the native kernels compute in.
+    """What the C library computes in.
 
     Attributes:
         products: Of the products with weights.

@@ -1,4 +1,4 @@
-"""An encoder or decoder with its head, run by the native kernels: packed arrays in, arrays out.
+"""An encoder or decoder with its head, run by the C library: packed arrays in, arrays out.
 
 Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 """
@@ -58,7 +58,7 @@ class ArrayEncoder:
         info: The resolved model.
         spec: What it is made of; `has_kernels` holds.
         weights: View of the whole checkpoint; nothing here keeps memory of its files.
-        machine: The native kernels.
+        machine: The C library.
 
     Attributes:
         cache_spec: What pages keep of every token of a sequence in chunks; None where there are none.

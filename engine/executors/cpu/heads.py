@@ -21,7 +21,7 @@ from ...protocol.model_info import DenseSpec, ModelInfo
 HeadSteps = Sequence[MapSpec | NormSpec]
 """What a head does, one after another."""
 
-# Class names in torch.nn.modules.activation (and Identity), as far as the native kernels have them.
+# Class names in torch.nn.modules.activation (and Identity), as far as the C library has them.
 _DENSE_ACTIVATIONS: Final = {
     "GELU": Activation.GELU,
     "Identity": Activation.NONE,

@@ -51,7 +51,7 @@ class PackedModel(ABC):
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
-        machine: The native kernels, where they run the forward; None where torch does.
+        machine: The C library, where they run the forward; None where torch does.
         is_recordable: Whether a forward on CUDA reads the lengths of the sequences there alone, and launches the same
             kernels whatever they are, so that it can be recorded (engine/core/cuda_graphs.py).
     """

@@ -14,7 +14,7 @@ import pytest
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
 from penstock.engine.core import host, load_runner
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.loading import native_kernels
+from penstock.engine.core.loading import cpu_kernels
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.kernels.cpu import CpuKernelError, Machine
@@ -96,7 +96,7 @@ def test_without_the_library_torch_runs_the_model_and_the_log_says_so_once(
     def missing(num_lanes: int) -> Machine:
         raise CpuKernelError("not built")
 
-    monkeypatch.setattr(native_kernels, "Machine", missing)
+    monkeypatch.setattr(cpu_kernels, "Machine", missing)
     with caplog.at_level(logging.WARNING, "penstock.engine"):
         assert loaded(save_folder()) is ModelRunner
     assert caplog.text.count("not built") == 1

@@ -16,9 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from penstock.engine.core.loading.loaded_tokenizer import LoadedTokenizer
 from penstock.engine.core.loading.tokenizer_classes import CLASSES, NotBuiltHereError, class_name
-from penstock.engine.core.loading.tokenizer_files import read_tokenizer
+from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer, read_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import PairChat

@@ -13,7 +13,7 @@ from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
 
-from .parity import assert_close, rows_of
+from ..parity import assert_close, rows_of
 
 SIZES = {
     "vocab_size": 200,

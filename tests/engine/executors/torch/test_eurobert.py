@@ -6,7 +6,7 @@ import torch
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.protocol.tasks import PoolingType
 
-from .parity import assert_close, rows_of
+from ..parity import assert_close, rows_of
 
 SIZES = {
     "vocab_size": 200,

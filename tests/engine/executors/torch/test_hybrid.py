@@ -8,7 +8,7 @@ from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError
 from penstock.engine.protocol.tasks import PoolingType
 
-from .parity import assert_close, rows_of, unit_error
+from ..parity import assert_close, rows_of, unit_error
 
 SIZES = {
     "vocab_size": 200,

@@ -13,7 +13,7 @@ from penstock.engine.families.registry import find_family
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
 
-from .parity import assert_close, rows_of
+from ..parity import assert_close, rows_of
 
 SIZES = {
     "vocab_size": 100,

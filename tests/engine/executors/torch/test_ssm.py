@@ -11,7 +11,7 @@ from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError, UnsupportedTaskError, WeightError
 from penstock.engine.protocol.tasks import PoolingType
 
-from .parity import assert_close, rows_of, unit_error
+from ..parity import assert_close, rows_of, unit_error
 
 MAMBA = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
 MAMBA2 = MAMBA | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32}

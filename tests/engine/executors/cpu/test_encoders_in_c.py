@@ -17,8 +17,8 @@ from penstock.engine.protocol.errors import ModelLoadError, UnsupportedTaskError
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.kernels.cpu import Format
 
-from .parity import assert_close
-from .test_native_models import FAMILIES, SIZES, arguments, boundaries_of
+from ..parity import assert_close
+from ..torch.test_encoders import FAMILIES, SIZES, arguments, boundaries_of
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)

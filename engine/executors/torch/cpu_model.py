@@ -1,4 +1,4 @@
-"""Models that the native kernels run, between tensors: decoders, and encoders with parts that need torch.
+"""Models that the C library runs, between tensors: decoders, and encoders with parts that need torch.
 
 Torch pools the chunks of the former, and has sparse vectors, ColBERT and old files of the latter.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .packed_batch import BatchCache, KvCache, PackedBatch
 
 
-class NativeKernelsModel(PackedModel):
+class CpuModel(PackedModel):
     """An ArrayEncoder between tensors, which share its memory.
 
     Args:

@@ -12,7 +12,7 @@ from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.executors.torch.transformers.network import Network
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
-from .parity import assert_close, rows_of
+from ..parity import assert_close, rows_of
 
 SIZES = {
     "vocab_size": 200,

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.core.loading import native_kernels
-from penstock.engine.core.loading.bfloat16_gain import Bfloat16Gain, bfloat16_gain
-from penstock.engine.core.loading.native_kernels import choose_kernels
+from penstock.engine.core.loading import cpu_kernels
+from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, bfloat16_gain, choose_kernels
 from penstock.engine.core.memory.device import resolve_device
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.executors.cpu.arithmetic import Arithmetic
@@ -39,7 +38,7 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert width == SIZES["hidden_size"]
         return Bfloat16Gain(*measured)
 
-    monkeypatch.setattr(native_kernels, "bfloat16_gain", as_measured)
+    monkeypatch.setattr(cpu_kernels, "bfloat16_gain", as_measured)
     return measured
 
 
@@ -52,7 +51,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             Machine(1, isa=isa).close()
         except CpuKernelError as error:
             pytest.skip(str(error))
-        monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
+        monkeypatch.setattr(cpu_kernels, "Machine", lambda num_lanes: Machine(num_lanes, isa=isa))
 
     return has
 
@@ -60,7 +59,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = tmp_path / "libpenstock_cpu.so"
-    monkeypatch.setattr(native_kernels, "Machine", lambda num_lanes: Machine(num_lanes, library=missing))
+    monkeypatch.setattr(cpu_kernels, "Machine", lambda num_lanes: Machine(num_lanes, library=missing))
 
 
 def resolved(folder: Path, device: str = "cpu", **options: object) -> tuple[ModelInfo, EngineConfig]:
@@ -187,8 +186,8 @@ def test_a_type_that_the_operator_names_is_kept(dtype: str, save_folder: SaveFol
 
 def test_a_cuda_device_is_left_alone(save_folder: SaveFolder, gain: list[float]) -> None:
     gain[0] = 9.0
-    for cpu_kernels in ("auto", "native"):
-        info, config = resolved(save_folder(), device="cuda", cpu_kernels=cpu_kernels)
+    for choice in ("auto", "native"):
+        info, config = resolved(save_folder(), device="cuda", cpu_kernels=choice)
         chosen, machine = choose_kernels(info, config)
         assert machine is None
         assert (chosen.kernels, chosen.device, chosen.dtype) == ("torch", "cuda", info.dtype)
@@ -245,8 +244,8 @@ def test_amx_runs_where_it_multiplies_right(
         Machine(1, isa="avx512bf16").close()
     except CpuKernelError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(native_kernels, "Machine", as_amx)
-    monkeypatch.setattr(native_kernels, "multiplies_right", lambda machine: is_right)
+    monkeypatch.setattr(cpu_kernels, "Machine", as_amx)
+    monkeypatch.setattr(cpu_kernels, "multiplies_right", lambda machine: is_right)
     info, _ = choose_kernels(*resolved(save_folder(), num_threads=2))
     assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
     messages = [record.getMessage() for record in caplog.records]

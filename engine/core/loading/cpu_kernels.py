@@ -1,21 +1,32 @@
-"""Which kernels run a model on a CPU, on how many cores, in which type and arithmetic: decided when it is loaded."""
+"""Decides when a model is loaded on a CPU: C library or torch, number of lanes, type and arithmetic.
+
+Also loads encoders that run without torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Final
+import math
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from penstock.kernels.cpu import CpuKernelError, Format, Machine
 from penstock.kernels.cpu.self_check import multiplies_right
 
-from ...executors.cpu.array_encoder import read_spec
+from ...checkpoint.array_file import ArrayFile, holds_arrays
+from ...checkpoint.files import open_checkpoint
+from ...checkpoint.views import ArrayWeights
+from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
+from ...executors.cpu.heads import fits_dense
 from ...families.registry import has_own_code
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo
 from ..host import threads_of
-from .bfloat16_gain import bfloat16_gain
 
 logger = logging.getLogger("penstock.engine")
 
@@ -31,10 +42,10 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
         config: Settings of the operator.
 
     Returns:
-        `info` with kernels, dtype and arithmetic, and the native kernels; None where torch runs it.
+        `info` with kernels, dtype and arithmetic, and the C library; None where torch runs it.
 
     Raises:
-        MachineError: The operator insists on native kernels that are not here, or do not know the model.
+        MachineError: The operator insists on C library that are not here, or do not know the model.
     """
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
@@ -104,3 +115,91 @@ def _checked(num_lanes: int) -> Machine:
     machine = Machine(num_lanes, isa="avx512bf16")
     logger.warning("AMX gives wrong products on this processor: %s runs in its place", machine.isa)
     return machine
+
+
+# A short text, where reading the weights counts, and a batch, where it does not.
+_ROWS: Final = (8, 96)
+# Of the product that is measured: as bfloat16 they lie in the second cache, beside what else is there.
+_WEIGHTS: Final = 2**18
+_LEAST_WIDTH: Final = 64
+_ROUNDS: Final = 5
+
+
+class Bfloat16Gain(NamedTuple):
+    """How many times as fast products are in bfloat16.
+
+    Attributes:
+        over_float32: As those with float32 weights.
+        over_widened: As those with bfloat16 weights that are widened to float32.
+    """
+
+    over_float32: float
+    over_widened: float
+
+
+def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
+    """Measures products of a model's width, on one core, with few rows and with many, which count alike.
+
+    Args:
+        machine: The C library.
+        width: Of the model.
+
+    Returns:
+        None where the processor has no products in bfloat16.
+    """
+    if Format.DOT not in machine.formats:
+        return None
+    width = max(width + width % 2, _LEAST_WIDTH)
+    numbers = np.random.default_rng(0)
+    weights = numbers.random((_WEIGHTS // width, width), np.float32)
+    products = {form: machine.pack(weights, None, form) for form in (Format.F32, Format.BF16, Format.DOT)}
+    logs = dict.fromkeys(products, 0.0)
+    for num_rows in _ROWS:
+        rows = numbers.random((num_rows, width), np.float32)
+        least = dict.fromkeys(products, math.inf)
+        for _ in range(_ROUNDS):
+            for form, product in products.items():
+                began_s = time.thread_time()  # the processor may have other work
+                machine.product(product, rows)
+                least[form] = min(least[form], time.thread_time() - began_s)
+        for form, seconds in least.items():
+            logs[form] += math.log(seconds) / len(_ROWS)
+    return Bfloat16Gain(
+        over_float32=math.exp(logs[Format.F32] - logs[Format.DOT]),
+        over_widened=math.exp(logs[Format.BF16] - logs[Format.DOT]),
+    )
+
+
+def why_torch(info: ModelInfo) -> str:
+    """Says what of a model torch alone does, in a few words that follow a colon.
+
+    Args:
+        info: The resolved model, which the C library of this machine can run.
+
+    Returns:
+        Nothing where it runs whole without torch: its encoder, its heads, and every task that it has.
+    """
+    if info.is_causal:
+        return "the sequences of a model that looks back are pooled by torch, chunk by chunk"
+    if info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
+        return "its sparse vectors, or those of single tokens, are computed by torch"
+    if not fits_dense(info):
+        return "a Dense module of it has an activation that the native kernels lack, or weights that only torch reads"
+    if not holds_arrays(Path(info.path)):
+        return "its weights are not in safetensors, or in a type that numpy lacks"
+    return ""
+
+
+def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
+    """Loads the encoder that `info` describes; it must run as arrays.
+
+    Raises:
+        UnsupportedModelError: An option of it is not known.
+        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+    """
+    spec = read_spec(info)
+    assert spec is not None, "why_torch was asked"
+    with open_checkpoint(Path(info.path), ArrayFile) as checkpoint:
+        encoder = ArrayEncoder(info, spec, ArrayWeights(checkpoint), machine)
+        checkpoint.tell_unused(info.name)
+    return encoder

@@ -18,8 +18,8 @@ from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.protocol.vectors import MultiVector
 from penstock.kernels.cpu import Format, Machine
 
-from .parity import assert_close, rows_of
-from .test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope
+from ..parity import assert_close, rows_of
+from ..torch.test_decoders import CAUSAL, PLAIN, SIZES, TRAINED, TWO_WAY, rope
 
 # Positions by the length of the text, and heads that turn in part.
 ON_TORCH = {"rope-dynamic", "rope-longrope", "phi3-window-partial", "phi3-longrope-partial"}

@@ -7,7 +7,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
 
-from .parity import assert_close
+from ..parity import assert_close
 
 SIZES = {
     "vocab_size": 200,

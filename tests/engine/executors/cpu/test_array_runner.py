@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.loading.array_model import load_array_encoder, why_torch
+from penstock.engine.core.loading.cpu_kernels import load_array_encoder, why_torch
 from penstock.engine.core.loading.weights_loader import load_dense as load_torch_dense, load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
@@ -29,7 +29,7 @@ from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePool
 from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 from penstock.kernels.cpu import CpuKernelError, Machine
 
-from .test_native_models import FAMILIES, HAS_TYPES, SIZES
+from ..torch.test_encoders import FAMILIES, HAS_TYPES, SIZES
 
 TOKENIZER = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7))
 HEADS = ["Model", "ForSequenceClassification", "ForTokenClassification"]
