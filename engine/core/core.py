@@ -162,7 +162,7 @@ class EngineCore:
         self._watch.in_order, self._watch.num_lanes = self._runner.keeps_order, self._runner.num_lanes
         self._watch.record(Step(num_tokens=self._runner.limits.max_tokens or 0), 0.0)
         for forward in self._runner.take_times():  # of the warm-up
-            self._scheduler.pace.record(*forward)
+            self._scheduler.chunk_sizes.record(*forward)
             self._watch.record(Step(num_tokens=forward.chunk_tokens + forward.whole_tokens), forward.seconds)
         self._on_ready()
         self._send(ModelReady(info, self._runner.tokenizer), [])
@@ -273,7 +273,7 @@ class EngineCore:
 
     def _begin(self, batch: Batch) -> None:
         """Starts a batch. The next chunks of its prompts may follow while it runs."""
-        self._runner.forget(batch.ended)
+        self._runner.forget(batch.finished)
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
         step = Step.of(batch.chunks)
@@ -353,7 +353,7 @@ class EngineCore:
             failure = error
         else:
             return [(chunks, outputs)]
-        followed = [chunk for chunk in chunks if chunk in chunk.sequence.begun]
+        followed = [chunk for chunk in chunks if chunk in chunk.sequence.earlier_chunks]
         if followed:  # later chunks that run already build on these
             for chunk in followed:
                 self._fail(chunk.sequence, failure)
@@ -380,7 +380,7 @@ class EngineCore:
     def _run_again(self, chunks: list[Chunk]) -> list[Collected]:
         """Runs the chunks of a failed batch again, without those of cancelled sequences; see `_collect`."""
         with self._lock:
-            chunks = [chunk for chunk in chunks if chunk.sequence.is_under_way(chunk)]
+            chunks = [chunk for chunk in chunks if chunk.sequence.is_in_flight(chunk)]
         return self._collect(chunks, partial(self._runner.execute, chunks), Step.of(chunks)) if chunks else []
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
@@ -414,7 +414,7 @@ class EngineCore:
                 if r.started_s is not None
             ]
             for forward in self._runner.take_times():
-                self._scheduler.pace.record(*forward)
+                self._scheduler.chunk_sizes.record(*forward)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
@@ -476,7 +476,7 @@ def not_finite(chunks: Sequence[Chunk], outputs: BatchOutputs) -> Iterator[Queue
     """
     for place in np.flatnonzero(~outputs.is_finite).tolist():
         sequence = chunks[place].sequence
-        if sequence.is_under_way(chunks[place]):
+        if sequence.is_in_flight(chunks[place]):
             yield sequence
 
 
@@ -488,7 +488,7 @@ def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float)
         outputs: Outputs of these chunks.
         started_s: Seconds, of time.monotonic, when their forward began.
     """
-    are_live = [chunk.sequence.is_under_way(chunk) for chunk in chunks]
+    are_live = [chunk.sequence.is_in_flight(chunk) for chunk in chunks]
     for chunk, is_live in zip(chunks, are_live, strict=True):
         request = chunk.sequence.request
         if is_live and request.started_s is None:
@@ -516,7 +516,7 @@ def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:
         num_left: Sequences that found no place in the batch.
     """
     waiting = scheduler.waiting
-    budget = scheduler.pace.budget(scheduler.token_budget)
+    budget = scheduler.chunk_sizes.forward_tokens(scheduler.token_budget)
     return StepLoad(num_seqs, budget, waiting.num_seqs, waiting.num_tokens, num_left)
 
 

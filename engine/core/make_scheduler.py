@@ -9,7 +9,7 @@ from typing import Final
 from ..protocol.config import ChunkedPrefillConfig, EngineConfig
 from ..protocol.model_info import DEVICE_MEMORY_SOURCE, KV_CACHE_SOURCE, ModelInfo
 from ..scheduling import Scheduler, SequencePool
-from ..scheduling.scheduler import LEAST_SHARE
+from ..scheduling.scheduler import MAX_SHRINKAGE
 from .runner import DeviceLimits
 
 logger = logging.getLogger("penstock.engine")
@@ -66,7 +66,7 @@ def make_scheduler(
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
         threshold=None if is_cut else info.max_model_len,
-        min_chunk_size=max(min(_LEAST_CHUNK, budget // LEAST_SHARE), 1),  # there is always room for it
+        min_chunk_size=max(min(_LEAST_CHUNK, budget // MAX_SHRINKAGE), 1),  # there is always room for it
         is_dynamic=chunk_size is None,
         max_retries=_MAX_RETRIES,
     )

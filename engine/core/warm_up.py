@@ -365,7 +365,7 @@ def _chunked(
             sequence.allocation = sequence_pool.allocate(sequence.request_id, 3 * size)
             if sequence.allocation is None:
                 return
-            first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size, i) for i in range(3))
+            first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size) for i in range(3))
             try:
                 yield [first]
                 yield [*samples.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]

@@ -144,8 +144,6 @@ class ChunkedPrefillConfig:
         min_chunk_size: Tokens. Chunks are not made smaller, but for the last of a prompt and where `chunk_size` is.
         is_dynamic: Whether chunks follow memory, which may run short, and the time that forwards take.
         ageing_s: Seconds of waiting that are worth one level of priority.
-        token_s: Seconds by which the next chunk of a prompt is due later for every token of it that ran, so that
-            others get a turn before a very long one is done; 0 runs them one after the other.
         max_retries: Failures in a row that are tried again; one more fails the prompt.
     """
 
@@ -154,13 +152,12 @@ class ChunkedPrefillConfig:
     min_chunk_size: int = 64
     is_dynamic: bool = True
     ageing_s: float = 1.0
-    token_s: float = 0.0
     max_retries: int = 2
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field and its value."""
         check_least(self, 1, "chunk_size", "min_chunk_size")
-        check_least(self, 0, "threshold", "max_retries", "ageing_s", "token_s")
+        check_least(self, 0, "threshold", "max_retries", "ageing_s")
 
     def sized(self, chunk_size: int, memory_pressure: float) -> int:
         """Returns the tokens of a chunk under a memory pressure, in steps of the smallest chunk.

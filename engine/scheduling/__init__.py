@@ -1,12 +1,11 @@
 """Which sequences run next, in which chunks, and which memory they hold. Plain Python without torch."""
 
 from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
-from .chunk_queue import ChunkStateError
-from .chunked_prefill import ChunkedPrefillManager, chunk_prompt, create_prefill_manager
+from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_prompt, create_prefill_manager
 from .kv_cache_pool import KvCachePool
 from .prefix_cache import PrefixCache, block_keys
 from .scheduler import Scheduler
-from .sequence import Batch, Chunk, ChunkedRequest, ChunkState, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import Batch, Chunk, ChunkState, PrefillChunk, QueuedSequence, Request, Status
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "ChunkState",
     "ChunkStateError",
     "ChunkedPrefillManager",
-    "ChunkedRequest",
     "KvCachePool",
     "KvLayerSpec",
     "PoolPlan",

@@ -1,4 +1,7 @@
-"""Chunked prefill: long prompts in chunks that are cut as their turn comes. Plain Python without torch.
+"""Chunked prefill: long prompts run in chunks, one forward each. Plain Python without torch.
+
+Only correct for models that read from left to right: a chunk needs the keys and values, or states, of the chunks before
+it. This module knows no memory and no device.
 
 >>> manager = ChunkedPrefillManager(chunk_size=512)
 >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
@@ -11,10 +14,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,22 +24,41 @@ from numpy.typing import NDArray
 
 from ..protocol.config import ChunkedPrefillConfig
 from ..protocol.errors import InvalidRequestError
+from ..protocol.messages import ChunkMetrics
+from ..protocol.params import PoolingParams
 from ..protocol.tasks import ChunkPriority
-from .chunk_queue import ChunkQueue, ChunkStateError
-from .sequence import ChunkedRequest, PrefillChunk, R, Status
+from .sequence import ChunkState, PrefillChunk, QueuedSequence, Request, Status
+
+ChunkId = tuple[Hashable, int]
 
 
-class ChunkedPrefillManager(ChunkQueue[R]):
-    """A ChunkQueue that can be used without a scheduler as well.
+class ChunkStateError(ValueError):
+    """A chunk or its prompt is unknown, or is not in the state that the call needs. Always a bug of the caller."""
 
-    What requests to the server pass is in ChunkQueue. The methods here take prompts in, hand out their chunks and join
-    what these gave, for whoever runs a model by hand.
+
+def _by_priority(sequence: QueuedSequence) -> int:
+    return sequence.request.priority
+
+
+class ChunkedPrefillManager:
+    """Prompts that run in chunks, and the order in which their chunks run.
+
+    The scheduler adds sequences with `add`. Code that runs a model itself adds prompts with `create_chunks`. Both take
+    chunks with `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
+    Not thread-safe: the caller uses one thread or holds a lock.
+    Invariants: the chunks of a prompt cover it without gap or overlap. They run in order, and one at a time unless
+    `go_on` allows the next.
 
     Args:
         config: How prompts are cut; None takes the defaults.
         tokenize_fn: Text to token ids, for `create_chunks_from_prompt`.
-        chunk_size: Tokens of a chunk, where this is all there is to say. ValueError beside `config`, or if below 1.
+        chunk_size: Tokens of a chunk, instead of `config`. ValueError if both are given, or if below 1.
+        order: Key of a prompt: the smallest runs first, and of equal ones the one added first. The default is the
+            priority.
         clock: Seconds. Monotonic time.
+
+    Attributes:
+        requests: The prompts by id.
     """
 
     def __init__(
@@ -46,13 +67,36 @@ class ChunkedPrefillManager(ChunkQueue[R]):
         tokenize_fn: Callable[[str], Sequence[int]] | None = None,
         *,
         chunk_size: int | None = None,
+        order: Callable[[QueuedSequence], Any] = _by_priority,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if config is not None and chunk_size is not None:
             raise ValueError("chunk_size is part of config; give one of them.")
         given = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
-        super().__init__(config or given, clock)
+        self.config = config or given
+        self.requests: dict[Hashable, QueuedSequence] = {}
         self._tokenize = tokenize_fn
+        self._order = order
+        self._clock = clock
+        self._metrics = ChunkMetrics()
+
+    def should_chunk(self, token_count: int) -> bool:
+        """Whether a prompt of that many tokens should run in chunks."""
+        threshold = self.config.threshold
+        return token_count > (self.config.chunk_size if threshold is None else threshold)
+
+    def compute_chunk_boundaries(
+        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
+    ) -> list[tuple[int, int]]:
+        """Returns start and end (exclusive) of each chunk of a prompt; the last chunk may be shorter.
+
+        Raises:
+            InvalidRequestError: An argument is out of range; see `create_chunks`.
+        """
+        if total_tokens < 0:
+            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
+        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
+        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
 
     def create_chunks(
         self,
@@ -61,112 +105,244 @@ class ChunkedPrefillManager(ChunkQueue[R]):
         priority: int = ChunkPriority.NORMAL,
         chunk_size: int | None = None,
         memory_pressure: float = 0.0,
-        *,
-        arrival_s: float | None = None,
-    ) -> list[PrefillChunk[R]]:
-        """Takes in a prompt and returns a forecast of its chunks.
+    ) -> list[PrefillChunk]:
+        """Adds a prompt and returns the plan of its chunks.
 
-        The chunks that run are cut later, when the prompt is next, and may be shorter if memory is short then. They
-        come from `schedule_chunk` or `iterate_chunks`; those of the forecast stay PENDING and cannot be started.
-
-        Raises InvalidRequestError where the name is in use, the prompt is empty, or an argument is out of range.
+        The planned chunks stay PENDING. Those that run come from `schedule_chunk` or `iterate_chunks`, and may be
+        shorter if memory is short then.
 
         Args:
-            request_id: Its name.
+            request_id: Id of the prompt.
             prompt_tokens: Token ids, which are not copied, or their number.
-            priority: A ChunkPriority or any other level; lower goes first.
-            chunk_size: Tokens of a chunk while memory is free; None takes the config's.
+            priority: A ChunkPriority or any other integer; lower goes first.
+            chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
             memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
-            arrival_s: Seconds. Time of its arrival by the manager's clock; None takes now.
+
+        Raises:
+            InvalidRequestError: The id is in use, the prompt is empty, or an argument is out of range.
         """
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
-        turn_s = (self._clock() if arrival_s is None else arrival_s) + priority * self.config.ageing_s
-        size = bounds[0][1] if bounds else 0
-        request = cast("R", ChunkedRequest(request_id, prompt, len(prompt), turn_s, turn_s, size))
-        self.add(request)
-        return [PrefillChunk(request, start, end, index) for index, (start, end) in enumerate(bounds)]
+        sequence = QueuedSequence(
+            request_id=request_id,
+            prompt=prompt,
+            num_tokens=len(prompt),
+            request=Request(0, PoolingParams(), priority=priority),
+            chunk_size=bounds[0][1] if bounds else 0,
+        )
+        self.add(sequence)
+        return [PrefillChunk(sequence, start, end) for start, end in bounds]
 
     def create_chunks_from_prompt(
         self, request_id: Hashable, prompt: str, priority: int = ChunkPriority.NORMAL, chunk_size: int | None = None
-    ) -> list[PrefillChunk[R]]:
-        """Tokenizes a text and takes it in; see `create_chunks`. InvalidRequestError if there is no `tokenize_fn`."""
+    ) -> list[PrefillChunk]:
+        """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
         if self._tokenize is None:
             raise InvalidRequestError("a text cannot be cut: the manager has no tokenize_fn.", param="prompt")
         return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
 
-    def compute_chunk_boundaries(
-        self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
-    ) -> list[tuple[int, int]]:
-        """Returns where each chunk of a prompt begins and ends (not included); the last may be shorter.
+    def add(self, sequence: QueuedSequence) -> None:
+        """Adds a prompt: its chunks may run from now on. InvalidRequestError if it is empty, or its id is in use."""
+        if sequence.request_id in self.requests:
+            raise InvalidRequestError(f"request {sequence.request_id!r} is in chunks already.", param="request_id")
+        if sequence.num_tokens < 1:
+            raise InvalidRequestError(f"request {sequence.request_id!r} has no tokens.", param="prompt_tokens")
+        sequence.status = Status.RUNNING
+        self.requests[sequence.request_id] = sequence
 
-        Raises InvalidRequestError where an argument is out of range; see `create_chunks` for what they are.
+    def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
+        """Counts tokens at the start of a prompt as done: their keys and values were found in a cache.
+
+        Raises:
+            ChunkStateError: The prompt is unknown, complete or has failed, or a chunk of it is in flight.
+            InvalidRequestError: All tokens were found; the last one must run.
         """
-        if total_tokens < 0:
-            raise InvalidRequestError(f"total_tokens is {total_tokens}; it must be 0 or more.", param="total_tokens")
-        size = self.config.sized(self.config.chunk_size if chunk_size is None else chunk_size, memory_pressure)
-        return [(start, min(start + size, total_tokens)) for start in range(0, total_tokens, size)]
+        sequence = self._find_unfinished(request_id)
+        self._check_idle(sequence)
+        if num_cached_tokens >= sequence.num_tokens:
+            message = f"request {request_id!r} has {sequence.num_tokens} tokens; the last one must run."
+            raise InvalidRequestError(message, param="num_cached_tokens")
+        self._metrics.cached_tokens += max(num_cached_tokens - sequence.num_done, 0)
+        sequence.num_done = max(num_cached_tokens, sequence.num_done)
 
-    def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk[R]]:
+    def peek(self) -> QueuedSequence | None:
+        """Returns the prompt whose chunk runs next; None if no chunk may run."""
+        return min(
+            (sequence for sequence in self.requests.values() if sequence.is_ready), key=self._order, default=None
+        )
+
+    def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk | None:
+        """Cuts and returns the chunk that runs next; None if no chunk may run, or it needs more than `max_tokens`.
+
+        Args:
+            max_tokens: Tokens of the chunk at most. Only the end of a prompt is cut below the smallest chunk size.
+            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1; else InvalidRequestError.
+        """
+        if (sequence := self.peek()) is None:
+            return None
+        num_left = sequence.num_tokens - sequence.num_scheduled
+        size = min(self.config.sized(sequence.chunk_size or self.config.chunk_size, memory_pressure), num_left)
+        if max_tokens is not None and max_tokens < min(self.config.min_chunk_size, size):
+            return None
+        return self._cut(sequence, size if max_tokens is None else min(size, max_tokens))
+
+    def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
+        """Records that a scheduled chunk runs now. ChunkStateError if it is not scheduled."""
+        chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
+        chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
+        return chunk
+
+    def go_on(self, chunk_id: ChunkId) -> None:
+        """Allows the next chunk of a prompt while this one runs: the device will run them in this order.
+
+        Raises:
+            ChunkStateError: The chunk does not run, or the next one was allowed before.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        sequence = chunk.sequence
+        if chunk is not sequence.chunk:
+            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.request_id!r} has been followed already.")
+        sequence.earlier_chunks, sequence.chunk = sequence.chunks_in_flight, None
+
+    def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
+        """Records that a running chunk is done, and returns whether its prompt is complete.
+
+        Args:
+            chunk_id: Id of the chunk.
+            output: Its output, kept for `merge_chunks`.
+            kv_cache: Keys and values up to here, kept as `QueuedSequence.kv_cache` for the next chunk.
+
+        Raises:
+            ChunkStateError: It does not run, or an earlier chunk of its prompt does.
+        """
+        chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
+        sequence = chunk.sequence
+        if chunk is not sequence.chunks_in_flight[0]:
+            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.request_id!r} runs after another one.")
+        if chunk is sequence.chunk:
+            sequence.chunk = None
+        sequence.earlier_chunks = sequence.earlier_chunks[1:]
+        chunk.state, sequence.num_done = ChunkState.COMPLETED, chunk.end
+        sequence.num_failures, sequence.error = 0, None
+        if output is not None:
+            sequence.outputs += (output,)
+        if kv_cache is not None:
+            sequence.kv_cache = kv_cache
+        self._metrics.completed_chunks += 1
+        self._metrics.completed_tokens += chunk.num_tokens
+        self._metrics.completed_requests += sequence.is_complete
+        self._metrics.run_s += self._clock() - chunk.started_s
+        return sequence.is_complete
+
+    def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
+        """Records that a chunk failed. Returns whether its prompt is retried after the last completed chunk.
+
+        All chunks of the prompt in flight are dropped. After `max_retries` retries the prompt has failed.
+
+        Raises:
+            ChunkStateError: The chunk is not in flight.
+        """
+        sequence = self._find_chunk(chunk_id, ChunkState.SCHEDULED, ChunkState.RUNNING).sequence
+        sequence.num_failures += 1
+        sequence.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        sequence.has_failed = sequence.num_failures > self.config.max_retries
+        sequence.drop_chunks(ChunkState.FAILED if sequence.has_failed else ChunkState.PENDING)
+        self._metrics.failed_chunks += 1
+        self._metrics.failed_requests += sequence.has_failed
+        return not sequence.has_failed
+
+    def preempt(self, request_id: Hashable) -> None:
+        """Removes a prompt and sets it back to its first token; `add` lets it run again.
+
+        Raises:
+            ChunkStateError: It is unknown, complete or has failed.
+        """
+        sequence = self._find_unfinished(request_id)
+        sequence.drop_chunks(ChunkState.PENDING)
+        sequence.num_done, sequence.outputs, sequence.kv_cache = 0, (), None
+        del self.requests[request_id]
+        self._metrics.preemptions += 1
+
+    def remove_request(self, request_id: Hashable) -> bool:
+        """Removes a prompt and returns whether it was known. One that is neither complete nor failed is cancelled."""
+        if (sequence := self.requests.pop(request_id, None)) is None:
+            return False
+        self._metrics.cancelled_requests += not (sequence.is_complete or sequence.has_failed)
+        sequence.status = Status.FINISHED
+        sequence.drop_chunks(ChunkState.CANCELLED)
+        return True
+
+    def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
         """Yields the chunks of one prompt in order, each started, until it is complete or removed.
 
-        Raises ChunkStateError where it is unknown or has failed, or the last chunk was neither completed nor failed.
+        Raises:
+            ChunkStateError: The prompt is unknown or has failed, or the last chunk was neither completed nor failed.
         """
-        request = self._find(request_id)
-        while request.status is Status.RUNNING and not request.is_complete:
-            if request.has_failed:
-                raise ChunkStateError(f"request {request_id!r} has failed: {request.error}")
-            self._ensure_idle(request)
-            yield self.start_chunk(self._cut(request, request.chunk_size or self.config.chunk_size).chunk_id)
+        sequence = self._find(request_id)
+        while sequence.status is Status.RUNNING and not sequence.is_complete:
+            if sequence.has_failed:
+                raise ChunkStateError(f"request {request_id!r} has failed: {sequence.error}")
+            self._check_idle(sequence)
+            yield self.start_chunk(self._cut(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
-        """Returns the outputs of all chunks in order: lists, arrays and torch tensors joined to one, others as a list.
+        """Returns the outputs of a complete prompt in order: lists and numpy arrays joined, others as a list.
 
-        Raises ChunkStateError where the prompt is unknown or not complete, or some of its chunks gave none.
+        Raises:
+            ChunkStateError: The prompt is unknown or not complete.
         """
-        request = self._find(request_id)
-        if not request.is_complete:
-            done = f"{request.num_done} of {request.num_tokens} tokens are completed"
-            raise ChunkStateError(f"request {request_id!r} is {request.state}; {done}.")
-        outputs = [chunk.output for chunk in request.completed]
-        if outputs and len(outputs) < request.num_chunks:
-            raise ChunkStateError(f"request {request_id!r}: {request.num_chunks - len(outputs)} chunks have no output.")
+        sequence = self._find(request_id)
+        if not sequence.is_complete:
+            done = f"{sequence.num_done} of {sequence.num_tokens} tokens are completed"
+            raise ChunkStateError(f"request {request_id!r} is not complete: {done}.")
+        outputs = sequence.outputs
         if outputs and all(isinstance(output, np.ndarray) for output in outputs):
             return np.concatenate(outputs)
-        torch = sys.modules.get("torch")  # without it no output is a tensor
-        if outputs and torch is not None and all(isinstance(output, torch.Tensor) for output in outputs):
-            return torch.cat(outputs)
-        return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else outputs
+        return list(itertools.chain(*outputs)) if all(isinstance(output, list) for output in outputs) else list(outputs)
 
-    def get_request(self, request_id: Hashable) -> R | None:
-        """Returns a prompt, or None where it is unknown."""
-        return self.requests.get(request_id)
+    def statistics(self) -> ChunkMetrics:
+        """Returns the counters and gauges as they are now."""
+        num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
+        return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
-    def is_complete(self, request_id: Hashable) -> bool:
-        """Whether every token of a prompt is done; False where it is unknown."""
-        return request_id in self.requests and self.requests[request_id].is_complete
+    def _cut(self, sequence: QueuedSequence, size: int) -> PrefillChunk:
+        start = sequence.num_scheduled
+        sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
+        return sequence.chunk
 
-    def get_pending_count(self, request_id: Hashable | None = None) -> int:
-        """Returns the number of chunks that wait, of one prompt (0 where it is unknown) or of all."""
-        known = [r for r in self.requests.values() if request_id in (None, r.request_id) and not r.has_failed]
-        left = ((r, r.num_tokens - r.num_cut) for r in known)
-        return sum(-(-num_tokens // (r.chunk_size or self.config.chunk_size)) for r, num_tokens in left)
+    def _find(self, request_id: Hashable) -> QueuedSequence:
+        if (sequence := self.requests.get(request_id)) is None:
+            raise ChunkStateError(f"request {request_id!r} is unknown; it may have been removed.")
+        return sequence
 
-    def clear(self) -> None:
-        """Ends and forgets all prompts; counts of what was done stay."""
-        for request_id in list(self.requests):
-            self.cancel_request(request_id)
+    def _find_unfinished(self, request_id: Hashable) -> QueuedSequence:
+        sequence = self._find(request_id)
+        if sequence.has_failed or sequence.is_complete:
+            raise ChunkStateError(f"request {request_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
+        return sequence
 
-    def get_stats(self) -> dict[str, float]:
-        """Returns the counts by name."""
-        now = self.statistics()
-        means = {"num_pending_chunks": self.get_pending_count(), "mean_chunk_tokens": now.mean_chunk_tokens}
-        return msgspec.structs.asdict(now) | means
+    def _find_chunk(self, chunk_id: ChunkId, *states: ChunkState) -> PrefillChunk:
+        request_id, start = chunk_id
+        sequence = self._find(request_id)
+        found = "not in flight"
+        for chunk in sequence.chunks_in_flight:
+            if chunk.start == start:
+                if chunk.state in states:
+                    return chunk
+                found = chunk.state
+        raise ChunkStateError(
+            f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
+        )
+
+    def _check_idle(self, sequence: QueuedSequence) -> None:
+        if sequence.chunks_in_flight:
+            chunk = sequence.chunks_in_flight[0]
+            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.request_id!r} is still {chunk.state}.")
 
 
 def create_prefill_manager(
     chunk_size: int = 512, threshold: int | None = None, dynamic: bool = True
-) -> ChunkedPrefillManager[ChunkedRequest]:
+) -> ChunkedPrefillManager:
     """Returns a manager of chunks of `chunk_size` tokens for prompts of more than `threshold` (None: `chunk_size`).
 
     With `dynamic`, chunks become smaller as memory runs short.

@@ -1,59 +1,62 @@
-"""Decides what runs in the next forward, and keeps the one book of what waits and runs. Plain Python without torch.
+"""Decides what runs in the next forward. Plain Python without torch.
 
-The order is start-time fair (see waiting.py): a sequence's turn comes at its arrival, or when those before it in its
-request have run and had their time, so that large requests and small ones share the device. A level of priority is
-worth a fixed time of waiting. Nobody starves: turns never move, and later arrivals have later ones. Where clients are
-told apart, this holds within each of them, and those that wait get the same number of tokens.
-
-Short sequences of similar length whose turn is near go together (attention over equal lengths is one product), unless
-one has waited for too long. Long ones run in chunks, which take a share of each forward; whole sequences take the rest.
-A long one gets all of its memory when it starts, so that it can end, and loses it only to one whose turn is earlier.
+FairQueue orders the waiting sequences. Short ones run whole; those of similar length near the head of the queue run
+together, because attention over equal lengths is one product. Long ones run in chunks, which take a share of each
+forward. A long sequence gets its memory for all of its length when it starts, so that it can end. It loses the memory
+only to a sequence that arrived earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import Final
 
 from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from .chunk_size import ChunkSizeController
 from .chunked_prefill import ChunkedPrefillManager
-from .pace import ChunkPace
-from .preemption import victims_of
-from .sequence import Batch, Chunk, PrefillBudget, PrefillChunk, QueuedSequence, Request, Status
+from .fair_queue import FairQueue, group_by_length
+from .sequence import Batch, Chunk, ForwardBudget, PrefillChunk, QueuedSequence, Request, Status
 from .sequence_pool import Allocation, SequencePool
-from .waiting import WaitingQueue, in_running_order
 
-_WINDOW: Final = 4
-"""Batches. Likes in length are looked for among the tokens of so many, and the sequences of half as many."""
-LEAST_SHARE: Final = 32
-"""The budget is never lowered to less than its original size over this, where sequences can run in chunks."""
+_WINDOW_BATCHES: Final = 4
+"""Sequences of similar length are looked for among the tokens of so many batches, and the sequences of half as many."""
+MAX_SHRINKAGE: Final = 32
+"""The token budget is never lowered to less than its full size over this, if sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
-"""Forwards after which a budget that was lowered is doubled again."""
+"""Forwards after which a lowered budget is doubled again."""
 _PART_OF_BATCH: Final = 4
-"""A batch that is begun behind another has at least its size over this: less takes a device about as long."""
+"""A batch that would wait behind another is worth starting from its full size over this: less takes about as long."""
 _MIN_SHARED_BLOCKS: Final = 2
-"""Full blocks below which a short sequence leaves the prefix cache alone: there is too little to share."""
+"""Full blocks from which a short sequence uses the prefix cache."""
 _POOL_PRESSURE: Final = 0.5
-"""Memory pressure of a full pool while a sequence waits for room in it: chunks are half as long."""
+"""Memory pressure of a full pool while a sequence waits for memory: chunks are half as long."""
 
 
 class Scheduler:
-    """The book of requests, the queue that points into it, and the policy over them.
+    """The table of requests, and the policy over them.
 
     Not thread-safe: its owner holds a lock. Batches may overlap: the next is scheduled before one is finished
-    (`finish`). One with chunks of long sequences may only be overlapped once `go_on` has been told of it, unless
-    `awaits_quiet`, and such batches are finished in order. What failed is cancelled or given to `retry` before that.
-    Invariant: a batch never exceeds `token_budget` (but for one sequence that has to run whole) or the number of
-    sequences. What a sequence holds is released in `_leave` alone.
+    (`finish`). A batch with chunks of long sequences may be overlapped only after `go_on`, unless `awaits_quiet`; such
+    batches are finished in order. What failed is cancelled or given to `retry` before that.
+    Invariant: a batch never exceeds `token_budget`, except for a single sequence that must run whole, or the maximum
+    number of sequences. `_leave` alone releases what a sequence holds.
 
     Args:
         config: Limits of the number of sequences and of their wait.
-        token_budget: Tokens of a batch; raised to `max_seq_len` where nothing can run in chunks.
-        max_seq_len: Tokens of the longest sequence that will come.
+        token_budget: Tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
+        max_seq_len: Tokens of the longest sequence.
         prefill: How long sequences are cut.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
         num_lanes: Parts of the device that run batches by themselves.
+
+    Attributes:
+        requests: Every unfinished request by its id.
+        waiting: Sequences that have not started.
+        prefill: Long sequences that have started.
+        chunk_sizes: Sizes of forwards and of chunks.
+        token_budget: Tokens of a batch now.
+        memory_pressure: Share of a full chunk for which memory was short when chunks were last cut, 0 to 1.
+        awaits_quiet: Whether the next batch should wait until none runs: it takes memory from a running chunk.
     """
 
     def __init__(
@@ -67,27 +70,26 @@ class Scheduler:
         num_lanes: int = 1,
     ) -> None:
         self._pool = sequence_pool or SequencePool()
-        # Where nobody has asked the device how many it takes, it is a CPU.
         self._max_num_seqs, self._max_wait_s = config.seqs("cpu"), config.max_wait_s
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
-        self._full_budget = token_budget if not self._pool.is_empty else max(token_budget, max_seq_len)
+        self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_good_steps = 0
-        self._ended: list[QueuedSequence] = []  # in chunks, since the last batch
+        self._finished: list[QueuedSequence] = []  # long sequences, since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
-        self.awaits_quiet = False  # until nothing runs: then it takes memory from one of which a chunk runs now
-        self._orders = count()
-        self._token_s = self._front_s = 0.0  # of this batch: time of a token, and when who has not begun is due
-        self.requests: dict[int, Request] = {}  # the book: every request that has not ended, by its number
-        self.waiting = WaitingQueue()  # the sequences that have not started
-        self.prefill: ChunkedPrefillManager[QueuedSequence] = ChunkedPrefillManager(prefill)  # long ones that have
-        self.token_budget = self._full_budget  # of a batch now
-        self.memory_pressure = 0.0  # share of a full chunk for which memory was short when chunks were last cut, 0 to 1
-        self.pace = ChunkPace(self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic)
+        self.requests: dict[int, Request] = {}
+        self.waiting = FairQueue()
+        self.prefill = ChunkedPrefillManager(prefill, order=self.waiting.order)
+        self.chunk_sizes = ChunkSizeController(
+            self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic
+        )
+        self.token_budget = self._full_budget
+        self.memory_pressure = 0.0
+        self.awaits_quiet = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch can be formed: something waits, or can go on in chunks."""
+        """Whether a batch can be formed."""
         return bool(self.waiting.num_seqs) or self.prefill.peek() is not None
 
     @property
@@ -97,60 +99,55 @@ class Scheduler:
 
     @property
     def has_much(self) -> bool:
-        """Whether it is enough for a batch that only waits behind another: a part of a full one, or a next chunk.
+        """Whether there is enough for a batch that waits behind another one: a part of a full batch, or a next chunk.
 
-        What is less goes together with whatever comes until the device is free, as one forward.
+        Fewer sequences run together with those that arrive until the device is free.
         """
-        has_tokens = self.waiting.num_tokens >= self.pace.budget(self.token_budget) // _PART_OF_BATCH
+        has_tokens = self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _PART_OF_BATCH
         has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
         return has_tokens or has_seqs or self.prefill.peek() is not None
 
     def add(self, request: Request) -> None:
-        """Takes a request into the book and queues its sequences. Raises ValueError where one can never run."""
-        for num_tokens in [sequence.num_tokens for sequence in request.sequences]:
-            if not 1 <= num_tokens <= self._max_seq_len:
-                raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
-        self.requests[request.request_id] = request
-        request.num_left = len(request.sequences)
-        request.lead_s = request.priority * self.prefill.config.ageing_s
-        last: dict[bool, QueuedSequence] = {}  # of the short ones, and of the long ones
-        turn_s = request.arrival_s + request.lead_s  # of the first of each; the others get theirs in line
+        """Adds a request and queues its sequences. Raises ValueError if one can never run."""
+        for sequence in request.sequences:
+            if not 1 <= sequence.num_tokens <= self._max_seq_len:
+                raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
         for sequence in request.sequences:
             num_tokens = sequence.num_tokens
-            sequence.turn_s = turn_s
-            sequence.order = next(self._orders)
             is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
-            sequence.is_long = is_cut and self._pool.can_hold(num_tokens)  # what can never be held runs whole
-            self.waiting.add(sequence, last.get(sequence.is_long))
-            last[sequence.is_long] = sequence
+            sequence.is_long = is_cut and self._pool.can_hold(num_tokens)
+        self.requests[request.request_id] = request
+        request.num_unfinished = len(request.sequences)
+        token_s = self.chunk_sizes.token_s or self._max_wait_s / self._full_budget
+        self.waiting.add(request, self.prefill.config.ageing_s / token_s)
 
     def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
-        """Ends a request, whatever of it waits or runs, and returns it; None where it is not in the book.
+        """Ends a request and returns it; None if it is unknown.
 
-        With `forget`, what it computed may be wrong: nobody may find it in the prefix cache.
+        With `forget`, its results may be wrong: none of its blocks stays in the prefix cache.
         """
         request = self.requests.get(request_id)
-        for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.ENDED]:
-            self._leave(sequence, Status.ENDED, forget=forget)
+        for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
+            self._leave(sequence, Status.FINISHED, forget=forget)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
-        """Takes the next batch; it is empty only if nothing waits, or all that waited has expired.
+        """Returns the next batch. It is empty only if nothing waits, or all that waited has expired.
 
         Args:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
-            free_tokens: Tokens of a forward that the device has memory for now; None where that is not known.
+            free_tokens: Tokens of a forward that the device has memory for now; None if unknown.
         """
         self.awaits_quiet = False
-        self._token_s = self.pace.token_s or self._max_wait_s / self._full_budget
-        batch, budget = Batch(ended=self._ended), PrefillBudget(self.pace.budget(self.token_budget), self._max_num_seqs)
-        self._ended = []
-        if free_tokens is not None and self.prefill.config.is_dynamic:
-            budget.num_tokens = min(budget.num_tokens, max(free_tokens, self.prefill.config.min_chunk_size))
-        if self._num_lanes > 1 and not self.has_long:  # answers leave while the others still run
-            budget.num_tokens = min(budget.num_tokens, self.waiting.share(self._num_lanes))
+        config = self.prefill.config
+        batch, self._finished = Batch(finished=self._finished), []
+        budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
+        if free_tokens is not None and config.is_dynamic:
+            budget.num_tokens = min(budget.num_tokens, max(free_tokens, config.min_chunk_size))
+        if self._num_lanes > 1 and not self.has_long:
+            budget.num_tokens = min(budget.num_tokens, self.waiting.tokens_per_batch(self._num_lanes))
         self._expire(self.prefill.requests.values(), now_s, batch)
-        window = self._lift_short(now_s, batch)
+        window = self._short_window(now_s, batch)
         if self.has_long:
             self._add_chunks(window, batch, budget, now_s, free_tokens)
         self._add_whole(window, batch, budget, now_s)
@@ -159,24 +156,22 @@ class Scheduler:
         return batch
 
     def go_on(self, batch: Batch) -> None:
-        """Records that a batch was begun on a device that keeps the order: the next chunks may be scheduled now.
+        """Records that a batch was started on a device that keeps the order: the next chunks may be scheduled now.
 
-        They are due as if these were done. Nothing is committed before `finish`: what a chunk gives may not be finite.
+        Nothing is committed to the prefix cache before `finish`: the values of a chunk may not be finite.
         """
         for chunk in batch.chunks if batch.num_long else []:
-            if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # else cancelled meanwhile
-                self._go_on(chunk)
+            if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # otherwise cancelled meanwhile
+                self.prefill.go_on(chunk.chunk_id)
 
     def finish(self, batch: Batch) -> list[Request]:
-        """Records that a batch ran, but for what was cancelled or is tried again; returns the requests that ended."""
-        ended = []
+        """Records that a batch ran, except for cancelled and retried chunks; returns the requests that are complete."""
+        finished = []
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            if not sequence.is_under_way(chunk):
-                continue  # cancelled, or to be tried again
+            if not sequence.is_in_flight(chunk):
+                continue
             if sequence.is_long:
-                if sequence.chunk is chunk:
-                    self._go_on(chunk)
                 self.prefill.complete_chunk(chunk.chunk_id)
             else:
                 sequence.num_done = chunk.end
@@ -184,15 +179,15 @@ class Scheduler:
             if sequence.allocation is not None:
                 self._pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
-                self._leave(sequence, Status.ENDED)
-                ended += [] if sequence.request.num_left else [sequence.request]
+                self._leave(sequence, Status.FINISHED)
+                finished += [] if sequence.request.num_unfinished else [sequence.request]
         self._num_good_steps = (self._num_good_steps + 1) % _GOOD_STEPS
         if not self._num_good_steps:
             self.token_budget = min(2 * self.token_budget, self._full_budget)
-        return ended
+        return finished
 
     def retry(self, chunk: Chunk, error: Exception) -> bool:
-        """Lets tokens for which memory was short run again in smaller chunks; False where that cannot help."""
+        """Lets tokens that ran out of memory run again in smaller chunks; returns False if that cannot help."""
         sequence = chunk.sequence
         if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
             return False
@@ -202,15 +197,16 @@ class Scheduler:
         return True
 
     def shrink(self, token_budget: int) -> None:
-        """Lowers the budget after the device ran out of memory, never below a sequence that has to run whole."""
-        least = max(self._full_budget // LEAST_SHARE, 1) if not self._pool.is_empty else self._max_seq_len
+        """Lowers the budget after the device ran out of memory, never below a sequence that must run whole."""
+        least = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_SHRINKAGE, 1)
         self.token_budget = min(self.token_budget, max(token_budget, least))
         self._num_good_steps = 0
 
-    def _lift_short(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
-        """Returns the short sequences whose turn is near and whose deadline has not passed."""
-        max_tokens, max_seqs = _WINDOW * self.token_budget, max(_WINDOW // 2 * self._max_num_seqs, 1)
-        while window := self.waiting.window(max_tokens, max_seqs, now_s, self._token_s):
+    def _short_window(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
+        """Returns the short sequences at the head of the queue whose deadline has not passed."""
+        max_tokens = _WINDOW_BATCHES * self.token_budget
+        max_seqs = max(_WINDOW_BATCHES // 2 * self._max_num_seqs, 1)
+        while window := self.waiting.window(max_tokens, max_seqs):
             self._expire(window, now_s, batch)
             if not batch.expired:
                 return window
@@ -219,74 +215,76 @@ class Scheduler:
         return []
 
     def _add_chunks(
-        self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float, free_tokens: int | None
+        self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget, now_s: float, free_tokens: int | None
     ) -> None:
-        """Starts long sequences whose turn it is and adds the chunks of this batch."""
-        room = self._chunk_budget(window, budget.num_tokens)
-        if room.num_tokens < 1 or room.num_seqs < 1:
+        """Starts long sequences and adds the chunks of this batch."""
+        chunk_budget = self._chunk_budget(window, budget.num_tokens)
+        if chunk_budget.num_tokens < 1 or chunk_budget.num_seqs < 1:
             return
         self._waits_for_memory = False
-        while lifted := self.waiting.window(1, 1, now_s, self._token_s, is_long=True):
-            self._expire(lifted, now_s, batch)
-            (sequence,) = lifted
-            sequence.due_s = sequence.turn_for("")
+        while heads := self.waiting.window(1, 1, is_long=True):
+            self._expire(heads, now_s, batch)
+            (sequence,) = heads
             if sequence.status is Status.WAITING and not (
-                self.prefill.is_due(sequence, room.num_tokens) and self._start(sequence, batch)
+                self._should_start(sequence, chunk_budget.num_tokens) and self._start(sequence, batch)
             ):
-                break  # those behind it wait too, or it might never find enough memory
-        self._front_s = min(self.waiting.first_long_s(), now_s)
+                break  # the others wait too, or this one might never find enough memory
         pool_pressure = _POOL_PRESSURE * self._pool.usage if self._waits_for_memory else 0.0
         device_pressure = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
         self.memory_pressure = max(device_pressure, pool_pressure, 1 - self.token_budget / self._full_budget)
-        while room.num_tokens > 0 and room.num_seqs > 0:
-            if (chunk := self.prefill.schedule_chunk(room.num_tokens, memory_pressure=self.memory_pressure)) is None:
+        while chunk_budget.num_tokens > 0 and chunk_budget.num_seqs > 0:
+            max_tokens = chunk_budget.num_tokens
+            chunk = self.prefill.schedule_chunk(max_tokens, memory_pressure=self.memory_pressure)
+            if chunk is None:
                 break
-            batch.chunks.append(self.prefill.start_chunk(chunk.chunk_id))
+            self._charge(self.prefill.start_chunk(chunk.chunk_id))
+            batch.chunks.append(chunk)
             batch.num_long += 1
-            room.add(chunk.num_tokens)
+            chunk_budget.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
-    def _go_on(self, chunk: Chunk) -> None:
-        """Lets the next chunk of a long sequence be cut; it is due later by the time that this one takes."""
-        sequence = chunk.sequence
-        self.prefill.go_on(chunk.chunk_id)
-        client = sequence.request.client  # where clients are told apart, the prompts of each share its part
-        num_own = sum(s.request.client == client for s in self.prefill.requests.values()) if client else 1
-        sequence.due_s = max(sequence.due_s + chunk.num_tokens * self._token_s * num_own, self._front_s)
-
-    def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> PrefillBudget:
+    def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> ForwardBudget:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
-        num_tokens = self.pace.room(token_budget, self.prefill.config, others_wait=others_wait)
+        num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
         if not window or self._last_num_whole:
-            return PrefillBudget(num_tokens, self._max_num_seqs)
-        # Where chunks and the next whole sequence do not fit in one batch, they take turns.
-        return PrefillBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
+            return ForwardBudget(num_tokens, self._max_num_seqs)
+        # If chunks and the next whole sequence do not fit into one batch, they alternate.
+        return ForwardBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
+
+    def _should_start(self, sequence: QueuedSequence, max_tokens: int) -> bool:
+        """Whether a long sequence should start now: the next chunks of the running ones leave tokens, or run later."""
+        running = self.prefill.requests.values()
+        chunk_size = self.prefill.config.chunk_size
+        if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
+            return True
+        order = self.waiting.order(sequence)
+        return all(order < self.waiting.order(other) for other in running)
 
     def _start(self, sequence: QueuedSequence, batch: Batch) -> bool:
-        """Gives a long sequence the memory for all of its length; False if there is not enough at the moment."""
+        """Gives a long sequence the memory for its whole length; returns False if there is not enough now."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
             allocation = self._allocate(sequence)
         self._waits_for_memory = allocation is None
         if allocation is None:
             return False
-        self.waiting.take(sequence)
+        self.waiting.remove(sequence)
         sequence.allocation = allocation
         self.prefill.add(sequence)
-        # The states of SSM layers come along with the sequence, so that nothing is computed twice.
+        # SSM states are kept with a preempted sequence, so it continues after the tokens that were pooled.
         num_done = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
         self.prefill.skip_cached(sequence.request_id, num_done)
         return True
 
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
-        """Takes memory from long sequences whose turn is later; none while a chunk of theirs runs, then `awaits_quiet`.
+        """Takes memory from running long sequences for one that waits; returns whether it did.
 
-        What such a chunk gives must count first. What was pooled counts; keys and values stay in the prefix cache till
-        the blocks are needed, else run again.
+        Takes none while one of their chunks runs, but sets `awaits_quiet`: the result of that chunk is still wanted.
+        Pooled rows stay pooled. Keys and values stay in the prefix cache until the blocks are needed.
         """
-        victims = victims_of(sequence, self.prefill.requests.values(), self._pool)
-        self.awaits_quiet = any(victim.begun for victim, _ in victims)
+        victims = self._victims(sequence)
+        self.awaits_quiet = any(victim.earlier_chunks for victim, _ in victims)
         if self.awaits_quiet:
             return False
         for victim, _ in victims:
@@ -295,17 +293,43 @@ class Scheduler:
         batch.preempted += victims
         return bool(victims)
 
-    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: PrefillBudget, now_s: float) -> None:
-        """Adds the whole sequences that run."""
+    def _victims(self, sequence: QueuedSequence) -> list[tuple[QueuedSequence, Allocation]]:
+        """Returns the running sequences, the last arrived first, that give up their memory; none if that is not enough.
+
+        They arrived later (a priority level counts as `ageing_s`), which excludes cycles of preemption. Those of the
+        same client run later in its order too, and those of other clients arrived later whatever the priorities.
+        """
+        own, arrival = sequence.request, self._arrival(sequence)
+        later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
+        victims: list[tuple[QueuedSequence, Allocation]] = []
+        while not self._pool.has_room(sequence.num_tokens, after=[allocation for _, allocation in victims]):
+            if not later:
+                return []
+            victim = later.pop()
+            request = victim.request
+            is_own = request.client == own.client
+            if request.due < own.due if is_own else request.arrival_s <= own.arrival_s:
+                continue
+            assert victim.allocation is not None, "a long sequence that runs holds memory"
+            victims.append((victim, victim.allocation))
+        return victims
+
+    def _arrival(self, sequence: QueuedSequence) -> tuple[float, int, int]:
+        request = sequence.request
+        return request.arrival_s + request.priority * self.prefill.config.ageing_s, request.number, sequence.index
+
+    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget, now_s: float) -> None:
+        """Adds the whole sequences of this batch."""
         num_chunks = len(batch.chunks)
-        for sequence in in_running_order(window, now_s - self._max_wait_s):
+        for sequence in group_by_length(window, now_s, self._max_wait_s):
             if (chunk := self._whole_chunk(sequence, budget)) is None:
                 break
+            self._charge(chunk)
             batch.chunks.append(chunk)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _whole_chunk(self, sequence: QueuedSequence, budget: PrefillBudget) -> Chunk | None:
-        """Starts a short sequence, after what the prefix cache holds of it; None where there is no room."""
+    def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> Chunk | None:
+        """Starts a short sequence after its cached prefix; returns None if there is no room."""
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._pool.can_hold(num_tokens):
             if budget.has_room(num_tokens - self._pool.find(keys, num_tokens - 1)):
@@ -313,10 +337,14 @@ class Scheduler:
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
         if not budget.add(num_tokens - num_cached):
             return None
-        self.waiting.take(sequence)
+        self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
         return sequence.chunk
+
+    def _charge(self, chunk: Chunk) -> None:
+        """Charges the client of a chunk for its tokens, but not again for those of a preempted sequence."""
+        self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled), 0))
 
     def _allocate(self, sequence: QueuedSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
@@ -325,33 +353,31 @@ class Scheduler:
     def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of sequences whose deadline has passed."""
         for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
-            if request.num_left:
+            if request.num_unfinished:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 
     def _wait_again(self, sequence: QueuedSequence) -> None:
-        """Lets a sequence that runs wait again, to run in chunks."""
+        """Lets a running sequence wait again, to run in chunks."""
         self._leave(sequence, Status.WAITING)
         sequence.is_long = True
-        self.waiting.add(sequence)
-        self.waiting.return_charge(sequence)
+        self.waiting.add_again(sequence)
 
     def _leave(self, sequence: QueuedSequence, status: Status, *, forget: bool = False) -> None:
-        """Ends a sequence, or sets one that runs back to wait; releases what it holds."""
-        was_waiting, sequence.status = sequence.status is Status.WAITING, status  # the queue leaves out who has ended
-        if was_waiting:
+        """Ends a sequence, or makes a running one wait again; releases what it holds."""
+        if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.is_long:
-            leave = self.prefill.cancel_request if status is Status.ENDED else self.prefill.remove_request
-            leave(sequence.request_id)
+            self.prefill.remove_request(sequence.request_id)
         sequence.status, sequence.chunk = status, None
         if sequence.allocation is not None:
             self._pool.free(sequence.allocation, forget=forget)
             sequence.allocation = None
-        if status is Status.ENDED:
+        if status is Status.FINISHED:
             if sequence.is_long:
-                self._ended.append(sequence)
-            sequence.request.num_left -= 1
-            if not sequence.request.num_left:
-                del self.requests[sequence.request.request_id]
-                sequence.request.sequences = []  # they know it, too: only the collector would find such a circle
+                self._finished.append(sequence)
+            request = sequence.request
+            request.num_unfinished -= 1
+            if not request.num_unfinished:
+                del self.requests[request.request_id]
+                request.sequences = []  # breaks a reference cycle

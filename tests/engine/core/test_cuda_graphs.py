@@ -211,7 +211,7 @@ def test_a_device_that_is_lost_while_recording_ends_the_start(
     assert "without CUDA graphs" not in caplog.text
 
 
-def chunks(info: ModelInfo) -> list[PrefillChunk[QueuedSequence]]:
+def chunks(info: ModelInfo) -> list[PrefillChunk]:
     params = PoolingParams().resolved(PoolingTask.EMBED, info)
     rows = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
     found = []

@@ -55,7 +55,7 @@ def runner(broken: Broken, **config: Any) -> ModelRunner:
     return ModelRunner(INFO, TOKENIZER, broken, (), EngineConfig(model="m", **config))
 
 
-def chunk() -> PrefillChunk[QueuedSequence]:
+def chunk() -> PrefillChunk:
     prompt = TokenizedInput(np.arange(5, dtype=np.int32))
     return PrefillChunk(
         QueuedSequence(request_id=(1, 0), prompt=prompt, num_tokens=5, request=Request(1, PARAMS)),
@@ -152,7 +152,7 @@ WIDE = replace(model(), device="cpu", dtype="float32", hidden_size=2, embedding_
 PLAIN = PoolingParams(task=PoolingTask.EMBED, normalize=False)
 
 
-def ids(*tokens: int) -> PrefillChunk[QueuedSequence]:
+def ids(*tokens: int) -> PrefillChunk:
     prompt = TokenizedInput(np.array(tokens, np.int32))
     sequence = QueuedSequence(
         request_id=(tokens[0], 0), prompt=prompt, num_tokens=len(prompt), request=Request(1, PLAIN)
@@ -289,7 +289,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelR
     return load
 
 
-def random_batches(count: int) -> list[list[PrefillChunk[QueuedSequence]]]:
+def random_batches(count: int) -> list[list[PrefillChunk]]:
     numbers = np.random.default_rng(0)
     params = PoolingParams(task=PoolingTask.EMBED, normalize=True)
     batches = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-from penstock.engine.scheduling import ChunkedPrefillManager, ChunkedRequest, PrefillChunk
+from penstock.engine.scheduling import ChunkedPrefillManager, PrefillChunk
 
 
 class Clock:
@@ -26,12 +24,6 @@ def run(manager: ChunkedPrefillManager, max_tokens: int | None = None, output: o
     manager.start_chunk(chunk.chunk_id)
     manager.complete_chunk(chunk.chunk_id, output)
     return chunk
-
-
-def request_of(manager: ChunkedPrefillManager, request_id: Hashable) -> ChunkedRequest:
-    request = manager.get_request(request_id)
-    assert request is not None
-    return request
 
 
 def bounds(chunks: list[PrefillChunk]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Prompts that are cut into chunks by hand: where, what their outputs make together, and how they are forgotten."""
+"""Prompts in chunks: where they are cut, the order of their chunks, failures, and their outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from penstock.engine.scheduling import (
     ChunkedPrefillManager,
     ChunkState,
     ChunkStateError,
+    Status,
     chunk_prompt,
     chunked_prefill,
     create_prefill_manager,
 )
 
-from .chunk_steps import Clock, bounds, request_of, run, schedule
+from .chunk_steps import Clock, bounds, run, schedule
 
 
 def test_the_example_in_the_docs() -> None:
@@ -99,21 +100,20 @@ def test_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillManager) ->
     ids = np.arange(100, 119, dtype=np.int32)
     chunks = manager.create_chunks("a", ids)
     assert bounds(chunks) == [(0, 8), (8, 16), (16, 19)]
-    assert [chunk.index for chunk in chunks] == [0, 1, 2]
     assert {chunk.state for chunk in chunks} == {ChunkState.PENDING}
     assert np.shares_memory(chunks[1].tokens, ids)
     assert list(chunks[2].tokens) == [116, 117, 118]
     assert list(manager.create_chunks("b", 3)[0].tokens) == [0, 1, 2]
     assert manager.create_chunks("c", [5, 6, 7], chunk_size=2)[1].tokens == [7]
     assert [chunk.chunk_id for chunk in chunks] == [("a", 0), ("a", 8), ("a", 16)]
-    assert request_of(manager, "a").chunk is None
+    assert manager.requests["a"].chunk is None
 
 
 def test_chunks_are_cut_when_their_turn_comes(manager: ChunkedPrefillManager) -> None:
     planned = manager.create_chunks("a", np.arange(20, dtype=np.int32))
     for plan in planned:
         chunk = run(manager, output=plan.tokens)
-        assert (chunk.chunk_id, chunk.end, chunk.index) == (plan.chunk_id, plan.end, plan.index)
+        assert (chunk.chunk_id, chunk.end) == (plan.chunk_id, plan.end)
         assert np.array_equal(chunk.tokens, plan.tokens)
         assert (chunk.state, plan.state) == (ChunkState.COMPLETED, ChunkState.PENDING)
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
@@ -122,9 +122,8 @@ def test_chunks_are_cut_when_their_turn_comes(manager: ChunkedPrefillManager) ->
 def test_the_pressure_at_the_arrival_sizes_all_chunks_of_a_request(manager: ChunkedPrefillManager) -> None:
     planned = manager.create_chunks("a", 20, memory_pressure=0.5)
     assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
-    assert manager.get_pending_count("a") == 5
     assert bounds([run(manager) for _ in planned]) == bounds(planned)
-    assert manager.is_complete("a")
+    assert manager.requests["a"].is_complete
 
 
 def test_what_cannot_be_cut(manager: ChunkedPrefillManager) -> None:
@@ -134,18 +133,6 @@ def test_what_cannot_be_cut(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 3)
     with pytest.raises(InvalidRequestError, match="request 'a' is in chunks already"):
         manager.create_chunks("a", 3)
-
-
-def test_texts_are_tokenized_first(clock: Clock) -> None:
-    config = ChunkedPrefillConfig(chunk_size=4, ageing_s=0.5)
-    manager = ChunkedPrefillManager(config, tokenize_fn=lambda text: list(map(ord, text)), clock=clock)
-    chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
-    assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
-    assert request_of(manager, "a").turn_s == clock.now_s - 0.5
-    manager.create_chunks_from_prompt("b", "penstock", 3)
-    assert request_of(manager, "b").turn_s == clock.now_s + 1.5
-    with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
-        create_prefill_manager().create_chunks_from_prompt("a", "penstock")
 
 
 def test_chunk_prompt() -> None:
@@ -166,19 +153,6 @@ def test_outputs_of_other_kinds_come_as_a_list(manager: ChunkedPrefillManager) -
     run(manager, output=row)
     run(manager, output=[1])
     assert manager.merge_chunks("b") == [row, [1]]
-
-
-def test_nothing_is_merged_where_something_is_missing(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 12)
-    run(manager, output=[1])
-    with pytest.raises(ChunkStateError, match="'a' is pending; 8 of 12 tokens are completed"):
-        manager.merge_chunks("a")
-    run(manager)
-    with pytest.raises(ChunkStateError, match="1 chunks have no output"):
-        manager.merge_chunks("a")
-    manager.create_chunks("b", 8)
-    run(manager)
-    assert manager.merge_chunks("b") == []
 
 
 # One request at a time
@@ -225,33 +199,17 @@ def test_iteration_ends_when_the_request_is_cancelled(manager: ChunkedPrefillMan
     starts = []
     for chunk in manager.iterate_chunks("a"):
         starts.append(chunk.start)
-        manager.cancel_request("a")
+        manager.remove_request("a")
     assert starts == [0]
 
 
 # The end
 
 
-def test_a_cancelled_request_is_forgotten(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    manager.create_chunks("b", 8)
-    request, running = request_of(manager, "a"), schedule(manager)
-    manager.start_chunk(running.chunk_id)
-    assert manager.cancel_request("a")
-    assert not manager.cancel_request("a")
-    assert (running.state, request.state, request.is_ready) == (ChunkState.CANCELLED, ChunkState.CANCELLED, False)
-    with pytest.raises(ChunkStateError, match="'a' is unknown; it may have been cancelled"):
-        manager.complete_chunk(running.chunk_id)
-    assert manager.get_request("a") is None
-    assert not manager.is_complete("a")
-    assert manager.get_pending_count("a") == 0
-    assert schedule(manager).request_id == "b"
-
-
 def test_a_name_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> None:
     for _ in range(3):
         manager.create_chunks("a", 20)
-        manager.cancel_request("a")
+        manager.remove_request("a")
     manager.create_chunks("a", 9)
     assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]
     assert manager.schedule_chunk() is None
@@ -261,52 +219,314 @@ def test_what_has_ended_is_not_kept(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("first", 8, ChunkPriority.CRITICAL)
     for number in range(1000):
         manager.create_chunks(number, 8)
-        manager.cancel_request(number)
+        manager.remove_request(number)
     assert list(manager.requests) == ["first"]
     assert run(manager).request_id == "first"
 
 
-def test_clear_forgets_everything(manager: ChunkedPrefillManager) -> None:
+# Order
+
+
+def test_first_come_first_served(manager: ChunkedPrefillManager) -> None:
     for name in "abc":
         manager.create_chunks(name, 20)
-    schedule(manager)
-    manager.clear()
-    statistics = manager.statistics()
-    assert (statistics.num_requests, statistics.num_running_chunks, statistics.cancelled_requests) == (0, 0, 3)
+    order = [run(manager).request_id for _ in range(9)]
+    assert order == list("aaabbbccc")
     assert manager.schedule_chunk() is None
 
 
-def test_counts(manager: ChunkedPrefillManager, clock: Clock) -> None:
-    manager.create_chunks("a", 12)
-    manager.create_chunks("b", 30)
+def test_one_chunk_of_a_request_at_a_time(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    manager.create_chunks("b", 20)
+    first, second = schedule(manager), schedule(manager)
+    assert (first.request_id, second.request_id) == ("a", "b")
+    assert manager.schedule_chunk() is None
+    assert manager.peek() is None
+    manager.start_chunk(second.chunk_id)
+    manager.complete_chunk(second.chunk_id)
+    assert bounds([schedule(manager)]) == [(8, 16)]
+
+
+def test_peek_names_the_next_without_taking_it(manager: ChunkedPrefillManager) -> None:
+    assert manager.peek() is None
+    manager.create_chunks("a", 20)
+    assert manager.peek() is manager.requests["a"]
+    assert manager.peek() is manager.requests["a"]
+    assert schedule(manager).request_id == "a"
+
+
+# Room
+
+
+def test_a_chunk_is_cut_to_the_room_there_is(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    chunks = [run(manager, max_tokens=5)]
+    chunks += [run(manager), run(manager, max_tokens=8)]
+    assert bounds(chunks) == [(0, 5), (5, 13), (13, 20)]
+    assert [chunk.is_last for chunk in chunks] == [False, False, True]
+    assert manager.requests["a"].is_complete
+
+
+def test_no_chunk_is_cut_below_the_smallest_size(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 9)
+    for max_tokens in (-1, 0, 1):
+        assert manager.schedule_chunk(max_tokens) is None
+    assert bounds([run(manager, 2), run(manager, 6)]) == [(0, 2), (2, 8)]
+    assert bounds([run(manager, 1)]) == [(8, 9)]  # the end of a prompt may be shorter
+
+
+def test_the_pressure_of_the_moment_sizes_the_next_chunk(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 60)
+    sizes = []
+    for pressure in (0.0, 0.5, 1.0, 0.25, 0.0):
+        chunk = manager.schedule_chunk(memory_pressure=pressure)
+        assert chunk is not None
+        manager.start_chunk(chunk.chunk_id)
+        manager.complete_chunk(chunk.chunk_id)
+        sizes.append(chunk.num_tokens)
+    assert sizes == [8, 4, 2, 6, 8]
+    for pressure in (-0.1, 2, float("nan")):
+        with pytest.raises(InvalidRequestError, match="memory_pressure is"):
+            manager.schedule_chunk(memory_pressure=pressure)
+    assert schedule(manager).start == 28
+
+
+def test_the_pressure_of_the_moment_acts_on_the_size_of_the_request(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 40, chunk_size=16, memory_pressure=0.5)
+    manager.create_chunks("b", 40)
+    first, second = manager.schedule_chunk(memory_pressure=0.5), manager.schedule_chunk(memory_pressure=0.25)
+    assert first is not None
+    assert second is not None
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in (first, second)] == [("a", 4), ("b", 6)]
+
+
+@given(
+    total=st.integers(1, 200),
+    rooms=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    pressures=st.lists(st.floats(0, 1), min_size=1, max_size=7),
+)
+def test_all_tokens_run_once_in_order_in_any_room(total: int, rooms: list[int], pressures: list[float]) -> None:
+    manager = ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=8, min_chunk_size=1))
+    prompt = list(range(total))
+    manager.create_chunks("a", prompt)
+    step = 0
+    while not manager.requests["a"].is_complete:
+        room, pressure = rooms[step % len(rooms)], pressures[step % len(pressures)]
+        chunk = manager.schedule_chunk(room, memory_pressure=pressure)
+        assert chunk is not None
+        assert 1 <= chunk.num_tokens <= min(room, max(8 * (1 - pressure), 1))
+        manager.start_chunk(chunk.chunk_id)
+        manager.complete_chunk(chunk.chunk_id, list(chunk.tokens))
+        step += 1
+    assert manager.merge_chunks("a") == prompt
+    assert manager.statistics().completed_chunks == step
+
+
+# States
+
+
+def test_a_chunk_is_scheduled_then_running_then_completed(manager: ChunkedPrefillManager, clock: Clock) -> None:
+    manager.create_chunks("a", 20)
+    sequence = manager.requests["a"]
+    chunk = schedule(manager)
+    assert (chunk.state, sequence.chunk, sequence.is_ready) == (ChunkState.SCHEDULED, chunk, False)
+    clock.now_s += 2.0
+    assert manager.start_chunk(chunk.chunk_id) is chunk
+    assert (chunk.state, chunk.started_s) == (ChunkState.RUNNING, clock.now_s)
+    assert not manager.complete_chunk(chunk.chunk_id, kv_cache="cache")
+    assert (chunk.state, sequence.num_done, sequence.kv_cache) == (ChunkState.COMPLETED, 8, "cache")
+    run(manager)
+    assert sequence.kv_cache == "cache"
     chunk = schedule(manager)
     manager.start_chunk(chunk.chunk_id)
+    assert manager.complete_chunk(chunk.chunk_id)
+    assert (sequence.is_complete, sequence.is_ready) == (True, False)
+
+
+def test_the_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    chunks = []
+    for _ in range(2):
+        chunks.append(manager.start_chunk(schedule(manager).chunk_id))
+        assert manager.peek() is None
+        manager.go_on(chunks[-1].chunk_id)
+    assert bounds(chunks) == [(0, 8), (8, 16)]
+    with pytest.raises(ChunkStateError, match="has been followed already"):
+        manager.go_on(chunks[0].chunk_id)
+    with pytest.raises(ChunkStateError, match="runs after another one"):
+        manager.complete_chunk(chunks[1].chunk_id)
+    manager.complete_chunk(chunks[0].chunk_id)
+    assert manager.statistics().num_running_chunks == 1
+    assert manager.fail_chunk(chunks[1].chunk_id, "bad")
+    assert bounds([schedule(manager)]) == [(8, 16)]
+
+
+def test_calls_in_a_wrong_state_are_refused(manager: ChunkedPrefillManager) -> None:
+    chunk_id = manager.create_chunks("a", 20)[0].chunk_id
+    assert chunk_id == ("a", 0)
+
+    def refuses(chunk_id: tuple[str, int], message: str, *calls: str) -> None:
+        for call in calls:
+            arguments = (chunk_id, "error") if call == "fail_chunk" else (chunk_id,)
+            with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of request 'a' is {message}")):
+                getattr(manager, call)(*arguments)
+
+    refuses(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "go_on")
+    schedule(manager)
+    refuses(chunk_id, "scheduled; it must be running", "complete_chunk", "go_on")
+    manager.start_chunk(chunk_id)
+    refuses(chunk_id, "running; it must be scheduled", "start_chunk")
+    refuses(("a", 8), "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
+    manager.complete_chunk(chunk_id)
+    refuses(chunk_id, "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
+    for call in (
+        manager.preempt, manager.merge_chunks, lambda name: manager.skip_cached(name, 1),
+        lambda name: next(manager.iterate_chunks(name)), lambda name: manager.start_chunk((name, 0)),
+    ):  # fmt: skip
+        with pytest.raises(ChunkStateError, match="request 'nobody' is unknown"):
+            call("nobody")
+
+
+# Failure
+
+
+def test_a_failed_chunk_is_tried_again_after_the_last_completed_one(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    request = manager.requests["a"]
+    run(manager)
+    chunk = schedule(manager)
+    manager.start_chunk(chunk.chunk_id)
+    assert manager.fail_chunk(chunk.chunk_id, ValueError("bad"))
+    assert (chunk.state, request.chunk) == (ChunkState.PENDING, None)
+    assert (request.num_failures, request.error, request.num_done) == (1, "ValueError: bad", 8)
+    again = run(manager)
+    assert (again.state, again.start) == (ChunkState.COMPLETED, 8)
+    assert (request.num_failures, request.error) == (0, None)
+    run(manager)
+    assert manager.requests["a"].is_complete
+    assert manager.statistics().failed_chunks == 1
+
+
+def test_failures_count_in_a_row(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 40)
+    for _ in range(4):
+        for _ in range(2):  # as many as are tried again
+            assert manager.fail_chunk(schedule(manager).chunk_id, "bad")
+        run(manager)
+    assert manager.requests["a"].num_done == 32
+    assert manager.statistics().failed_chunks == 8
+
+
+def test_a_chunk_that_fails_too_often_fails_its_request(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    manager.create_chunks("b", 8)
+    chunks, retries = [], [True]
+    while retries[-1]:
+        chunks.append(schedule(manager))
+        retries.append(manager.fail_chunk(chunks[-1].chunk_id, "bad"))
+    assert retries == [True, True, True, False]
+    sequence = manager.requests["a"]
+    assert (sequence.has_failed, sequence.error, sequence.is_ready) == (True, "bad", False)
+    assert [chunk.state for chunk in chunks] == [ChunkState.PENDING, ChunkState.PENDING, ChunkState.FAILED]
+    assert run(manager).request_id == "b"
+    with pytest.raises(ChunkStateError, match="'a' has failed"):
+        manager.preempt("a")
+    with pytest.raises(ChunkStateError, match="'a' is not complete: 0 of 20 tokens"):
+        manager.merge_chunks("a")
+    assert manager.remove_request("a")
+    assert not manager.remove_request("a")
+    assert (manager.statistics().failed_requests, manager.statistics().cancelled_requests) == (1, 0)
+
+
+# Preemption, and what was found in a cache
+
+
+def test_a_preempted_prompt_starts_again_when_it_is_added_again(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    sequence = manager.requests["a"]
+    run(manager, output=[1])
+    chunk = manager.start_chunk(schedule(manager).chunk_id)
+    manager.preempt("a")
+    assert (chunk.state, sequence.chunk, sequence.num_done) == (ChunkState.PENDING, None, 0)
+    assert not manager.requests
+    with pytest.raises(ChunkStateError, match="'a' is unknown"):
+        manager.complete_chunk(chunk.chunk_id)
+    manager.add(sequence)
+    assert bounds([run(manager, output=[n]) for n in (2, 3, 4)]) == [(0, 8), (8, 16), (16, 20)]
+    assert manager.merge_chunks("a") == [2, 3, 4]
+    with pytest.raises(ChunkStateError, match="'a' is complete"):
+        manager.preempt("a")
+    assert (manager.statistics().preemptions, manager.statistics().completed_tokens) == (1, 28)
+
+
+def test_cached_tokens_are_skipped(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 30)
+    manager.skip_cached("a", 12)
+    assert bounds([run(manager, output=[1])]) == [(12, 20)]
+    for num_tokens in (25, 25, 7, 0):
+        manager.skip_cached("a", num_tokens)
+        assert manager.requests["a"].num_done == 25
+    run(manager, output=[2])
+    assert manager.merge_chunks("a") == [1, 2]
+    assert (manager.statistics().cached_tokens, manager.statistics().completed_tokens) == (17, 13)
+
+
+def test_the_last_token_and_running_chunks_are_not_skipped(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    for num_tokens in (20, 21):
+        with pytest.raises(InvalidRequestError, match="'a' has 20 tokens; the last one must run"):
+            manager.skip_cached("a", num_tokens)
+    chunk = schedule(manager)
+    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still scheduled")):
+        manager.skip_cached("a", 8)
+
+
+# Removal and metrics
+
+
+def test_a_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 20)
+    manager.create_chunks("b", 8)
+    sequence, chunk = manager.requests["a"], manager.start_chunk(schedule(manager).chunk_id)
+    assert manager.remove_request("a")
+    assert (chunk.state, sequence.status) == (ChunkState.CANCELLED, Status.FINISHED)
+    with pytest.raises(ChunkStateError, match="'a' is unknown"):
+        manager.complete_chunk(chunk.chunk_id)
+    assert manager.statistics().cancelled_requests == 1
+    assert schedule(manager).request_id == "b"
+
+
+def test_statistics_count_chunks_and_their_time(manager: ChunkedPrefillManager, clock: Clock) -> None:
+    manager.create_chunks("a", 12)
+    manager.create_chunks("b", 30)
+    chunk = manager.start_chunk(schedule(manager).chunk_id)
     clock.now_s += 0.5
     manager.complete_chunk(chunk.chunk_id)
     run(manager)
     schedule(manager)
-    assert manager.get_pending_count() == 3
-    assert manager.get_stats() == {
-        "num_requests": 2,
-        "num_pending_chunks": 3,
-        "num_running_chunks": 1,
-        "completed_requests": 1,
-        "failed_requests": 0,
-        "cancelled_requests": 0,
-        "completed_chunks": 2,
-        "completed_tokens": 12,
-        "cached_tokens": 0,
-        "failed_chunks": 0,
-        "preemptions": 0,
-        "run_s": 0.5,
-        "mean_chunk_tokens": 6.0,
-    }
-    assert ChunkedPrefillManager().statistics().mean_chunk_tokens == 0.0
+    statistics = manager.statistics()
+    assert (statistics.num_requests, statistics.num_running_chunks, statistics.completed_requests) == (2, 1, 1)
+    assert (statistics.completed_chunks, statistics.completed_tokens, statistics.run_s) == (2, 12, 0.5)
+    assert statistics.mean_chunk_tokens == 6.0
 
 
-def test_outputs_that_are_tensors_are_joined(manager: ChunkedPrefillManager) -> None:
-    torch = pytest.importorskip("torch")
-    rows = torch.arange(40.0).reshape(20, 2)
-    for plan in manager.create_chunks("a", 20):
-        run(manager, output=rows[plan.start : plan.end])
-    assert torch.equal(manager.merge_chunks("a"), rows)
+def test_outputs_are_merged_when_the_prompt_is_complete(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 12)
+    run(manager, output=[1])
+    with pytest.raises(ChunkStateError, match="'a' is not complete: 8 of 12 tokens are completed"):
+        manager.merge_chunks("a")
+    run(manager, output=[2])
+    assert manager.merge_chunks("a") == [1, 2]
+    manager.create_chunks("b", 8)
+    run(manager)
+    assert manager.merge_chunks("b") == []
+
+
+def test_texts_are_tokenized_first() -> None:
+    manager = ChunkedPrefillManager(chunk_size=4, tokenize_fn=lambda text: list(map(ord, text)))
+    manager.create_chunks_from_prompt("b", "penstock", ChunkPriority.LOW)
+    chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
+    assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
+    assert [schedule(manager).request_id for _ in range(2)] == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
+        create_prefill_manager().create_chunks_from_prompt("a", "penstock")

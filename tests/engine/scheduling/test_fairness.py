@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
-from penstock.engine.scheduling import KvCachePool, QueuedSequence, Scheduler, SequencePool
-from penstock.engine.scheduling.waiting import WaitingQueue
+from penstock.engine.scheduling import KvCachePool, Scheduler, SequencePool
+from penstock.engine.scheduling.fair_queue import SLOWDOWN, FairQueue
 
 from .records import make_request, run
 
@@ -150,7 +151,7 @@ def test_clients_that_left_are_forgotten() -> None:
         load.send(f"client {number}", [10])
         load.step()
     assert load.scheduler.waiting.num_seqs == 0
-    assert len(load.scheduler.waiting._clients) + len(load.scheduler.waiting._ahead) <= 2
+    assert len(load.scheduler.waiting._clients) <= 64
 
 
 @given(
@@ -191,33 +192,51 @@ def test_counts_stay_true_and_everything_runs_once(events: list[tuple]) -> None:
         for chunk in run(scheduler, now_s).chunks:
             waiting[chunk.sequence.request.request_id].remove(chunk.sequence.index)
     assert not any(waiting.values())
-    assert not scheduler.waiting._clients
     assert not scheduler.requests
 
 
-def test_who_comes_when_nobody_waits_stands_with_the_one_that_has_had_most() -> None:
-    queue = WaitingQueue()
-
-    def add(client: str, *lengths: int) -> list[QueuedSequence]:
-        sequences = make_request(0, lengths, client=client).sequences
-        for place, sequence in enumerate(sequences):
-            sequence.order = place
-            queue.add(sequence)
-        return sequences
-
-    for sequence in (*add("a", 1000), *add("b", 10)):
-        queue.take(sequence)
-    add("c", 50, 50)
-    add("a", 20, 20)
-    assert [sequence.request.client for sequence in queue.window(1000, 10, 0.0, 0.0)] == ["a", "c", "a", "c"]
-
-
-def test_what_is_cancelled_while_it_waits_does_not_pile_up() -> None:
+def test_cancelled_requests_do_not_pile_up_in_the_queue() -> None:
     scheduler = make()
     scheduler.add(make_request(0, [5], priority=-1))
     for number in range(1, 1_000):
         scheduler.add(make_request(number, [5]))
         scheduler.cancel(number)
-    assert len(scheduler.waiting._clients[""].lines[1].entries) < 100
+    assert len(scheduler.waiting._clients[""].short.heap) < 100
     assert scheduler.waiting.num_seqs == 1
     assert [chunk.sequence.request_id for chunk in run(scheduler).chunks] == [(0, 0)]
+
+
+@given(lengths=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=2, max_size=20))
+def test_equal_requests_of_a_client_run_in_the_order_of_arrival(lengths: list[int]) -> None:
+    queue = FairQueue()
+    for number in range(5):
+        queue.add(make_request(number, lengths))
+        queue.charge(make_request(9, [1]).sequences[0], 7)
+    window = queue.window(10**9, 10**9)
+    assert [sequence.request_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
+
+
+@given(shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60), num_tokens=st.integers(31, MAX_SEQ_LEN))
+def test_a_request_is_passed_only_while_its_client_gets_a_multiple_of_its_tokens(
+    shorts: list[int], num_tokens: int
+) -> None:
+    queue, served = FairQueue(), 0
+    queue.add(make_request(0, [num_tokens]))
+    for number in itertools.count(1):
+        queue.add(make_request(number, [shorts[number % len(shorts)]]))
+        (sequence,) = queue.window(1, 1)
+        if sequence.request.request_id == 0:
+            break
+        queue.remove(sequence)
+        queue.charge(sequence, sequence.num_tokens)
+        served += sequence.num_tokens
+    assert served <= SLOWDOWN * num_tokens + 30
+
+
+def test_a_priority_level_is_worth_its_tokens_within_a_client() -> None:
+    queue = FairQueue()
+    for number, (priority, client) in enumerate([(0, "a"), (-1, "a"), (-1, "b"), (1, "a")]):
+        queue.add(make_request(number, [10], priority=priority, client=client), tokens_per_level=100.0)
+    window = queue.window(1_000, 10)
+    assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 0, 3]
+    assert [s.request.client for s in window[:2]] == ["a", "b"]

@@ -184,8 +184,8 @@ def test_the_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str 
         elif running and event == "commit":
             allocation = running[argument % len(running)]
             num_tokens = argument % (allocation.num_tokens + 1)
+            computed_blocks = range(allocation.num_committed_blocks, num_tokens // BLOCK_SIZE)
             sequence_pool.commit(allocation, num_tokens)
-            computed_blocks = range(allocation.num_cached_tokens // BLOCK_SIZE, num_tokens // BLOCK_SIZE)
             for i in computed_blocks if allocation.keys else ():
                 known.setdefault(allocation.keys[i], allocation.block_ids[i])
         elif running:

@@ -84,7 +84,7 @@ def test_a_step_over_a_deep_queue_costs_no_more_than_one_over_a_shallow_one(num_
     shallow, *deeper = [cost_of_steps(depth, num_inputs, num_clients) for depth in (600, 2_000, 10_000)]
     for deep in deeper:
         assert deep.num_lines < 1.25 * shallow.num_lines
-        assert deep.peak_bytes < 1.5 * shallow.peak_bytes
+        assert deep.peak_bytes < 2 * shallow.peak_bytes
 
 
 def test_what_is_cancelled_amid_a_deep_queue_costs_no_walk_along_it() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import QueuedSequence, Scheduler
+from penstock.engine.scheduling.fair_queue import group_by_length
 
 from .records import make_request, request_ids, run, tokens_of
 
@@ -124,11 +125,17 @@ def test_similar_lengths_go_together() -> None:
     assert [[s.num_tokens for s in batch] for batch in drain(scheduler)] == [[10, 11, 12], [60], [59], [58]]
 
 
-def test_the_overdue_go_first_in_order() -> None:
-    scheduler = make(budget=64, max_wait_s=1.0)
-    for i, n in enumerate([10, 50, 11]):
-        scheduler.add(make_request(i, [n]))
-    assert [chunk.num_tokens for chunk in scheduler.schedule(now_s=5.0).chunks] == [10, 50]
+def test_sequences_that_were_passed_over_for_too_long_go_first() -> None:
+    def order(lengths: list[int], now_s: float) -> list[int]:
+        sequences = [known.setdefault(n, make_request(n, [n]).sequences[0]) for n in lengths]
+        return [sequence.num_tokens for sequence in group_by_length(sequences, now_s, max_wait_s=1.0)]
+
+    known: dict[int, QueuedSequence] = {}
+    assert order([10, 50, 11, 40], 0.0) == [10, 11, 40, 50]
+    assert order([12, 50, 40, 13], 0.9) == [12, 13, 40, 50]
+    assert order([12, 50, 40, 13], 1.1) == [12, 50, 40, 13]
+    assert order([20, 13, 40, 50, 21, 14], 1.95) == [20, 13, 40, 50, 21, 14]
+    assert order([], 3.0) == []
 
 
 def test_priority_goes_first() -> None:

@@ -17,7 +17,6 @@ from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import (
     Allocation,
     ChunkedPrefillManager,
-    ChunkedRequest,
     ChunkState,
     KvCachePool,
     PrefillChunk,
@@ -137,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
             self.forget(request_id)
             self.manager.remove_request(request_id)
 
-    def write(self, chunk: PrefillChunk[ChunkedRequest], allocation: Allocation) -> None:
+    def write(self, chunk: PrefillChunk, allocation: Allocation) -> None:
         kv = self.sequence_pool.kv
         if kv is None:
             return
@@ -166,12 +165,13 @@ class Traffic(RuleBasedStateMachine):
     def preempt(self, number: int, is_lost: bool) -> None:
         request_id = sorted(self.allocations, key=str)[number % len(self.allocations)]
         self.running = [chunk for chunk in self.running if chunk.request_id != request_id]
-        request = self.manager.get_request(request_id)
+        request = self.manager.requests.get(request_id)
         assert request is not None
         num_done = request.num_done
         self.manager.preempt(request_id)
         assert (request.num_done, request.chunk) == (0, None)
-        if not is_lost:  # what it holds stays, and so what it has done is there
+        if not is_lost:  # its memory stays, and with it what it has computed
+            self.manager.add(request)
             self.manager.skip_cached(request_id, num_done)
             assert request.num_done == num_done
             return
@@ -179,8 +179,8 @@ class Traffic(RuleBasedStateMachine):
         num_cached = self.allocate(request_id)
         if num_cached is None:
             self.waiting.append((request_id, 0))
-            self.manager.remove_request(request_id)
         else:
+            self.manager.add(request)
             self.manager.skip_cached(request_id, num_cached)
             assert request.num_done == num_cached
 
@@ -200,7 +200,7 @@ class Traffic(RuleBasedStateMachine):
     def cancel(self, number: int) -> None:
         request_id = sorted(self.prompts, key=str)[number % len(self.prompts)]
         self.running = [chunk for chunk in self.running if chunk.request_id != request_id]
-        assert self.manager.cancel_request(request_id) == (request_id in self.allocations)
+        assert self.manager.remove_request(request_id) == (request_id in self.allocations)
         self.forget(request_id)
 
     @rule()
@@ -260,7 +260,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.manager.requests.keys() == self.allocations.keys()
         assert {request_id for request_id, _ in self.waiting} == self.prompts.keys() - self.allocations.keys()
         for request_id, request in self.manager.requests.items():
-            assert 0 <= request.num_cached <= request.num_done < request.num_tokens == len(self.prompts[request_id])
+            assert 0 <= request.num_done < request.num_tokens == len(self.prompts[request_id])
             if request.chunk is not None:
                 assert request.num_done == request.chunk.start < request.chunk.end <= request.num_tokens
         statistics = self.manager.statistics()

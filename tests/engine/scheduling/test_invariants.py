@@ -1,20 +1,20 @@
-"""Every batch of the scheduler is what a tiny reference says that it must be, whatever comes, fails or is cancelled."""
+"""Invariants of the scheduler under random requests, failures, cancellations and shortages of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListOf
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from .pair import House, Pair
+from .checked import CheckedScheduler, Setup
 
 
-def houses(
-    num_blocks: ListOf[int] = (40, 24, 0, 100), num_slots: ListOf[int] = (0, 0, 0, 2)
-) -> st.SearchStrategy[House]:
+def setups(
+    num_blocks: Sequence[int] = (40, 24, 0, 100), num_slots: Sequence[int] = (0, 0, 0, 2)
+) -> st.SearchStrategy[Setup]:
     return st.builds(
-        House,
+        Setup,
         num_blocks=st.sampled_from(num_blocks),
         num_slots=st.sampled_from(num_slots),
         prefixes=st.booleans(),
@@ -52,30 +52,32 @@ def events(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[Any
     return st.lists(st.one_of(adds(*lengths), adds(*lengths), steps, steps, others), max_size=40)
 
 
-def play(house: House, events: list[Any]) -> None:
-    pair = Pair(house)
+def play(setup: Setup, events: list[Any]) -> None:
+    scheduler = CheckedScheduler(setup)
     for event in events:
         match event:
             case ("add", lengths, priority, timeout_s, client, last_row, text):
-                pair.add(*lengths, priority=priority, timeout_s=timeout_s, client=client, last_row=last_row, text=text)
+                scheduler.add(
+                    *lengths, priority=priority, timeout_s=timeout_s, client=client, last_row=last_row, text=text
+                )
             case ("step", step_s, free_tokens, failing, cancelled):
-                pair.step(step_s, free_tokens=free_tokens, failing=failing, cancelled=cancelled)
+                scheduler.step(step_s, free_tokens=free_tokens, failing=failing, cancelled=cancelled)
             case ("cancel", number, forget):
-                pair.cancel(number, forget=forget)
+                scheduler.cancel(number, forget=forget)
             case ("shrink", num_tokens):
-                pair.shrink(num_tokens)
+                scheduler.shrink(num_tokens)
             case ("record", chunk_tokens, whole_tokens, step_s):
-                pair.record(chunk_tokens, whole_tokens, step_s)
+                scheduler.scheduler.chunk_sizes.record(chunk_tokens, whole_tokens, step_s)
             case ("rush", lengths, urgent, last_row):
-                pair.add(*lengths, priority=2, last_row=last_row)
-                pair.step()
-                pair.add(*urgent, priority=-2, last_row=last_row, text=1)
-                pair.step()
+                scheduler.add(*lengths, priority=2, last_row=last_row)
+                scheduler.step()
+                scheduler.add(*urgent, priority=-2, last_row=last_row, text=1)
+                scheduler.step()
             case ("steps", count):
                 for _ in range(count):
-                    pair.step(0.01)
-    pair.run_all()
-    assert not pair.scheduler.requests
+                    scheduler.step(0.01)
+    scheduler.run_all()
+    assert not scheduler.scheduler.requests
 
 
 few = st.lists(st.integers(17, 80), min_size=1, max_size=3)
@@ -84,21 +86,21 @@ mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
 
 
 @settings(max_examples=150, deadline=None)
-@given(house=houses(), events=events(mixed))
-def test_long_and_short_ones(house: House, events: list[Any]) -> None:
-    play(house, events)
+@given(setup=setups(), events=events(mixed))
+def test_long_and_short_sequences(setup: Setup, events: list[Any]) -> None:
+    play(setup, events)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    house=houses([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
+    setup=setups([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
 )
-def test_long_ones_for_which_there_is_too_little_memory(house: House, events: list[Any]) -> None:
-    play(house, events)
+def test_long_sequences_with_too_little_memory(setup: Setup, events: list[Any]) -> None:
+    play(setup, events)
 
 
-def test_three_do_not_take_memory_in_a_circle() -> None:
-    house = House(num_blocks=40, num_slots=0, prefixes=False, budget=32, max_num_seqs=6, chunk_size=None)
+def test_three_sequences_do_not_preempt_in_a_circle() -> None:
+    setup = Setup(num_blocks=40, num_slots=0, prefixes=False, budget=32, max_num_seqs=6, chunk_size=None)
     rushes: list[Any] = [
         ("rush", [72], [61], False),
         ("rush", [72, 30, 67], [34, 50, 63], True),
@@ -107,13 +109,13 @@ def test_three_do_not_take_memory_in_a_circle() -> None:
         ("rush", [44, 70, 66], [50, 42, 65], True),
         ("rush", [75], [17], False),
     ]
-    play(house, rushes)
+    play(setup, rushes)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    house=houses([12, 40], [0]),
+    setup=setups([12, 40], [0]),
     events=events(st.lists(aligned, min_size=1, max_size=8), st.lists(short, min_size=1, max_size=8)),
 )
-def test_short_ones_that_repeat_each_other(house: House, events: list[Any]) -> None:
-    play(house, events)
+def test_short_sequences_with_shared_prefixes(setup: Setup, events: list[Any]) -> None:
+    play(setup, events)

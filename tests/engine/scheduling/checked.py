@@ -1,0 +1,192 @@
+"""A scheduler whose invariants are checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
+from penstock.engine.scheduling import (
+    Allocation,
+    Batch,
+    KvCachePool,
+    Request,
+    Scheduler,
+    SequencePool,
+    SsmStatePool,
+    Status,
+)
+
+from .records import make_request, tokens_of
+
+BLOCK = 4
+MAX_SEQ_LEN = 200
+MAX_WAIT_S = 0.5
+MAX_ALLOCATIONS = 1_000
+"""Calls of `allocate` for one batch: many more than there are sequences."""
+
+
+class CountingPool(SequencePool):
+    """Fails if sequences of one batch preempt each other for ever."""
+
+    num_calls = 0  # for this batch
+
+    def allocate(
+        self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
+    ) -> Allocation | None:
+        self.num_calls += 1
+        assert self.num_calls < MAX_ALLOCATIONS, f"{owner} and others preempt each other for ever"
+        return super().allocate(owner, num_tokens, keys, readable_tokens)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Memory and limits of a scheduler."""
+
+    num_blocks: int = 40
+    num_slots: int = 0
+    prefixes: bool = True
+    budget: int = 32
+    max_num_seqs: int = 6
+    chunk_size: int | None = None
+
+    def sequence_pool(self) -> CountingPool:
+        return CountingPool(
+            KvCachePool(self.num_blocks, BLOCK) if self.num_blocks else None,
+            SsmStatePool(self.num_slots) if self.num_slots else None,
+            enable_prefix_caching=self.prefixes,
+        )
+
+    def prefill(self) -> ChunkedPrefillConfig:
+        return ChunkedPrefillConfig(
+            chunk_size=self.chunk_size or self.budget,
+            threshold=16,
+            min_chunk_size=self.budget // 32,
+            is_dynamic=self.chunk_size is None,
+            ageing_s=0.3,
+        )
+
+
+class CheckedScheduler:
+    """Adds requests to a scheduler, runs its batches, and checks limits, counts and memory."""
+
+    def __init__(self, setup: Setup = Setup()) -> None:
+        self.setup = setup
+        self.now_s = 0.0
+        self.sequence_pool = setup.sequence_pool()
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=setup.max_num_seqs, max_wait_s=MAX_WAIT_S),
+            token_budget=setup.budget,
+            max_seq_len=MAX_SEQ_LEN,
+            prefill=setup.prefill(),
+            sequence_pool=self.sequence_pool,
+        )
+        self.requests: list[Request] = []
+
+    def add(
+        self,
+        *lengths: int,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        client: str = "",
+        last_row: bool = False,
+        text: int = 0,
+    ) -> int:
+        number, deadline_s = len(self.requests), None if timeout_s is None else self.now_s + timeout_s
+        request = make_request(
+            number,
+            lengths,
+            self.now_s,
+            priority,
+            deadline_s,
+            client=client,
+            needs_last_row=last_row and not self.setup.num_slots,
+            block_size=BLOCK if self.setup.num_blocks else None,
+            text=text,
+        )
+        self.requests.append(request)
+        self.scheduler.add(request)
+        self.check()
+        return number
+
+    def cancel(self, number: int, *, forget: bool = False) -> None:
+        is_live = number in self.scheduler.requests
+        assert (self.scheduler.cancel(number, forget=forget) is not None) == is_live
+        assert number not in self.scheduler.requests
+        self.check()
+
+    def shrink(self, num_tokens: int) -> None:
+        self.scheduler.shrink(num_tokens)
+        self.check()
+
+    def step(
+        self,
+        step_s: float = 0.1,
+        *,
+        free_tokens: int | None = None,
+        failing: Sequence[int] = (),
+        cancelled: Sequence[int] = (),
+    ) -> Batch:
+        """Runs a batch. Chunks at the indices `failing` fail, requests of those at `cancelled` are cancelled."""
+        self.now_s += step_s
+        self.sequence_pool.num_calls = 0
+        had_work = bool(self.scheduler.requests)
+        batch = self.scheduler.schedule(self.now_s, free_tokens)
+        self.check()
+        self.check_batch(batch)
+        assert batch.chunks or batch.expired or not had_work, "sequences wait, but nothing runs"
+        for index, chunk in enumerate(batch.chunks):
+            number = chunk.sequence.request.request_id
+            if number not in self.scheduler.requests:
+                continue
+            if index in failing:
+                if not self.scheduler.retry(chunk, MemoryError("no memory")):
+                    self.cancel(number)
+            elif index in cancelled:
+                self.cancel(number, forget=index % 2 == 1)
+        for request in self.scheduler.finish(batch):
+            assert request.request_id not in self.scheduler.requests
+        self.check()
+        return batch
+
+    def run_all(self, limit: int = 2000) -> list[Batch]:
+        batches: list[Batch] = []
+        while self.scheduler.requests:
+            assert len(batches) < limit, f"these wait for ever: {sorted(self.scheduler.requests)}"
+            batches.append(self.step())
+        return batches
+
+    def check_batch(self, batch: Batch) -> None:
+        """Limits hold, each sequence runs once, and no row that the pooling needs is left out."""
+        assert len(batch.chunks) <= self.setup.max_num_seqs
+        assert tokens_of(batch) <= self.scheduler.token_budget or len(batch.chunks) == 1
+        assert len({chunk.sequence.request_id for chunk in batch.chunks}) == len(batch.chunks)
+        for chunk in batch.chunks:
+            request = chunk.sequence.request
+            assert chunk.num_tokens > 0
+            assert request.request_id in self.scheduler.requests
+            assert request.deadline_s is None or request.deadline_s > self.now_s
+            if not request.needs_last_row:
+                assert chunk.start <= chunk.sequence.num_pooled, "rows were left out that the pooling needs"
+
+    def check(self) -> None:
+        """Counts are true; only running sequences hold memory."""
+        scheduler, pool = self.scheduler, self.sequence_pool
+        sequences = [sequence for request in scheduler.requests.values() for sequence in request.sequences]
+        waiting = [sequence for sequence in sequences if sequence.status is Status.WAITING]
+        assert scheduler.waiting.num_seqs == len(waiting)
+        assert scheduler.waiting.num_tokens == sum(sequence.num_tokens for sequence in waiting)
+        assert scheduler.waiting.num_long == sum(sequence.is_long for sequence in waiting)
+        assert all(sequence.allocation is None and sequence.chunk is None for sequence in waiting)
+        running_long = [s for s in sequences if s.is_long and s.status is Status.RUNNING]
+        assert {s.request_id for s in running_long} == set(scheduler.prefill.requests)
+        for request in scheduler.requests.values():
+            unfinished = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
+            assert request.num_unfinished == len(unfinished) > 0
+        held = [sequence.allocation for sequence in sequences if sequence.allocation is not None]
+        assert pool.num_allocations == len(held)
+        num_parked = 0 if pool.prefixes is None else pool.prefixes.num_parked
+        if not held:
+            assert pool.usage == 0
+            assert pool.kv is None or pool.kv.num_free + num_parked == pool.kv.num_blocks
+            assert pool.ssm is None or pool.ssm.num_free == pool.ssm.num_slots

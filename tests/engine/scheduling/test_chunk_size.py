@@ -1,0 +1,124 @@
+"""The size of chunks follows the time that they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.protocol.config import ChunkedPrefillConfig
+from penstock.engine.scheduling.chunk_size import ChunkSizeController
+
+MAX_TOKENS = 2048
+CONFIG = ChunkedPrefillConfig(min_chunk_size=1)
+
+
+def chunk_tokens(sizes: ChunkSizeController, *, others_wait: bool) -> int:
+    return sizes.chunk_tokens(MAX_TOKENS, CONFIG, others_wait=others_wait)
+
+
+def settle(
+    sizes: ChunkSizeController, token_s: float, *, others_wait: bool, whole_tokens: int = 0, whole_token_s: float = 0
+) -> int:
+    for _ in range(20):
+        num_tokens = chunk_tokens(sizes, others_wait=others_wait)
+        sizes.record(num_tokens, whole_tokens, num_tokens * token_s + whole_tokens * whole_token_s)
+    return chunk_tokens(sizes, others_wait=others_wait)
+
+
+@pytest.mark.parametrize("token_s", [1e-4, 1e-3])
+def test_a_chunk_takes_about_a_fixed_time(token_s: float) -> None:
+    busy = settle(ChunkSizeController(MAX_TOKENS), token_s, others_wait=True)
+    alone = settle(ChunkSizeController(MAX_TOKENS), token_s, others_wait=False)
+    assert 0.1 <= busy * token_s <= 0.15
+    assert alone == MAX_TOKENS or 0.9 <= alone * token_s <= 1.0
+    assert alone > busy
+
+
+def test_a_slow_device_still_moves_on_and_a_fast_one_keeps_to_the_limit() -> None:
+    assert settle(ChunkSizeController(MAX_TOKENS), 1.0, others_wait=True) == 128
+    assert settle(ChunkSizeController(MAX_TOKENS), 1.0, others_wait=False) == 512
+    assert settle(ChunkSizeController(MAX_TOKENS), 1e-7, others_wait=False) == MAX_TOKENS
+    assert settle(ChunkSizeController(5), 1e-7, others_wait=False) == 5
+
+
+def test_the_time_of_whole_sequences_is_not_held_against_chunks() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    sizes.record(0, 1000, 0.1)
+    beside = settle(sizes, 1e-3, others_wait=True, whole_tokens=1000, whole_token_s=1e-4)
+    assert beside == settle(ChunkSizeController(MAX_TOKENS), 1e-3, others_wait=True)
+
+
+def test_it_follows_a_cost_that_grows() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    before = settle(sizes, 1e-4, others_wait=True)
+    assert settle(sizes, 5e-4, others_wait=True) < before / 4
+
+
+def test_a_fixed_cost_of_a_forward_does_not_make_chunks_ever_smaller() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    for _ in range(50):
+        num_tokens = chunk_tokens(sizes, others_wait=False)
+        sizes.record(num_tokens, 0, 0.5 + num_tokens * 1e-4)
+    assert chunk_tokens(sizes, others_wait=False) >= 512
+
+
+def test_one_slow_forward_counts_for_half() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    sizes.record(1000, 0, 0.2)
+    assert chunk_tokens(sizes, others_wait=True) == 736  # of 750, in steps of 16
+    sizes.record(1000, 0, 0.4)
+    assert chunk_tokens(sizes, others_wait=True) == 496  # 0.15 s at 0.3 ms
+
+
+def test_a_single_token_beside_a_chunk_takes_its_own_time() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    sizes.record(0, 1, 0.1)
+    sizes.record(200, 1, 0.2)
+    assert chunk_tokens(sizes, others_wait=True) == 288  # of 300: the chunk took 0.1 s
+
+
+def test_chunks_beside_many_tokens_have_at_least_half_of_their_even_share_of_the_time() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    sizes.record(0, 1000, 1.0)
+    sizes.record(1000, 1000, 0.8)  # less than the others alone would take
+    assert chunk_tokens(sizes, others_wait=True) == 736  # 0.2 ms
+
+
+def test_a_forward_without_time_is_no_error() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    sizes.record(0, 0, 0.0)
+    sizes.record(10, 0, 0.0)
+    assert chunk_tokens(sizes, others_wait=True) == MAX_TOKENS
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(200, 512), (1_000, 1_000), (1_500, 1_500), (5_000, 2048), (1e9, 2048)])
+def test_a_forward_takes_a_second_at_most_unless_it_were_very_small(rate: float, budget: int) -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    for _ in range(40):
+        num_tokens = sizes.forward_tokens(MAX_TOKENS)
+        sizes.record(num_tokens // 4, num_tokens - num_tokens // 4, num_tokens / rate)
+    assert sizes.token_s == pytest.approx(1 / rate, rel=0.01)
+    assert sizes.forward_tokens(MAX_TOKENS) == pytest.approx(budget, rel=0.01)
+    assert sizes.forward_tokens(100) == 100
+
+
+def test_the_first_forward_is_small_and_those_that_are_not_half_full_tell_no_speed() -> None:
+    sizes = ChunkSizeController(MAX_TOKENS)
+    assert sizes.forward_tokens(MAX_TOKENS) == 512
+    sizes.record(0, 255, 10.0)
+    assert sizes.token_s is None
+    sizes.record(0, 256, 0.016)
+    assert sizes.token_s == pytest.approx(0.016 / 256)
+    assert sizes.forward_tokens(MAX_TOKENS) == MAX_TOKENS
+    sizes.record(0, 1023, 10.0)
+    assert sizes.token_s == pytest.approx(0.016 / 256)
+    sizes.record(24, 1000, 0.192)
+    assert sizes.token_s == pytest.approx((0.016 / 256 + 0.192 / 1024) / 2)
+
+
+def test_a_forward_is_smaller_on_a_slow_device_unless_chunks_are_fixed() -> None:
+    slow, fixed = ChunkSizeController(MAX_TOKENS), ChunkSizeController(MAX_TOKENS, is_dynamic=False)
+    for sizes in (slow, fixed):
+        for _ in range(20):
+            sizes.record(0, MAX_TOKENS, MAX_TOKENS * 1e-3)
+    assert slow.forward_tokens(MAX_TOKENS) == pytest.approx(1000, abs=1)
+    assert fixed.forward_tokens(MAX_TOKENS) == MAX_TOKENS
