@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from ..protocol.connection import MessageConnection
+from ..protocol.message_connection import MessageConnection
 from ..protocol.messages import (
     STUCK_EXIT_CODE,
     ClientMessage,

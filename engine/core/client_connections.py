@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from ..protocol.batch_outputs import ResultBlock, pack_results, unpack_results
-from ..protocol.connection import MessageConnection
+from ..protocol.message_connection import MessageConnection
 from ..protocol.messages import (
     Attach,
     ClientMessage,

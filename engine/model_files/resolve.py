@@ -22,7 +22,7 @@ from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_cla
 from .draft import ModelDraft, merged
 from .hub import locate_model
 from .json_files import as_load_error, read_object
-from .limits import resolve_long_text, resolve_max_model_len
+from .length_limits import resolve_long_text, resolve_max_model_len
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 

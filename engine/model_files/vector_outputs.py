@@ -18,7 +18,7 @@ from ..protocol.tasks import PoolingTask
 from ..protocol.vectors import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from .draft import ModelDraft
 from .json_files import read_object
-from .limits import resolve_max_model_len
+from .length_limits import resolve_max_model_len
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 
 METADATA_FILE: Final = "artifact.metadata"

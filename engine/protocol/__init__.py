@@ -1,1 +1,1 @@
-"""What the frontend and the core have in common: parameters, model, requests, results, errors. Without torch."""
+"""Types and messages shared by the engine process and its clients: requests, results, parameters, errors."""

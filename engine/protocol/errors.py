@@ -1,4 +1,4 @@
-"""Every way the engine can refuse or fail, in one tree.
+"""All errors of the engine.
 
     EngineError
     +-- InvalidRequestError          the request is wrong: change it
@@ -8,13 +8,13 @@
     +-- EngineOverloadedError        the queue is full: try again later
     +-- DeadlineExceededError        the deadline passed before the work was done
     |   +-- OwnDeadlineExceededError the request itself had set it
-    +-- RequestCancelledError        the caller has gone
+    +-- RequestCancelledError        the caller has disconnected
     +-- EngineUnavailableError       starting, draining, or the worker died: try again
     +-- ModelExecutionError          the forward failed for this request
     +-- UnknownObjectError           no file or batch of this client has that id
-    +-- ConflictError                a file or batch is in no state for what is asked of it
-    +-- StorageError                 the disk cannot keep it: make room, then try again
-    +-- PoolError                    a sequence pool was asked for what it cannot give
+    +-- ConflictError                the state of a file or batch does not allow the operation
+    +-- StorageError                 the disk is full or fails: free space, then try again
+    +-- PoolError                    a sequence pool cannot do an operation
     |   +-- PoolExhausted            no block or slot is free
     |   +-- InvalidSlot              not in use, out of range, or of the other kind
     +-- ModelLoadError               the model cannot be served at all (start-up only)
@@ -32,7 +32,7 @@ from enum import StrEnum
 from typing import Final
 
 CUT_TO_FIT: Final = "truncate_prompt_tokens to -1"
-"""What a request sets to have its inputs cut, in vLLM's words; the value of `cut_to_fit` in messages."""
+"""The setting that truncates inputs, in vLLM's terms: the value of `cut_to_fit` in messages."""
 
 
 class RefusalReason(StrEnum):
@@ -65,48 +65,48 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 class EngineError(Exception):
-    """Base of all errors that the engine raises on purpose.
+    """Base of all errors that the engine raises deliberately.
 
     Attributes:
-        message: Text for the user: names the field, the value and the way out.
-        param: Name of the request field at fault, where there is one.
+        message: Text for the user: names the field, its value and a remedy.
+        param: Name of the request field at fault, if there is one.
 
     Args:
-        message: The text; with `values`, a template of str.format. What no value fills is the name of a request field,
-            which a dialect may spell in its own way.
+        message: The text; with `values`, a template of str.format. A placeholder without a value is the name of a
+            request field, which a dialect may replace by its own name.
         param: See above.
-        values: For the template.
+        values: Values for the template.
     """
 
     def __init__(self, message: str, *, param: str | None = None, **values: object) -> None:
         self._template, self._values = message, values
         self.param = param
-        self.message = self._worded({})
+        self.message = self._format({})
         super().__init__(self.message)
 
     def name_fields(self, names: Mapping[str, str]) -> None:
-        """Words the message, and `param`, with a dialect's names of request fields, or of values in the template."""
-        self.message = self._worded(names)
+        """Replaces names of request fields, or values of the template, by those of a dialect."""
+        self.message = self._format(names)
         if self.param is not None:
             self.param = names.get(self.param, self.param)
 
-    def _worded(self, names: Mapping[str, str]) -> str:
-        return self._template.format_map(_Words({**self._values, **names})) if self._values else self._template
+    def _format(self, names: Mapping[str, str]) -> str:
+        return self._template.format_map(_TemplateValues({**self._values, **names})) if self._values else self._template
 
 
-class _Words(dict[str, object]):
-    """What stands in a template; a field that nothing is known of keeps its name."""
+class _TemplateValues(dict[str, object]):
+    """Values of a template. A missing value is its own name."""
 
     def __missing__(self, key: str) -> str:
         return key
 
 
 class InvalidRequestError(EngineError, ValueError):
-    """The request cannot be served as it is; the caller must change it. A ValueError too."""
+    """The request is invalid; the caller must change it."""
 
 
 class RequestTooLongError(InvalidRequestError):
-    """An input holds more tokens than the model takes.
+    """An input has more tokens than the model accepts.
 
     Attributes:
         num_tokens: Tokens in the input, special tokens included.
@@ -134,12 +134,12 @@ class RequestTooLongError(InvalidRequestError):
         """Returns the error of an input above the limit of the model, in OpenAI's words.
 
         Args:
-            found: What was met, such as "input 0 has 12 tokens".
-            way_out: A sentence that says what to do about it; a template, as that of an EngineError, in which
-                `cut_to_fit` is what a request sets to have its inputs cut.
+            found: The finding, such as "input 0 has 12 tokens".
+            way_out: A sentence with the remedy. A template, see EngineError; `cut_to_fit` names the setting that
+                truncates inputs.
             num_tokens: See the class.
             max_num_tokens: See the class.
-            limit_name: What is behind the limit, where it is not the model's own (ModelInfo.limit_name); a template.
+            limit_name: Cause of the limit if it is not the model (ModelInfo.limit_name); a template.
             param: Name of the request field at fault.
         """
         name = f" ({limit_name})" if limit_name else ""
@@ -154,7 +154,7 @@ class RequestTooLongError(InvalidRequestError):
 
 
 class UnsupportedTaskError(InvalidRequestError):
-    """The served model has no head for the task that was asked for."""
+    """The served model does not support the requested task."""
 
 
 class ModelNotFoundError(EngineError):
@@ -162,7 +162,7 @@ class ModelNotFoundError(EngineError):
 
 
 class EngineOverloadedError(EngineError):
-    """The waiting queue cannot take the whole request.
+    """The queue cannot accept the whole request.
 
     Attributes:
         retry_after_s: Seconds after which trying again is likely to succeed.
@@ -180,11 +180,11 @@ class DeadlineExceededError(EngineError):
 
 
 class OwnDeadlineExceededError(DeadlineExceededError):
-    """The deadline that the request itself had set passed; nothing is wrong with the server."""
+    """The deadline set by the request passed; not an error of the server."""
 
 
 class RequestCancelledError(EngineError):
-    """The caller has gone; nobody waits for the answer."""
+    """The caller has disconnected."""
 
 
 class EngineUnavailableError(EngineError):
@@ -204,19 +204,19 @@ class ModelExecutionError(EngineError):
 
 
 class UnknownObjectError(EngineError):
-    """No file or batch with that id belongs to whoever asks."""
+    """The client has no file or batch with that id."""
 
 
 class ConflictError(EngineError):
-    """A file or batch is in a state in which this cannot be done to it."""
+    """The state of a file or batch does not allow the operation."""
 
 
 class StorageError(EngineError):
-    """The disk does not keep what it was given: it is full, or it fails."""
+    """The disk is full or fails."""
 
 
 class PoolError(EngineError):
-    """A sequence pool cannot do what it was asked. Never reaches a caller: the scheduler waits or was wrong."""
+    """A sequence pool cannot do an operation. Never reaches a caller: the scheduler waits, or has a bug."""
 
 
 class PoolExhausted(PoolError):  # noqa: N818 - the specification's name
@@ -224,7 +224,7 @@ class PoolExhausted(PoolError):  # noqa: N818 - the specification's name
 
 
 class InvalidSlot(PoolError):  # noqa: N818 - the specification's name
-    """A block or slot that is out of range, not in use, or of a kind that the pool does not hold."""
+    """A block or slot is out of range, not in use, or of a kind that the pool does not have."""
 
 
 class ModelLoadError(EngineError):
@@ -240,4 +240,4 @@ class WeightError(ModelLoadError):
 
 
 class MachineError(ModelLoadError):
-    """The machine or the installation lacks what the model needs: a device, memory, a library. Its files are fine."""
+    """The machine or installation lacks a device, memory or a library that the model needs."""

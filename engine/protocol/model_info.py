@@ -1,7 +1,7 @@
-"""What is known about a served model before its weights are read.
+"""Description of a served model, known before its weights are read.
 
-ModelInfo is the resolved table of design decision 2: every value that changes results, and the file that it came from.
-It travels from the engine process to its clients. Plain Python; reading the files is the job of model_files/.
+ModelInfo holds every value that changes results, and its source. The engine process sends it to its clients. Plain
+Python; model_files/ reads the files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .templates import ChatTemplate, ScoreTemplate
 from .vectors import MultiVector, RecipeTokens, SparsePooling, TokenHeads
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
-"""Source of a max_model_len that is lower than the model's own: a sequence must find room in the pool."""
+"""Source of max_model_len if the sequence pool lowers it: a sequence must fit into the pool."""
 DEVICE_MEMORY_SOURCE: Final = "memory of the device"
-"""The same where a sequence runs whole, and must find memory for that."""
+"""Source of max_model_len if device memory lowers it, for models that run sequences whole."""
 _LIMIT_NAMES: Final = {
     KV_CACHE_SOURCE: "the size of the server's KV cache, which --kv-cache-memory raises",
     DEVICE_MEMORY_SOURCE: "the memory of the server's GPU",
@@ -50,7 +50,7 @@ class ClassifierMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairChat:
-    """How sentence-transformers puts a pair through the tokenizer's chat template: as roles `query` and `document`.
+    """How sentence-transformers renders a pair with the tokenizer's chat template, as roles `query` and `document`.
 
     Attributes:
         is_structured: Contents are lists of typed parts instead of texts.
@@ -89,7 +89,7 @@ class ModelInfo:
         path: Local folder that holds config.json, the weights and the tokenizer.
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
-        native: True where penstock has a packed family for it; False where transformers runs it.
+        native: True if penstock has a packed family for it; False if transformers runs it.
         kind: Output that the checkpoint was trained for.
         tasks: Tasks that it serves.
         hidden_size: Width of hidden states.
@@ -117,16 +117,16 @@ class ModelInfo:
         classifier_tokens: Vocabulary ids whose next-token logits are the classes of a reranker that answers with a
             word; () where the model has a head of its own.
         classifier_method: How these logits become scores.
-        score_template: The prompt around a query and a document, where it is known without the tokenizer.
-        pair_chat: Take that prompt from the tokenizer's chat template. With neither, the tokenizer joins the pair.
+        score_template: The prompt around a query and a document, if it is known without the tokenizer.
+        pair_chat: The prompt is the tokenizer's chat template. With neither, the tokenizer joins the pair.
         enable_chunked_processing: Embed text above max_model_len in windows; see long_text.py.
-        max_embed_len: Tokens. Longest input of the embed task then; None leaves it to the queue.
+        max_embed_len: Tokens. Longest input of the embed task with chunked processing; None: the limit of the queue.
         chunk_overlap: Tokens that a window shares with the one before it.
         chunked_processing_mode: How the windows are cut and averaged.
         multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for others.
         sparse: How the model computes sparse vectors; None: it has no sparse output.
         token_heads: Heads for each token beside the sentence embedding; None for none.
-        is_causal: Attention looks back only.
+        is_causal: Attention is causal.
         adapters: Names of the LoRA adapters that come with the model. None is applied: vectors are those of the base
             weights.
         prompts: Named prompts of the model.
@@ -139,7 +139,7 @@ class ModelInfo:
         num_lanes: Threads that the native kernels compute on. They change no vector. 0 where torch runs the model.
         arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
             the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.
-        root: Local folder of the whole model, where `path` is a part of it.
+        root: Local folder of the whole model if `path` is a part of it.
         sources: Field name to the file and key that it was read from.
         config: config.json with overrides, as plain values.
     """
@@ -201,7 +201,7 @@ class ModelInfo:
 
     @property
     def folder(self) -> str:
-        """Local folder that gives this very model again, whatever the name stands for by then."""
+        """Local folder of exactly this model, even if the name later means another version."""
         return self.root or self.path
 
     @property
@@ -216,7 +216,7 @@ class ModelInfo:
 
     @property
     def limit_name(self) -> str | None:
-        """What is behind max_model_len; None where it is the model or the operator's --max-model-len."""
+        """Cause of max_model_len; None if it is the model or --max-model-len."""
         return _LIMIT_NAMES.get(self.sources.get("max_model_len", ""))
 
 
@@ -232,7 +232,7 @@ class TokenizerSpec:
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
         chat_template: Turns the messages of a chat into text; None where the model comes with none.
         recipe_tokens: The tokens of a multi-vector model's recipe.
-        end_id: The token that ends a text, or pads or begins one; stands for a text without tokens. None: it has none.
+        end_id: The end, padding or start token, used for a text without tokens; None if there is none.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """
 

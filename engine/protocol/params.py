@@ -1,4 +1,4 @@
-"""What one request may ask of pooling. Knows nothing about tensors.
+"""Pooling parameters of a request. Plain Python, no tensors.
 
 The order of resolution is request, then PoolerConfig, then the model's own files, then the built-in default.
 """
@@ -30,9 +30,9 @@ _MODELS: Final[dict[PoolingTask, str]] = {
     PoolingTask.TOKEN_CLASSIFY: "a token classifier, or a sequence classifier of the decoder kind,",
     PoolingTask.SPARSE_EMBED: "a model with sparse vectors, such as SPLADE or bge-m3",
 }
-"""What has to be served for a task."""
+"""The kind of model that a task needs."""
 _MOST_TOKENS: Final = 2**31 - 1
-"""Tokens that an input can ever have: lengths travel as int32."""
+"""Most tokens of any input: lengths are int32."""
 _TASK_PARAMETERS: Final = ("dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
 
 
@@ -41,13 +41,13 @@ class PoolingParams:
     """Options of one request. None means: take the model's default.
 
     Attributes:
-        truncate_prompt_tokens: Tokens. Cut every input to this many; -1 means the longest that is taken; None cuts to
-            that if the server runs with --auto-truncate, and else refuses what is longer.
-        refuse_too_long: Refuse inputs above the limit, whatever --auto-truncate says; a limit of truncate_prompt_tokens
-            is one above which they are refused.
-        truncation_side: "left" or "right": the side that is cut away. None means the tokenizer's own.
+        truncate_prompt_tokens: Tokens. Truncate inputs to this length; -1 means the model's limit. None truncates to
+            the model's limit with --auto-truncate, and otherwise refuses longer inputs.
+        refuse_too_long: Refuse inputs above the limit, even with --auto-truncate. truncate_prompt_tokens then lowers
+            the limit.
+        truncation_side: "left" or "right": the side that is removed. None means the tokenizer's own.
         dimensions: Width of the embedding (Matryoshka).
-        any_dimensions: Take every width up to the model's, whatever it was trained for.
+        any_dimensions: Allow every width up to the model's, even if the model was not trained for it.
         normalize: L2-normalise embeddings.
         use_activation: Newer name of `normalize` for embeddings; softmax, sigmoid or identity for classes.
         task: The task; filled in by the engine call.
@@ -55,7 +55,7 @@ class PoolingParams:
         returned_token_ids: STEP pooling: keep these columns of the class scores.
         is_query: The inputs are queries of a multi-vector model; filled in by the engine call.
         also: Further tasks that the same forward answers; filled in by the engine call.
-        is_compared: Answer with the similarities of each input's vectors to those of its query; filled in by `score`.
+        is_compared: Return the similarities of the input's vectors to its query's vectors; filled in by `score`.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -85,7 +85,7 @@ class PoolingParams:
 
         Raises:
             UnsupportedTaskError: The model has no such task.
-            InvalidRequestError: A parameter does not belong to the task or has a value that the model refuses.
+            InvalidRequestError: A parameter does not belong to the task, or the model does not allow its value.
         """
         task = _task_of(task)
         if task not in model.tasks:
@@ -202,7 +202,7 @@ class PoolingParams:
             )
 
     def resolved(self, task: PoolingTask | str, model: ModelInfo) -> PoolingParams:
-        """Verifies, and fills every None that a pooler needs from the model's resolved defaults."""
+        """Verifies the parameters and replaces None by the model's defaults."""
         task = _task_of(task)
         self.verify(task, model)
         if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
@@ -223,7 +223,7 @@ class PoolingParams:
 
 
 def _task_of(task: PoolingTask | str) -> PoolingTask:
-    """Returns a task by its name; raises UnsupportedTaskError where there is none of that name."""
+    """Returns a task by its name. Raises UnsupportedTaskError for an unknown name."""
     try:
         return PoolingTask(task)
     except ValueError:
@@ -233,5 +233,5 @@ def _task_of(task: PoolingTask | str) -> PoolingTask:
 
 
 def _fields(names: Sequence[str]) -> str:
-    """Returns fields of a request as a list, for the template of an error."""
+    """Lists request fields for the template of an error."""
     return ", ".join(f"{{{name}}}" for name in names) or "none"

@@ -1,4 +1,4 @@
-"""The operator's settings for the pooler of one model. Knows nothing about tensors."""
+"""The operator's settings for the pooler of one model. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType, listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """The operator's settings for the pooler of one model (`--pooler-config`). None means: from the model's files.
+    """The operator's settings for the pooler of one model (`--pooler-config`). None: from the model's files.
 
     Enum fields also take names as plain strings, in any case. `returned_token_ids` also takes a list.
 
     Attributes:
-        task: The one task of the model, with scoring where it comes of that; None leaves it all that it has.
-        pooling_type: Stands for `tok_pooling_type` if it is ALL or STEP, else for `seq_pooling_type`.
+        task: Restrict the model to this task, and to scoring if it is based on the task; None: all tasks.
+        pooling_type: Sets `tok_pooling_type` if it is ALL or STEP, else `seq_pooling_type`.
         seq_pooling_type: Pooling of the sequence.
         tok_pooling_type: Pooling of the tokens: ALL or STEP.
         normalize: L2-normalise embeddings unless the request says otherwise.
@@ -28,15 +28,15 @@ class PoolerConfig:
         use_activation: Apply the class activation unless the request says otherwise.
         logit_mean: Subtracted from class logits, before the activation.
         logit_sigma: Class logits are divided by it, after the mean is subtracted.
-        logit_bias: Older name of `logit_mean`, as in vLLM, which subtracts it too; None once that holds it.
-        logit_scale: 1 / `logit_sigma`, older too; None once that holds it.
-        step_tag_id: STEP pooling: token id whose rows are kept.
-        returned_token_ids: STEP pooling: columns that are kept.
-        attention_head: ATTENTION pooling: the head whose weights are used; None averages all heads.
+        logit_bias: Older name of `logit_mean`, as in vLLM. Moved to `logit_mean`.
+        logit_scale: 1 / `logit_sigma`. Moved to `logit_sigma`.
+        step_tag_id: STEP pooling: keep the rows of this token id.
+        returned_token_ids: STEP pooling: keep these columns.
+        attention_head: ATTENTION pooling: use the weights of this head; None averages all heads.
         enable_chunked_processing: Embed text above max_model_len in windows and average their vectors.
-        max_embed_len: Tokens. Limit of an input with enable_chunked_processing; None leaves it to the queue.
+        max_embed_len: Tokens. Limit of an input with enable_chunked_processing; None: the limit of the queue.
         chunk_overlap: Tokens that a window shares with the one before it.
-        chunked_processing_mode: How the windows are cut and averaged.
+        chunked_processing_mode: How windows are cut and averaged.
     """
 
     task: PoolingTask | None = None
@@ -90,7 +90,7 @@ class PoolerConfig:
             raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
 
     def _rename(self, older: str, name: str, value: float | None) -> None:
-        """Moves what came under an older name to its field; raises ValueError where both were given."""
+        """Moves the value of an older name to its field. Raises ValueError if both are set."""
         if value is None:
             return
         if getattr(self, name) is not None:

@@ -66,7 +66,7 @@ class TokenResult:
 
     Attributes:
         rows: [L_i, D] or [L_i, C] float32 each.
-        token_ids: The ids that the rows stand for.
+        token_ids: The token id of each row.
         num_tokens: Tokens of each input after truncation.
         labels: Class names of the columns; empty for embeddings.
     """
@@ -92,14 +92,14 @@ class SparseResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CombinedResult:
-    """Several outputs of one forward; what was not asked for is None.
+    """Several outputs of one forward. Outputs that were not requested are None.
 
     Attributes:
         num_tokens: Tokens of each input after truncation.
         embeddings: [N, D] float32.
         sparse: One sparse vector per input.
         vectors: [L_i, D] float32 each: a row per token.
-        token_ids: The ids that the rows of `vectors` stand for.
+        token_ids: The token id of each row of `vectors`.
     """
 
     num_tokens: list[int]
@@ -111,13 +111,13 @@ class CombinedResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedText:
-    """The tokens of one text, and where they stand in it.
+    """The tokens of one text and their positions in it.
 
     Attributes:
         token_ids: Ids.
-        tokens: As the vocabulary has them, such as "##ing".
-        offsets: Characters of the text that each stands for, from and to; (0, 0) for tokens that were put around it.
-        is_special: Whether a token was put around the text.
+        tokens: Tokens of the vocabulary, such as "##ing".
+        offsets: First character and end of each token in the text; (0, 0) for special tokens.
+        is_special: Whether a token is a special token around the text.
     """
 
     token_ids: list[int]
@@ -150,14 +150,14 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
-    """What a task gives: `data` [D] or [C], or with a row for each token [L, D] or [L, C]; float32."""
+    """Result of a task: `data` [D] or [C], or with a row per token [L, D] or [L, C]; float32."""
 
     data: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingRequestOutput(Generic[Output]):
-    """The answer for one input: `outputs`, and its tokens after truncation."""
+    """The result for one input: `outputs`, and the number of its tokens after truncation."""
 
     outputs: Output
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What a model can be asked for, and how token rows become an answer. Values are the names on the wire."""
+"""Tasks and pooling types. Values are the names in requests and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PoolingTask(StrEnum):
-    """What a request wants from the model."""
+    """Task of a request."""
 
     EMBED = "embed"
     CLASSIFY = "classify"
@@ -18,10 +18,10 @@ class PoolingTask(StrEnum):
 
 
 class PoolingType(StrEnum):
-    """How token rows become the answer for a sequence. Values are the names on the wire.
+    """How token rows become the output of a sequence. Values are the names in requests and files.
 
-    FIRST, LAST_TOKEN and ATTENTION_WEIGHTED are other names of CLS, LAST and ATTENTION. `PoolingType("mean")` takes
-    every name in any case, with "-" as "_": "attention-weighted".
+    FIRST, LAST_TOKEN and ATTENTION_WEIGHTED are other names of CLS, LAST and ATTENTION. `PoolingType("mean")`
+    accepts every name in any case, with "-" as "_": "attention-weighted".
 
     Raises:
         ValueError: No type has that name; the message lists the known types.
@@ -49,16 +49,16 @@ class PoolingType(StrEnum):
 
     @property
     def is_token_level(self) -> bool:
-        """True where the answer holds one row per token (ALL, STEP)."""
+        """True if the output has one row per token (ALL, STEP)."""
         return self in (PoolingType.ALL, PoolingType.STEP)
 
 
 PoolingStrategy = PoolingType
-"""The same under the name that the strategies of poolers go by."""
+"""Another name of PoolingType."""
 
 
 class ChunkedProcessingMode(StrEnum):
-    """How over-long text becomes one embedding; see long_text.py. Values are those of `chunked_processing_mode`."""
+    """How over-long text becomes one embedding; see long_text.py. Values of `chunked_processing_mode`."""
 
     WINDOWS = "windows"
     VLLM = "vllm"
@@ -73,7 +73,7 @@ def listed(values: Any) -> str:
 
 
 class ChunkPriority(IntEnum):
-    """Levels of urgency with a name; any other integer is a level as well. Lower goes first."""
+    """Named priorities. Any other integer is a priority, too. Lower goes first."""
 
     CRITICAL = -2
     HIGH = -1

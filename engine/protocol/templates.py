@@ -1,4 +1,4 @@
-"""What a model's own files say about prompts: around a query and a document, and around the messages of a chat.
+"""Prompts in a model's files: around a query and a document, and around the messages of a chat.
 
 Plain text, no tokenizer; chats are rendered by chat_renderer.py.
 """
@@ -18,16 +18,16 @@ Conversation = Sequence[Message]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTemplate:
-    """How a reranker reads a query and a document as one sequence.
+    """The prompt in which a reranker reads a query and a document.
 
-    The parts are tokenized one by one, with the special tokens that they spell and no others, and joined. What is too
-    long loses tokens of the document, and of the query where that takes most of the room; see PairEncoder.cut.
+    The parts are tokenized one by one, without additional special tokens, and joined. A pair that is too long loses
+    tokens of the document, and of a query that exceeds its share; see ScoreTemplateEncoder.cut.
 
     Attributes:
-        parts: Format strings. Among them all {query} and {document} stand once, {instruction} at most once.
-        instruction: Stands at {instruction} where the request gives none.
-        instruction_format: Stands there where the request gives one; a format string with {instruction}.
-        stripped: Those of the three whose surrounding white space is removed first.
+        parts: Format strings. Together they hold {query} and {document} once, {instruction} at most once.
+        instruction: Value of {instruction} if the request has none.
+        instruction_format: Format of the instruction of a request; a format string with {instruction}.
+        stripped: Fields whose surrounding white space is removed.
     """
 
     parts: tuple[str, ...]
@@ -36,7 +36,7 @@ class ScoreTemplate:
     stripped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError that says what is wrong."""
+        """Raises ValueError for a wrong template."""
         names = [name for part in self.parts for name in fields_of(part)]
         for name in _FIELDS:
             if names.count(name) > 1 or (name != "instruction" and name not in names):
@@ -64,17 +64,17 @@ class ScoreTemplate:
 
     @property
     def takes_instruction(self) -> bool:
-        """Whether there is a place for the instruction."""
+        """Whether the template has the field {instruction}."""
         return any("instruction" in fields_of(part) for part in self.parts)
 
     def instructed(self, instruction: str | None) -> str:
-        """Returns what stands at {instruction}; None or an empty text takes the template's own."""
+        """Returns the value of {instruction}; None or an empty text takes the template's own."""
         if not instruction:
             return self.instruction
         return self.instruction_format.format(instruction=self.cleaned("instruction", instruction))
 
     def cleaned(self, field: str, text: str) -> str:
-        """Returns a text as it stands at `field`."""
+        """Returns the text for `field`, stripped if the template asks for it."""
         return text.strip() if field in self.stripped else text
 
     def filled(self, part: str, query: str, document: str, instruction: str | None) -> str:
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     Attributes:
         source: The template, in Jinja.
-        special_tokens: What it may call by name, such as bos_token.
+        special_tokens: Special tokens that the template may use, such as bos_token.
     """
 
     source: str
@@ -138,11 +138,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a chat is rendered.
+    """Options for rendering a chat.
 
     Attributes:
-        add_generation_prompt: End with the head of an answer.
-        continue_final_message: End within the last message, as if it were still being written.
+        add_generation_prompt: End with the beginning of an assistant message.
+        continue_final_message: End inside the last message, without its end marker.
         arguments: Further values that the template may read.
     """
 
@@ -152,10 +152,7 @@ class ChatOptions:
 
 
 def chat_template_of(tokenizer: Any) -> ChatTemplate | None:
-    """Returns the chat template of a transformers tokenizer; None where it has none.
-
-    Of several templates it is the one named "default".
-    """
+    """Returns the chat template of a transformers tokenizer, of several the one named "default"; None without any."""
     source = getattr(tokenizer, "chat_template", None)
     if isinstance(source, Mapping):
         source = source.get("default")

@@ -68,7 +68,7 @@ class CheckResult(NamedTuple):
     errors: list[LineError]
 
 
-class InputFile:
+class BatchInput:
     """An input file of a batch.
 
     Args:

@@ -11,7 +11,7 @@ import msgspec
 from penstock.engine.protocol.errors import ConflictError
 
 
-class Status(StrEnum):
+class BatchStatus(StrEnum):
     """Status of a batch. The last four are final."""
 
     VALIDATING = "validating"
@@ -24,10 +24,10 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDS: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED})
+ENDS: Final = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
 
-class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file. Its content is in the data folder under its id.
 
     Attributes:
@@ -79,12 +79,12 @@ class LineError(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch. Its BatchRun changes it and stores each change.
 
     Attributes:
         id: Its name.
-        owner: See StoredFile.
+        owner: See FileRecord.
         endpoint: The route of all its lines.
         input_file_id: The input file.
         output_id: The output file, which grows while the batch runs.
@@ -115,7 +115,7 @@ class Batch(msgspec.Struct, kw_only=True):
     output_expires_s: int
     created_at: int
     expires_at: int
-    status: Status = Status.VALIDATING
+    status: BatchStatus = BatchStatus.VALIDATING
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -152,7 +152,7 @@ class Batch(msgspec.Struct, kw_only=True):
         """Name, id and recorded length of each file that the batch writes."""
         return ("output", self.output_id, self.num_output_bytes), ("error", self.error_id, self.num_error_bytes)
 
-    def set_status(self, status: Status, now: int) -> None:
+    def set_status(self, status: BatchStatus, now: int) -> None:
         """Changes the status and records the time."""
         self.status = status
         setattr(self, f"{status}_at", now)
@@ -192,7 +192,7 @@ class Batch(msgspec.Struct, kw_only=True):
         }
 
 
-def already_ended(batch: Batch) -> ConflictError:
+def already_ended(batch: BatchRecord) -> ConflictError:
     """Returns the error for cancelling an ended batch."""
     return ConflictError(f"The batch is {batch.status}; it cannot be cancelled any more.", param="batch_id")
 

@@ -27,12 +27,12 @@ from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
 from ..wire.shown_values import shown
-from .files import DataDir, Files
-from .input_lines import InputFile
+from .batch_run import BatchRun, RunContext
+from .file_store import DataDir, Files
+from .input_lines import BatchInput
 from .internal_client import InternalClient
-from .output import RETRY_S
-from .records import Batch, StoredFile, already_ended, new_batch_id, new_file_id
-from .run import BatchRun, RunContext
+from .output_writer import RETRY_S
+from .records import BatchRecord, FileRecord, already_ended, new_batch_id, new_file_id
 from .store import Crashes, Page, Store
 from .uploads import OVERHEAD_BYTES
 from .window import LiveTraffic, Window
@@ -126,7 +126,7 @@ class Batches:
             await self._store.close()
             self._data.close()
 
-    async def create(self, body: BatchRequest, owner: str) -> Batch:
+    async def create(self, body: BatchRequest, owner: str) -> BatchRecord:
         """Creates a batch and starts it.
 
         Raises:
@@ -159,7 +159,7 @@ class Batches:
             await self.files.check_num_files(owner, _FILES_MADE * (num_unfinished + 1))
             for old in await self._store.oldest_ended(owner, self.files.max_files):
                 await self._remove_batch(old)
-            batch = Batch(
+            batch = BatchRecord(
                 id=new_batch_id(),
                 owner=owner,
                 endpoint=body.endpoint,
@@ -176,22 +176,22 @@ class Batches:
             self._start(batch)
         return batch
 
-    async def find(self, batch_id: str, owner: str) -> Batch:
+    async def find(self, batch_id: str, owner: str) -> BatchRecord:
         """Returns a batch of an owner as stored. Raises UnknownObjectError."""
         batch = await self._store.batch(batch_id, owner)
         if batch is None:
             raise UnknownObjectError(f"There is no batch {shown(batch_id)}.", param="batch_id")
         return batch
 
-    async def page(self, owner: str, page: Page) -> list[Batch]:
+    async def page(self, owner: str, page: Page) -> list[BatchRecord]:
         """Returns a page of the owner's batches, plus one if there are more."""
         return await self._store.batches(owner, page)
 
-    async def page_of_files(self, owner: str, page: Page, purpose: str | None) -> list[StoredFile]:
+    async def page_of_files(self, owner: str, page: Page, purpose: str | None) -> list[FileRecord]:
         """Returns a page of the owner's files, plus one if there are more."""
         return await self._store.files(owner, page, purpose, int(self._now()))
 
-    async def cancel(self, batch_id: str, owner: str) -> Batch:
+    async def cancel(self, batch_id: str, owner: str) -> BatchRecord:
         """Starts to cancel a batch. Raises UnknownObjectError, ConflictError or StorageError."""
         batch = await self.find(batch_id, owner)
         if batch_id not in self._runs:
@@ -216,11 +216,11 @@ class Batches:
     def _retention_s(self) -> int:
         return int(self._settings.batch_retention_s)
 
-    def _start(self, batch: Batch, crashes: Crashes | None = None) -> None:
+    def _start(self, batch: BatchRecord, crashes: Crashes | None = None) -> None:
         assert self._context is not None
         settings = self._settings
         path = self.files.path(batch.input_file_id)
-        lines = InputFile(
+        lines = BatchInput(
             path,
             batch.endpoint,
             settings.max_body_bytes,
@@ -263,7 +263,7 @@ class Batches:
                     await self.files.remove(file)
                     logger.info("%s has expired", file.id)
 
-    async def _remove_batch(self, batch: Batch) -> None:
+    async def _remove_batch(self, batch: BatchRecord) -> None:
         """Removes the records of an ended batch and of its files, then the files."""
         await self.files.remove_bodies(await self._store.remove_batch(batch))
         logger.info("%s and its files have been removed", batch.id)

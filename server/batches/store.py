@@ -19,9 +19,9 @@ from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
 from ..settings import UsageError
 from ..wire.shown_values import shown
-from .records import Batch, StoredFile
+from .records import BatchRecord, FileRecord
 
-Record = TypeVar("Record", StoredFile, Batch)
+Record = TypeVar("Record", FileRecord, BatchRecord)
 Result = TypeVar("Result")
 
 _VERSION: Final = 2
@@ -104,20 +104,20 @@ class Store:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
         self._thread.shutdown()
 
-    async def add_file(self, file: StoredFile) -> None:
+    async def add_file(self, file: FileRecord) -> None:
         """Adds a file."""
         await self._do(lambda database: _add_file(database, file))
 
-    async def file(self, file_id: str, owner: str, now: int) -> StoredFile | None:
+    async def file(self, file_id: str, owner: str, now: int) -> FileRecord | None:
         """Returns a file of an owner that has not expired."""
         query = "SELECT record FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
-        found = await self._records(StoredFile, query, (file_id, owner, now))
+        found = await self._records(FileRecord, query, (file_id, owner, now))
         return found[0] if found else None
 
-    async def files(self, owner: str, page: Page, purpose: str | None, now: int) -> list[StoredFile]:
+    async def files(self, owner: str, page: Page, purpose: str | None, now: int) -> list[FileRecord]:
         """Returns a page of the owner's files, plus one if there are more."""
         where = "(expires_at IS NULL OR expires_at > ?)" + ("" if purpose is None else " AND purpose = ?")
-        return await self._page(StoredFile, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
+        return await self._page(FileRecord, "files", owner, page, where, (now, *([] if purpose is None else [purpose])))
 
     async def sizes(self, owner: str) -> tuple[int, int]:
         """Returns the number of the files of an owner, and their bytes."""
@@ -130,16 +130,16 @@ class Store:
 
         return await self._do(read)
 
-    async def expired_files(self, now: int) -> list[StoredFile]:
+    async def expired_files(self, now: int) -> list[FileRecord]:
         """Returns the files that have expired."""
-        return await self._records(StoredFile, "SELECT record FROM files WHERE expires_at <= ?", (now,))
+        return await self._records(FileRecord, "SELECT record FROM files WHERE expires_at <= ?", (now,))
 
     async def file_ids(self) -> set[str]:
         """Returns the ids of all files, including those that unfinished batches write."""
 
         def read(database: sqlite3.Connection) -> set[str]:
             ids = {file_id for (file_id,) in database.execute("SELECT id FROM files")}
-            for batch in _decoded(Batch, database.execute("SELECT record FROM batches WHERE NOT has_ended")):
+            for batch in _decoded(BatchRecord, database.execute("SELECT record FROM batches WHERE NOT has_ended")):
                 ids |= {batch.output_id, batch.error_id}
             return ids
 
@@ -149,27 +149,27 @@ class Store:
         """Removes a file."""
         await self._do(lambda database: database.execute("DELETE FROM files WHERE id = ?", (file_id,)))
 
-    async def add_batch(self, batch: Batch) -> None:
+    async def add_batch(self, batch: BatchRecord) -> None:
         """Adds a batch."""
         values = (batch.id, batch.owner, batch.has_ended, msgspec.json.encode(batch), batch.input_file_id)
         insert = "INSERT INTO batches (id, owner, has_ended, record, input_file_id) VALUES (?, ?, ?, ?, ?)"
         await self._do(lambda database: database.execute(insert, values))
 
-    async def batch(self, batch_id: str, owner: str) -> Batch | None:
+    async def batch(self, batch_id: str, owner: str) -> BatchRecord | None:
         """Returns a batch of an owner."""
         query = "SELECT record FROM batches WHERE id = ? AND owner = ?"
-        found = await self._records(Batch, query, (batch_id, owner))
+        found = await self._records(BatchRecord, query, (batch_id, owner))
         return found[0] if found else None
 
-    async def batches(self, owner: str, page: Page) -> list[Batch]:
+    async def batches(self, owner: str, page: Page) -> list[BatchRecord]:
         """Returns a page of the owner's batches, plus one if there are more."""
-        return await self._page(Batch, "batches", owner, page)
+        return await self._page(BatchRecord, "batches", owner, page)
 
-    async def unfinished(self) -> list[Batch]:
+    async def unfinished(self) -> list[BatchRecord]:
         """Returns the batches that have not ended, the oldest first."""
-        return await self._records(Batch, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
+        return await self._records(BatchRecord, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
 
-    async def save(self, batch: Batch, lines: Iterable[int] = ()) -> None:
+    async def save(self, batch: BatchRecord, lines: Iterable[int] = ()) -> None:
         """Stores the state of a batch and the numbers of newly answered lines, in one transaction."""
         record, rows = msgspec.json.encode(batch), [(batch.id, line) for line in lines]
 
@@ -180,7 +180,7 @@ class Store:
 
         await self._do(write)
 
-    async def end(self, batch: Batch, files: Sequence[StoredFile]) -> None:
+    async def end(self, batch: BatchRecord, files: Sequence[FileRecord]) -> None:
         """Stores the end of a batch and its output files."""
         values = (batch.ended_at, msgspec.json.encode(batch), batch.id)
 
@@ -241,17 +241,17 @@ class Store:
 
         await self._do(write)
 
-    async def ended_before(self, unix_time: int, limit: int = 100) -> list[Batch]:
+    async def ended_before(self, unix_time: int, limit: int = 100) -> list[BatchRecord]:
         """Returns batches that ended until a Unix time, up to `limit`."""
         query = "SELECT record FROM batches WHERE has_ended AND ended_at <= ? ORDER BY ended_at LIMIT ?"
-        return await self._records(Batch, query, (unix_time, limit))
+        return await self._records(BatchRecord, query, (unix_time, limit))
 
-    async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[Batch]:
+    async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[BatchRecord]:
         """Returns the ended batches of an owner except the newest `num_kept`, up to `limit`."""
         query = "SELECT record FROM batches WHERE owner = ? AND has_ended ORDER BY seq DESC LIMIT ? OFFSET ?"
-        return await self._records(Batch, query, (owner, limit, num_kept))
+        return await self._records(BatchRecord, query, (owner, limit, num_kept))
 
-    async def remove_batch(self, batch: Batch) -> list[str]:
+    async def remove_batch(self, batch: BatchRecord) -> list[str]:
         """Removes the records of a batch and of its files, and returns their ids. The input of another batch stays."""
 
         def write(database: sqlite3.Connection) -> list[str]:
@@ -343,7 +343,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _add_file(database: sqlite3.Connection, file: StoredFile) -> None:
+def _add_file(database: sqlite3.Connection, file: FileRecord) -> None:
     values = (file.id, file.owner, file.purpose, file.expires_at, msgspec.json.encode(file))
     database.execute("INSERT INTO files (id, owner, purpose, expires_at, record) VALUES (?, ?, ?, ?, ?)", values)
 

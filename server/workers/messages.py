@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.engine import EngineConfig, ModelInfo
 from penstock.engine.client.engine_client import EngineStatus
-from penstock.engine.protocol.connection import MessageConnection
+from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.engine.protocol.messages import ModelReady
 
 from ..models.served_model import ServedModel

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engine.protocol.connection import Message, MessageConnection
+from penstock.engine.protocol.message_connection import Message, MessageConnection
 from penstock.engine.protocol.messages import ClientMessage, RequestFailed, Start, Stop, decode_to_core, encode
 
 

@@ -19,7 +19,7 @@ from penstock.engine.core import waker as waker_module
 from penstock.engine.core.client_connections import ClientConnections, split
 from penstock.engine.core.waker import Waker
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.connection import MessageConnection
+from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.engine.protocol.messages import (
     Attach,
     ClientMessage,

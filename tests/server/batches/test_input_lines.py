@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.batches.input_lines import InputFile
+from penstock.server.batches.input_lines import BatchInput
 
 
 def line(name: str = "a", **body: object) -> bytes:
@@ -18,14 +18,14 @@ def line(name: str = "a", **body: object) -> bytes:
 
 @pytest.fixture
 def read(tmp_path: Path):
-    def read(content: bytes, *, max_line_bytes: int = 10_000_000, max_values: int = 1_000_000) -> InputFile:
+    def read(content: bytes, *, max_line_bytes: int = 10_000_000, max_values: int = 1_000_000) -> BatchInput:
         (tmp_path / "lines").write_bytes(content)
-        return InputFile(tmp_path / "lines", "/v1/embeddings", max_line_bytes, max_values)
+        return BatchInput(tmp_path / "lines", "/v1/embeddings", max_line_bytes, max_values)
 
     return read
 
 
-def codes(file: InputFile) -> list[tuple[str, int | None]]:
+def codes(file: BatchInput) -> list[tuple[str, int | None]]:
     return [(error.code, error.line) for error in file.check().errors]
 
 

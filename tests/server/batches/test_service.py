@@ -22,11 +22,11 @@ from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import ConflictError, EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
-from penstock.server.batches.input_lines import InputFile, LinePlace
+from penstock.server.batches.batch_run import _MAX_REFUSED
+from penstock.server.batches.input_lines import BatchInput, LinePlace
 from penstock.server.batches.internal_client import RouteResponse
-from penstock.server.batches.output import OutputWriter
-from penstock.server.batches.records import Batch, Status
-from penstock.server.batches.run import _MAX_REFUSED
+from penstock.server.batches.output_writer import OutputWriter
+from penstock.server.batches.records import BatchRecord, BatchStatus
 from penstock.server.batches.service import MOST_UNFINISHED, Batches
 from penstock.server.batches.store import Page, Store
 from penstock.server.batches.window import MOST_LINES, Window
@@ -126,23 +126,23 @@ async def upload(batches: Batches, content: bytes, owner: str = "me", seconds: i
     return (await batches.files.receive("multipart/form-data; boundary=x", body(), owner)).id
 
 
-async def create(batches: Batches, file_id: str, hours: int = 24, owner: str = "me") -> Batch:
+async def create(batches: Batches, file_id: str, hours: int = 24, owner: str = "me") -> BatchRecord:
     fields = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": f"{hours}h"}
     return await batches.create(BatchRequest(**fields), owner)
 
 
-async def begin(batches: Batches, content: bytes, hours: int = 24) -> Batch:
+async def begin(batches: Batches, content: bytes, hours: int = 24) -> BatchRecord:
     return await create(batches, await upload(batches, content), hours)
 
 
-async def until(batches: Batches, batch: Batch, *states: Status) -> Batch:
+async def until(batches: Batches, batch: BatchRecord, *states: BatchStatus) -> BatchRecord:
     async with asyncio.timeout(TIMEOUT_S):
         while (found := await batches.find(batch.id, "me")).status not in states:
             await asyncio.sleep(0.005)
     return found
 
 
-async def until_done(batches: Batches, batch: Batch, num_lines: int) -> None:
+async def until_done(batches: Batches, batch: BatchRecord, num_lines: int) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while (await batches.find(batch.id, "me")).num_completed < num_lines:
             await asyncio.sleep(0.005)
@@ -154,7 +154,7 @@ async def until_asked(routes: Routes, number: int) -> None:
             await asyncio.sleep(0.005)
 
 
-def written(batches: Batches, batch: Batch) -> tuple[list[str], list[str]]:
+def written(batches: Batches, batch: BatchRecord) -> tuple[list[str], list[str]]:
     """The custom ids of the output and of the errors."""
     found = []
     for file_id, num_bytes in ((batch.output_id, batch.num_output_bytes), (batch.error_id, batch.num_error_bytes)):
@@ -169,10 +169,10 @@ async def test_what_is_left_when_the_window_is_over_is_an_error(running, clock) 
     async with running(routes) as batches:
         routes.gate.clear()
         batch = await begin(batches, lines(range(120)), hours=1)
-        await until(batches, batch, Status.IN_PROGRESS)
+        await until(batches, batch, BatchStatus.IN_PROGRESS)
     clock.now_s += 3600
     async with running(routes) as batches:
-        batch = await until(batches, batch, Status.EXPIRED)
+        batch = await until(batches, batch, BatchStatus.EXPIRED)
         output, errors = written(batches, batch)
         assert (output, sorted(errors, key=int)) == ([], [str(i) for i in range(120)])
         assert (batch.num_completed, batch.num_failed, batch.expired_at) == (0, 120, int(clock.now_s))
@@ -191,7 +191,7 @@ async def test_a_batch_expires_while_it_runs(running, clock) -> None:
         await until_done(batches, batch, 5)
     clock.now_s += 3599.7
     async with running(routes) as batches:
-        batch = await until(batches, batch, Status.EXPIRED)
+        batch = await until(batches, batch, BatchStatus.EXPIRED)
         assert (batch.num_completed, batch.num_failed) == (5, 3)
         assert written(batches, batch) == ([str(i) for i in range(5)], ["5", "6", "7"])
 
@@ -207,7 +207,7 @@ async def test_a_stopped_server_goes_on_where_it_was(running) -> None:
     routes.asked.clear()
     async with running(routes) as batches:
         done = (await batches.find(batch.id, "me")).num_completed
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         output, errors = written(batches, batch)
         assert (sorted(output, key=int), errors) == ([str(i) for i in range(1000)], [])
         assert sum(routes.asked.values()) <= 1000 - 100
@@ -220,53 +220,53 @@ async def test_what_was_written_and_does_not_count_is_cut_off(running, tmp_path:
     async with running(routes) as batches:
         routes.gate.clear()
         batch = await begin(batches, lines(range(10)))
-        await until(batches, batch, Status.IN_PROGRESS)
+        await until(batches, batch, BatchStatus.IN_PROGRESS)
     files = tmp_path / "data" / "files"
     (files / batch.output_id).write_bytes(b'{"custom_id": "0", "torn')  # a killed server got so far
     (files / "file-unknown.part").write_bytes(b"x")
     (files / "file-unknown").write_bytes(b"x")
     routes.gate.set()
     async with running(routes) as batches:
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         assert sorted(written(batches, batch)[0]) == [str(i) for i in range(10)]
         assert {path.name for path in files.iterdir()} == {batch.input_file_id, batch.output_id}
 
 
-@pytest.mark.parametrize("status", [Status.VALIDATING, Status.FINALIZING, Status.CANCELLING])
-async def test_every_state_goes_on_after_a_restart(running, status: Status) -> None:
+@pytest.mark.parametrize("status", [BatchStatus.VALIDATING, BatchStatus.FINALIZING, BatchStatus.CANCELLING])
+async def test_every_state_goes_on_after_a_restart(running, status: BatchStatus) -> None:
     routes = Routes()
     async with running(routes) as batches:
         routes.gate.clear()
         batch = await begin(batches, lines(range(3)))
-        await until(batches, batch, Status.IN_PROGRESS)
+        await until(batches, batch, BatchStatus.IN_PROGRESS)
         run = batches._runs[batch.id][0]
-        if status is Status.FINALIZING:
+        if status is BatchStatus.FINALIZING:
             routes.gate.set()
-            batch = await until(batches, batch, Status.COMPLETED)
+            batch = await until(batches, batch, BatchStatus.COMPLETED)
             batch.output_id, batch.num_output_bytes = run.batch.output_id, 0
         batch.status = status
-        batch.num_lines = 0 if status is Status.VALIDATING else 3
+        batch.num_lines = 0 if status is BatchStatus.VALIDATING else 3
         database = batches._store
         await database._do(lambda db: db.execute("UPDATE batches SET has_ended = 0 WHERE id = ?", (batch.id,)))
-        if status is Status.FINALIZING:
+        if status is BatchStatus.FINALIZING:
             await database.remove_file(batch.output_id)
         await database.save(batch)
         run.batch.status = status
     routes.gate.set()
     async with running(routes) as batches:
-        expected = Status.CANCELLED if status is Status.CANCELLING else Status.COMPLETED
+        expected = BatchStatus.CANCELLED if status is BatchStatus.CANCELLING else BatchStatus.COMPLETED
         batch = await until(batches, batch, expected)
-        assert (batch.num_completed, batch.num_failed) == ((0, 3) if expected is Status.CANCELLED else (3, 0))
+        assert (batch.num_completed, batch.num_failed) == ((0, 3) if expected is BatchStatus.CANCELLED else (3, 0))
 
 
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, status: int) -> None:
-    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes()
     routes.answer = lambda number: status if routes.asked[number] < 2 else 200
     async with running(routes) as batches:
         batch = await begin(batches, lines(range(3)))
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         assert (batch.num_completed, batch.num_failed) == (3, 0)
         assert routes.asked == {0: 2, 1: 2, 2: 2}
 
@@ -278,19 +278,19 @@ async def test_lines_that_are_always_refused_keep_no_others_from_running(running
         async with asyncio.timeout(TIMEOUT_S):
             while not routes.asked[1000 + _MAX_REFUSED - 1]:
                 await asyncio.sleep(0.005)
-        other = await until(batches, await begin(batches, lines(range(50))), Status.COMPLETED)
+        other = await until(batches, await begin(batches, lines(range(50))), BatchStatus.COMPLETED)
         assert other.num_completed == 50
         assert 1 <= len([number for number in routes.asked if number >= 1000]) <= _MAX_REFUSED + 1
-        assert (await batches.find(stuck.id, "me")).status is Status.IN_PROGRESS
+        assert (await batches.find(stuck.id, "me")).status is BatchStatus.IN_PROGRESS
         run, _ = batches._runs[stuck.id]
         await batches.cancel(stuck.id, "me")
-        stuck = await until(batches, stuck, Status.CANCELLED)
+        stuck = await until(batches, stuck, BatchStatus.CANCELLED)
         assert (stuck.num_failed, run._context.window.num_lines) == (100, 0)
 
 
 async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypatch) -> None:
     """However many lines are tried again at once: each of them still counts as refused."""
-    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.001)
     monkeypatch.setattr(Window, "refuse", lambda window: None)
     routes = Routes(lambda number: 503)
 
@@ -317,15 +317,15 @@ async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running
 
 
 async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes(lambda number: 504)
     async with running(routes) as batches:
-        batch = await until(batches, await begin(batches, lines(range(1))), Status.COMPLETED)
+        batch = await until(batches, await begin(batches, lines(range(1))), BatchStatus.COMPLETED)
         assert (batch.num_completed, batch.num_failed, routes.asked[0]) == (0, 1, 3)
 
 
 async def test_a_line_that_kills_its_engine_is_found_and_given_up(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes, deaths = Routes(), 0
     routes.dies = True
 
@@ -338,7 +338,7 @@ async def test_a_line_that_kills_its_engine_is_found_and_given_up(running, monke
 
     routes.doomed, routes.in_engine, routes.answer = set(), set(range(4, 20)), answer
     async with running(routes) as batches:
-        batch = await until(batches, await begin(batches, lines(range(40))), Status.COMPLETED)
+        batch = await until(batches, await begin(batches, lines(range(40))), BatchStatus.COMPLETED)
         assert (batch.num_completed, batch.num_failed, deaths) == (39, 1, 3)
         (error,) = batches.files.path(batch.error_id).read_text().splitlines()
         assert (json.loads(error)["custom_id"], json.loads(error)["response"]["status_code"]) == ("7", 503)
@@ -356,7 +356,7 @@ async def test_a_database_that_refuses_loses_nothing(running, monkeypatch) -> No
             await save(*arguments)
 
         monkeypatch.setattr(batches._store, "save", save_or_refuse)
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(200)]
         assert routes.asked.total() == 200
         assert next(refusals, None) is None
@@ -368,9 +368,9 @@ async def test_two_batches_run_side_by_side(running) -> None:
     routes.holds = lambda number: number == 4999
     async with running(routes) as batches:
         large = await begin(batches, lines(range(5000)))
-        await until(batches, large, Status.IN_PROGRESS)
-        small = await until(batches, await begin(batches, lines(range(5000, 5020))), Status.COMPLETED)
-        assert (await batches.find(large.id, "me")).status is Status.IN_PROGRESS
+        await until(batches, large, BatchStatus.IN_PROGRESS)
+        small = await until(batches, await begin(batches, lines(range(5000, 5020))), BatchStatus.COMPLETED)
+        assert (await batches.find(large.id, "me")).status is BatchStatus.IN_PROGRESS
         assert small.num_completed == 20
 
 
@@ -387,7 +387,7 @@ async def test_files_expire_but_for_those_in_use(running, clock) -> None:
         assert not batches.files.path(other).exists()
         assert batches.files.path(batch.input_file_id).exists()
         routes.gate.set()
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         clock.now_s += 30 * DAY_S + 1
         await batches.sweep()
         assert not list(batches.files.path("x").parent.iterdir())
@@ -400,19 +400,19 @@ async def test_an_input_that_is_gone_fails_its_batch(running) -> None:
         batches.files.path(file_id).unlink()
         fields = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
         batch = await batches.create(BatchRequest(**fields), "me")
-        batch = await until(batches, batch, Status.FAILED)
+        batch = await until(batches, batch, BatchStatus.FAILED)
         assert [error.code for error in batch.errors] == ["file_not_found"]
 
 
 async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) -> None:
     routes = Routes()
     async with running(routes) as batches:
-        check = InputFile.check
-        monkeypatch.setattr(InputFile, "check", lambda self: 1 / 0)
-        broken = await until(batches, await begin(batches, lines(range(2))), Status.FAILED)
+        check = BatchInput.check
+        monkeypatch.setattr(BatchInput, "check", lambda self: 1 / 0)
+        broken = await until(batches, await begin(batches, lines(range(2))), BatchStatus.FAILED)
         assert "ZeroDivisionError" in broken.errors[0].message
-        monkeypatch.setattr(InputFile, "check", check)
-        await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+        monkeypatch.setattr(BatchInput, "check", check)
+        await until(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
 
 
 async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatch) -> None:
@@ -424,23 +424,23 @@ async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatc
             numbers.remove((method, number))
             raise OSError(errno.EMFILE, "Too many open files")
 
-    places, text = InputFile._places, InputFile._text
+    places, text = BatchInput._places, BatchInput._text
 
-    def some_places(file: InputFile, *arguments: LinePlace):
+    def some_places(file: BatchInput, *arguments: LinePlace):
         for place in places(file, *arguments):
             fail_once("_places", place.number)
             yield place
 
-    def some_text(file: InputFile, place: LinePlace, stream: BinaryIO) -> bytes:
+    def some_text(file: BatchInput, place: LinePlace, stream: BinaryIO) -> bytes:
         fail_once("_text", place.number)
         return text(file, place, stream)
 
-    monkeypatch.setattr(InputFile, "_places", some_places)
-    monkeypatch.setattr(InputFile, "_text", some_text)
+    monkeypatch.setattr(BatchInput, "_places", some_places)
+    monkeypatch.setattr(BatchInput, "_text", some_text)
     async with running(routes) as batches:
         routes.gate.clear()
         batch = await begin(batches, lines(range(250)))
-        await until(batches, batch, Status.IN_PROGRESS)
+        await until(batches, batch, BatchStatus.IN_PROGRESS)
     routes.gate.set()
     numbers |= {("_places", 20), ("_places", 240), ("_text", 241)}
     answered, refusals = Store.answered, iter([True])
@@ -452,7 +452,7 @@ async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatc
 
     monkeypatch.setattr(Store, "answered", answered_in_the_end)
     async with running(routes) as batches:
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         assert sorted(written(batches, batch)[0], key=int) == [str(i) for i in range(250)]
         assert (batch.num_completed, numbers, next(refusals, None)) == (250, set(), None)
 
@@ -462,9 +462,9 @@ async def test_input_that_cannot_be_read_holds_up_no_others(running, monkeypatch
     bad, failing = set(), {"check": True, "_text": False}
 
     def fail(name: str):
-        original = getattr(InputFile, name)
+        original = getattr(BatchInput, name)
 
-        def method(file: InputFile, *arguments: object) -> object:
+        def method(file: BatchInput, *arguments: object) -> object:
             if failing[name] and file._path.name in bad:
                 failed.add(name)
                 raise OSError(errno.EIO, "Input/output error")
@@ -479,25 +479,25 @@ async def test_input_that_cannot_be_read_holds_up_no_others(running, monkeypatch
 
     failed: set[str] = set()
     for name in failing:
-        monkeypatch.setattr(InputFile, name, fail(name))
+        monkeypatch.setattr(BatchInput, name, fail(name))
     async with running(Routes()) as batches:
         bad.add(await upload(batches, lines(range(40))))
         batch = await create(batches, *bad)
         await until_failed("check")
-        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        await until(batches, await begin(batches, lines(range(100, 120))), BatchStatus.COMPLETED)
         failing.update(_text=True, check=False)
         await until_failed("_text")
-        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        await until(batches, await begin(batches, lines(range(100, 120))), BatchStatus.COMPLETED)
         await batches.cancel(batch.id, "me")
-        await until(batches, await begin(batches, lines(range(100, 120))), Status.COMPLETED)
+        await until(batches, await begin(batches, lines(range(100, 120))), BatchStatus.COMPLETED)
         failing.update(_text=False)
-        assert (await until(batches, batch, Status.CANCELLED)).num_failed == 40
+        assert (await until(batches, batch, BatchStatus.CANCELLED)).num_failed == 40
 
 
 async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> None:
     routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
     async with running(routes) as batches:
-        batch = await until(batches, await begin(batches, lines(range(250))), Status.FAILED)
+        batch = await until(batches, await begin(batches, lines(range(250))), BatchStatus.FAILED)
         output, errors = written(batches, batch)
         assert sorted(output + errors, key=int) == [str(i) for i in range(250)]
         assert (batch.num_completed + batch.num_failed, "ZeroDivisionError" in batch.errors[0].message) == (250, True)
@@ -510,15 +510,15 @@ async def test_an_input_that_goes_while_it_is_run_fails_its_batch(running) -> No
     async with running(routes) as batches:
         routes.gate.clear()
         batch = await begin(batches, lines(range(10)))
-        await until(batches, batch, Status.IN_PROGRESS)
+        await until(batches, batch, BatchStatus.IN_PROGRESS)
         batches.files.path(batch.input_file_id).unlink()
     async with running(routes) as batches:
-        batch = await until(batches, batch, Status.FAILED)
+        batch = await until(batches, batch, BatchStatus.FAILED)
         assert [error.code for error in batch.errors] == ["file_not_found"]
 
 
 async def test_an_owner_has_so_many_bytes_of_files_and_no_more(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.files.MOST_LARGE_FILES", 3)
+    monkeypatch.setattr("penstock.server.batches.file_store.MOST_LARGE_FILES", 3)
     async with running(Routes(), max_file_bytes=1024) as batches:
         files = [await upload(batches, bytes(1000)) for _ in range(3)]
         with pytest.raises(HTTPException, match=r"would take 3100 bytes; the limit is 3072.*delete some") as refused:
@@ -537,7 +537,7 @@ async def test_an_owner_has_so_many_bytes_of_files_and_no_more(running, monkeypa
 
 async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) -> None:
     disk = SimpleNamespace(total=100 * 2**30, free=2**31)
-    monkeypatch.setattr("penstock.server.batches.files.shutil.disk_usage", lambda folder: disk)
+    monkeypatch.setattr("penstock.server.batches.file_store.shutil.disk_usage", lambda folder: disk)
     async with running(Routes()) as batches:
         await upload(batches, bytes(10))
         batch = await begin(batches, lines(range(3)))
@@ -546,14 +546,14 @@ async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) 
             await upload(batches, bytes(10))
         disk.total = 2**30  # a small one, which keeps a twentieth
         await upload(batches, bytes(10))
-        await until(batches, batch, Status.COMPLETED)
+        await until(batches, batch, BatchStatus.COMPLETED)
 
 
 async def test_an_upload_ends_where_the_disk_fills_beside_it(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.files._CHECK_EVERY_BYTES", 10_000)
+    monkeypatch.setattr("penstock.server.batches.file_store._CHECK_EVERY_BYTES", 10_000)
     free = iter([2**40] * 3)
     monkeypatch.setattr(
-        "penstock.server.batches.files.shutil.disk_usage",
+        "penstock.server.batches.file_store.shutil.disk_usage",
         lambda folder: SimpleNamespace(total=2**40, free=next(free, 0)),
     )
     async with running(Routes()) as batches:
@@ -591,14 +591,14 @@ async def test_waiting_batches_hold_no_lines(running) -> None:
         try:
             made = [await create(batches, file_id) for _ in range(24)]
             for batch in made:
-                await until(batches, batch, Status.IN_PROGRESS)
+                await until(batches, batch, BatchStatus.IN_PROGRESS)
             await until_asked(routes, 0)
             waiting, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
             for batch in made:
                 await batches.cancel(batch.id, "me")
             for batch in made:
-                await until(batches, batch, Status.CANCELLED)
+                await until(batches, batch, BatchStatus.CANCELLED)
             _, cancelled = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -615,11 +615,11 @@ async def test_bytes_of_lines_are_bounded_over_all_batches(running) -> None:
         large = await upload(batches, lines(range(90, 92), text="x" * 100_000))
         made = [await create(batches, file_id) for file_id in [*file_ids, large]]
         for batch in made:
-            assert (await until(batches, batch, Status.COMPLETED)).num_failed == 0
+            assert (await until(batches, batch, BatchStatus.COMPLETED)).num_failed == 0
         assert 100_000 < routes.most_bytes_at_once < 101_000, "a line above the bound runs alone"
         routes.most_bytes_at_once = 0
         for batch in [await create(batches, file_id) for file_id in file_ids]:
-            await until(batches, batch, Status.COMPLETED)
+            await until(batches, batch, BatchStatus.COMPLETED)
         assert 0 < routes.most_bytes_at_once < 35_000
 
 
@@ -636,7 +636,7 @@ async def test_failed_batch_is_freed_without_garbage_collector(running, monkeypa
         return 401 if number == 2 and how == "the key" else 200
 
     if how == "the check":
-        monkeypatch.setattr(InputFile, "check", fail)
+        monkeypatch.setattr(BatchInput, "check", fail)
     if how == "the journal":
         monkeypatch.setattr(OutputWriter, "_append", fail)
     async with running(Routes(answer)) as batches:
@@ -647,7 +647,7 @@ async def test_failed_batch_is_freed_without_garbage_collector(running, monkeypa
             run = weakref.ref(batches._runs[batch.id][0])
             if how == "the file":
                 batches.files.path(batch.input_file_id).unlink()
-            await until(batches, batch, Status.CANCELLED if how == "the key" else Status.FAILED)
+            await until(batches, batch, BatchStatus.CANCELLED if how == "the key" else BatchStatus.FAILED)
             async with asyncio.timeout(TIMEOUT_S):
                 while run() is not None:
                     await asyncio.sleep(0.005)
@@ -671,11 +671,11 @@ async def test_ended_batches_leave_no_line_in_memory(running, caplog, how: str) 
             for _ in range(3):
                 batch = await create(batches, file_id)
                 if how == "cancelled":
-                    await until(batches, batch, Status.IN_PROGRESS)
+                    await until(batches, batch, BatchStatus.IN_PROGRESS)
                     await until_asked(routes, 0)
                     routes.asked.clear()
                     await batches.cancel(batch.id, "me")
-                await until(batches, batch, Status(how))
+                await until(batches, batch, BatchStatus(how))
             async with asyncio.timeout(TIMEOUT_S):
                 while tracemalloc.get_traced_memory()[0] > 900_000:  # a thread may still drop its last line
                     await asyncio.sleep(0.01)
@@ -690,14 +690,14 @@ async def test_120_requests_at_once_make_32_batches(running) -> None:
     async with running(routes) as batches:
         file_id = await upload(batches, lines(range(1)))
         made = await asyncio.gather(*(create(batches, file_id) for _ in range(120)), return_exceptions=True)
-        assert Counter(type(each) for each in made) == {Batch: MOST_UNFINISHED, EngineOverloadedError: 88}
+        assert Counter(type(each) for each in made) == {BatchRecord: MOST_UNFINISHED, EngineOverloadedError: 88}
         other = await upload(batches, lines(range(1)), owner="other")
-        assert isinstance(await create(batches, other, owner="other"), Batch)
-        await batches.cancel(next(each.id for each in made if isinstance(each, Batch)), "me")
+        assert isinstance(await create(batches, other, owner="other"), BatchRecord)
+        await batches.cancel(next(each.id for each in made if isinstance(each, BatchRecord)), "me")
         async with asyncio.timeout(TIMEOUT_S):
             while sum(batches.num_unfinished().values()) > MOST_UNFINISHED:
                 await asyncio.sleep(0.005)
-        assert isinstance(await create(batches, file_id), Batch)
+        assert isinstance(await create(batches, file_id), BatchRecord)
 
 
 async def test_file_is_not_removed_while_a_batch_is_made_of_it(running) -> None:
@@ -707,13 +707,13 @@ async def test_file_is_not_removed_while_a_batch_is_made_of_it(running) -> None:
             made, removed = await asyncio.gather(
                 create(batches, file_id), batches.remove_file(file_id, "me"), return_exceptions=True
             )
-            assert {type(made), type(removed)} in ({Batch, ConflictError}, {UnknownObjectError, type(None)})
-            if isinstance(made, Batch):
-                await until(batches, made, Status.COMPLETED)
+            assert {type(made), type(removed)} in ({BatchRecord, ConflictError}, {UnknownObjectError, type(None)})
+            if isinstance(made, BatchRecord):
+                await until(batches, made, BatchStatus.COMPLETED)
 
 
 async def test_parallel_uploads_stay_within_the_limits(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.files.MOST_LARGE_FILES", 2)
+    monkeypatch.setattr("penstock.server.batches.file_store.MOST_LARGE_FILES", 2)
     async with running(Routes(), max_file_bytes=1000, max_files=5) as batches:
         sent = await asyncio.gather(*(upload(batches, b"") for _ in range(30)), return_exceptions=True)
         assert Counter(type(each) for each in sent) == {str: 5, LimitError: 25}
@@ -734,20 +734,20 @@ async def test_batches_leave_room_for_the_files_they_make(running) -> None:
     async with running(routes, max_files=5) as batches:
         file_id = await upload(batches, lines(range(1)))
         made = await asyncio.gather(*(create(batches, file_id) for _ in range(5)), return_exceptions=True)
-        assert Counter(type(each) for each in made) == {Batch: 2, LimitError: 3}
+        assert Counter(type(each) for each in made) == {BatchRecord: 2, LimitError: 3}
 
 
 async def test_ended_batch_expires_with_its_files(running, clock) -> None:
     routes = Routes(lambda number: 400 if number == 1 else 200)
     async with running(routes, batch_retention_s=5 * DAY_S) as batches:
         shared = await upload(batches, lines(range(3)), seconds=30 * DAY_S)
-        first = await until(batches, await create(batches, shared), Status.COMPLETED)
+        first = await until(batches, await create(batches, shared), BatchStatus.COMPLETED)
         unused = await upload(batches, b"x", seconds=30 * DAY_S)
         clock.now_s += 4 * DAY_S
         routes.holds = lambda number: number == 2
         routes.gate.clear()
         second = await create(batches, shared, hours=168)
-        await until(batches, second, Status.IN_PROGRESS)
+        await until(batches, second, BatchStatus.IN_PROGRESS)
         assert (await batches.files.find(first.output_id, "me")).expires_at == first.completed_at + 5 * DAY_S
     clock.now_s += DAY_S
     async with running(routes, batch_retention_s=5 * DAY_S) as batches:
@@ -762,7 +762,7 @@ async def test_ended_batch_expires_with_its_files(running, clock) -> None:
         clock.now_s += 0.5 * DAY_S
         await batches.sweep()
         routes.gate.set()
-        second = await until(batches, second, Status.COMPLETED)
+        second = await until(batches, second, BatchStatus.COMPLETED)
         assert batches.files.path(second.output_id).exists()
         clock.now_s += 5 * DAY_S
         await batches.sweep()
@@ -775,7 +775,7 @@ async def test_batches_beyond_the_limit_are_forgotten(running, clock) -> None:
         made = []
         for _ in range(7):
             batch = await begin(batches, b"")
-            made.append(await until(batches, batch, Status.FAILED))
+            made.append(await until(batches, batch, BatchStatus.FAILED))
             await batches.remove_file(batch.input_file_id, "me")
             async with asyncio.timeout(TIMEOUT_S):
                 while batches.num_unfinished():
@@ -806,7 +806,7 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -
         assert routes.asked[7] == 1
         routes.asked.clear()
     async with running(routes, folder) as batches:
-        batch = await until(batches, batch, Status.COMPLETED)
+        batch = await until(batches, batch, BatchStatus.COMPLETED)
         output, errors = written(batches, batch)
         assert (sorted(output, key=int), errors) == ([str(i) for i in range(40) if i != 7], ["7"])
         assert not routes.asked[7]
@@ -827,7 +827,7 @@ async def test_suspects_run_one_at_a_time_after_a_kill(running, tmp_path: Path) 
     routes.most_at_once = 0
     async with running(routes, folder) as batches:
         for batch in made:
-            batch = await until(batches, batch, Status.COMPLETED)
+            batch = await until(batches, batch, BatchStatus.COMPLETED)
             assert (batch.num_completed, batch.num_failed) == (60, 0)
     assert routes.most_at_once == 1
 
@@ -843,20 +843,20 @@ async def test_clean_stop_raises_no_suspicion(running, tmp_path: Path) -> None:
         assert database.execute(counts).fetchone() == (0, 0)
     routes.gate.set()
     async with running(routes) as batches:
-        await until(batches, batch, Status.COMPLETED)
+        await until(batches, batch, BatchStatus.COMPLETED)
     assert routes.most_at_once > 1
 
 
 async def test_file_whose_check_kills_the_server_fails(running, tmp_path: Path, monkeypatch) -> None:
     folder, checking, gate = tmp_path / "data", threading.Event(), threading.Event()
-    check = InputFile.check
+    check = BatchInput.check
 
-    def check_behind_gate(file: InputFile) -> object:
+    def check_behind_gate(file: BatchInput) -> object:
         checking.set()
         gate.wait(TIMEOUT_S)
         return check(file)
 
-    monkeypatch.setattr(InputFile, "check", check_behind_gate)
+    monkeypatch.setattr(BatchInput, "check", check_behind_gate)
     for num_kills in range(1, 3):
         async with running(Routes(), folder) as batches:
             if num_kills == 1:
@@ -867,7 +867,7 @@ async def test_file_whose_check_kills_the_server_fails(running, tmp_path: Path, 
         checking.clear()
         gate.clear()
     async with running(Routes(), folder) as batches:
-        batch = await until(batches, batch, Status.FAILED)
+        batch = await until(batches, batch, BatchStatus.FAILED)
         assert [error.code for error in batch.errors] == ["server_crashed"]
         assert not checking.is_set()
 
@@ -875,14 +875,14 @@ async def test_file_whose_check_kills_the_server_fails(running, tmp_path: Path, 
 async def test_suspect_check_waits_for_suspect_lines(running, tmp_path: Path, monkeypatch) -> None:
     """A line that kills the server while the file of another batch is checked fails alone."""
     checking, gate = threading.Event(), threading.Event()
-    check = InputFile.check
+    check = BatchInput.check
 
-    def check_behind_gate(file: InputFile) -> object:
+    def check_behind_gate(file: BatchInput) -> object:
         checking.set()
         gate.wait(TIMEOUT_S)
         return check(file)
 
-    monkeypatch.setattr(InputFile, "check", check_behind_gate)
+    monkeypatch.setattr(BatchInput, "check", check_behind_gate)
     async with running(Routes()) as batches:
         batch = await begin(batches, lines(range(3)))
         assert await asyncio.to_thread(checking.wait, TIMEOUT_S)
@@ -895,12 +895,12 @@ async def test_suspect_check_waits_for_suspect_lines(running, tmp_path: Path, mo
             while not suspect._waiters and not checking.is_set():
                 await asyncio.sleep(0.005)
             assert not checking.is_set()
-        await until(batches, batch, Status.COMPLETED)
+        await until(batches, batch, BatchStatus.COMPLETED)
 
 
 async def test_database_of_the_first_version_is_taken_over(running, tmp_path: Path, clock) -> None:
     async with running(Routes()) as batches:
-        batch = await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+        batch = await until(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
     with closing(sqlite3.connect(tmp_path / "data" / "penstock.db")) as database:
         database.executescript(
             "DROP INDEX batches_of_files; DROP INDEX ended_batches; DROP TABLE begun; DROP TABLE suspects;"
@@ -909,7 +909,7 @@ async def test_database_of_the_first_version_is_taken_over(running, tmp_path: Pa
         )
     async with running(Routes()) as batches:
         assert (await batches.find(batch.id, "me")).output_id == batch.output_id
-        await until(batches, await begin(batches, lines(range(2))), Status.COMPLETED)
+        await until(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
         clock.now_s += 31 * DAY_S
         await batches.sweep()
         assert await batches.page("me", Page(None, 100)) == []

@@ -8,8 +8,8 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
-from penstock.server.batches.files import DataDir, Files
-from penstock.server.batches.records import StoredFile
+from penstock.server.batches.file_store import DataDir, Files
+from penstock.server.batches.records import FileRecord
 from penstock.server.batches.store import Store
 
 HEAD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -31,7 +31,7 @@ async def files(tmp_path: Path):
     data.close()
 
 
-async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> StoredFile:
+async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> FileRecord:
     return await files.receive(f"{media}; boundary=b", pieces(body, size), "me")
 
 

@@ -455,7 +455,7 @@ async def test_a_large_upload_needs_no_room_among_bodies(serving, engine, tmp_pa
 
 
 async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.run._LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.02)
     monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
     monkeypatch.setattr("penstock.server.models.manager.LEAST_STAY_S", 0.0)
     started: list[str] = []

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.engine.protocol.connection import MessageConnection
+from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.workers.messages import (
     AskFigures,
     Channel,

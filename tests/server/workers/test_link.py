@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import EngineConfig
-from penstock.engine.protocol.connection import MessageConnection
 from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.messages import NotLoaded, PlannedModel, WorkerPlan, encode
 from penstock.server.workers.worker import SupervisorLink

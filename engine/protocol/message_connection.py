@@ -1,11 +1,10 @@
-"""One end of a Unix socket between a frontend and a core: messages in their order, each with its frames.
+"""One end of a Unix socket between a client and a core. It sends and receives messages, each with its frames.
 
-Who waits for a message waits on the socket itself, and who sends one writes to it: no thread stands in between, as
-waking one costs more than most messages do. Where the other end does not keep up, a thread sends what is left over, so
-that a sender never waits.
+Sender and receiver use the socket directly, because waking a thread costs more than most messages. If the other end
+does not read fast enough, a thread sends the rest, so that `send` never blocks.
 
-A message is a row of 64-bit sizes, of its parts and before these how many there are, and then the parts, each padded so
-that the next one begins at a multiple of 8 Bytes: arrays in frames lie where numpy wants them.
+Format of a message: the number of its parts and the size of each part, as 64-bit integers, then the parts. Each part is
+padded to a multiple of 8 bytes, so that numpy can use arrays in frames without a copy.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ _SIZE: Final = Struct("<q")
 _ALIGNMENT: Final = 8
 _PADDING: Final = tuple(bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT))
 _BUFFER_BYTES: Final = 1 << 16
-"""A message that is larger gets a buffer of its own, and keeps it."""
+"""A larger message gets a buffer of its own."""
 _UNREAD_BYTES: Final = 1 << 22
-"""What a socket holds until it is read, or less where the system allows less: the rows of a large batch."""
+"""Send buffer of a socket, enough for the results of a large batch. The system may allow less."""
 _MOST_PARTS: Final = 256
-"""Of one call to the system; it takes at least 1,024."""
+"""Most parts of one system call; the system accepts at least 1,024."""
 
 Message = tuple[memoryview, list[Frame]]
-"""What `encode` of messages.py gave, and the frames."""
+"""The result of `encode` of messages.py, and the frames."""
 
 
 class MessageConnection:
-    """Sends and receives. `send` and `close` are thread-safe; `receive` belongs to one thread.
+    """Sends and receives messages. `send` and `close` are thread-safe; `receive` belongs to one thread.
 
     Args:
-        stream: A connected stream socket, which belongs to the connection from now on.
+        stream: A connected stream socket. The connection closes it.
     """
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         self._socket = stream
-        self._lock = threading.Lock()  # of what is sent
+        self._lock = threading.Lock()  # of the fields for sending
         self._unsent: deque[memoryview] = deque()
-        self._sender: threading.Thread | None = None  # while something is unsent
+        self._sender: threading.Thread | None = None  # exists while something is unsent
         self._is_closed = False
         self._buffer = bytearray(_BUFFER_BYTES)
-        self._num_held = 0  # Bytes in it: messages that have come in part
+        self._num_held = 0  # bytes in the buffer: incomplete messages
 
     @classmethod
     def open(cls, address: str) -> MessageConnection:
-        """Connects to who listens at a path.
+        """Connects to the listener at a path.
 
         Raises:
-            OSError: Nobody does.
+            OSError: There is no listener.
         """
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -73,13 +72,13 @@ class MessageConnection:
         return cls(stream)
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when messages come; -1 after `close`."""
+        """Returns the descriptor that is readable when messages have arrived; -1 after `close`."""
         return self._socket.fileno()
 
     def send(self, first: bytes, frames: Sequence[Frame] = ()) -> None:
-        """Sends a message without waiting; nothing where the other end has gone.
+        """Sends a message without blocking. Does nothing if the other end is closed.
 
-        The frames may be read for long after: nobody may write to them.
+        The frames may be read after this call returns: do not change them.
         """
         parts = [first, *frames]
         whole = [memoryview(Struct(f"<{len(parts) + 1}q").pack(len(parts), *map(len, parts)))]
@@ -94,24 +93,24 @@ class MessageConnection:
             try:
                 while self._unsent and (num_bytes := self._push(self._next_parts())):
                     self._drop(num_bytes)
-            except ConnectionError:  # nobody hears it; whoever receives here is told
+            except ConnectionError:  # the other end is closed; `receive` raises EOFError
                 self._unsent.clear()
             if self._unsent:
-                sender = threading.Thread(target=self._send_the_rest, name="sender", daemon=True)
+                sender = threading.Thread(target=self._send_rest, name="sender", daemon=True)
                 sender.start()
                 self._sender = sender
 
     def receive(self) -> list[Message]:
-        """Returns the messages that have come since the last call, without waiting.
+        """Returns the messages that have arrived since the last call, without blocking.
 
         Raises:
-            EOFError: The other end has gone, and all that it has sent has been received.
+            EOFError: The other end is closed, and all its messages have been received.
         """
         messages: list[Message] = []
         while not self._is_closed:
-            room = memoryview(self._buffer)[self._num_held :]
+            free = memoryview(self._buffer)[self._num_held :]
             try:
-                num_bytes = self._socket.recv_into(room)
+                num_bytes = self._socket.recv_into(free)
             except BlockingIOError:
                 break
             except ConnectionError:
@@ -119,40 +118,40 @@ class MessageConnection:
             if not num_bytes:
                 if not messages:
                     raise EOFError("the other end of the connection has gone")
-                break  # the socket stays readable: the next call tells
+                break  # the socket stays readable: the next call raises EOFError
             self._num_held += num_bytes
-            self._take_whole(messages)
-            if num_bytes < len(room):  # there was no more; what comes from now on makes the socket readable again
+            self._extract_messages(messages)
+            if num_bytes < len(free):  # the socket is empty; new data makes it readable again
                 break
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes it; what has been sent gets so many seconds to leave. May be called twice."""
+        """Closes the connection. Waits up to `linger_s` seconds for sent messages to leave. May be called twice."""
         if linger_s and (sender := self._sender) is not None:
             sender.join(linger_s)
         with self._lock:
             self._is_closed = True
-            self._give_up()
-            sender = self._sender  # no other follows
+            self._shut_down()
+            sender = self._sender  # no other sender starts
         if sender is not None:
-            sender.join()  # it has been woken; nobody else may get its descriptor before
+            sender.join()  # it has been woken; the descriptor must not be reused before it ends
         self._socket.close()
 
-    def _take_whole(self, messages: list[Message]) -> None:
-        """Adds the whole messages of the buffer; what follows them stays, in a buffer that will hold all of it."""
+    def _extract_messages(self, messages: list[Message]) -> None:
+        """Moves complete messages out of the buffer. Keeps the rest in a buffer large enough for its message."""
         data, begin, end = memoryview(self._buffer), 0, self._num_held
         num_bytes, places = layout(data[:end])
         while num_bytes <= end - begin:
-            is_alone = num_bytes > _BUFFER_BYTES  # in its buffer
-            whole = data if is_alone else memoryview(bytes(data[begin : begin + num_bytes]))
+            has_own_buffer = num_bytes > _BUFFER_BYTES
+            whole = data if has_own_buffer else memoryview(bytes(data[begin : begin + num_bytes]))
             messages.append((whole[places[0]], [whole[place] for place in places[1:]]))
-            if is_alone:
+            if has_own_buffer:
                 self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
                 return
             begin += num_bytes
             num_bytes, places = layout(data[begin:end])
         if begin == 0 and num_bytes <= len(data):
-            return  # it grows where it lies
+            return  # the message continues in this buffer
         rest = bytes(data[begin:end])
         if num_bytes > len(data):
             self._buffer = bytearray(num_bytes)
@@ -160,27 +159,27 @@ class MessageConnection:
         self._buffer[: len(rest)] = rest
 
     def _next_parts(self) -> list[memoryview]:
-        """Returns what goes out next. The caller holds the lock."""
+        """Returns the next unsent parts. The caller holds the lock."""
         return list(islice(self._unsent, _MOST_PARTS))
 
     def _push(self, parts: list[memoryview]) -> int:
-        """Returns the Bytes that the socket took; 0 where it takes nothing now. Not for two threads at once."""
+        """Returns the number of bytes that the socket accepted; 0 if it is full. One thread at a time."""
         try:
             return self._socket.sendmsg(parts)
         except BlockingIOError:
             return 0
 
     def _drop(self, num_bytes: int) -> None:
-        """Forgets what has been sent. The caller holds the lock."""
+        """Removes sent bytes from the unsent parts. The caller holds the lock."""
         while self._unsent and num_bytes >= len(self._unsent[0]):
             num_bytes -= len(self._unsent.popleft())
-        if num_bytes and self._unsent:  # else given up meanwhile
+        if num_bytes and self._unsent:  # else shut down meanwhile
             self._unsent[0] = self._unsent[0][num_bytes:]
 
-    def _send_the_rest(self) -> None:
-        """Sends until nothing is left over; runs in a thread. Others may add to it, and do not wait for the system."""
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
+    def _send_rest(self) -> None:
+        """Sends until nothing is unsent. Runs in a thread; `send` may add parts meanwhile."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
         try:
             while True:
                 with self._lock:
@@ -192,25 +191,25 @@ class MessageConnection:
                     with self._lock:
                         self._drop(num_bytes)
                 else:
-                    room.poll()
-        except OSError as error:  # what is missing of a message cannot be sent later
+                    poller.poll()
+        except OSError as error:  # an incomplete message cannot be continued
             if not isinstance(error, ConnectionError):
                 logger.exception("a connection between the server and its engine is given up")
             with self._lock:
-                self._give_up()
+                self._shut_down()
                 self._sender = None
 
-    def _give_up(self) -> None:
-        """Ends the connection for both ends: whoever receives is told. The caller holds the lock."""
+    def _shut_down(self) -> None:
+        """Ends the connection for both ends: `receive` raises EOFError. The caller holds the lock."""
         self._unsent.clear()
-        with contextlib.suppress(OSError):  # it has ended, at this end or the other
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a sender that waits
+        with contextlib.suppress(OSError):  # already closed at this end or the other
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a waiting sender
 
 
 def layout(data: memoryview) -> tuple[int, list[slice]]:
-    """Returns the Bytes of the message that begins there, and where its parts are in it.
+    """Returns the size of the first message in `data` in bytes, and the slices of its parts.
 
-    Of one whose sizes have not come, the Bytes up to their end, and no parts.
+    If the sizes are incomplete: the bytes up to the end of the sizes, and no parts.
     """
     if len(data) < _SIZE.size:
         return _SIZE.size, []

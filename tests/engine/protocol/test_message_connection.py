@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.connection import _MOST_PARTS, MessageConnection, layout
+from penstock.engine.protocol.message_connection import _MOST_PARTS, MessageConnection, layout
 
 Told = tuple[bytes, list[bytes]]
 

@@ -22,11 +22,11 @@ from typing import Final, TypeVar
 
 from penstock.engine.protocol.errors import StorageError, drop_tracebacks
 
-from .files import Files
-from .input_lines import CheckResult, InputFile, LinePlace
+from .file_store import Files
+from .input_lines import BatchInput, CheckResult, LinePlace
 from .internal_client import RouteResponse
-from .output import RETRY_S, OutputLine, OutputWriter, line_of_error, line_of_response
-from .records import Batch, LineError, Status, already_ended
+from .output_writer import RETRY_S, OutputLine, OutputWriter, line_of_error, line_of_response
+from .records import BatchRecord, BatchStatus, LineError, already_ended
 from .store import Crashes, Store
 from .window import Window
 
@@ -51,9 +51,9 @@ _CHECK_LINE: Final = 0
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _NOT_RUN: Final = {
-    Status.FAILED: LineError("batch_failed", "The batch failed before this request was answered."),
-    Status.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
-    Status.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
+    BatchStatus.FAILED: LineError("batch_failed", "The batch failed before this request was answered."),
+    BatchStatus.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
+    BatchStatus.EXPIRED: LineError("batch_expired", "The completion window was over before this request was answered."),
 }
 _CRASHED: Final = LineError(
     "server_crashed",
@@ -101,7 +101,7 @@ class BatchRun:
     """
 
     def __init__(
-        self, batch: Batch, input_file: InputFile, context: RunContext, crashes: Crashes | None = None
+        self, batch: BatchRecord, input_file: BatchInput, context: RunContext, crashes: Crashes | None = None
     ) -> None:
         self.batch = batch
         self._input = input_file
@@ -115,7 +115,7 @@ class BatchRun:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._cancelled = asyncio.Event()
-        if batch.status is Status.CANCELLING:
+        if batch.status is BatchStatus.CANCELLING:
             self._cancelled.set()
 
     @property
@@ -139,14 +139,14 @@ class BatchRun:
             StorageError: The disk failed; the batch is cancelled nevertheless.
         """
         batch = self.batch
-        if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
-            self._set_status(Status.CANCELLING)
+        if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            self._set_status(BatchStatus.CANCELLING)
             self._cancelled.set()
             await self._output.save_batch()
-        elif batch.status is not Status.CANCELLING:
+        elif batch.status is not BatchStatus.CANCELLING:
             raise already_ended(batch)
 
-    async def _run_or_fail(self) -> Status:
+    async def _run_or_fail(self) -> BatchStatus:
         """Runs the batch. Records errors in it."""
         batch = self.batch
         try:
@@ -161,34 +161,34 @@ class BatchRun:
             batch.errors.append(LineError("server_error", message))
             if batch.num_lines:
                 try:
-                    await self._write_unanswered(_NOT_RUN[Status.FAILED])
+                    await self._write_unanswered(_NOT_RUN[BatchStatus.FAILED])
                 except Exception as second_error:
                     logger.exception("%s cannot tell which lines have no answer", batch.id)
                     drop_tracebacks(second_error)
-        return Status.FAILED
+        return BatchStatus.FAILED
 
-    async def _run(self) -> Status:
+    async def _run(self) -> BatchStatus:
         """Runs the batch up to its end and returns its final status."""
         batch = self.batch
         await self._retry_disk(self._output.open)
-        if not batch.num_lines and batch.status is Status.VALIDATING:
+        if not batch.num_lines and batch.status is BatchStatus.VALIDATING:
             checked = await self._retry_disk(self._check)
             batch.errors = checked.errors
             if batch.errors:
-                return Status.FAILED
+                return BatchStatus.FAILED
             batch.num_lines = checked.num_lines
-            if batch.status is Status.VALIDATING:  # else cancelled meanwhile
-                self._set_status(Status.IN_PROGRESS)
+            if batch.status is BatchStatus.VALIDATING:  # else cancelled meanwhile
+                self._set_status(BatchStatus.IN_PROGRESS)
             await self._save()
-        if batch.status is not Status.FINALIZING:
+        if batch.status is not BatchStatus.FINALIZING:
             ending = await self._run_lines()
-            if ending is not Status.COMPLETED:
+            if ending is not BatchStatus.COMPLETED:
                 if batch.num_lines:
                     await self._write_unanswered(_NOT_RUN[ending])
                 return ending
-            self._set_status(Status.FINALIZING)
+            self._set_status(BatchStatus.FINALIZING)
             await self._save()
-        return Status.COMPLETED
+        return BatchStatus.COMPLETED
 
     async def _check(self) -> CheckResult:
         """Checks the input file. If the server was killed during the check, no suspect line runs beside it.
@@ -207,7 +207,7 @@ class BatchRun:
             finally:
                 await store.stop_suspect(batch_id, _CHECK_LINE)
 
-    async def _run_lines(self) -> Status:
+    async def _run_lines(self) -> BatchStatus:
         """Runs lines until all have a response or the batch is cancelled or expires. Returns the final status."""
         starting = asyncio.create_task(self._start_lines())
         cancelled = asyncio.create_task(self._cancelled.wait())
@@ -215,19 +215,19 @@ class BatchRun:
             left_s = max(self.batch.expires_at - self._context.now(), 0.0)
             await asyncio.wait({starting, cancelled}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if self._cancelled.is_set():
-                return Status.CANCELLED
+                return BatchStatus.CANCELLED
             if not starting.done():
-                return Status.EXPIRED
+                return BatchStatus.EXPIRED
             try:
                 await starting
             except _KeyRevokedError as error:
                 drop_tracebacks(error)
                 message = "The API key that made this batch is not valid any more."
                 self.batch.errors.append(LineError("invalid_api_key", message))
-                self._set_status(Status.CANCELLING)
+                self._set_status(BatchStatus.CANCELLING)
                 await self._save()
-                return Status.CANCELLED
-            return Status.COMPLETED
+                return BatchStatus.CANCELLED
+            return BatchStatus.COMPLETED
         finally:
             starting.cancel()
             cancelled.cancel()
@@ -386,7 +386,7 @@ class BatchRun:
         async with self._context.checking:
             return await _on_thread(lambda: self._input.custom_ids(places))
 
-    async def _finish(self, status: Status) -> None:
+    async def _finish(self, status: BatchStatus) -> None:
         """Stores the final status and the output files."""
         batch, files = self.batch, self._context.files
         made = [
@@ -422,7 +422,7 @@ class BatchRun:
         logger.error("%s waits for the disk: %s", self.batch.id, error)
         drop_tracebacks(error)
 
-    def _set_status(self, status: Status) -> None:
+    def _set_status(self, status: BatchStatus) -> None:
         self.batch.set_status(status, int(self._context.now()))
 
     def _name(self, number: int) -> str:

@@ -21,7 +21,7 @@ from penstock.engine.client.own_files import sync_folder
 from penstock.engine.protocol.errors import StorageError
 
 from .internal_client import RouteResponse
-from .records import Batch, LineError
+from .records import BatchRecord, LineError
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class OutputWriter:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: BatchRecord,
         store: Store,
         output: Path,
         errors: Path,

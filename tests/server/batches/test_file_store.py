@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.batches.files import DataDir
+from penstock.server.batches.file_store import DataDir
 from penstock.server.settings import UsageError
 
 

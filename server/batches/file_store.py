@@ -27,7 +27,7 @@ from ..admission import LimitError, ServerRefusalReason
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..settings import UsageError
 from ..wire.shown_values import shown
-from .records import StoredFile, new_file_id
+from .records import FileRecord, new_file_id
 from .store import Store
 from .uploads import Upload
 
@@ -126,7 +126,7 @@ class Files:
         """Returns the path of the content of a file."""
         return self._folder / file_id
 
-    async def receive(self, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
+    async def receive(self, content_type: str, body: AsyncIterator[bytes], owner: str) -> FileRecord:
         """Receives an upload. Returns its record when content and record are on the disk.
 
         Raises:
@@ -164,14 +164,14 @@ class Files:
                 upload.close()
         return file
 
-    async def find(self, file_id: str, owner: str) -> StoredFile:
+    async def find(self, file_id: str, owner: str) -> FileRecord:
         """Returns a file of an owner. Raises UnknownObjectError."""
         file = await self._store.file(file_id, owner, int(self._now()))
         if file is None:
             raise UnknownObjectError(f"There is no file {shown(file_id)}.", param="file_id")
         return file
 
-    async def remove(self, file: StoredFile) -> None:
+    async def remove(self, file: FileRecord) -> None:
         """Removes a file: first its record, so that no record is left without content."""
         await self._store.remove_file(file.id)
         await asyncio.to_thread(self.path(file.id).unlink, missing_ok=True)
@@ -181,7 +181,7 @@ class Files:
         for file_id in file_ids:
             await asyncio.to_thread(self.path(file_id).unlink, missing_ok=True)
 
-    async def expired(self) -> list[StoredFile]:
+    async def expired(self) -> list[FileRecord]:
         """Returns the files that have expired."""
         return await self._store.expired_files(int(self._now()))
 
@@ -196,10 +196,10 @@ class Files:
 
         await asyncio.to_thread(clear)
 
-    def made(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> StoredFile:
+    def made(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> FileRecord:
         """Returns the record of an output file of a batch."""
         created_at = int(self._now())
-        return StoredFile(
+        return FileRecord(
             id=file_id,
             owner=owner,
             filename=filename,
@@ -216,7 +216,7 @@ class Files:
         else:
             self.path(file_id).unlink(missing_ok=True)
 
-    def _record(self, file_id: str, upload: Upload, owner: str) -> StoredFile:
+    def _record(self, file_id: str, upload: Upload, owner: str) -> FileRecord:
         if upload.filename is None:
             raise InvalidRequestError("The form has no file; send it as the part `file`.", param="file")
         for name in upload.fields:
@@ -226,7 +226,7 @@ class Files:
         if purpose != PURPOSE:
             raise InvalidRequestError(f"purpose is {shown(purpose)}; it must be '{PURPOSE}'.", param="purpose")
         created_at = int(self._now())
-        return StoredFile(
+        return FileRecord(
             id=file_id,
             owner=owner,
             filename=upload.filename,
