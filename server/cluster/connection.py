@@ -25,11 +25,11 @@ def connected(address: str | None, log_level: str) -> Iterator[None]:
     Raises:
         CommandError: There is no cluster there.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a cluster that is started here reports to nobody
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # for a cluster that is started here
     folder = Path.cwd()
     try:
-        # Ray puts the folder of the driver on the import path of its workers. In a checkout that would be a top-level
-        # `kernels`, which transformers takes for another package.
+        # Ray puts the driver's working directory on the import path of its workers. In a checkout that would make
+        # `kernels` importable, which transformers takes for another package.
         os.chdir("/")
         ray.init(address, logging_level=log_level.upper(), log_to_driver=log_level == "debug")
     except (ConnectionError, ValueError, RuntimeError) as error:

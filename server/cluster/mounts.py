@@ -1,4 +1,4 @@
-"""Where each model is served: one at the root, several each below a path of its own."""
+"""The path of each model on a cluster: one model at the root, several each below a path of its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..settings import UsageError
 
 
 class Mount(NamedTuple):
-    """A model and its place.
+    """A model and its path.
 
     Attributes:
         config: Of its engines.
         names: Served names, the shown one first.
         default_prompt_name: As the setting of that name.
         app: Name of its Ray Serve application.
-        prefix: What its paths begin with.
+        prefix: Prefix of its paths.
     """
 
     config: EngineConfig
@@ -32,14 +32,14 @@ class Mount(NamedTuple):
 
 
 def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
-    """Returns where models are served; each is told by its configuration, its names and its default prompt.
+    """Returns the paths of models, each given as configuration, names and default prompt.
 
-    A single one is at the root. Of several, each is below the last part of its shown name, so that clients choose by
-    their base URL: `http://host:8000/bge-m3/v1`. A path costs nothing; the `model` of a body would have to be read, and
-    the body held, in a process before the one that answers.
+    A single model is at the root. Several are each below the last part of their shown name, so that clients choose by
+    their base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a process would have to read and
+    hold the body before the one that answers.
 
     Raises:
-        UsageError: Two would have the same path.
+        UsageError: Two models would have the same path.
     """
     places = [re.sub(r"[^\w.-]+", "-", names[0].rstrip("/").rpartition("/")[2]) for _, names, _ in models]
     twice = [place for place, count in Counter(places).items() if count > 1]
@@ -52,5 +52,5 @@ def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]
 
 
 def everywhere(model: str) -> str:
-    """Returns a local folder by its absolute path: replicas run in other folders, and have to have it at this path."""
+    """Returns a local folder as an absolute path, because replicas run in other working directories."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model

@@ -17,9 +17,8 @@ from penstock.engine.logs import configure_logging
 from ..app import create_app
 from ..models.served_model import ServedModel
 from ..settings import ServerSettings
-from .least_tokens import LoadReport
+from .balancing import BUSY, QUEUE_S, LoadReport
 from .mounts import Mount
-from .scaling import BUSY, QUEUE_S
 
 
 def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
@@ -34,7 +33,7 @@ def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
 
 
 class WithoutPrefix:
-    """An application that finds its paths where they are, wherever Ray's proxy has mounted it."""
+    """Removes the prefix under which Ray's proxy has mounted an application from the paths of requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +48,7 @@ class WithoutPrefix:
 
 
 class Replica:
-    """What Ray Serve calls of a replica. Its `ray.serve.ingress` is put on where it is deployed.
+    """The class that Ray Serve runs as a replica; `deploy` wraps it with `ray.serve.ingress`.
 
     Args:
         build: Builds the application. Its lifespan, which Ray runs, starts the engine and stops it.
@@ -68,7 +67,7 @@ class Replica:
     async def check_health(self) -> None:
         """Waits until the model is loaded; then raises while `/health/live` is not 200, and Ray replaces the replica.
 
-        An engine process that died is started again by its supervisor, which is sooner: that alone is no reason.
+        A dead engine process is no reason: its supervisor starts another one sooner.
 
         Raises:
             ModelLoadError: The model cannot be served.
@@ -83,7 +82,7 @@ class Replica:
         now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
         passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
         self._seen_s, self._seen_step_s = now_s, step_s
-        busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # forwards that overlap are counted both
+        busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # overlapping forwards are counted twice
         return {QUEUE_S: sum(engine.queue_s for engine in self._engines()), BUSY: busy}
 
     def record_routing_stats(self) -> dict[str, float]:

@@ -21,11 +21,11 @@ from ray.serve.config import (
 from ray.serve.context import _get_global_client  # the version is pinned: there is no public way to the HTTP options
 
 from ..settings import CommandError, UsageError
+from .balancing import QueuePolicy
 from .connection import connected
 from .mounts import Mount
 from .replica import Replica, build_app
 from .router import LeastTokensRouter
-from .scaling import QueuePolicy
 from .settings import RayServeSettings
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ Build = Callable[[RayServeSettings, Mount], FastAPI]
 
 _REPORT_EVERY_S: Final = 1.0
 _LOOK_BACK_S: Final = 15.0
-"""Seconds over which the autoscaler takes the mean; replicas tell theirs every ten."""
+"""Seconds over which the autoscaler takes the mean; replicas report every ten seconds."""
 _CLOSE_S: Final = 10.0
-"""Seconds that a drained engine gets to end, beyond those to drain."""
+"""Seconds that a drained engine gets to end, after those for draining."""
 _RETRY_AFTER_S: Final = 1.0
 _KEEP_ALIVE_S: Final = 120  # as `penstock serve`
 _PROXY_FLAGS: Final = {
@@ -46,14 +46,14 @@ _PROXY_FLAGS: Final = {
     "ssl_keyfile": "--ssl-keyfile",
 }
 _MOST_STARTS: Final = 3
-"""A model that cannot be loaded is not tried more often."""
+"""Attempts to start a replica."""
 
 
 def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
     """Deploys models and, unless they are to stay (`--detach`), waits for a signal and takes them down again.
 
-    What was deployed on the cluster before stays, replaced where it has the name of a model. A signal ends the wait for
-    a model that does not start, too.
+    Models that were on the cluster before stay; one of the same name is replaced. A signal also ends the wait for a
+    model that does not start.
 
     Raises:
         CommandError: There is no such cluster, or a model cannot be served; the message says why.
@@ -84,8 +84,8 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
 def _raise_at_signals() -> None:
     """Lets the first signal that asks for the end raise KeyboardInterrupt, the one error that Ray's calls let through.
 
-    Later ones change nothing: what is taken down then has bounds of its own. Ray's handlers, which abort, have to be
-    there already.
+    Later signals change nothing: taking models down has time limits of its own. Call this after Ray has set its own
+    handlers, which abort.
     """
     stops = [
         number
@@ -103,10 +103,10 @@ def _raise_at_signals() -> None:
 
 
 def start_proxies(settings: RayServeSettings) -> None:
-    """Starts Ray Serve with its HTTP proxies, where it does not run yet.
+    """Starts Ray Serve with its HTTP proxies, if it does not run yet.
 
     Raises:
-        UsageError: It runs, and listens elsewhere.
+        UsageError: It runs with another address or certificate.
     """
     certificate = settings.ssl_certfile and str(settings.ssl_certfile.resolve())
     key = settings.ssl_keyfile and str(settings.ssl_keyfile.resolve())
@@ -128,7 +128,7 @@ def start_proxies(settings: RayServeSettings) -> None:
 
 
 def take_down(mounts: Sequence[Mount]) -> None:
-    """Takes models down, each when the requests under way are answered; with the last one Ray Serve itself."""
+    """Takes models down, each when its requests are answered; if no model is left, Ray Serve too."""
     for mount in mounts:
         serve.delete(mount.app)
     if mounts and not serve.status().applications:
@@ -136,7 +136,7 @@ def take_down(mounts: Sequence[Mount]) -> None:
 
 
 def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -> None:
-    """Deploys one model and waits until its first replicas serve. One that is there already is replaced, one by one.
+    """Deploys one model and waits until its first replicas serve. Replicas of an earlier one are replaced one by one.
 
     Raises:
         CommandError: It cannot be served.
@@ -151,7 +151,7 @@ def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -
 
 
 def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
-    """Returns what Ray Serve is told about each deployment."""
+    """Returns the options of a deployment of Ray Serve."""
     return {
         "ray_actor_options": {"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus},
         "max_ongoing_requests": settings.max_ongoing_requests,
@@ -176,7 +176,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
 
 
 def _cause(mount: Mount, error: RuntimeError) -> str:
-    """Returns the last line of what Ray says of the deployment: the error itself, behind the frames that led to it."""
+    """Returns the last error line of the messages that Ray has for a deployment, without the traceback before it."""
     status = serve.status().applications.get(mount.app)
     said = [each.message for each in status.deployments.values()] if status is not None else []
     lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]

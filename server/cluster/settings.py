@@ -117,26 +117,26 @@ _NOT_HERE: Final = {
     "in_process": "an engine of a cluster has a process of its own, beside its replica",
     "max_loaded_models": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
     "model_memory": "each model has replicas of its own, which --min-replicas and --max-replicas bound",
-    "data_dir": "a folder of batches has one server, and here are many",
-    "batch_share": "a folder of batches has one server, and here are many",
-    "batch_memory": "a folder of batches has one server, and here are many",
-    "batch_retention_s": "a folder of batches has one server, and here are many",
-    "max_file_bytes": "a folder of batches has one server, and here are many",
-    "max_files": "a folder of batches has one server, and here are many",
+    "data_dir": "a folder of batches has one server, and a cluster has many",
+    "batch_share": "a folder of batches has one server, and a cluster has many",
+    "batch_memory": "a folder of batches has one server, and a cluster has many",
+    "batch_retention_s": "a folder of batches has one server, and a cluster has many",
+    "max_file_bytes": "a folder of batches has one server, and a cluster has many",
+    "max_files": "a folder of batches has one server, and a cluster has many",
     "api_workers": "Ray's proxies take the connections, and each replica has one HTTP process",
-    "cache": "each replica would have a cache of its own, which the others could not ask",
-    "cache_dir": "each replica would have a cache of its own, which the others could not ask",
-    "cache_dir_size": "each replica would have a cache of its own, which the others could not ask",
+    "cache": "each replica would have a cache of its own, which the others could not read",
+    "cache_dir": "each replica would have a cache of its own, which the others could not read",
+    "cache_dir_size": "each replica would have a cache of its own, which the others could not read",
     "min_transfer_rate": "Ray's proxies read bodies and write answers",
     "transfer_grace_s": "Ray's proxies read bodies and write answers",
     "admin_key": "deploy models, and take them down, by the command",
     "admin_key_file": "deploy models, and take them down, by the command",
 }
-"""Flags that mean nothing on a cluster, and why."""
+"""Flags that have no effect on a cluster, and why."""
 
 
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
-    """Raises UsageError for a flag that a cluster cannot heed."""
+    """Raises UsageError for a flag that has no effect on a cluster, and for numbers that do not fit."""
     values, declared = public_values(settings), declared_settings(type(settings))
     for name, reason in _NOT_HERE.items():
         if name in declared and values.get(name, settings.__dict__.get(name)) != declared[name].default:

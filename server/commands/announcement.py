@@ -1,4 +1,4 @@
-"""What a person needs to know of a server that has just become ready, in a few lines."""
+"""The log lines of a server that has just become ready: models, devices, URLs and access."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 
 
 def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: int) -> str:
-    """Returns what is served, where, and who may ask.
+    """Returns the lines.
 
     Args:
-        models: What is served.
-        settings: What the operator asked for.
+        models: The served models.
+        settings: Of the server.
         port: The port that is listened on.
     """
     lines = ["ready"]
@@ -48,7 +48,7 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
 
 
 def exposure(settings: ServerSettings) -> str | None:
-    """Returns a warning where everybody who reaches the machine may ask; None where there is a key or one address."""
+    """Returns a warning if everybody who reaches the machine may use the server, else None."""
     if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
         return None
     return "anybody who reaches this machine may use the server: close it with --api-key KEY or --host 127.0.0.1"
@@ -59,7 +59,7 @@ def _wants_key(settings: ServerSettings) -> bool:
 
 
 def _device(info: ModelInfo, config: EngineConfig) -> str:
-    """Returns what runs the model, and why."""
+    """Returns the device and the kernels of the model, and why."""
     if config.devices:
         why = "--devices"
     elif config.device != "auto":
@@ -71,13 +71,13 @@ def _device(info: ModelInfo, config: EngineConfig) -> str:
 
 
 def _replicas(places: Sequence[str]) -> str:
-    """Returns how many replicas there are, and where."""
+    """Returns the number of replicas and their places."""
     count = "1 replica" if len(places) == 1 else f"{len(places)} replicas"
     return f"{count}: {'; '.join(places)}"
 
 
 def _dtype(info: ModelInfo, config: EngineConfig) -> str:
-    """Returns the type that it runs in, and why; and in what its products or its attention are, where that differs."""
+    """Returns the type of the weights and why, and the type of products or attention if it differs."""
     source = info.sources["dtype"]
     if config.dtype != "auto":
         why = "--dtype"

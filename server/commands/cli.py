@@ -30,7 +30,7 @@ from .vllm_flags import translated
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 CUT_SHORT: Final = 141
-"""As a shell shows a program that SIGPIPE ended."""
+"""Exit code of a program that SIGPIPE ended, as shells show it."""
 
 _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 
@@ -42,7 +42,7 @@ _INFO = "Show what was resolved for a model, and from which file, without loadin
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, as the same end of a command as Ctrl-C."""
+    """SIGTERM, which ends a command as Ctrl-C does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         _say_last(f"penstock: error: {error}")
         return error.exit_code
-    except BrokenPipeError:  # whoever read the output has closed it, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _forget_output()
         return CUT_SHORT
     except OSError as error:
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Python writes what is left of it when it ends, and would complain."""
+    """Redirects stdout to the null device: Python flushes it at exit, and would report an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_last(text: str) -> None:
-    """Prints after what was logged, unless nobody reads that: it would wait for ever."""
+    """Prints after all log lines, unless nobody reads stderr: printing would block for ever."""
     from penstock.engine.logs import flush_logs
 
     if flush_logs():
@@ -94,7 +94,7 @@ def _say_last(text: str) -> None:
 def _open_closed_streams() -> None:
     """Opens the null device as standard input, output and error where they are closed.
 
-    A socket would take the number, get what others print, and be closed by who starts a process or ends.
+    Otherwise a socket gets the descriptor, receives printed text, and is closed when a process starts or ends.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(descriptor, True)
@@ -153,13 +153,13 @@ def _config(_: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
-    """Starts the engine's process, which loads the model while this one imports the server. It ends with this one.
+    """Starts the engine process, which loads the model while this process imports the server.
 
-    None where there is to be none, or where none can be started: the engine says why when it starts one itself.
+    Yields None if `in_process`, or if it cannot be started: the engine reports why when it starts one itself.
     """
     asked: list[int] = []
     stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    for each in stops:  # a process that is half started could not be ended
+    for each in stops:  # a half-started process could not be stopped
         signal.signal(each, lambda number, _: asked.append(number))
     with contextlib.ExitStack() as stack:
         process = None
@@ -240,5 +240,5 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def _plain(value: object) -> object:
-    """Returns what JSON has no form for as one that it has."""
+    """Returns a value that JSON cannot hold as one that it can."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)

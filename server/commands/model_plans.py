@@ -61,10 +61,10 @@ class ModelPlan:
 
 
 def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list[ModelPlan]]:
-    """Returns what the command line, the environment and the file say of the server, and of its models.
+    """Returns the settings of the server and its models, from the command line, the environment and the file.
 
     Args:
-        given: Of the command line; `model` has a list of models.
+        given: Values of flags; `model` is a list of models.
         kind: The settings of the command.
 
     Raises:
@@ -108,12 +108,12 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
     """Returns the models that are to be served, in their order.
 
     Args:
-        settings: Of the server; what they say of engines holds for every model whose table does not say otherwise.
-        words: Models of the command line, where it names several.
+        settings: Of the server. Their engine settings hold for every model, unless its table says otherwise.
+        words: Models of the command line, if there are several.
         file: Of --config.
 
     Raises:
-        UsageError: A table is wrong, two models have one name, or more is to stay in memory than may be there.
+        UsageError: A table is wrong, two models have one name, or more models are to stay in memory than may.
     """
     tables = () if file is None else file.models
     if tables and (words or settings.model is not None):
@@ -128,7 +128,7 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         plans = [replace(plan, is_preloaded=i < most) for i, plan in enumerate(plans)]
     else:
         plans = [_of_table(settings, table, f"{file.path}: models[{i}]", i < most) for i, table in enumerate(tables)]
-        _check_room(plans, most)
+        _check_places(plans, most)
     _check_names(plans)
     return plans
 
@@ -139,7 +139,7 @@ def _of_word(settings: ServerSettings, word: str | None) -> ModelPlan:
     return ModelPlan(names, config, settings.default_prompt_name)
 
 
-def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, has_room: bool) -> ModelPlan:
+def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is_among_first: bool) -> ModelPlan:
     own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
         if key in ELSEWHERE and key not in own_keys:
@@ -160,7 +160,7 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, ha
         names,
         replace(own.engine, model=model, name=names[0]),
         own.default_prompt_name,
-        is_preloaded=has_room if own.preload is None else own.preload,
+        is_preloaded=is_among_first if own.preload is None else own.preload,
         is_pinned=own.pin,
         ttl_s=inf if own.ttl is None else own.ttl,
     )
@@ -178,12 +178,12 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         seen.update(dict.fromkeys(plan.names, plan.config.model))
 
 
-def _check_room(plans: Sequence[ModelPlan], most: int) -> None:
-    for what, chosen in (
+def _check_places(plans: Sequence[ModelPlan], most: int) -> None:
+    for key, chosen in (
         ("preload", [plan for plan in plans if plan.is_preloaded]),
         ("pin", [plan for plan in plans if plan.is_pinned]),
     ):
         if len(chosen) > most:
-            raise UsageError(f"--max-loaded-models: {most} have room, but {len(chosen)} models say {what} = true")
+            raise UsageError(f"--max-loaded-models: at most {most}, but {len(chosen)} models say {key} = true")
     if len(plans) > most and sum(plan.is_pinned for plan in plans) == most:
-        raise UsageError("--max-loaded-models: pinned models take all the room; no other could ever be loaded")
+        raise UsageError("--max-loaded-models: pinned models take all places; no other model could ever be loaded")

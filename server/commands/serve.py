@@ -1,4 +1,4 @@
-"""`penstock serve`: settings to a running server."""
+"""`penstock serve`: runs a server from its settings until it is stopped."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
 
     Args:
-        settings: What the operator asked for.
+        settings: Of the server.
         plans: The models.
-        process: Of the first model's engine, where it has been started already.
+        process: Engine process of the first model, if it has been started already.
 
     Raises:
-        UsageError: The address cannot be bound, or a file refuses: the model's, the certificate, the keys. Found before
-            the model is loaded.
-        SystemExit: SIGTERM or SIGHUP came (0), or the model cannot be loaded (not 0); the log has said why.
+        UsageError: The address cannot be bound, or a model's files, the certificate or the keys cannot be used. Raised
+            before a model is loaded.
+        SystemExit: SIGTERM or SIGHUP came (0), or the model cannot be loaded (not 0); the log says why.
     """
     configure_logging(settings.log_level, settings.log_format)
     for variable in unknown_variables((ServerSettings, EmbedSettings)):
@@ -87,7 +87,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     _stop_on_hangup(server)
     with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
         server.run(sockets=[listener])
-    for error in failures:  # told last: what is read first is the end of a log
+    for error in failures:  # logged last: people read the end of a log first
         _tell(error)
     if failures or not server.started:
         raise SystemExit(_exit_code(failures, plans))
@@ -168,7 +168,7 @@ def _tell(failure: Exception) -> None:
 
 
 def _stop_on_hangup(server: HttpServer) -> None:
-    """Takes a closed terminal as SIGTERM. What was started to outlive its terminal (nohup) ignores it, and goes on."""
+    """Treats a closed terminal as SIGTERM. A server that was started with nohup ignores it."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return
 
@@ -181,7 +181,7 @@ def _stop_on_hangup(server: HttpServer) -> None:
 
 
 def open_cache(settings: ServerSettings) -> VectorCache | None:
-    """Opens the cache of embeddings; None where none is asked for.
+    """Opens the cache of embeddings; returns None if it is off.
 
     Raises:
         UsageError: An extra is missing, or there are several HTTP processes.

@@ -1,4 +1,4 @@
-"""From what is asked for to what is served: each model's engine, as it is to be started, and what its files say."""
+"""Converts plans of models to the list of served models, and reads the files of local models."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def served_models(
 ) -> list[ServedModel]:
     """Returns the models as the application serves them.
 
-    A model with damaged files keeps no other from serving: its engine refuses it when it is loaded, and requests for it
-    get 503. A log line says why now, where the model is not loaded at the start.
+    The other models are served if one has damaged files: loading it fails, and requests for it get 503. If it is not
+    loaded at the start, a log line says why now.
 
     Args:
-        plans: The models of the command line or the file.
+        plans: The models.
         settings: Of the server.
         num_engines: Engines that share the machine.
-        process: Of the first model's engine, where it has been started already; the first start takes it.
-        cache: Of embeddings, which all models share; None for none.
+        process: Engine process of the first model, if it has been started already; the first start takes it.
+        cache: Cache of embeddings, which all models share; None for none.
 
     Raises:
-        UsageError: None of the models can be used, a model lacks its prompt, a place of replicas is not there, or a
-            model is larger than all models may be.
+        UsageError: None of the models can be used, a model lacks its prompt, a device of replicas does not exist, or a
+            model is larger than --model-memory.
     """
     models: list[ServedModel] = []
     unusable: list[UnusableModelError] = []
@@ -120,13 +120,13 @@ def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
 
 
 def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
-    """Looks for the places of replicas, and reads the JSON files of a local model, in milliseconds.
+    """Checks the devices of replicas, and reads the JSON files of a local model, in milliseconds.
 
     A hub id is left to the engine, which may download it.
 
     Raises:
         UnusableModelError: The engine would refuse the model.
-        UsageError: A place is not there, or the model lacks the prompt.
+        UsageError: A device does not exist, or the model lacks the prompt.
     """
     try:
         replica_configs(config)
@@ -146,6 +146,6 @@ def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo
 
 
 def _num_bytes(info: ModelInfo) -> int:
-    """Returns the Bytes that the weights take, as far as the files say; where the dtype is measured, at most."""
+    """Returns the Bytes of the weights according to the files; an upper bound if the dtype is measured."""
     files = WeightFiles.of(info.path)
     return files.memory().get("float32" if info.dtype == "auto" else info.dtype, files.num_bytes)

@@ -1,7 +1,7 @@
-"""vLLM's command line read as ours: its spelling of flags, its settings by dots, and flags that mean nothing here.
+"""Translates vLLM's command line: its spelling of flags, keys of JSON flags with dots, and flags without effect here.
 
-Who moves here keeps the command. A flag without a meaning is taken with a warning that says why; one that asks for what
-there is not, such as two GPUs for one model, is refused.
+A flag without effect is accepted with a warning that says why. A flag that asks for something that penstock cannot do,
+such as two GPUs for one model, is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides")
 
 
 class _Foreign(NamedTuple):
-    """A flag of vLLM that has no meaning here.
+    """A flag of vLLM that has no effect here.
 
     Attributes:
-        reason: Why not.
-        accepts: Tells which values are taken; None: the flag has none.
+        reason: Why it has none.
+        accepts: Returns whether a value is accepted; None: the flag has no value.
     """
 
     reason: str
@@ -68,18 +68,18 @@ _FOREIGN: Final = {
     "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
 }
 _OUR_NAMES: Final = {"--data-parallel-size": "--data-parallel"}
-"""vLLM's other words for a flag."""
+"""vLLM's names of flags that have another name here."""
 _OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
-"""vLLM's other words for a type."""
+"""vLLM's names of types that have another name here."""
 
 
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns a command line without vLLM's ways, and a warning for each flag that was left out.
+    """Returns the translated command line, and a warning for each flag that was left out.
 
     Dashes may be underscores. `--pooler-config.task embed` is a key of the JSON that `--pooler-config` takes.
 
     Raises:
-        UsageError: A flag has a value that cannot be had here, or a setting by dots stands beside its JSON.
+        UsageError: A flag has a value that is not supported, or a key with dots stands beside the JSON of its flag.
     """
     left: list[str] = []
     warnings: list[str] = []
@@ -120,11 +120,11 @@ def _check(name: str, value: str, foreign: _Foreign) -> None:
     except ValueError:
         is_taken = False
     if not is_taken:
-        raise UsageError(f"{name}: {value!r} cannot be had here: {foreign.reason}")
+        raise UsageError(f"{name}: {value!r} is not supported: {foreign.reason}")
 
 
 def _plain(value: str) -> Any:
-    """Returns a value as JSON has it; what is none is a text."""
+    """Returns a value parsed as JSON, or the text itself if it is no JSON."""
     try:
         return parse_json(value)
     except ValueError:

@@ -98,11 +98,11 @@ WRONG = [
     ("[[models]]\nmodel = 'a/b'\n[[models]]\nmodel = 'c/d'\nname = 'a/b'", "two models are served as 'a/b'"),
     (
         "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npin = true\n[[models]]\nmodel = 'c/d'",
-        "--max-loaded-models: pinned models take all the room",
+        "--max-loaded-models: pinned models take all places",
     ),
     (
         "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npreload = true\n[[models]]\nmodel = 'c/d'\npreload = true",
-        "--max-loaded-models: 1 have room, but 2 models say preload",
+        "--max-loaded-models: at most 1, but 2 models say preload",
     ),
 ]
 

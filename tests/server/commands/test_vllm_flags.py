@@ -81,5 +81,5 @@ def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
     ],
 )
 def test_what_cannot_be_had_is_refused(flag: str, value: str) -> None:
-    with pytest.raises(UsageError, match=rf"^{flag}: {value!r} cannot be had here"):
+    with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
         translated(["serve", flag, value])

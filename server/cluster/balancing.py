@@ -1,0 +1,119 @@
+"""Which replica gets a request, and how many replicas a model needs. Imports no Ray.
+
+A request goes to the replica with the fewest queued tokens. Queued work adds replicas; idle engines remove them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+Id = TypeVar("Id", bound=Hashable)
+QUEUE_S: Final = "queue_s"
+"""Name of a figure that a replica reports to the autoscaler: seconds of work that waits or runs on it."""
+BUSY: Final = "busy"
+"""Name of another: share of the time that its engine computes, 0 to 1."""
+_MOST_BUSY: Final = 0.8
+"""Replicas are removed only while the others compute for less than this share of the time. Short queues alone do not
+tell idle engines from busy ones that just keep up."""
+_TINY: Final = 1e-6
+
+
+class LoadReport(NamedTuple):
+    """The load that a replica reports about once a second.
+
+    Attributes:
+        queued_tokens: Tokens that wait or run; infinity: its engine takes no requests now.
+        done_tokens: Tokens that went through its model since the start.
+        request_tokens: Mean tokens of its last requests; 0: it had none.
+    """
+
+    queued_tokens: float = 0.0
+    done_tokens: float = 0.0
+    request_tokens: float = 0.0
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> LoadReport:
+        """Returns the report in Ray's routing stats; an empty one for a new replica."""
+        return cls(**{name: float(stats[name]) for name in cls._fields if name in stats})
+
+
+class ReplicaLoads:
+    """The load of each replica as one router knows it: its last report, and the requests sent since.
+
+    Requests that other routers send are seen with the next report.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[Hashable, LoadReport] = {}
+        self._num_sent: dict[Hashable, int] = {}
+
+    def order(self, reports: Mapping[Id, LoadReport]) -> list[Id]:
+        """Returns the replicas, the least loaded first.
+
+        Args:
+            reports: The last report of each running replica.
+        """
+        for gone in self._reports.keys() - reports.keys():
+            del self._reports[gone], self._num_sent[gone]
+        for replica, report in reports.items():
+            if report != self._reports.get(replica):
+                self._reports[replica], self._num_sent[replica] = report, 0
+        # The size of a request that was just sent is unknown: it counts as an average one.
+        sizes = [report.request_tokens for report in reports.values() if report.request_tokens]
+        usual = sum(sizes) / len(sizes) if sizes else 1.0
+        loads = {
+            replica: (report.queued_tokens + self._num_sent[replica] * usual, self._num_sent[replica])
+            for replica, report in reports.items()
+        }
+        return sorted(loads, key=loads.__getitem__)
+
+    def send(self, replica: Hashable) -> None:
+        """Counts a request that was sent to a replica."""
+        if replica in self._num_sent:
+            self._num_sent[replica] += 1
+
+
+class _Context(Protocol):
+    """The part of ray.serve.config.AutoscalingContext that is read here."""
+
+    target_num_replicas: int
+    policy_state: dict[str, Any]
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+
+
+def replicas_for(queue_s: Collection[float], busy: Collection[float], target_queue_s: float, current: int) -> int:
+    """Returns how many replicas there should be, before limits and delays.
+
+    Args:
+        queue_s: QUEUE_S of each replica that has reported.
+        busy: BUSY of each of them.
+        target_queue_s: Seconds of work that may wait on each replica.
+        current: Replicas that are wanted now.
+    """
+    by_queue = math.ceil(sum(queue_s) / target_queue_s - _TINY)
+    by_work = math.ceil(sum(busy) / _MOST_BUSY - _TINY)
+    return max(by_queue, min(by_work, current))
+
+
+class QueuePolicy:
+    """A policy of Ray Serve's autoscaler, which applies the limits and the delays itself.
+
+    Args:
+        target_queue_s: See `replicas_for`.
+    """
+
+    def __init__(self, target_queue_s: float) -> None:
+        self._target_queue_s = target_queue_s
+
+    def __call__(self, context: _Context) -> tuple[int, dict[str, Any]]:
+        """Returns the number of replicas, and the state of the policy, which it does not change."""
+        metrics = context.aggregated_metrics or {}
+        queue_s, busy = metrics.get(QUEUE_S, {}), metrics.get(BUSY, {})
+        if not queue_s:  # no replica has reported yet
+            return context.target_num_replicas, context.policy_state
+        wanted = replicas_for(queue_s.values(), busy.values(), self._target_queue_s, context.target_num_replicas)
+        return wanted, context.policy_state
