@@ -17,6 +17,7 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from .admission import AdmissionController
 from .batches.internal_client import InternalClient
 from .batches.service import Batches, BatchMetrics
+from .batches.window import LiveTrafficMiddleware
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
@@ -25,7 +26,6 @@ from .middleware.exchange import (
     ExchangeMiddleware,
     UnexpectedErrorMiddleware,
 )
-from .middleware.live_traffic import LiveTrafficMiddleware
 from .middleware.refusal_pace import RefusalPace
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
@@ -39,12 +39,12 @@ from .routes import (
     cohere,
     encode,
     invocations,
+    models as model_routes,
     ollama,
     openai,
     operations,
     pages,
     rerank,
-    score,
     tei,
     tokenize,
     vllm,
@@ -60,7 +60,7 @@ from .wire.version import penstock_version
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the applications of one server have in common, where several processes serve.
+    """The values that all HTTP processes of one server share.
 
     Attributes:
         salt: Of the identities of clients; None: any.
@@ -165,7 +165,7 @@ def create_app(
     app.state.routes = routes
     app.router.redirect_slashes = False
     install_error_handlers(app)
-    # FastAPI's net for unexpected errors answers in plain text: what its routes raise never comes to it.
+    # FastAPI would answer unexpected errors in plain text: this layer catches the errors of its routes first.
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
     exchange: ASGIApp = JsonDispatcher(
@@ -187,20 +187,20 @@ def create_app(
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
     """Returns the routes that the settings switch on."""
     modules = (
-        *(openai, cohere, rerank, score, classify, vllm, tokenize, invocations, tei, ollama, encode),
-        *(operations, pages),
+        *(openai, cohere, rerank, classify, vllm, tokenize, invocations, tei, ollama, encode),
+        *(model_routes, operations, pages),
     )
     routers = [module.router for module in modules]
     routers.append(batch_routes.off if settings.data_dir is None else batch_routes.router)
     if settings.operator_routes:
         routers.append(operations.operator_router)
     if has_admin_keys:
-        routers.append(operations.admin_router)
+        routers.append(model_routes.admin_router)
     return RouteTable(route for router in routers for route in router.routes)
 
 
 class Application(DocumentedApp):
-    """FastAPI behind what every exchange passes: its own layers only see what is left to them.
+    """FastAPI behind the layers that every request passes: its own layers see the remaining requests only.
 
     Attributes:
         exchange: Answers HTTP requests, some of them with `own_layers`.
@@ -218,5 +218,5 @@ class Application(DocumentedApp):
 
     @property
     def own_layers(self) -> ASGIApp:
-        """What FastAPI does with a request."""
+        """FastAPI's own handling of a request."""
         return super().__call__

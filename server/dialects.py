@@ -1,4 +1,4 @@
-"""The dialects: what the clients of each API expect of error bodies and statuses, and the keys that they may send.
+"""The dialects: the error bodies and statuses that the clients of each API expect, and the keys that they may send.
 
 A route declares its dialect (routing.py). A request carries it in its scope, so that every part of the server that
 refuses the request answers in a body that its client reads.
@@ -76,7 +76,7 @@ _TEI_INPUTS: Final = ("inputs", "texts", "ids")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
-    """What the clients of one API expect beside the fields of its bodies.
+    """The expectations of the clients of one API, beside the fields of its bodies.
 
     Attributes:
         name: For messages and tests.

@@ -118,7 +118,7 @@ def status_kind(status: int) -> ErrorKind:
 
 
 def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
-    """Returns the kind of `error` and what its client may read; hidden messages are logged under `request_id`."""
+    """Returns the kind of `error` and the message for its client; hidden messages are logged under `request_id`."""
     kind = ERROR_KINDS.get(type(error), ERROR_KINDS[EngineError])
     if kind.is_hidden:
         logger.error("request %s: %s: %s", request_id, type(error).__name__, error.message, exc_info=error)

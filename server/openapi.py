@@ -1,4 +1,4 @@
-"""The OpenAPI document, with what FastAPI cannot read off the routes: headers, keys, and what passes every request.
+"""The OpenAPI document, with the parts that FastAPI cannot derive from the routes: headers, keys and common errors.
 
 Every operation stands in it once, on the path that the clients of its dialect call. Other spellings of a path are left
 out; the document's description lists them.
@@ -43,7 +43,7 @@ TAGS: Final = [
     {"name": "operations", "description": "Health, metrics, version."},
 ]
 
-# Numbers in headers are text with a pattern: what is sent, checked and generated is text.
+# Numbers in headers are text with a pattern: clients send text, and generated clients must do so.
 _PARAMETERS: Final[Json] = {
     "RequestId": {
         "name": "x-request-id",

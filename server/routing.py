@@ -3,8 +3,8 @@
 A route declares its dialect, the key that it needs, and whether it runs a model. Middleware, load shedding, batches,
 error handlers and the OpenAPI document read these properties, and no list of paths of their own.
 
-FastAPI finds a route by trying the patterns of all, and then looks for what else its function may depend on. JSON
-routes are fixed paths whose functions take a body and the request: one lookup and one check are enough for them.
+FastAPI finds a route by trying the patterns of all, and then resolves the dependencies of its function. JSON routes are
+fixed paths whose functions take a body and the request: one lookup and one check are enough for them.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Respon
 
 
 async def passed_on(answer: Endpoint, schema: type[JsonBody], body: dict[str, Any], request: Request) -> Response:
-    """Returns the answer of another route, whose bodies have this schema, to a body without one; see `parsed`."""
+    """Returns the answer of another route to a body that is checked by the schema of that route; see `parsed`."""
     return await answered(answer, parsed(schema, body), request)
 
 

@@ -13,6 +13,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..routing import runs_model
+
 QUIET_S: Final = 0.02
 """Seconds without a client request after which lines use the engine. Clients that send their next request sooner count
 as a constant load."""
@@ -53,6 +57,54 @@ class LiveTraffic:
     def quiet_in_s(self) -> float:
         """Least seconds until no request has been under way for QUIET_S; 0 if that is the case now."""
         return QUIET_S if self._num_under_way else max(self._quiet_from_s - self._clock_s(), 0.0)
+
+
+class LiveTrafficMiddleware:
+    """Counts each request that runs a model, while the server works on it.
+
+    The count begins when the body has arrived and ends when the response starts: a slow upload or a slow reader keeps
+    the engine idle and holds no line back.
+
+    Args:
+        app: The next ASGI application.
+        traffic: The count.
+    """
+
+    def __init__(self, app: ASGIApp, traffic: LiveTraffic) -> None:
+        self.app = app
+        self.traffic = traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if not runs_model(scope):
+            await self.app(scope, receive, send)
+            return
+        is_counted = has_answer = False
+
+        async def receive_and_begin() -> Message:
+            nonlocal is_counted
+            message = await receive()
+            is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+            if is_whole and not is_counted and not has_answer:
+                is_counted = True
+                self.traffic.begin()
+            return message
+
+        def end() -> None:
+            nonlocal is_counted, has_answer
+            has_answer = True
+            if is_counted:
+                is_counted = False
+                self.traffic.end()
+
+        async def end_and_send(message: Message) -> None:
+            end()
+            await send(message)
+
+        try:
+            await self.app(scope, receive_and_begin, end_and_send)
+        finally:
+            end()
 
 
 class Window:

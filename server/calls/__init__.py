@@ -1,1 +1,1 @@
-"""What routes share on the way to the engine: the served models, and how bodies become calls."""
+"""The steps between the checked body of a request and its response, which all routes share."""

@@ -1,4 +1,4 @@
-"""The inputs of a request on their way to the engine: counted, chats rendered into texts, and texts cut."""
+"""The inputs of a request before the engine runs them: counts them, renders chats into texts, and cuts texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engine import AsyncEngine, RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.inputs import Text
-from .context import ServerContext
+from .call import Call
 
 _MOST_CHARS_PER_TOKEN: Final = 64
 _FEWEST_CHARS: Final = 65_536
@@ -18,47 +18,49 @@ _FEWEST_CHARS: Final = 65_536
 _TEXTS_TOGETHER: Final = 32
 
 
-def check_inputs(context: ServerContext, body: InputFields) -> None:
+def check_inputs(call: Call, body: InputFields) -> None:
     """Raises InvalidRequestError unless a request holds something to run, and not too much."""
     body.check_given()
-    context.check_count(body.input or (), "input")
+    call.check_count(body.input or (), "input")
     if body.messages is not None:
-        check_messages(context, body)
+        check_messages(call, body)
 
 
-def check_messages(context: ServerContext, body: ChatFields) -> None:
+def check_messages(call: Call, body: ChatFields) -> None:
     """Raises InvalidRequestError for more chats, or more messages in a chat, than the server takes."""
     for conversation in body.messages or ():
-        context.check_count(conversation, "messages")
-    context.check_count(body.messages or (), "messages")
+        call.check_count(conversation, "messages")
+    call.check_count(body.messages or (), "messages")
 
 
-async def engine_inputs(
-    engine: AsyncEngine, body: InputFields, options: RequestOptions
-) -> tuple[list[Text], RequestOptions]:
-    """Returns what the engine is to run: the texts of a request, or its chats, rendered; and the options for them.
+async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Text], RequestOptions]:
+    """Returns the texts of a request, or its rendered chats, and the options for them.
 
-    Chats go without a prompt of the model. Raises what AsyncEngine.render_chats raises.
+    Chats go without a prompt of the model. Raises the errors of AsyncEngine.render_chats.
     """
     if body.messages is None:
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
         return body.texts(), options
-    texts: list[Text] = [*await engine.render_chats(body.messages, body.chat_options())]
+    texts: list[Text] = [*await call.watch(call.engine.render_chats(body.messages, body.chat_options()))]
     return texts, replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
 
 
-async def cut_texts(engine: AsyncEngine, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
+async def cut_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
     """Returns the texts, with those above `max_num_tokens` of their own tokens cut to it.
 
     Args:
-        engine: Knows the tokens.
+        call: Its engine knows the tokens.
         texts: Texts.
         max_num_tokens: Tokens, special ones aside; None or 0 leaves the texts as they are. More characters than that
             many tokens have in any real text are not read.
     """
-    if not max_num_tokens or max_num_tokens >= engine.info.max_model_len:
+    if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)
+    return await call.watch(_cut(call.engine, texts, max_num_tokens))
+
+
+async def _cut(engine: AsyncEngine, texts: Sequence[str], max_num_tokens: int) -> list[str]:
     most_chars = max(_MOST_CHARS_PER_TOKEN * max_num_tokens, _FEWEST_CHARS)
     read = [text[:most_chars] for text in texts]
     token_ids: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What a text is for, in the words of any dialect, to the named prompt of the model that was trained for it.
+"""Finds the named prompt of a model for the purpose of a text, in the words of any dialect.
 
 Cohere says search_query, Voyage query, Jina retrieval.query, Google RETRIEVAL_QUERY, and a model's files may call the
 prompt Retrieval-query: all are the role ("query",). `nl2code.passage` is ("nl2code", "document"). A model without a
@@ -40,7 +40,7 @@ _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
 
 
 class Prompt(NamedTuple):
-    """What is put before the texts of a request.
+    """The prompt before the texts of a request.
 
     Attributes:
         name: Of the model's prompt; None: the model's default, if it has one.
@@ -67,7 +67,7 @@ def prompt_for(
     Args:
         info: The model.
         prompt_name: A prompt of the model by its own name.
-        input_type: What the texts are for, as Cohere and Voyage say it.
+        input_type: The purpose of the texts, in the words of Cohere and Voyage.
         task: The same, as Jina says it.
         instruction: Replaces the instruction in the model's query prompt.
         default_name: The prompt for requests that say nothing.

@@ -1,1 +1,1 @@
-"""What every request passes on its way to a route; app.py lists it in order."""
+"""The layers that every request passes before its route; app.py lists them in order."""

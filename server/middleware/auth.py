@@ -1,4 +1,4 @@
-"""Who may ask for data: requests that carry an API key. Off without keys; then any Authorization header is ignored.
+"""API keys: requests to routes that are not open must carry one. Without keys any Authorization header is ignored.
 
 The keys are those of the settings, and those of a file that may change while the server runs.
 """
@@ -29,12 +29,12 @@ MAX_OFFERS: Final = 2
 LOOK_EVERY_S: Final = 1.0
 """Seconds between two looks at the file."""
 _NAMESPACE: Final = b"namespace"
-"""What a digest is for: other digests with the same salt say nothing about this one."""
+"""The purpose of a digest: other digests with the same salt tell nothing about it."""
 _Version = tuple[int, int, int]
 
 
 class AuthMiddleware:
-    """Lets a request through that carries one of the keys as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
+    """Passes on requests that carry a valid key as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
 
     It sets scope["api_client"] to the identity in the fair queue, scope["api_owner"] to the owner of files, and
     scope["api_namespace"] to the namespace of cached vectors and prefixes.
@@ -70,7 +70,7 @@ class AuthMiddleware:
 
 
 def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Yields what may be a key."""
+    """Yields the values of all headers that may carry a key."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, rest = value.strip().partition(b" ")
@@ -136,11 +136,11 @@ class ApiKeys:
         return None if owner is None else self.client_name(owner)
 
     def client_name(self, owner: str) -> str:
-        """Returns the identity by which an owner takes turns with others: "" where nobody is told apart."""
+        """Returns the identity of an owner in the fair queue: "" if there is one key only."""
         return owner if len(self._owners) > 1 else ""
 
     def knows(self, owner: str) -> bool:
-        """Whether the key of an owner is valid still. Nobody's key ("") is, and all are where no key is asked for."""
+        """Returns whether the key of an owner is still valid. "" is valid, and without keys every owner is."""
         self._look()
         return not owner or not self._owners or owner in self._owners
 

@@ -56,7 +56,7 @@ class RequestIds:
         self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Returns what the client calls its request in x-request-id, or a name of our own."""
+        """Returns the client's x-request-id, or a new one."""
         given = b""
         for name, value in headers:
             if name == b"x-request-id":
@@ -69,7 +69,7 @@ def canonical_path(path: str) -> str:
     """Returns the path that `path` is an alias of, or `path`.
 
     A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
-    `/v2/rerank`. What no path of ours has is quoted again: the router takes a path with a line end behind it for the
+    `/v2/rerank`. Unprintable characters are quoted again: the router takes a path with a line end behind it for the
     path itself, which keys and tables do not.
     """
     if not path.isprintable():
@@ -84,11 +84,11 @@ class ExchangeMiddleware:
 
     Aliases are served in place, because clients do not follow a redirect of a POST. The name is x-request-id of the
     client or one of our own; it is kept in the scope, where the body may replace it, and sent back. The times of the
-    stages go out in Server-Timing; then the observers are told, in their order. An answer whose status is 429 waits for
-    its turn, when the application has let go of what it held for the request.
+    stages go out in Server-Timing; then the observers are told, in their order. A response
+    with status 429 waits until RefusalPace releases it; the application has released the request by then.
 
     Args:
-        app: What comes next.
+        app: The next application.
         routes: All routes.
         observers: Are told of every request when its answer has gone.
         pace: When refusals go out.
@@ -138,7 +138,7 @@ class ExchangeMiddleware:
                 observe(record)
 
     async def _turn(self, scope: Scope) -> None:
-        """Waits until a refusal may go out."""
+        """Waits until RefusalPace releases the refusal."""
         try:
             within_s = longest_wait_s(scope)
         except InvalidRequestError:  # on a route that does not look at the header
@@ -161,7 +161,7 @@ def _begun(head: Message, record: RequestRecord) -> Message:
 
 
 async def _send_pieces(message: Message, send: Send) -> None:
-    """Sends a large part of a body as its client takes it, so that one who reads slowly is seen to read."""
+    """Sends a large part of a body in pieces, so that a slow reader counts as reading."""
     body = memoryview(message["body"])
     for start in range(0, len(body), PIECE_BYTES):
         end = start + PIECE_BYTES
@@ -170,7 +170,7 @@ async def _send_pieces(message: Message, send: Send) -> None:
 
 
 class UnexpectedErrorMiddleware:
-    """Answers what no handler foresaw: the log gets the traceback, the client a request id."""
+    """Answers unexpected errors: the log gets the traceback, the client a request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

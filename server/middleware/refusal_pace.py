@@ -57,7 +57,7 @@ class RefusalPace:
             loop.call_later(TICK_S, self._tick)
 
     def turn(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
-        """Returns what ends when the turn of a refusal has come that is added now."""
+        """Adds a refusal and returns an awaitable that ends when the refusal may go out."""
         turn = asyncio.get_running_loop().create_future()
 
         def release() -> bool:

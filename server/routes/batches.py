@@ -1,4 +1,4 @@
-"""OpenAI's files and batches. Their state is on the disk; what a batch asks is asked of the other routes."""
+"""OpenAI's files and batches. Their state is on the disk; the lines of a batch are requests to the other routes."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def _body(request: Request) -> AsyncIterator[bytes]:
 
 
 def _page(found: Sequence[_Entry], limit: int) -> Response:
-    """Returns a list of which there was to be one entry more than its limit, if there are more."""
+    """Returns one page. `found` has one entry more than `limit` if another page follows."""
     entries = found[:limit]
     return json_response(
         {

@@ -8,11 +8,10 @@ from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOption
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
-from ..answers.classes import cohere_rows, token_rows, vllm_rows
-from ..answers.sizes import of_classes, of_texts
-from ..answers.tei import prediction_rows
-from ..calls.context import CLASSIFIERS, EMBEDDERS, ClientWatch, ServerContext, context_of
+from ..calls.call import CLASSIFIERS, EMBEDDERS, Call
+from ..calls.classes import cohere_rows, prediction_rows, token_rows, vllm_rows
 from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.sizes import of_classes, of_texts
 from ..dialects import VLLM
 from ..routing import BatchUse, Router
 from ..schemas.classify import (
@@ -23,7 +22,6 @@ from ..schemas.classify import (
     TokenClassifyResponse,
 )
 from ..schemas.inputs import Text
-from ..wire.json_pieces import json_answer
 
 router = Router(VLLM, tag="classify")
 
@@ -37,43 +35,40 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
     `input` with `raw_scores` gets Infinity's answer.
     """
-    context = context_of(request)
-    kinds = EMBEDDERS if body.class_names() else CLASSIFIERS
-    target = await context.find(request, body.model, kinds)
-    engine, name = target.engine, target.name
-    check_inputs(context, body)
-    context.check_count(body.inputs or (), "inputs")
-    context.check_count(body.labels or (), "labels")
-    context.check_count(body.examples or (), "examples")
+    call = await Call.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
+    info = call.info
+    check_inputs(call, body)
+    call.check_count(body.inputs or (), "inputs")
+    call.check_count(body.labels or (), "labels")
+    call.check_count(body.examples or (), "examples")
     body.check_classes()
-    _check_model(engine.info, body)
-    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
-        return await _classify_tokens(body, request, context, engine, name)
-    is_embedding = engine.info.kind is ModelKind.EMBEDDING
-    options = context.options(request, priority=body.priority)
-    if is_embedding:
-        options = context.embed_options(request, target, body, priority=body.priority)
-    labels, are_named = body.class_names() or engine.info.labels, body.inputs is not None or body.is_infinity()
-    context.hold(request, of_classes(body.num_inputs(), labels, are_named=are_named))
+    _check_model(info, body)
+    if info.kind is ModelKind.TOKEN_CLASSIFIER:
+        return await _classify_tokens(call, body)
+    if info.kind is ModelKind.EMBEDDING:
+        options = call.embed_options(body, priority=body.priority)
+    else:
+        options = call.options(priority=body.priority)
+    labels, are_named = body.class_names() or info.labels, body.inputs is not None or body.is_infinity()
+    call.reserve(of_classes(body.num_inputs(), labels, are_named=are_named))
     if body.inputs is not None:
-        context.hold(request, of_texts(body.inputs), param="inputs")
-    with ClientWatch(request):
-        texts, options = await engine_inputs(engine, body, options)
-        result = await _classes(engine, body, texts, options)
-    head = context.answer_head(request, "classify", name, PoolingTask.CLASSIFY, result.num_tokens)
+        call.reserve(of_texts(body.inputs), param="inputs")
+    texts, options = await engine_inputs(call, body, options)
+    result = await call.run(PoolingTask.CLASSIFY, _classes(call.engine, body, texts, options))
+    head = call.head("classify")
     if body.inputs is not None:
-        is_multi_label = engine.info.activation is Activation.SIGMOID and len(result.labels) > 1
+        is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
         rows = cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(body.inputs)}}
-        return json_answer(request, {"id": head["id"], "classifications": rows, "meta": meta})
+        return call.respond({"id": head["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
         infinity_rows = prediction_rows(result.scores, result.labels)
-        return json_answer(request, {**head, "object": "classify", "data": infinity_rows})
-    return json_answer(request, {**head, "data": vllm_rows(result)})
+        return call.respond({**head, "object": "classify", "data": infinity_rows})
+    return call.respond({**head, "data": vllm_rows(result)})
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
-    """Refuses what the served model could only answer without what it was trained to read.
+    """Refuses requests that do not fit the training of the served model.
 
     Raises:
         UnsupportedTaskError: It reads pairs in a prompt of its own, which no single text has.
@@ -110,21 +105,17 @@ async def _classes(
     return await engine.classify(texts, params, options)
 
 
-async def _classify_tokens(
-    body: ClassifyRequest, request: Request, context: ServerContext, engine: AsyncEngine, name: str
-) -> Response:
+async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
     """Answers with the classes of every token."""
     if body.examples or body.labels or body.inputs is not None:
         raise UnsupportedTaskError(
-            f"{name} classifies tokens: send texts as input, without labels and examples.", param="input"
+            f"{call.name} classifies tokens: send texts as input, without labels and examples.", param="input"
         )
-    options = context.options(request, priority=body.priority)
-    options = context.with_rows(request, options, names_tokens=True)
-    with ClientWatch(request):
-        texts, options = await engine_inputs(engine, body, options)
-        result = await engine.token_classify(texts, body.pooling_params(), options)
-    head = context.answer_head(request, "classify", name, PoolingTask.TOKEN_CLASSIFY, result.num_tokens)
+    options = call.reserve_rows(call.options(priority=body.priority), names_tokens=True)
+    texts, options = await engine_inputs(call, body, options)
+    work = call.engine.token_classify(texts, body.pooling_params(), options)
+    result = await call.run(PoolingTask.TOKEN_CLASSIFY, work)
     ids = sorted({token_id for own in result.token_ids for token_id in own})
-    words = await engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
+    words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = token_rows(result, dict(zip(ids, words, strict=True)))
-    return json_answer(request, {**head, "labels": result.labels, "data": rows})
+    return call.respond({**call.head("classify"), "labels": result.labels, "data": rows})

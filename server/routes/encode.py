@@ -8,15 +8,14 @@ from fastapi import Request, Response
 
 from penstock.engine import PoolingTask
 
-from ..answers.sizes import beyond_expected, of_numbers, of_sparse
-from ..answers.vectors import check_encodings, vector_width
-from ..calls.context import EMBEDDERS, ClientWatch, context_of
+from ..calls.call import EMBEDDERS, Call
 from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.sizes import beyond_expected, of_numbers, of_sparse
+from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK
 from ..routing import BatchUse, Router
 from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
 from ..wire.encoding import written_rows
-from ..wire.json_pieces import json_answer
 
 router = Router(PENSTOCK, tag="penstock")
 
@@ -26,28 +25,24 @@ router = Router(PENSTOCK, tag="penstock")
 )
 async def encode(body: EncodeRequest, request: Request) -> Response:
     """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
-    context = context_of(request)
-    target = await context.find(request, body.model, EMBEDDERS)
-    engine, name = target.engine, target.name
-    check_inputs(context, body)
+    call = await Call.start(request, body.model, EMBEDDERS)
+    check_inputs(call, body)
     params, encoding = body.pooling_params(), body.encoding()
-    check_encodings({"embedding": encoding}, body.num_inputs(), engine.info, params, quantized_by="encoding_format")
-    options = context.embed_options(request, target, body, priority=body.priority)
-    wanted = body.wanted(engine.info)
+    check_encodings({"embedding": encoding}, body.num_inputs(), call.info, params, quantized_by="encoding_format")
+    options = call.embed_options(body, priority=body.priority)
+    wanted = body.wanted(call.info)
     tasks = [TASKS[output] for output in wanted]
     if PoolingTask.EMBED in tasks:
-        context.hold(request, of_numbers(body.num_inputs() * vector_width(engine.info, params)))
+        call.reserve(of_numbers(body.num_inputs() * vector_width(call.info, params)))
     if PoolingTask.SPARSE_EMBED in tasks:
-        context.hold(request, of_sparse(body.num_inputs()))
-    options = context.with_rows(request, options)
-    with ClientWatch(request):
-        texts, options = await engine_inputs(engine, body, options)
-        result = await engine.embed_combined(texts, tasks, params, options)
+        call.reserve(of_sparse(body.num_inputs()))
+    texts, options = await engine_inputs(call, body, call.reserve_rows(options))
+    result = await call.run("+".join(tasks), call.engine.embed_combined(texts, tasks, params, options))
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = written_rows(result.embeddings, encoding)
     if result.sparse is not None:
-        context.hold(request, beyond_expected(result.sparse))
+        call.reserve(beyond_expected(result.sparse))
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
     if result.vectors is not None:
         columns["multi_vector"] = written_rows(result.vectors, encoding)
@@ -57,5 +52,4 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         {"object": "encoding", "index": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(len(result.num_tokens))
     ]
-    head = context.answer_head(request, "encode", name, "+".join(tasks), result.num_tokens)
-    return json_answer(request, {**head, "data": data})
+    return call.respond({**call.head("encode"), "data": data})

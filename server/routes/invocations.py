@@ -9,8 +9,8 @@ from fastapi import Body, Request, Response
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..answers.vectors import BYTES_RESPONSE
-from ..calls.context import context_of
+from ..calls.call import Call
+from ..calls.vectors import BYTES_RESPONSE
 from ..dialects import TEI, VLLM
 from ..routing import Router, passed_on
 from ..schemas.classify import ClassifyRequest
@@ -20,7 +20,7 @@ from ..schemas.score import ScoreRequest
 from ..schemas.tei import TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest
 from ..schemas.vllm import PoolingRequest
 from ..wire.shown_values import shown_names
-from . import classify, openai, rerank, score, tei, vllm
+from . import classify, openai, rerank, tei, vllm
 
 router = Router(VLLM, tag="vllm")
 
@@ -49,7 +49,7 @@ async def invocations(
     if "query" in has:
         return await passed_on(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):
-        return await passed_on(score.score, ScoreRequest, body, request)
+        return await passed_on(rerank.score, ScoreRequest, body, request)
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
@@ -59,9 +59,9 @@ async def invocations(
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
         return await passed_on(vllm.pooling, PoolingRequest, body, request)
     model = body.get("model")
-    engine = (await context_of(request).find(request, model if isinstance(model, str) else None)).engine
-    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
+    info = (await Call.start(request, model if isinstance(model, str) else None)).info
+    if info.kind is ModelKind.TOKEN_CLASSIFIER:
         return await passed_on(vllm.pooling, PoolingRequest, body, request)
-    if engine.info.kind is ModelKind.EMBEDDING:
+    if info.kind is ModelKind.EMBEDDING:
         return await passed_on(openai.create_embeddings, EmbeddingRequest, body, request)
     return await passed_on(classify.classify, ClassifyRequest, body, request)

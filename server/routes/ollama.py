@@ -1,6 +1,6 @@
-"""Ollama: embeddings, and what is served. Clients that speak nothing else reach the server so.
+"""Ollama: embeddings, the served models, and their loading and unloading.
 
-What Ollama's clients ask for besides, text and the making of models, is refused with what there is instead.
+Requests for generated text are refused with a message that names the routes of this server.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fastapi import Request, Response
 from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import UnsupportedTaskError
 
-from ..answers.sizes import of_numbers
-from ..answers.vectors import vector_width
-from ..calls.context import EMBEDDERS, ClientWatch, ServerContext, context_of
+from ..calls.call import EMBEDDERS, Call
+from ..calls.context import ServerContext, context_of
+from ..calls.sizes import of_numbers
+from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI
 from ..models.served_model import ModelEntry
-from ..models.table import Target
 from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, passed_on
 from ..schemas.ollama import (
@@ -39,7 +39,7 @@ from ..schemas.ollama import (
     OllamaStatus,
     TextRequest,
 )
-from ..wire.json_pieces import json_answer, json_response
+from ..wire.json_pieces import json_response
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
 from .operations import Version
@@ -47,47 +47,41 @@ from .operations import Version
 router = Router(OLLAMA, tag="ollama")
 
 _LOADED_S: Final = 0.05
-"""Seconds within which a model is found that is loaded already."""
+"""Seconds. Finding a model that is already loaded takes less."""
 _NEVER: Final = "2999-12-31T23:59:59Z"
 _NEVER_S: Final = 900 * 365 * 86400.0
-"""Seconds until then, about: no calendar has the day of what is longer."""
+"""About the seconds until then. Longer times exceed the range of datetime."""
 _LEVELS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0"}
 
 
 @router.task("/api/embed", response_model=OllamaEmbedResponse)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeds texts, one vector each, L2-normalised."""
-    began_s, context = time.perf_counter(), context_of(request)
-    target = await _found(context, request, body)
-    engine, loaded_s = target.engine, time.perf_counter()
-    context.check_count(body.input, "input")
-    options = context.options(request, target.default_prompt_name)
-    params = body.pooling_params(engine.info)
-    context.hold(request, of_numbers(len(body.input) * vector_width(engine.info, params)))
-    with ClientWatch(request):
-        result = await engine.embed(body.input, params, options)
-    return json_answer(
-        request,
+    call = await _start(request, body)
+    load_s = time.perf_counter() - call.began_s
+    call.check_count(body.input, "input")
+    params = body.pooling_params(call.info)
+    call.reserve(of_numbers(len(body.input) * vector_width(call.info, params)))
+    options = call.options(call.target.default_prompt_name)
+    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.input, params, options))
+    return call.respond(
         {
-            "model": body.model or engine.info.name,
+            "model": body.model or call.info.name,
             "embeddings": result.embeddings,
-            "total_duration": round((time.perf_counter() - began_s) * 1e9),
-            "load_duration": round((loaded_s - began_s) * 1e9) if loaded_s - began_s > _LOADED_S else 0,
-            "prompt_eval_count": context.metrics.count(PoolingTask.EMBED, result.num_tokens),
-        },
+            "total_duration": round((time.perf_counter() - call.began_s) * 1e9),
+            "load_duration": round(load_s * 1e9) if load_s > _LOADED_S else 0,
+            "prompt_eval_count": call.num_tokens,
+        }
     )
 
 
 @router.task("/api/embeddings", response_model=OllamaEmbeddingResponse)
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Embeds one text; /api/embed is newer."""
-    context = context_of(request)
-    target = await _found(context, request, body)
-    engine = target.engine
-    options = context.options(request, target.default_prompt_name)
-    with ClientWatch(request):
-        result = await engine.embed([body.prompt], body.pooling_params(engine.info), options)
-    context.metrics.count(PoolingTask.EMBED, result.num_tokens)
+    call = await _start(request, body)
+    options = call.options(call.target.default_prompt_name)
+    work = call.engine.embed([body.prompt], body.pooling_params(call.info), options)
+    result = await call.run(PoolingTask.EMBED, work)
     return json_response({"embedding": result.embeddings[0]})
 
 
@@ -160,7 +154,7 @@ async def version() -> Response:
 @router.post("/api/generate", aliases=["/api/chat"], include_in_schema=False)
 @router.post("/v1/chat/completions", aliases=["/v1/completions"], dialect=OPENAI, include_in_schema=False)
 async def generate(body: TextRequest, request: Request) -> Response:
-    """Says what this server is, to clients that want text of it. Ollama's load a model, or let it go, without any."""
+    """Refuses to generate text. Ollama's clients load or unload a model by a request without a prompt."""
     life = body.life() if request.scope["path"].startswith("/api/") else None
     if life is not None:
         return await passed_on(load_or_let_go, OllamaLifeRequest, life, request)
@@ -177,22 +171,22 @@ async def generate(body: TextRequest, request: Request) -> Response:
 
 async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
     """Loads a model, or with a `keep_alive` of 0 unloads it, if it is one that comes and goes."""
-    context, name = context_of(request), body.served_name()
+    name = body.served_name()
     if body.keep_alive == 0:
-        context.models.set_ttl(name, 0.0)
+        context_of(request).models.set_ttl(name, 0.0)
     else:
-        await _found(context, request, body)
+        await _start(request, body)
     reason = "unload" if body.keep_alive == 0 else "load"
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return json_response({"model": name, "created_at": now, "response": "", "done": True, "done_reason": reason})
 
 
-async def _found(context: ServerContext, request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Target:
-    """Returns what a request goes to; its model stays afterwards for as long as the request says."""
-    target = await context.find(request, body.served_name(), EMBEDDERS)
+async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Call:
+    """Starts a call; its model stays loaded afterwards for as long as the request says."""
+    call = await Call.start(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
-        context.models.set_ttl(target.name, body.keep_alive)
-    return target
+        call.context.models.set_ttl(call.name, body.keep_alive)
+    return call
 
 
 async def _weights(context: ServerContext, path: str) -> WeightFiles:
@@ -200,7 +194,7 @@ async def _weights(context: ServerContext, path: str) -> WeightFiles:
 
 
 def _expires_at(entry: ModelEntry) -> str:
-    """Returns when a model is unloaded if no request comes any more."""
+    """Returns the time at which a model is unloaded if no further request comes."""
     if entry.ttl_s >= _NEVER_S:
         return _NEVER
     since_s = 0.0 if entry.num_in_use else time.monotonic() - entry.last_used_s
@@ -228,6 +222,6 @@ def _card(name: str, info: ModelInfo, files: WeightFiles) -> dict[str, Any]:
 
 
 def _digest(info: ModelInfo) -> str:
-    """Returns what tells the model from another: of its configuration, in hexadecimal."""
+    """Returns the SHA-256 of the model's name and configuration, in hexadecimal."""
     config = orjson.dumps([info.name, info.config], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
     return hashlib.sha256(config).hexdigest()

@@ -1,7 +1,4 @@
-"""Routes for the operation of a server: health, metrics and version; models, tokenizer and settings on request.
-
-`operator_router` is on with --operator-routes, `admin_router` with an admin key.
-"""
+"""Routes for the operation of a server: health, metrics and version; tokenizer and settings with --operator-routes."""
 
 from __future__ import annotations
 
@@ -18,12 +15,10 @@ from pydantic_core import to_jsonable_python
 
 from penstock.engine.model_files.resolve import resolved_table
 
+from ..calls.call import Call
 from ..calls.context import context_of
-from ..calls.model_cards import model_card
 from ..dialects import PENSTOCK, Responses
 from ..routing import Access, Router
-from ..schemas.admin import ModelRequest
-from ..schemas.openai import ModelCard
 from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
 from ..settings import ServerSettings, public_values
 from ..wire.json_pieces import json_response
@@ -118,12 +113,11 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 @operator_router.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
     """The settings of the tokenizer, as in tokenizer_config.json."""
-    context = context_of(request)
-    target = await context.find(request, model)
+    call = await Call.start(request, model)
     try:
-        return json_response(target.engine.tokenizer_config)
+        return json_response(call.engine.tokenizer_config)
     finally:
-        context.models.release(request.scope)
+        call.context.models.release(request.scope)
 
 
 @operator_router.get("/server_info", response_model=ServerInfo)
@@ -157,10 +151,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _without_secrets(settings: ServerSettings) -> dict[str, Any]:
-    """Returns the settings as plain values. What is not to be printed is left out; of the collector's URL, a password.
-
-    A token in a query is no part of the shown URL either.
-    """
+    """Returns the settings as plain values, without secret fields and without password and query of the traces URL."""
     shown: dict[str, Any] = to_jsonable_python(public_values(settings))
     if settings.otlp_traces_endpoint is not None:
         url = urlsplit(settings.otlp_traces_endpoint)
@@ -168,22 +159,3 @@ def _without_secrets(settings: ServerSettings) -> dict[str, Any]:
             netloc=url.netloc.rpartition("@")[2], query="", fragment=""
         ).geturl()
     return shown
-
-
-admin_router = Router(PENSTOCK, tag="operations")
-
-
-@admin_router.post("/models/load", access=Access.ADMIN_KEY, response_model=ModelCard)
-async def load(body: ModelRequest, request: Request) -> Response:
-    """Loads a model and answers when it can serve. What it takes may make others go."""
-    context = context_of(request)
-    await context.models.load_now(body.model)
-    return json_response(model_card(context, context.models.describe(body.model)))
-
-
-@admin_router.post("/models/unload", access=Access.ADMIN_KEY, response_model=ModelCard)
-async def unload(body: ModelRequest, request: Request) -> Response:
-    """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
-    context = context_of(request)
-    await context.models.unload_now(body.model)
-    return json_response(model_card(context, context.models.describe(body.model)))

@@ -31,7 +31,7 @@ _SCRIPTS: Final = (
 
 
 def content_security_policy(page: bytes) -> str:
-    """Returns the policy under which nothing runs but the `<style>` and `<script>` elements of `page`."""
+    """Returns the policy that allows the `<style>` and `<script>` elements of `page` only."""
     directives = {
         "default-src": "'none'",
         "script-src": element_hashes(page, b"script"),
@@ -47,13 +47,13 @@ def content_security_policy(page: bytes) -> str:
 
 
 def element_hashes(page: bytes, tag: bytes) -> str:
-    """Returns the hashes, as a policy names them, of what stands inside the elements `tag` without attributes."""
+    """Returns the hashes of the contents of all `tag` elements without attributes, as a policy names them."""
     contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'" for content in contents)
 
 
 def page_of(parts: Path) -> bytes:
-    """Returns the frame of the page with the style and the scripts in it, the one that begins it all last."""
+    """Returns the page: its frame with the style and the scripts inserted."""
     scripts = [parts / f"{name}.js" for name in _SCRIPTS]
     style, script = _joined([parts / "style.css"]), b'"use strict";\n' + _joined(scripts)
     frame = (parts / "frame.html").read_bytes()
@@ -82,7 +82,7 @@ _PLAYGROUND_HEADERS: Final = {
 
 @router.get("/", has_head=True, access=Access.OPEN)
 async def root(request: Request) -> Response:
-    """Shows the playground where HTML is asked for by name; otherwise tells health, as TEI's root path does."""
+    """Shows the playground if the request names HTML in Accept; otherwise the health, as TEI's root path does."""
     if prefers_html(",".join(request.headers.getlist("accept"))):
         is_known = ETAG in request.headers.get("if-none-match", "")
         return (
@@ -96,7 +96,7 @@ async def root(request: Request) -> Response:
 
 
 def prefers_html(accept: str) -> bool:
-    """Returns whether an Accept header names HTML and likes it no less than JSON. `*/*` is what curl sends."""
+    """Returns whether an Accept header names HTML with at least the weight of JSON. curl sends `*/*`."""
     weights = dict(_weighted(entry) for entry in accept.split(","))
     html = weights.get("text/html", 0.0)
     return html > 0 and html >= weights.get("application/json", 0.0)

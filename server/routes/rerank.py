@@ -1,4 +1,4 @@
-"""Rerank in the dialect that Cohere, Jina and vLLM share, and Voyage nearly; in TEI's where the body has `texts`."""
+"""Rankings of documents, for Cohere, Jina, vLLM, Voyage and TEI clients, and scores of pairs of texts for vLLM's."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from fastapi import Request, Response
 from pydantic import Tag
 
-from ..answers.sizes import of_scores, of_texts
-from ..answers.tei import TEI_HEADERS
-from ..calls.context import RERANKERS, ClientWatch, context_of
+from penstock.engine import PoolingTask
+
+from ..calls.call import RERANKERS, Call
 from ..calls.inputs import cut_texts
-from ..dialects import COHERE, TEI
+from ..calls.sizes import of_scores, of_texts
+from ..dialects import COHERE, TEI, VLLM
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas.rerank import RerankRequest, RerankResponse
+from ..schemas.score import ScoreRequest, ScoreResponse
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from ..wire.json_bodies import OWN_TAG, TEI_TAG, by_keys
-from ..wire.json_pieces import json_answer
-from .tei import RERANK, rerank_texts
+from .tei import RERANK, TEI_HEADERS, rerank_texts
 
 router = Router(COHERE, tag="rerank")
 
@@ -46,32 +47,31 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
     if isinstance(body, TeiRerankRequest):
         return await rerank_texts(body, request)
-    context = context_of(request)
-    target = await context.find(request, body.model, RERANKERS)
-    engine, name = target.engine, target.name
-    context.check_count(body.documents, "documents")
+    call = await Call.start(request, body.model, RERANKERS)
+    call.check_count(body.documents, "documents")
     texts = body.texts()
     path = request.scope["path"]
     with_documents = body.wants_documents(path)
-    context.hold(request, of_scores(len(texts)), param="documents")
+    call.reserve(of_scores(len(texts)), param="documents")
     if with_documents:
         size = of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
-        context.hold(request, size, param="documents", way_out=_NO_DOCUMENTS)
+        call.reserve(size, param="documents", way_out=_NO_DOCUMENTS)
     else:
-        body.documents[:] = texts  # objects may hold much that nobody reads: it need not wait with the request
+        body.documents[:] = (
+            texts  # free the other fields of documents early: the body may stay in the queue for seconds
+        )
     options = replace(
-        context.options(request, instruction=body.wanted_instruction(), priority=body.priority),
+        call.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
-    with ClientWatch(request):
-        (query,) = await cut_texts(engine, [body.query], body.max_tokens_per_query)
-        documents = await cut_texts(engine, texts, body.max_tokens_per_doc)
-        result = await engine.score([query], documents, body.pooling_params(), options)
+    (query,) = await cut_texts(call, [body.query], body.max_tokens_per_query)
+    documents = await cut_texts(call, texts, body.max_tokens_per_doc)
+    result = await call.run(RERANK, call.engine.score([query], documents, body.pooling_params(), options))
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
-    head = context.answer_head(request, "rerank", name, RERANK, result.num_tokens)
+    head = call.head("rerank")
     answer: dict[str, Any] = {
         **{key: head[key] for key in ("id", "model", "usage")},
         "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
@@ -79,7 +79,24 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     }
     if body.is_voyage():
         answer["data"] = (_voyage_row(texts, i, scores[i], with_document=with_documents) for i in best)
-    return json_answer(request, answer)
+    return call.respond(answer)
+
+
+@router.task("/v1/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)
+@router.task("/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
+    call = await Call.start(request, body.model, RERANKERS)
+    left, right = sides = body.sides()
+    for side in sides:
+        call.check_count(getattr(body, side), side)
+    options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
+    call.reserve(of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
+    queries = await cut_texts(call, getattr(body, left), body.max_tokens_per_query)
+    documents = await cut_texts(call, getattr(body, right), body.max_tokens_per_doc)
+    result = await call.run(PoolingTask.SCORE, call.engine.score(queries, documents, body.pooling_params(), options))
+    rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
+    return call.respond({**call.head("score"), "data": rows})
 
 
 def _row(

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import numpy as np
 from fastapi import Body, Request, Response
+from numpy.typing import NDArray
 from pydantic import Discriminator, Tag
 
 from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.request import STAGE_TIMES, Stage
+from penstock.engine.protocol.vectors import SparseVector
 
-from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
-from ..answers.sizes import beyond_expected, of_classes, of_numbers, of_scores, of_sparse, of_texts, of_tokens
-from ..answers.tei import TEI_HEADERS, prediction_rows, probabilities, rank_rows, sparse_rows, tei_response
-from ..answers.vectors import vector_width
-from ..calls.context import CLASSIFIERS, EMBEDDERS, RERANKERS, ClientWatch, context_of
+from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call
+from ..calls.classes import prediction_rows
+from ..calls.context import context_of
+from ..calls.sizes import (
+    FEWER_IDS,
+    beyond_expected,
+    check_num_chars,
+    check_num_ids,
+    check_num_tokens,
+    of_classes,
+    of_numbers,
+    of_scores,
+    of_sparse,
+    of_texts,
+    of_tokens,
+)
+from ..calls.vectors import vector_width
 from ..dialects import TEI
 from ..routing import Access, BatchUse, Router, passed_on
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
@@ -36,14 +51,37 @@ from ..schemas.tei import (
     TeiTokenizeRequest,
 )
 from ..wire.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
-from ..wire.json_pieces import json_answer, json_array, json_response
+from ..wire.json_pieces import json_array, json_response
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from . import cohere
 
 RERANK: Final = "rerank"
-"""How metrics and logs call a ranking, apart from scores of pairs."""
+"""Name of the task in metrics and logs, which tells rankings from scores of pairs."""
 _NO_TEXTS: Final = "Send fewer texts at once, or leave return_text out."
+_POOLING_NAMES: Final = {"LAST": "last_token"}
+_STAGE_HEADERS: Final = {
+    "x-tokenization-time": Stage.TOKENIZATION,
+    "x-queue-time": Stage.QUEUE,
+    "x-inference-time": Stage.INFERENCE,
+}
+_WHOLE: Final = {"type": "integer", "minimum": 0}
+TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "headers": {
+            "x-compute-type": {"description": "What computed.", "schema": {"enum": ["cpu", "gpu"]}},
+            "x-compute-characters": {"description": "Characters of the inputs.", "schema": _WHOLE},
+            "x-compute-tokens": {"description": "Tokens of the inputs.", "schema": _WHOLE},
+            **{
+                name: {"description": "Milliseconds.", "schema": _WHOLE}
+                for name in ("x-compute-time", "x-total-time", *_STAGE_HEADERS)
+            },
+        }
+    }
+}
+"""For OpenAPI: the headers of TEI's answers. A path that other dialects share has answers without them."""
+
+Scores = NDArray[np.float32]
 
 EmbedBody = Annotated[
     Annotated[TeiEmbedRequest, Tag(TEI_TAG)] | Annotated[CohereEmbedRequest, Tag(COHERE_TAG)],
@@ -65,18 +103,13 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     """
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
-    began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model, EMBEDDERS)
-    engine = target.engine
-    context.check_count(body.inputs, "inputs")
+    call = await Call.start(request, body.model, EMBEDDERS)
+    call.check_count(body.inputs, "inputs")
     params = body.pooling_params()
-    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
-    context.hold(request, of_numbers(len(body.inputs) * vector_width(engine.info, params)), param="inputs")
-    with ClientWatch(request):
-        result = await engine.embed(body.inputs, params, options)
-    num_tokens = context.metrics.count(PoolingTask.EMBED, result.num_tokens)
-    rows, num_chars = np.ascontiguousarray(result.embeddings), sum(map(len, body.inputs))
-    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    call.reserve(of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
+    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, options))
+    return _respond(call, np.ascontiguousarray(result.embeddings), num_chars=sum(map(len, body.inputs)))
 
 
 @router.task("/embed_all", batch_use=BatchUse.EMBEDDING, response_model=list[list[list[float]]], responses=TEI_HEADERS)
@@ -85,20 +118,15 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 
     A model that was trained for vectors of tokens (ColBERT) answers with those.
     """
-    began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model, EMBEDDERS)
-    engine = target.engine
-    context.check_count(body.inputs, "inputs")
-    info, params = engine.info, body.pooling_params()
+    call = await Call.start(request, body.model, EMBEDDERS)
+    call.check_count(body.inputs, "inputs")
+    info, params = call.info, body.pooling_params()
     if info.multi_vector is None and info.token_heads is None:
         params = params.clone(normalize=False)
-    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
-    options = context.with_rows(request, options, param="inputs")
-    with ClientWatch(request):
-        result = await engine.token_embed(body.inputs, params, options)
-    num_tokens = context.metrics.count(PoolingTask.TOKEN_EMBED, result.num_tokens)
-    rows, num_chars = [json_array(rows) for rows in result.rows], sum(map(len, body.inputs))
-    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    options = call.reserve_rows(options, param="inputs")
+    result = await call.run(PoolingTask.TOKEN_EMBED, call.engine.token_embed(body.inputs, params, options))
+    return _respond(call, [json_array(rows) for rows in result.rows], num_chars=sum(map(len, body.inputs)))
 
 
 @router.task(
@@ -106,40 +134,32 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
 )
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
-    began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model, EMBEDDERS)
-    engine = target.engine
-    context.check_count(body.inputs, "inputs")
-    options = context.options(request, body.prompt_name or target.default_prompt_name, priority=body.priority)
-    context.hold(request, of_sparse(len(body.inputs)), param="inputs")
-    with ClientWatch(request):
-        result = await engine.sparse_embed(body.inputs, body.pooling_params(), options)
-    context.hold(request, beyond_expected(result.vectors), param="inputs")
-    num_tokens = context.metrics.count(PoolingTask.SPARSE_EMBED, result.num_tokens)
-    rows, num_chars = sparse_rows(result.vectors), sum(map(len, body.inputs))
-    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    call = await Call.start(request, body.model, EMBEDDERS)
+    call.check_count(body.inputs, "inputs")
+    options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
+    call.reserve(of_sparse(len(body.inputs)), param="inputs")
+    work = call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
+    result = await call.run(PoolingTask.SPARSE_EMBED, work)
+    call.reserve(beyond_expected(result.vectors), param="inputs")
+    return _respond(call, _sparse_rows(result.vectors), num_chars=sum(map(len, body.inputs)))
 
 
 @router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
-    began_s, context = time.perf_counter(), context_of(request)
-    target = await context.find(request, body.model, EMBEDDERS)
-    engine = target.engine
+    call = await Call.start(request, body.model, EMBEDDERS)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
-    context.check_count(sentences, "inputs.sentences")
-    prompt_name = body.prompt_name or engine.info.default_prompt_name or target.default_prompt_name
-    options = context.options(request, prompt_name, priority=body.priority)
-    if engine.info.kind is not ModelKind.EMBEDDING:
-        raise UnsupportedTaskError(f"{engine.info.name} is a {engine.info.kind.value}; similarity needs embeddings.")
+    call.check_count(sentences, "inputs.sentences")
+    prompt_name = body.prompt_name or call.info.default_prompt_name or call.target.default_prompt_name
+    options = call.options(prompt_name, priority=body.priority)
+    if call.info.kind is not ModelKind.EMBEDDING:
+        raise UnsupportedTaskError(f"{call.info.name} is a {call.info.kind.value}; similarity needs embeddings.")
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
-    context.hold(request, of_numbers(len(sentences)), param="inputs.sentences")
-    with ClientWatch(request):
-        result = await engine.score([source], sentences, body.pooling_params(), options)
-    num_tokens = context.metrics.count(PoolingTask.SCORE, result.num_tokens)
+    call.reserve(of_numbers(len(sentences)), param="inputs.sentences")
+    result = await call.run(PoolingTask.SCORE, call.engine.score([source], sentences, body.pooling_params(), options))
     num_chars = len(source) + sum(map(len, sentences))
-    return tei_response(request, result.scores, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    return _respond(call, result.scores, num_chars=num_chars)
 
 
 @router.task(
@@ -150,45 +170,39 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
 )
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
     """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
-    began_s, context = time.perf_counter(), context_of(request)
-    engine = (await context.find(request, body.model, CLASSIFIERS)).engine
-    info, entries = engine.info, body.inputs.entries
-    context.check_count(entries, "inputs")
+    call = await Call.start(request, body.model, CLASSIFIERS)
+    info, entries = call.info, body.inputs.entries
+    call.check_count(entries, "inputs")
     if body.function_to_apply not in (None, "none", info.activation.value) and info.labels:
         raise InvalidRequestError(
             f"function_to_apply is {body.function_to_apply!r}, but {info.name} was trained for "
             f"{info.activation.value!r}; leave it out, or ask for 'none' and apply it to the logits.",
             param="function_to_apply",
         )
-    options = context.options(request, priority=body.priority)
-    context.hold(request, of_classes(len(entries), info.labels, are_named=True), param="inputs")
-    with ClientWatch(request):
-        result = await _classify(engine, body, options)
-    num_tokens = context.metrics.count(PoolingTask.CLASSIFY, result.num_tokens)
-    scores = result.scores if body.is_raw else probabilities(result.scores, info)
+    options = call.options(priority=body.priority)
+    call.reserve(of_classes(len(entries), info.labels, are_named=True), param="inputs")
+    result = await call.run(PoolingTask.CLASSIFY, _classify(call.engine, body, options))
+    scores = result.scores if body.is_raw else _probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
     num_chars = sum(len(text) for entry in entries for text in entry)
     is_nested = body.inputs.is_batch or body.parameters is not None
     content = rows if is_nested else next(rows)
-    return tei_response(request, content, info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    return _respond(call, content, num_chars=num_chars)
 
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
-    began_s, context = time.perf_counter(), context_of(request)
-    engine = (await context.find(request, body.model, RERANKERS)).engine
-    context.check_count(body.texts, "texts")
-    options = context.options(request, instruction=body.instruction, priority=body.priority)
-    context.hold(request, of_scores(len(body.texts)), param="texts")
+    call = await Call.start(request, body.model, RERANKERS)
+    call.check_count(body.texts, "texts")
+    options = call.options(instruction=body.instruction, priority=body.priority)
+    call.reserve(of_scores(len(body.texts)), param="texts")
     if body.return_text:
-        context.hold(request, of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
-    with ClientWatch(request):
-        result = await engine.score([body.query], body.texts, body.pooling_params(), options)
-    num_tokens = context.metrics.count(RERANK, result.num_tokens)
-    scores = result.scores if body.raw_scores else probabilities(result.scores, engine.info)
-    rows = rank_rows(scores, body.texts if body.return_text else None, body.top_n)
+        call.reserve(of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
+    result = await call.run(RERANK, call.engine.score([body.query], body.texts, body.pooling_params(), options))
+    scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
+    rows = _rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
-    return tei_response(request, rows, engine.info, began_s, num_chars=num_chars, num_tokens=num_tokens)
+    return _respond(call, rows, num_chars=num_chars)
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
@@ -205,9 +219,6 @@ async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: Reque
     num_tokens = [n for result in results for n in result.num_tokens]
     scores = np.concatenate([result.scores for result in results])
     return ClassResult(scores[places], results[0].labels, [num_tokens[i] for i in places.tolist()])
-
-
-_POOLING_NAMES: Final = {"LAST": "last_token"}
 
 
 @router.get("/info", access=Access.OPEN, response_model=TeiInfo)
@@ -242,54 +253,107 @@ async def info(request: Request) -> Response:
 @router.post("/decode", response_model=list[str])
 async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     """Returns the text of each list of token ids."""
-    context = context_of(request)
-    engine = (await context.find(request, body.model)).engine
-    context.check_count(body.ids, "ids")
+    call = await Call.start(request, body.model)
+    call.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
-    with ClientWatch(request, is_timed=False):
-        texts = await engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
-    context.hold(request, of_texts(texts), param="ids", way_out=FEWER_IDS)
-    return json_answer(request, texts)
+    texts = await call.watch(
+        call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
+    )
+    call.reserve(of_texts(texts), param="ids", way_out=FEWER_IDS)
+    return call.respond(texts)
 
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of each text with their places. Other dialects share its path: see tokenize.py."""
-    context = context_of(request)
-    engine = (await context.find(request, body.model)).engine
-    context.check_count(body.inputs, "inputs")
-    prompt = _prompt(engine.info, body.prompt_name)
+    call = await Call.start(request, body.model)
+    call.check_count(body.inputs, "inputs")
+    prompt = _prompt(call.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")
-    with ClientWatch(request, is_timed=False):
-        tokenized = await engine.tokenize_details(
+    tokenized = await call.watch(
+        call.engine.tokenize_details(
             texts,
             add_special_tokens=body.add_special_tokens is not False,
             on_count=lambda num_tokens: check_num_tokens(num_tokens, "inputs"),
         )
+    )
     num_tokens = sum(len(tokens.token_ids) for tokens in tokenized)
-    context.hold(request, of_tokens(num_tokens), param="inputs")
+    call.reserve(of_tokens(num_tokens), param="inputs")
     rows = (_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True))
-    return json_answer(request, rows)
+    return call.respond(rows)
 
 
 @router.task("/", include_in_schema=False)
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
-    """Answers as the Inference API: with what the body asks for, or what the served model is there for."""
+    """Answers as the Inference API: with the task of the body or of the served model."""
     model = body.get("model")
-    target = await context_of(request).find(request, model if isinstance(model, str) else None)
-    engine, name = target.engine, target.name
+    call = await Call.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
         return await passed_on(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:
         return await passed_on(rerank_texts, TeiRerankRequest, body, request)
-    if PoolingTask.EMBED not in engine.info.tasks and engine.info.sparse is not None:
+    if PoolingTask.EMBED not in call.info.tasks and call.info.sparse is not None:
         return await passed_on(embed_sparse, TeiTokenEmbedRequest, body, request)
-    if engine.info.kind is ModelKind.EMBEDDING:
+    if call.info.kind is ModelKind.EMBEDDING:
         return await passed_on(embed, TeiEmbedRequest, body, request)
-    if engine.info.kind is ModelKind.TOKEN_CLASSIFIER:
-        raise UnsupportedTaskError(f"{name} classifies tokens; POST its texts to /classify as `input`.")
+    if call.info.kind is ModelKind.TOKEN_CLASSIFIER:
+        raise UnsupportedTaskError(f"{call.name} classifies tokens; POST its texts to /classify as `input`.")
     # Clients of the Inference API read a list of lists, for a single text too.
     return await passed_on(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
+
+
+def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
+    """Returns a response with TEI's headers, for which memory has been reserved.
+
+    Args:
+        call: The call that computed it.
+        content: What `json_pieces` takes.
+        num_chars: Characters of the inputs.
+    """
+    compute_ms = _elapsed_ms(call.began_s)
+    times = STAGE_TIMES.get()
+    stages = {} if times is None else times.seconds()
+    response = call.respond(content)
+    response.headers["x-compute-type"] = "cpu" if call.info.device == "cpu" else "gpu"
+    response.headers["x-compute-time"] = compute_ms
+    response.headers["x-compute-characters"] = str(num_chars)
+    response.headers["x-compute-tokens"] = str(call.num_tokens)
+    for name, stage in _STAGE_HEADERS.items():
+        response.headers[name] = _milliseconds(stages.get(stage, 0.0))
+    response.headers["x-total-time"] = _elapsed_ms(call.began_s)
+    return response
+
+
+def _elapsed_ms(began_s: float) -> str:
+    return _milliseconds(time.perf_counter() - began_s)
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(round(1000 * seconds))
+
+
+def _probabilities(scores: Scores, model: ModelInfo) -> Scores:
+    """Returns relevance scores between 0 and 1, which TEI gives unless `raw_scores` is set.
+
+    Most models' own files say the same. Those of some cross-encoders ask for logits.
+    """
+    if model.kind is ModelKind.CROSS_ENCODER and model.activation is Activation.IDENTITY and model.use_activation:
+        return np.exp(-np.logaddexp(np.float32(0), -scores))
+    return scores
+
+
+def _rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> Iterator[dict[str, Any]]:
+    """Returns the places of texts, best first, made while they are written; with `texts`, each holds its own."""
+    for i in np.argsort(-scores, kind="stable")[: top_n or None].tolist():
+        row = {"index": i, "score": scores[i]}
+        yield row if texts is None else {**row, "text": texts[i]}
+
+
+def _sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, Any]]]:
+    """Returns the entries of sparse vectors that are not zero, made while they are written."""
+    for vector in vectors:
+        entries = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+        yield ({"index": i, "value": value} for i, value in entries)
 
 
 def _model_type(model: ModelInfo) -> dict[str, Any]:

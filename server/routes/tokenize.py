@@ -1,4 +1,4 @@
-"""Text to tokens and back on the paths that vLLM, TEI and Cohere share: a key of the body tells whose it is."""
+"""Text to tokens and back on the paths that vLLM, TEI and Cohere share: a key of the body tells its dialect."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pydantic import Tag
 
 from penstock.engine import AsyncEngine
 
-from ..answers.limits import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens
-from ..answers.sizes import of_texts, of_tokens
-from ..calls.context import ClientWatch, context_of
+from ..calls.call import Call
 from ..calls.inputs import check_messages
+from ..calls.sizes import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens, of_texts, of_tokens
 from ..dialects import TEI, VLLM
 from ..routing import Router
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
 from ..schemas.tei import TeiToken, TeiTokenizeRequest
 from ..schemas.vllm import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from ..wire.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
-from ..wire.json_pieces import json_answer
 from . import cohere, tei
 
 router = Router(VLLM, tag="tokenize")
@@ -44,29 +42,25 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             return await tei.tokenize_texts(body, request)
         case CohereTokenizeRequest():
             return await cohere.tokenize(body, request)
-    context = context_of(request)
-    engine = (await context.find(request, body.model)).engine
+    call = await Call.start(request, body.model)
     body.check_given()
-    check_messages(context, body)
-    with ClientWatch(request, is_timed=False):
-        ids, strings = await _tokens(engine, body)
-    context.hold(request, of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
-    content = {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids, "token_strs": strings}
-    return json_answer(request, content)
+    check_messages(call, body)
+    ids, strings = await call.watch(_tokens(call.engine, body))
+    call.reserve(of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
+    content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
+    return call.respond(content)
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
-    context = context_of(request)
-    engine = (await context.find(request, body.model)).engine
+    call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:
-        with ClientWatch(request, is_timed=False):
-            (text,) = await engine.detokenize([body.tokens], skip_special_tokens=False)
-    context.hold(request, of_texts([text]), param="tokens", way_out=FEWER_IDS)
-    return json_answer(request, {"prompt": text})
+        (text,) = await call.watch(call.engine.detokenize([body.tokens], skip_special_tokens=False))
+    call.reserve(of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    return call.respond({"prompt": text})
 
 
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:

@@ -1,4 +1,4 @@
-"""vLLM: what the model makes of texts or of their tokens, and how much it has to do."""
+"""vLLM: the outputs of the model for texts or for their tokens, and the load of the server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from penstock.engine import (
 )
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..answers.sizes import of_numbers
-from ..answers.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
-from ..calls.context import ClientWatch, context_of
+from ..calls.call import Call
+from ..calls.context import context_of
 from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.sizes import of_numbers
+from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import VLLM
 from ..routing import BatchUse, Router
 from ..schemas.inputs import Text
@@ -46,29 +47,24 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 )
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Answers with the numbers themselves: embeddings or class scores, of each input or of each of its tokens."""
-    context = context_of(request)
-    target = await context.find(request, body.model)
-    engine, name = target.engine, target.name
-    check_inputs(context, body)
-    task, encoding, params = body.pooling_task(engine.info.tasks), body.encoding(), body.pooling_params()
-    _check_encoding(encoding, task, vector_width(engine.info, params))
+    call = await Call.start(request, body.model)
+    check_inputs(call, body)
+    task, encoding, params = body.pooling_task(call.info.tasks), body.encoding(), body.pooling_params()
+    _check_encoding(encoding, task, vector_width(call.info, params))
     check_bytes(encoding, body.num_inputs())
-    options = context.options(request, priority=body.priority)
+    options = call.options(priority=body.priority)
     if task in _EMBEDS:
-        options = context.embed_options(request, target, body, priority=body.priority)
+        options = call.embed_options(body, priority=body.priority)
     else:
         body.check_prompt(task)
     if task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY):
-        options = context.with_rows(request, options)
+        options = call.reserve_rows(options)
     else:
-        width = vector_width(engine.info, params) if task is PoolingTask.EMBED else len(engine.info.labels)
-        context.hold(request, of_numbers(body.num_inputs() * width))
-    call = _calls(engine)[task]
-    with ClientWatch(request):
-        texts, options = await engine_inputs(engine, body, options)
-        result = await call(texts, params, options)
-    head = context.answer_head(request, "pooling", name, task, result.num_tokens)
-    return vectors_response(request, head, _rows(result), {"data": encoding}, name="pooling")
+        width = vector_width(call.info, params) if task is PoolingTask.EMBED else len(call.info.labels)
+        call.reserve(of_numbers(body.num_inputs() * width))
+    texts, options = await engine_inputs(call, body, options)
+    result = await call.run(task, _calls(call.engine)[task](texts, params, options))
+    return vectors_response(request, call.head("pooling"), _rows(result), {"data": encoding}, name="pooling")
 
 
 @router.get("/load", response_model=Load)

@@ -14,7 +14,7 @@ from .options import Count
 
 LEAST_EXPIRY_S: Final = 3600
 MOST_EXPIRY_S: Final = 30 * 24 * 3600
-"""Also what files get whose clients do not say."""
+"""Also the default of files."""
 MOST_HOURS: Final = 168
 _HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 

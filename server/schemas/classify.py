@@ -114,7 +114,7 @@ class ClassifyRequest(InputFields, PoolingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling. As with Cohere and Infinity, their texts are cut to fit."""
+        """Returns the pooling parameters. As with Cohere and Infinity, their texts are cut to fit."""
         truncate = self.truncate
         if truncate is None and (self.inputs is not None or self.is_infinity()):
             truncate = CohereTruncate.END

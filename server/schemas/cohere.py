@@ -30,7 +30,7 @@ _ENDPOINTS: Final = {
 
 
 def cohere_endpoints(model: ModelInfo) -> list[str]:
-    """Returns Cohere's names of what the model serves."""
+    """Returns Cohere's names of the endpoints that the model serves."""
     return [name for name, tasks in _ENDPOINTS.items() if any(task in model.tasks for task in tasks)]
 
 
@@ -84,7 +84,7 @@ class CohereEmbedRequest(CohereBody):
         }
 
     def contents(self) -> list[str]:
-        """Returns what is to be embedded.
+        """Returns the texts to embed.
 
         Raises:
             InvalidRequestError: There are images, or not exactly one of `texts` and `inputs`.
@@ -99,7 +99,7 @@ class CohereEmbedRequest(CohereBody):
         return self.texts if self.texts is not None else list(self.inputs or ())
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns what the request asks of pooling. As with Cohere, a text is cut to fit unless the request forbids."""
+        """Returns the pooling parameters. As with Cohere, a text is cut to fit unless the request forbids."""
         longest = (model.max_embed_len or sys.maxsize) if model.enable_chunked_processing else model.max_model_len
         return PoolingParams(
             dimensions=self.output_dimension,

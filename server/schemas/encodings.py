@@ -21,7 +21,7 @@ _PLAIN_ENCODINGS: Final[Mapping[EncodingFormat | None, Mapping[str, Encoding]]] 
     EncodingFormat.FLOAT: {"embedding": Encoding()},
     EncodingFormat.BASE64: {"embedding": Encoding(format=EncodingFormat.BASE64)},
 }
-"""What most requests want, which say no more than this."""
+"""The encodings of most requests, which name no other option."""
 _ENCODING_FIELDS: Final = ("embed_dtype", "endianness", "embedding_type", "encoding_type", "output_dtype")
 QUANTIZATIONS: Final[dict[str, Quantization]] = {kind: kind for kind in get_args(Quantization)}
 

@@ -21,7 +21,7 @@ from .options import Listed
 
 Text = str | list[int]
 MAX_ENTRIES: Final = 1_000_000
-"""Texts or lists of ids in a body, or ids in a list, whatever the settings say."""
+"""Texts or lists of ids in a body, or ids in a list, independent of the settings."""
 
 
 def parse_inputs(value: Any) -> list[Text]:
@@ -58,7 +58,7 @@ def parse_inputs(value: Any) -> list[Text]:
 
 
 def check_length(values: list[Any]) -> None:
-    """Raises ValueError for a list that takes seconds to be looked at, during which nobody else is served."""
+    """Raises ValueError for a list that is too long: checking it would block the event loop for seconds."""
     if len(values) > MAX_ENTRIES:
         raise ValueError(f"has {len(values)} entries; no request may have more than {MAX_ENTRIES}")
 
@@ -194,7 +194,7 @@ def parse_documents(value: Any) -> list[Document]:
 
 
 def document_texts(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str]:
-    """Returns what is to be ranked of each document: of an object the `rank_fields` in their order, or its text.
+    """Returns the text to rank of each document: the `rank_fields` of an object in their order, or its text.
 
     Raises:
         InvalidRequestError: An object has none of them.
@@ -247,7 +247,7 @@ TextOrList = TypeVar("TextOrList", bound=str | list[Any])
 
 
 class Sequences(NamedTuple):
-    """What is to be classified.
+    """Texts and pairs to classify.
 
     Attributes:
         entries: One text or two for each.

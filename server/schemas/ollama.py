@@ -62,7 +62,7 @@ class OllamaEmbedBody(OllamaBody):
     keep_alive: KeepAlive | None = None
 
     def longest(self, model: ModelInfo) -> int:
-        """Returns the tokens that an input may have: -1 for what the model takes, or `num_ctx` where that is less."""
+        """Returns the limit of tokens of an input: -1 for the limit of the model, or `num_ctx` if that is less."""
         asked = (self.options or {}).get("num_ctx")
         if not isinstance(asked, int) or isinstance(asked, bool) or not 0 < asked < model.max_model_len:
             return -1
@@ -84,7 +84,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return PoolingParams(
             truncate_prompt_tokens=self.longest(model),
             refuse_too_long=self.truncate is False,
@@ -102,7 +102,7 @@ class OllamaEmbeddingRequest(OllamaEmbedBody):
     prompt: str = Field(description="The text; it is cut to fit.")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns what the request asks of pooling: as Ollama, vectors are left at their own length."""
+        """Returns the pooling parameters: as Ollama, vectors are left at their own length."""
         return PoolingParams(truncate_prompt_tokens=self.longest(model), normalize=False)
 
 
@@ -125,7 +125,7 @@ class OllamaShowRequest(OllamaBody):
 
 
 class TextRequest(JsonBody):
-    """Whatever a client sends that wants text written: it is refused, whatever else stands in it."""
+    """A request for generated text, which is refused in any form."""
 
     def check_keys(self) -> None:
         """Lets all keys pass."""

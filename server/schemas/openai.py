@@ -1,4 +1,4 @@
-"""Embeddings as OpenAI, Jina, Voyage and vLLM clients send and read them on one route, and the list of models."""
+"""Embeddings as OpenAI, Jina, Voyage and vLLM clients send and read them on one route."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.engine import PoolingParams, PoolingTask, PoolingType
+from penstock.engine import PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import ModelKind
 
 from ..dialects import INFINITY, JINA, OPENAI, VLLM, VOYAGE, keys_ignored_by
 from ..wire.json_schema import documented
 from .chat import InputFields
-from .encode import Output
 from .encodings import EmbeddingTypeOptions
 from .options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
 
@@ -25,7 +23,7 @@ _PARAM_FIELDS: Final = frozenset(
         *("dimensions", "output_dimension", "normalize", "normalized"),
     }
 )
-"""What `pooling_params` reads: most bodies have none of them."""
+"""Fields that `pooling_params` reads: most bodies have none of them."""
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
@@ -102,7 +100,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling. Raises InvalidRequestError where `dimensions` is 0."""
+        """Returns the pooling parameters. Raises InvalidRequestError where `dimensions` is 0."""
         if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
             return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
@@ -157,54 +155,3 @@ class MultiVectorResponse(ListAnswer[MultiVectorRow]):
 
 class EmbeddingResponse(ListAnswer[EmbeddingRow]):
     """Answer of POST /v1/embeddings."""
-
-
-class ModelFacts(BaseModel):
-    """What a model is and can; names and values are those of `penstock info`."""
-
-    kind: ModelKind
-    tasks: list[PoolingTask]
-    outputs: list[Output] = Field(description="Vectors that it was trained to give: what /v1/encode answers unasked.")
-    model_type: str
-    dtype: str
-    sequence_pooling: list[PoolingType]
-    embedding_size: int = Field(description="Width of its embeddings; 0 where it gives none.")
-    is_matryoshka: bool = Field(description="`dimensions` may be any up to embedding_size.")
-    matryoshka_dimensions: list[int] = Field(description="The widths that it declares, if it names them.")
-    prompts: dict[str, str] = Field(description="Its prompts by name.")
-    default_prompt_name: str | None = Field(description="The prompt of requests that name none.")
-    num_labels: int = Field(description="Classes of its own.")
-
-
-class ModelLife(BaseModel):
-    """Where a model is, in llama.cpp's words, and its engine."""
-
-    value: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
-    state: str = Field(description="As /health has it: of the engine, where there is one.", examples=["ready"])
-
-
-class ModelCard(BaseModel):
-    """One served model. `name`, `endpoints` and `context_length` are what Cohere's clients read.
-
-    What is only known once a model has been loaded is null or empty before.
-    """
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None = Field(description="Tokens. Longest input.")
-    name: str
-    aliases: list[str] = Field(description="Its other names.")
-    endpoints: list[Literal["embed", "rerank", "classify"]]
-    context_length: int | None = Field(description="Tokens. Longest input.")
-    status: ModelLife
-    facts: ModelFacts | None = Field(description="penstock's own; its playground reads them.")
-
-
-class ModelList(BaseModel):
-    """Answer of GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-    models: list[ModelCard] = Field(description="The same for Cohere's clients.")

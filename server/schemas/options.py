@@ -28,7 +28,7 @@ def parse_flag(value: Any) -> Any:
 
 
 def parse_whole_number(value: Any) -> Any:
-    """Returns 5 for 5.0, which is the same in JSON, and refuses what no client means: true, "5"."""
+    """Returns 5 for 5.0, which is the same in JSON, and refuses true and "5", which no client means."""
     if isinstance(value, bool | str):
         raise ValueError(f"must be a whole number, not {shown(value)}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -109,7 +109,7 @@ class PoolingBody(RequestBody):
     )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
@@ -137,12 +137,12 @@ class EmbeddingBody(PoolingBody):
     )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return super().pooling_params().clone(dimensions=self.dimensions, normalize=self.normalize)
 
 
 def _only_one(value: Any) -> Any:
-    """Refuses an object of many keys, of which pydantic would make an error each."""
+    """Refuses an object of several keys at once: pydantic would make an error of each."""
     if isinstance(value, dict) and len(value) > 1:
         raise ValueError(f"may hold instruction alone; it has {shown_names(value)}")
     return value
@@ -234,7 +234,7 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
     """Returns `params` with what `truncate` asks for; a truncate_prompt_tokens in them wins.
 
     Args:
-        params: What the request asks of pooling.
+        params: Pooling parameters of the request.
         truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there; False
             refuses those that do not fit. None leaves it to the server.
     """

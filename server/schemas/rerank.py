@@ -1,6 +1,6 @@
 """Rerank as Cohere, Jina, vLLM and Voyage clients send and read it.
 
-Answers hold no key that Elasticsearch's strict Cohere parser does not know. What the request has tells whether they
+Answers hold no key that Elasticsearch's strict Cohere parser does not know. The request tells whether they
 hold `document` unasked: vLLM, Jina and SGLang return it, Cohere and Voyage do not.
 """
 
@@ -90,11 +90,11 @@ class RerankRequest(PairBody):
         return names
 
     def texts(self) -> list[str]:
-        """Returns what is to be ranked of each document; see `document_texts`."""
+        """Returns the text to rank of each document; see `document_texts`."""
         return document_texts(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling. Documents are cut to fit unless the request sets a limit."""
+        """Returns the pooling parameters. Documents are cut to fit unless the request sets a limit."""
         params = super().pooling_params()
         if self.raw_scores and params.use_activation is None:
             params = params.clone(use_activation=False)

@@ -80,7 +80,7 @@ class TeiModelBody(TeiBody):
         return schema
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         is_cut = self.truncate is not False
         return PoolingParams(
             truncate_prompt_tokens=-1 if is_cut else None,
@@ -116,7 +116,7 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
     encoding_format: Literal["float"] | None = Field(None, description="Hugging Face's client: answers are numbers.")
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         normalize = self.normalize is not False
         return super().pooling_params().clone(dimensions=self.dimensions, any_dimensions=True, normalize=normalize)
 
@@ -158,7 +158,7 @@ class TeiPredictRequest(TeiModelBody):
         return bool(self.raw_scores) or self.function_to_apply == "none"
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return super().pooling_params().clone(use_activation=False if self.is_raw else None)
 
 
@@ -178,7 +178,7 @@ class TeiRerankRequest(TeiModelBody):
     instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return super().pooling_params().clone(use_activation=False if self.raw_scores else None)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's routes for what a model makes of texts, its tokens, and its load, as vLLM's clients send and read them."""
+"""Bodies of vLLM's routes: outputs of the model, tokens, load and settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
                 )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns what the request asks of pooling."""
+        """Returns the pooling parameters."""
         return (
             super()
             .pooling_params()

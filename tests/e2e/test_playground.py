@@ -10,7 +10,7 @@ import pytest
 
 from penstock.server.schemas.classify import TokenClassifyResponse
 from penstock.server.schemas.encode import EncodeResponse
-from penstock.server.schemas.openai import ModelList
+from penstock.server.schemas.models import ModelList
 
 from .browser import Page
 

@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import (
     RequestTooLongError,
 )
 from penstock.server.errors import ERROR_KINDS
-from penstock.server.routes import openai
+from penstock.server.routes import models
 
 
 def tree(cls: type[EngineError]) -> list[type[EngineError]]:
@@ -85,7 +85,7 @@ async def test_an_unforeseen_error_is_hidden_and_logged(client, engine, caplog: 
 async def test_an_unforeseen_error_of_a_route_without_a_body_is_answered_alike(
     client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai, "model_card", Mock(side_effect=RuntimeError("secret detail")))
+    monkeypatch.setattr(models, "_card", Mock(side_effect=RuntimeError("secret detail")))
     response = await client.get("/v1/models", headers={"x-request-id": "id-9"})
     assert response.status_code == 500
     assert response.headers["x-request-id"] == "id-9"

@@ -1,6 +1,7 @@
 """Words for what a text is for, to the prompts of models as they are published."""
 
 import contextlib
+from typing import Any
 
 import pytest
 from fastapi import Request
@@ -8,6 +9,7 @@ from fastapi import Request
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
+from penstock.server.calls.call import Call
 from penstock.server.calls.context import ServerContext
 from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, Target
@@ -60,56 +62,57 @@ def body(**fields: str) -> EmbeddingRequest:
     return EmbeddingRequest(input=["a"], **fields)
 
 
-def context() -> ServerContext:
+def call(engine: Any, default_prompt_name: str | None = None) -> Call:
     settings, table = ServerSettings(), ModelTable(ModelManager([], ModelLimits()))
-    return ServerContext(settings, None, table, 0, AdmissionController(settings))
+    context = ServerContext(settings, None, table, 0, AdmissionController(settings))
+    return Call(REQUEST, context, Target(engine, "m", default_prompt_name), 0.0)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 @pytest.mark.parametrize(("prompts", "word", "expected"), CASES)
 def test_a_word_finds_its_prompt(make_engine, prompts: dict, word: str, expected: str | None, field: str) -> None:
-    options = context().embed_options(REQUEST, Target(make_engine(prompts=prompts), "m", None), body(**{field: word}))
+    options = call(make_engine(prompts=prompts)).embed_options(body(**{field: word}))
     assert (options.prompt_name, options.prompt) == (expected, None)
 
 
 def test_the_first_of_several_counts(make_engine) -> None:
-    target = Target(make_engine(prompts=E5), "m", None)
+    asked = call(make_engine(prompts=E5))
     for fields, expected in (
         ({"prompt_name": "passage", "input_type": "query"}, "passage"),
         ({"input_type": "query", "task": "retrieval.passage"}, "query"),
         ({"prompt_name": "", "input_type": "", "task": "query"}, "query"),
     ):
-        assert context().embed_options(REQUEST, target, body(**fields)).prompt_name == expected
+        assert asked.embed_options(body(**fields)).prompt_name == expected
 
 
 def test_the_servers_default_is_for_requests_that_say_nothing(make_engine) -> None:
-    target, server = Target(make_engine(prompts=QUERY_ONLY), "m", "query"), context()
-    assert server.embed_options(REQUEST, target, body()).prompt_name == "query"
-    assert server.embed_options(REQUEST, target, body(input_type="document")).prompt_name is None
+    asked = call(make_engine(prompts=QUERY_ONLY), "query")
+    assert asked.embed_options(body()).prompt_name == "query"
+    assert asked.embed_options(body(input_type="document")).prompt_name is None
 
 
 def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
-    target = Target(make_engine(prompts=QWEN), "m", None)
+    asked = call(make_engine(prompts=QWEN))
     for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
-        options = context().embed_options(REQUEST, target, body(instruction="Find the law", **arguments))
+        options = asked.embed_options(body(instruction="Find the law", **arguments))
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 def test_task_with_an_adapter_is_refused(make_engine, field: str) -> None:
-    target = Target(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)), "m", None)
+    asked = call(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)))
     with pytest.raises(InvalidRequestError) as caught:
-        context().embed_options(REQUEST, target, body(**{field: "retrieval.query"}))
+        asked.embed_options(body(**{field: "retrieval.query"}))
     assert caught.value.param == field
     assert f"{field} is 'retrieval.query'" in caught.value.message
     assert "this server applies no adapters" in caught.value.message
-    assert context().embed_options(REQUEST, target, body()).prompt_name is None
-    assert context().embed_options(REQUEST, target, body(prompt_name="separation")).prompt_name == "separation"
+    assert asked.embed_options(body()).prompt_name is None
+    assert asked.embed_options(body(prompt_name="separation")).prompt_name == "separation"
 
 
 def test_single_adapter_leaves_tasks_open(make_engine) -> None:
-    target = Target(make_engine(prompts=E5, adapters=("lora",)), "m", None)
-    assert context().embed_options(REQUEST, target, body(task="retrieval.query")).prompt_name == "query"
+    asked = call(make_engine(prompts=E5, adapters=("lora",)))
+    assert asked.embed_options(body(task="retrieval.query")).prompt_name == "query"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_single_adapter_leaves_tasks_open(make_engine) -> None:
 )
 def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        context().embed_options(REQUEST, Target(make_engine(prompts=prompts), "m", None), body(**arguments))
+        call(make_engine(prompts=prompts)).embed_options(body(**arguments))
     assert caught.value.param == param
     assert part in caught.value.message
 
@@ -142,5 +145,5 @@ def test_long_name_of_a_purpose_is_not_split(make_engine, monkeypatch: pytest.Mo
     monkeypatch.setattr(prompt_names, "_SEPARATORS", Separators())
     wishes = body(**{field: "query " * 100_000})
     with contextlib.suppress(InvalidRequestError):
-        context().embed_options(REQUEST, Target(make_engine(prompts=E5), "m", None), wishes)
+        call(make_engine(prompts=E5)).embed_options(wishes)
     assert max(split, default=0) < 1_000

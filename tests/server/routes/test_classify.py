@@ -132,9 +132,9 @@ async def test_token_classifier_answers_per_token(serving, make_engine) -> None:
 
 async def test_an_answer_per_token_has_a_limit(serving, make_engine, monkeypatch) -> None:
     async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
-        for limit, value in (("limits.MAX_DECODED_IDS", 4), ("room.MAX_ANSWER_BYTES", 14)):
+        for limit, value in (("calls.sizes.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 14)):
             with monkeypatch.context() as patch:
-                patch.setattr(f"penstock.server.answers.{limit}", value)
+                patch.setattr(f"penstock.server.{limit}", value)
                 response = await client.post("/classify", json={"input": ["Ann met Bob"]})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
             assert f"the limit is {value}" in response.json()["message"]

@@ -486,7 +486,7 @@ SPLADE = {
 
 
 async def test_a_sparse_vector_that_is_larger_than_expected_takes_more_room(serving, make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.answers.sizes.EXPECTED_ENTRIES", 2)
+    monkeypatch.setattr("penstock.server.calls.sizes.EXPECTED_ENTRIES", 2)
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     async with serving(make_engine(**SPLADE)) as client:
         assert (await client.post("/embed_sparse", json={"inputs": ["a b"]})).status_code == 200

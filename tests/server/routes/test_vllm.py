@@ -320,7 +320,7 @@ async def test_the_body_says_whose_tokens_they_are(client: httpx.AsyncClient) ->
     ],
 )
 async def test_no_answer_holds_the_tokens_of_texts_of_any_size(client, monkeypatch, path, body, param) -> None:
-    monkeypatch.setattr("penstock.server.answers.limits.MAX_TOKENIZED_CHARS", 3)
+    monkeypatch.setattr("penstock.server.calls.sizes.MAX_TOKENIZED_CHARS", 3)
     response = await client.post(path, json=body)
     answer = response.json()
     assert response.status_code == (422 if "inputs" in body else 400)

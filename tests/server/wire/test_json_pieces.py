@@ -12,8 +12,8 @@ import pytest
 from fastapi import Request
 
 from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController
-from penstock.server.answers.sizes import AnswerSize
-from penstock.server.answers.vectors import vectors_response
+from penstock.server.calls.sizes import AnswerSize
+from penstock.server.calls.vectors import vectors_response
 from penstock.server.settings import ServerSettings
 from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat
 from penstock.server.wire.json_pieces import (
@@ -225,7 +225,7 @@ async def test_tokens_are_counted_before_they_are_an_answer(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict, param: str
 ) -> None:
     assert (await client.post(path, json=body)).status_code == 200
-    monkeypatch.setattr("penstock.server.answers.limits.MAX_ANSWERED_TOKENS", 2)
+    monkeypatch.setattr("penstock.server.calls.sizes.MAX_ANSWERED_TOKENS", 2)
     answer = await client.post(path, json=body)
     assert answer.status_code in (400, 422)
     assert f"{param} has 3 tokens or more; an answer holds at most 2" in answer.json()["message"]

@@ -39,11 +39,11 @@ def vectors_response(
     *,
     name: str = "embedding",
 ) -> Response:
-    """Returns the answer to a request for vectors, for which memory has been reserved.
+    """Returns the answer to a request for vectors, for which room has been taken.
 
     Args:
         request: That is answered.
-        head: What stands beside `data`: id, object, created, model, usage.
+        head: The fields beside `data`: id, object, created, model, usage.
         rows: [N, D] float32, or N arrays.
         encodings: How to write them; of several, each row holds them all by their names.
         name: The `object` of a row; its field too, but for "pooling", whose field is `data`.

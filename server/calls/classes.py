@@ -1,7 +1,4 @@
-"""Class scores as the rows that vLLM, Cohere and token classification answer with, made while they are written.
-
-Knows no request and no engine.
-"""
+"""Class scores as the rows of responses in each dialect, made while they are written."""
 
 from __future__ import annotations
 
@@ -12,6 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine import ClassResult, TokenResult
+
+
+def prediction_rows(
+    scores: NDArray[np.float32], labels: Sequence[str], top_k: int | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """Returns the classes of each input, best first, made while they are written."""
+    for own in scores:
+        best = np.argsort(-own, kind="stable")[: top_k or None]
+        yield [{"score": own[i], "label": labels[i]} for i in best.tolist()]
 
 
 def vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:

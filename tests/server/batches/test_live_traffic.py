@@ -4,8 +4,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.server.app import create_app
-from penstock.server.batches.window import LiveTraffic
-from penstock.server.middleware.live_traffic import LiveTrafficMiddleware
+from penstock.server.batches.window import LiveTraffic, LiveTrafficMiddleware
 from penstock.server.settings import ServerSettings
 
 HALVES: list[Message] = [

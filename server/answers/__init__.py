@@ -1,1 +1,0 @@
-"""Results of the engine as bodies of answers."""

@@ -1,0 +1,201 @@
+"""A request to a model: the steps that every handler needs between the checked body and the response.
+
+A handler starts a call, checks the body against the limits, reserves memory for the response, runs the engine, and
+shapes the result:
+
+    call = await Call.start(request, body.model, EMBEDDERS)
+    call.check_count(body.inputs, "inputs")
+    call.reserve(of_numbers(...), param="inputs")
+    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, call.options()))
+    return call.respond({**call.head("embd"), "data": ...})
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Collection, Sequence, Sized
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeVar
+
+from fastapi import Request, Response
+
+from penstock.engine import RequestOptions
+from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelKind
+
+from ..admission import AnswerSize
+from ..models.table import Target
+from ..routing import runs_model
+from ..schemas.options import RequestBody
+from ..wire.json_pieces import json_answer
+from ..wire.request_limits import limits_of
+from .context import ClientWatch, ServerContext, context_of
+from .prompts import prompt_for
+from .sizes import check_num_ids, of_token_rows
+
+EMBEDDERS: Final = (ModelKind.EMBEDDING,)
+RERANKERS: Final = (ModelKind.CROSS_ENCODER,)
+CLASSIFIERS: Final = (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.TOKEN_CLASSIFIER)
+FEWER_INPUTS: Final = "Send fewer inputs at once."
+
+T = TypeVar("T")
+
+
+class Result(Protocol):
+    """A result of the engine."""
+
+    @property
+    def num_tokens(self) -> Sequence[int]:
+        """Tokens of each input."""
+
+
+R = TypeVar("R", bound=Result)
+
+
+class Call:
+    """A request to the model that it names.
+
+    Attributes:
+        request: The request.
+        context: State of the application.
+        target: The model, with its default prompt.
+        engine: Its engine.
+        info: The facts of the model.
+        name: The model's name, as the response shows it.
+        began_s: Seconds, of time.perf_counter(). When the handler began.
+        num_tokens: Tokens of all inputs, after `run`.
+    """
+
+    __slots__ = ("began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
+
+    def __init__(self, request: Request, context: ServerContext, target: Target, began_s: float) -> None:
+        self.request = request
+        self.context = context
+        self.target = target
+        self.engine = target.engine
+        self.info = target.engine.info
+        self.name = target.name
+        self.began_s = began_s
+        self.num_tokens = 0
+
+    @classmethod
+    async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> Call:
+        """Finds the model that a request names, which may have to be loaded first.
+
+        Args:
+            request: The request.
+            model: The name; None or empty: the request names none.
+            kinds: The first model of these kinds answers requests that name none; without such a model, the first.
+
+        Raises:
+            EngineUnavailableError: The model is being loaded, or cannot be.
+            ModelNotFoundError: No model has this name; the message lists those that are served.
+            RequestCancelledError: The client hung up while the model was loaded.
+            DeadlineExceededError: The deadline of the request passed meanwhile.
+        """
+        began_s, context = time.perf_counter(), context_of(request)
+        target = context.models.find(model, request.scope, kinds)
+        if target is None:
+            if runs_model(request.scope):
+                limits_of(request.scope)  # raises for wrong headers: the watch reads them later
+            with ClientWatch(request):
+                target = await context.models.load(model, request.scope, kinds)
+        return cls(request, context, target, began_s)
+
+    def check_count(self, inputs: Sized, param: str) -> None:
+        """Raises InvalidRequestError if a request holds more inputs than the server takes."""
+        limit = self.context.settings.max_inputs_per_request
+        if len(inputs) > limit:
+            raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
+
+    def reserve(self, size: AnswerSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
+        """Reserves memory for the response, or for a further part of it; see AdmissionController.hold_response.
+
+        Every response that grows with its request reserves memory: before the model runs if its size is known by then.
+        """
+        self.context.admission.hold_response(self.request.scope, size, param=param, way_out=way_out)
+
+    def reserve_rows(
+        self, options: RequestOptions, *, param: str = "input", names_tokens: bool = False
+    ) -> RequestOptions:
+        """Returns options that reserve memory for a response with token rows once their number is known.
+
+        Args:
+            options: Of the engine call.
+            param: The request field that holds the inputs.
+            names_tokens: The response has the text of every token, too.
+        """
+
+        def check(num_rows: int, width: int) -> None:
+            if names_tokens:
+                check_num_ids(num_rows, param)
+            self.reserve(of_token_rows(num_rows, width, names_tokens=names_tokens), param=param)
+
+        return replace(options, on_rows=check)
+
+    def options(
+        self, prompt_name: str | None = None, instruction: str | None = None, *, priority: int | None = None
+    ) -> RequestOptions:
+        """Returns the engine options of the request, from its headers, its API key and the time that is left.
+
+        A `priority` of the body wins over that of the header.
+
+        Raises:
+            InvalidRequestError: A header is wrong.
+            DeadlineExceededError: The request was read for so long that its deadline has passed.
+        """
+        limits = limits_of(self.request.scope)
+        deadline = self.context.deadline(limits)
+        left_s = deadline.left_s()
+        if left_s <= 0:
+            raise deadline.error()
+        return RequestOptions(
+            timeout_s=None if left_s == math.inf else left_s,
+            priority=limits.priority if priority is None else priority,
+            client=limits.client,
+            namespace=limits.namespace,
+            prompt_name=prompt_name,
+            instruction=instruction,
+        )
+
+    def embed_options(self, body: RequestBody, *, priority: int | None = None) -> RequestOptions:
+        """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
+
+        Requests that name none get the default prompt of the model. Raises the errors of `prompt_for` and `options`.
+        """
+        default_name = self.target.default_prompt_name
+        if default_name is None and body.model_fields_set.isdisjoint(body.prompt_fields):
+            return self.options(priority=priority)
+        wishes = {name: getattr(body, name) for name in body.prompt_fields}
+        if default_name is None and not any(wishes.values()):
+            return self.options(priority=priority)
+        prompt = prompt_for(self.info, default_name=default_name, **wishes)
+        options = self.options(prompt.name, priority=priority)
+        return replace(options, prompt=prompt.text, is_query=prompt.is_query)
+
+    async def watch(self, work: Awaitable[T]) -> T:
+        """Returns the result of `work`. Raises the errors of ClientWatch."""
+        with ClientWatch(self.request):
+            return await work
+
+    async def run(self, task: str, work: Awaitable[R]) -> R:
+        """Returns the result of an engine call and counts its tokens under the name of the task in the metrics."""
+        with ClientWatch(self.request):
+            result = await work
+        self.num_tokens = self.context.metrics.count(task, result.num_tokens)
+        return result
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Returns a response in OpenAI's shape, but for its `data`. Its id begins with `kind`."""
+        return {
+            "id": f"{kind}-{self.request.scope['request_id']}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.name,
+            "usage": {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens},
+        }
+
+    def respond(self, content: Any) -> Response:
+        """Returns the JSON of a response for which memory has been reserved; `content` is what `json_pieces` takes."""
+        return json_answer(self.request, content)

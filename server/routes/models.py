@@ -1,0 +1,93 @@
+"""The served models: their list for the clients of OpenAI and Cohere, and their loading and unloading by an operator.
+
+`admin_router` is on with an admin key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from penstock.engine import ModelInfo
+
+from ..calls.context import ServerContext, context_of
+from ..dialects import OPENAI, PENSTOCK
+from ..models.table import ModelDescription
+from ..routing import Access, Router
+from ..schemas.cohere import cohere_endpoints
+from ..schemas.encode import trained_outputs
+from ..schemas.models import ModelCard, ModelList, ModelRequest
+from ..wire.json_pieces import json_response
+
+router = Router(OPENAI, tag="openai")
+admin_router = Router(PENSTOCK, tag="operations")
+
+
+@router.get("/v1/models", aliases=["/models"], access=Access.OPEN, response_model=ModelList)
+async def list_models(request: Request, endpoint: str | None = None) -> Response:
+    """Lists every model once, with its other names; with `endpoint`, as Cohere's clients ask, those that serve it."""
+    context = context_of(request)
+    cards = [_card(context, model) for model in context.models.describe_all()]
+    if endpoint is not None:
+        cards = [card for card in cards if endpoint in card["endpoints"]]
+    return json_response({"object": "list", "data": cards, "models": cards})
+
+
+@router.get("/v1/models/{name:path}", aliases=["/models/{name:path}"], access=Access.OPEN, response_model=ModelCard)
+async def get_model(name: str, request: Request) -> Response:
+    """Describes a model by one of its names."""
+    context = context_of(request)
+    return json_response(_card(context, context.models.describe(name)))
+
+
+@admin_router.post("/models/load", access=Access.ADMIN_KEY, response_model=ModelCard)
+async def load(body: ModelRequest, request: Request) -> Response:
+    """Loads a model and answers when it can serve. What it takes may make others go."""
+    context = context_of(request)
+    await context.models.load_now(body.model)
+    return json_response(_card(context, context.models.describe(body.model)))
+
+
+@admin_router.post("/models/unload", access=Access.ADMIN_KEY, response_model=ModelCard)
+async def unload(body: ModelRequest, request: Request) -> Response:
+    """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
+    context = context_of(request)
+    await context.models.unload_now(body.model)
+    return json_response(_card(context, context.models.describe(body.model)))
+
+
+def _card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
+    """Returns a ModelCard. Little is known of a model that was never on this machine before it is loaded."""
+    entry, info = model.entry, model.info
+    max_model_len = None if info is None else info.max_model_len
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": context.started_s,
+        "owned_by": "penstock",
+        "max_model_len": max_model_len,
+        "name": model.name,
+        "aliases": [name for name in entry.model.shown_names if name != model.name],
+        "endpoints": [] if info is None else cohere_endpoints(info),
+        "context_length": max_model_len,
+        "status": {"value": entry.status, "state": entry.state},
+        "facts": None if info is None else _facts(info, entry.model.default_prompt_name),
+    }
+
+
+def _facts(info: ModelInfo, default_prompt_name: str | None) -> dict[str, Any]:
+    return {
+        "kind": info.kind,
+        "tasks": info.tasks,
+        "outputs": trained_outputs(info),
+        "model_type": info.model_type,
+        "dtype": info.dtype,
+        "sequence_pooling": info.sequence_pooling,
+        "embedding_size": info.embedding_size,
+        "is_matryoshka": info.is_matryoshka,
+        "matryoshka_dimensions": info.matryoshka_dimensions,
+        "prompts": info.prompts,
+        "default_prompt_name": default_prompt_name or info.default_prompt_name,
+        "num_labels": info.num_labels,
+    }
