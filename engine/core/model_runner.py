@@ -1,4 +1,4 @@
-"""Runs tokenized inputs on torch. Above models/ and pooling/ few know it: this, chunk_memory.py, device.py."""
+"""Runs tokenized inputs on torch."""
 
 from __future__ import annotations
 
@@ -36,28 +36,27 @@ from ..scheduling import (
     plan_pool,
 )
 from .cuda_graphs import ForwardGraphs, record_forwards
+from .device.chunk_memory import ChunkMemory, describe_pool
+from .device.device import device_errors, multiply_exactly, resolve_device
+from .device.memory import DeviceMemory, MemoryGauge, MemoryMeter
+from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardClock, make_current, stream_of
 from .host import threads_of
 from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .memory.chunk_memory import ChunkMemory
-from .memory.describe_pool import describe_pool
-from .memory.device import DeviceMemory, ForwardClock, device_errors, multiply_exactly, resolve_device
-from .memory.device_stream import DeviceStream, Mark, MarkWatch, make_current, stream_of
-from .memory.memory_meter import MemoryGauge, MemoryMeter
 from .runner import EndedForward, ForwardTime, Runner
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
 
 _MOST_UNDER_WAY: Final = 2
-"""Forwards: one that runs, and the next."""
+"""Forwards: the running one and the next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceForward:
-    """A Forward on a device beside the host.
+    """A forward on CUDA.
 
     Attributes:
         copy: The copy of its outputs to the host.
@@ -66,18 +65,18 @@ class DeviceForward:
     """
 
     copy: OutputCopy
-    ended: Mark
-    watch: MarkWatch
+    ended: DeviceEvent
+    watch: EventWatcher
 
     @property
     def is_done(self) -> bool:
-        """See Forward. DeviceLostError where the device has failed."""
+        """See Forward. Raises DeviceLostError if the device has failed."""
         self.watch.check()
         with device_errors():
             return self.ended.is_reached
 
     def outputs(self) -> BatchOutputs:
-        """See Forward. DeviceLostError is all that it raises: what one request does wrong is known when it begins."""
+        """See Forward. Raises DeviceLostError only: errors of a request are raised by Runner.begin."""
         with device_errors():
             self.ended.wait()
         return self.copy.arrived()
@@ -93,9 +92,9 @@ class ModelRunner(Runner):
         dense: The Dense modules that follow the pooling.
         config: Limits of the pool.
         maps: Heads for single tokens; None for none.
-        gauge: Tells what the largest forward takes, which runs before the memory of chunks is sized; None takes that of
-            a GPU, and on a CPU runs no such forward.
-        stream: Where forwards run; None for that of the model's device.
+        gauge: Measures the largest forward before the memory of chunks is sized. None: on a GPU its own memory, on a
+            CPU no such forward runs.
+        stream: Of the forwards; None for that of the model's device.
     """
 
     def __init__(
@@ -121,14 +120,14 @@ class ModelRunner(Runner):
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
         self._clock = ForwardClock(self._stream)
-        self._watch = MarkWatch(self._device)
-        self._under_way: deque[Mark] = deque()  # ends of forwards
+        self._watch = EventWatcher(self._device)
+        self._under_way: deque[DeviceEvent] = deque()  # ends of forwards
         self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
         self._samples = SampleBatches(info, tokenizer)
         self._gpu_warm_up: GpuWarmUp | None = None
         self._graphs: ForwardGraphs | None = None
         self._config = config
-        self._make_room(DeviceMemory(self._device), gauge)
+        self._reserve_memory(DeviceMemory(self._device), gauge)
 
     @classmethod
     def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
@@ -156,7 +155,7 @@ class ModelRunner(Runner):
             )
             model = load_model(info, trust_remote_code=config.trust_remote_code, machine=machine)
             if model.machine is not None:
-                torch.set_num_threads(1)  # what is left to it is small, and its threads would only be in the way
+                torch.set_num_threads(1)  # little work is left to torch; more threads would slow down the C library
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @property
@@ -210,7 +209,7 @@ class ModelRunner(Runner):
                 if self._gpu_warm_up is not None and self._model.is_recordable:
                     self._gpu_warm_up.refill(self.limits)
             if self._gpu_warm_up is not None:
-                self.take_times()  # most of it went into compiling: nobody must learn from that
+                self.take_times()  # most of the time was compilation
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
@@ -219,7 +218,9 @@ class ModelRunner(Runner):
         cache = None
         if self._memory is not None:
             if any(c.sequence.is_long and c.sequence.allocation is None for c in chunks):
-                raise ValueError("a chunk lost its memory before it ran")  # cancelled meanwhile: the others run again
+                raise ValueError(
+                    "a chunk lost its memory before it ran"
+                )  # cancelled meanwhile; the other chunks run again
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:
@@ -244,19 +245,19 @@ class ModelRunner(Runner):
             self._memory.advance(chunks)
         ended = self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:
-            self._meter.end(batch.num_tokens)  # torch counts what is asked for, whether or not it has run
+            self._meter.end(batch.num_tokens)  # torch counts allocations when they are requested
         if isinstance(result, BatchOutputs):
             return EndedForward(result)
         self._under_way.append(ended)
         self._watch.add(ended)
         return DeviceForward(result, ended, self._watch)
 
-    def _make_room(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
-        """Reserves the memory of sequences in chunks: a share of what the largest forward leaves, where that is known.
+    def _reserve_memory(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
+        """Reserves the memory of sequences in chunks: a share of the memory that the largest forward leaves free.
 
         Raises:
             DeviceMemoryError: There is too little memory even for a small forward.
-            ModelLoadError: There is too little for chunks, though the operator asks for them.
+            ModelLoadError: There is too little for the chunks that `kv_cache_memory` asks for.
         """
         config = self._config
         keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
@@ -279,10 +280,10 @@ class ModelRunner(Runner):
         self.take_times()
 
     def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
-        """Reserves the memory of sequences in chunks, so many Bytes, where they are enough for any.
+        """Reserves `memory` Bytes for sequences in chunks, if they hold at least one.
 
         Raises:
-            ModelLoadError: There is not, though the operator asks for it.
+            ModelLoadError: They do not, and `kv_cache_memory` asks for them.
         """
         dtype, limits = self._model.cache_dtype or torch_dtype(self.info.dtype), config.cache
         try:
@@ -311,13 +312,13 @@ class ModelRunner(Runner):
 
 @contextmanager
 def _load_errors(info: ModelInfo) -> Iterator[None]:
-    """As load_errors; torch says in words alone that memory was short."""
+    """As load_errors, also for shortages of memory that only torch's message shows."""
     with load_errors(info), device_errors():
         yield
 
 
 def _token_bytes(info: ModelInfo) -> int:
-    """Bytes that a token of a forward is taken to need before one was measured: rows of a layer, and of its MLP."""
+    """Estimates the Bytes of a token of a forward: the rows of a layer and of its MLP."""
     inner = info.config.get("intermediate_size")  # a list where layers differ
     width = 8 * info.hidden_size + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * info.hidden_size)
     return width * torch_dtype(info.dtype).itemsize

@@ -1,4 +1,4 @@
-"""What the loop asks of whatever runs the model. Plain Python: the loop knows no torch, and no device."""
+"""The interface between the loop and the two runners. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
 
 
 class DeviceMemoryError(Exception):
-    """A forward found too little memory; nothing is left of it, and a smaller one may succeed."""
+    """A forward found too little memory. It changed nothing, and a smaller one may succeed."""
 
 
 class DeviceLostError(Exception):
-    """The device can run nothing any more: the process has to end, and another takes over."""
+    """The device has failed. The process must end, and a new one replaces it."""
 
 
 class ForwardTime(NamedTuple):
-    """A forward that has ended.
+    """The time of a finished forward.
 
     Attributes:
         chunk_tokens: Tokens of chunks of long sequences.
         whole_tokens: Other tokens.
-        seconds: Seconds that it took on the device.
+        seconds: Seconds on the device.
     """
 
     chunk_tokens: int
@@ -33,11 +33,11 @@ class ForwardTime(NamedTuple):
 
 
 class DeviceLimits(NamedTuple):
-    """What of a device limits a forward.
+    """The limits of a device.
 
     Attributes:
-        memory: Bytes of memory that it has; None where it is the host's.
-        max_tokens: Tokens for which one forward has found memory; None where nobody has tried.
+        memory: Bytes; None if the device uses the memory of the host.
+        max_tokens: Tokens for which one forward has found memory; None if that was not measured.
     """
 
     memory: int | None = None
@@ -45,28 +45,28 @@ class DeviceLimits(NamedTuple):
 
 
 class Forward(Protocol):
-    """A forward that was begun."""
+    """A started forward."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `outputs` would wait for nothing."""
+        """Whether `outputs` returns without waiting."""
         ...
 
     def outputs(self) -> BatchOutputs:
-        """Waits for the forward and pools it; to be called once. See Runner.execute for what it gives and raises."""
+        """Waits for the forward and returns its pooled outputs, once. See Runner.execute for results and errors."""
         ...
 
 
 class Runner(Protocol):
-    """One model on one device. Used by one thread at a time. Unless it says otherwise, one lane that keeps the order.
+    """One model on one device. Used by one thread at a time.
 
     Attributes:
         info: The model, on its device.
-        tokenizer: For the frontend.
+        tokenizer: For the client of the engine.
         sequence_pool: Memory of the sequences that run in chunks.
-        num_lanes: Parts of the device that run forwards by themselves.
-        keeps_order: Forwards run one after the other, in the order in which they were begun: then chunks of one prompt
-            may be under way together. Their memory may be given to others meanwhile, as these run later.
+        num_lanes: Parts of the device that run forwards independently.
+        keeps_order: Forwards run one after the other, in the order in which they were started. Several chunks of one
+            prompt may then be under way, and their memory may already be given to forwards that start later.
         limits: Of the device.
     """
 
@@ -78,42 +78,42 @@ class Runner(Protocol):
     limits: DeviceLimits = DeviceLimits()
 
     def warm_up(self) -> None:
-        """Runs one small batch, on a GPU one of every kind, so that no request pays for what happens once.
+        """Runs one small batch, on a GPU one of every kind, so that no request waits for one-time work.
 
         Raises:
-            ModelLoadError: The model gives what is no answer: NaN or inf.
+            ModelLoadError: The model returns NaN or inf.
         """
 
     @property
     def has_room(self) -> bool:
-        """Whether a part of the device has nothing to do, or soon would: a forward may begin beside others."""
+        """Whether a forward may start beside those under way, because a part of the device is or will soon be idle."""
         ...
 
     def ring(self, bell: int | None) -> None:
-        """Names the descriptor that is written to where a forward ends, and where `has_room` becomes true.
+        """Sets the file descriptor that is written to when a forward ends or `has_room` becomes true; None for none.
 
-        After a call with None nobody writes to the last one any more.
+        The runner no longer writes to the previous one after this call.
         """
         ...
 
     def begin(self, chunks: Sequence[Chunk]) -> Forward:
-        """Begins a forward: as `execute`, but may return before its end.
+        """Starts a forward: as `execute`, but may return before its end. Raises the errors of `execute`.
 
-        What sequences keep is as after its end: the next may go on with it at once, where `keeps_order`. Others under
-        way have whole sequences alone where it is not kept. Raises as `execute` does.
+        Pooling states and cursors are already those after the forward. If `keeps_order`, the next chunks of the same
+        sequences may start at once. Otherwise forwards under way hold whole sequences only.
         """
         ...
 
     def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
-        """Runs one forward and pools it. One that fails leaves no trace in what sequences keep.
+        """Runs one forward and pools it. A failed forward changes no state of its sequences.
 
         Args:
-            chunks: Those that begin a sequence first, in ascending length; then those that go on with one. Tasks may be
+            chunks: First the chunks that start a sequence, in ascending length, then the later chunks. Tasks may be
                 mixed.
 
         Returns:
-            A sequence's arrays by output name: of its last chunk all that is left of its answer, of an earlier one the
-            rows of a token-level answer that are ready.
+            The arrays of each sequence by output name. The last chunk of a sequence returns the rest of its result, an
+            earlier one the finished rows of a token-level result.
 
         Raises:
             DeviceMemoryError: Memory was short.
@@ -122,24 +122,24 @@ class Runner(Protocol):
         return self.begin(chunks).outputs()
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Saves what would be lost of a sequence whose memory others get. Raises as `execute` does."""
+        """Saves the SSM states of a sequence that loses its memory. Raises the errors of `execute`."""
 
     def forget(self, sequences: Sequence[QueuedSequence]) -> None:
-        """Drops what is kept of sequences that have ended or were cancelled: pooling states and saved copies."""
+        """Drops the pooling states and saved SSM states of sequences that have ended or were cancelled."""
 
     def free_tokens(self) -> int | None:
-        """Returns the tokens of a forward that find memory on the device now; None where that is not known."""
+        """Returns the tokens of a forward for which the device has memory now; None if that is not known."""
 
     def take_times(self) -> list[ForwardTime]:
-        """Returns the times of the forwards that were seen to end since the last call."""
+        """Returns the times of the forwards that have ended since the last call."""
         ...
 
 
 class EndedForward:
-    """A forward that ran while it was begun.
+    """A forward that ended before `Runner.begin` returned.
 
     Args:
-        result: What it gave, or raised.
+        result: Its outputs, or its error.
     """
 
     is_done = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask
 from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request, SequencePool
 from .loading.load_errors import needs_torch
-from .memory.memory_meter import MemoryGauge
 from .runner import DeviceLimits, DeviceMemoryError, Forward
+
+if TYPE_CHECKING:
+    from .device.memory import MemoryGauge
 
 logger = logging.getLogger("penstock.engine")
 

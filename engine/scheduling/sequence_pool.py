@@ -1,7 +1,7 @@
 """Memory of sequences between two forwards: KV blocks, SSM state slots and cached prefixes. Plain Python without torch.
 
 A sequence gets all that it needs before it starts, so one that has started can always end. The arrays are elsewhere
-(core/memory); here are only block and slot numbers.
+(core/device); here are only block and slot numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one forward reads, as arrays: the tokens of all sequences, or of chunks of them, end to end."""
+"""The input of one forward as arrays: the tokens of all sequences or chunks, end to end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PackedArrays:
         lengths: [N] int32, rows of each sequence.
         skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
         num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None for none.
-        past: What chunks find in pages and leave there; None where all sequences are whole and nothing is kept.
+        past: Keys and values of earlier chunks in pages; None if all sequences are whole and none are kept.
     """
 
     input_ids: NDArray[np.int64]
@@ -42,8 +42,8 @@ class PackedArrays:
         """Packs `inputs` in their order.
 
         Args:
-            inputs: At least one, none of them empty: whole sequences, or chunks of them.
-            starts: Place of each chunk in its sequence; None means that all begin at 0.
+            inputs: At least one. Whole sequences or chunks, not empty.
+            starts: Place of each chunk in its sequence; None: all begin at 0.
         """
         lengths = np.array([len(i) for i in inputs], np.int32)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int32)

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.core.memory.device_stream import stream_of
+from penstock.engine.core.device.stream import stream_of
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 from penstock.engine.protocol.batch_outputs import ResultBlock, pack_results
 from penstock.engine.protocol.messages import ClientMessage, Frame, StepResults

@@ -10,11 +10,11 @@ from threading import Event, Semaphore, Thread
 import torch
 from torch import Tensor
 
-from penstock.engine.core.memory.device_stream import Mark
+from penstock.engine.core.device.stream import DeviceEvent
 
 
-class PlayedMark:
-    """A Mark; `error` is what a lost device says."""
+class PlayedEvent:
+    """A DeviceEvent; `error` is what a lost device says."""
 
     def __init__(self, stream: PlayedStream) -> None:
         self.stream = stream
@@ -31,8 +31,8 @@ class PlayedMark:
         assert self.reached.wait(30)
         self.stream.check()
 
-    def at_ms(self, first: Mark) -> float:
-        assert isinstance(first, PlayedMark)
+    def at_ms(self, first: DeviceEvent) -> float:
+        assert isinstance(first, PlayedEvent)
         assert first.reached.is_set()
         assert self.reached.is_set()
         return (self.reached_s - first.reached_s) * 1000
@@ -70,16 +70,16 @@ class PlayedStream:
         if self.error is not None:
             raise self.error
 
-    def mark(self) -> PlayedMark:
+    def record_event(self) -> PlayedEvent:
         self.check()
-        mark = PlayedMark(self)
+        event = PlayedEvent(self)
 
         def reach() -> None:
-            mark.reached_s = time.perf_counter()
-            mark.reached.set()
+            event.reached_s = time.perf_counter()
+            event.reached.set()
 
         self._asked.put(reach)
-        return mark
+        return event
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         sources = [tensor.clone() for tensor in tensors]  # what comes later writes after this copy

@@ -32,7 +32,7 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec, PrefillChunk, QueuedSequence, Request
 
 from .fake_runner import PARAMS, TOKENIZER, model
-from .played_stream import PlayedMark, PlayedStream
+from .played_stream import PlayedEvent, PlayedStream
 
 INFO = replace(model(), device="cpu", dtype="float32")
 
@@ -203,10 +203,10 @@ def test_end_of_a_forward_wakes_the_thread(stream: PlayedStream) -> None:
 
 
 def test_forward_fails_when_its_event_cannot_be_awaited(stream: PlayedStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(mark: PlayedMark) -> None:
+    def fail(event: PlayedEvent) -> None:
         raise ValueError("made up")
 
-    monkeypatch.setattr(PlayedMark, "wait", fail)
+    monkeypatch.setattr(PlayedEvent, "wait", fail)
     made, waker = flying(Counting(), stream), Waker()
     made.ring(waker.fd)
     stream.gate.clear()

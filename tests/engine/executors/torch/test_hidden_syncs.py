@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.core.memory.device_stream import stream_of
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, sparse

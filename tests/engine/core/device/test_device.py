@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.core.host import available_memory
-from penstock.engine.core.memory import device
-from penstock.engine.core.memory.device import (
-    DeviceMemory,
-    ForwardClock,
+from penstock.engine.core.device import device, memory as device_memory
+from penstock.engine.core.device.device import (
     device_errors,
     has_code_for,
     is_out_of_memory,
     multiply_exactly,
     resolve_device,
 )
-from penstock.engine.core.memory.device_stream import HostMark, HostStream
+from penstock.engine.core.device.memory import DeviceMemory
+from penstock.engine.core.device.stream import ForwardClock, HostEvent, HostStream
+from penstock.engine.core.host import available_memory
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
@@ -52,7 +51,7 @@ def test_the_most_that_was_taken_at_once_is_seen_also_after_it_is_given_back() -
 
 
 def test_a_kernel_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device, "_CLEAR_REFS", tmp_path / "no folder" / "none")
+    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "no folder" / "none")
     memory = DeviceMemory(CPU)
     memory.begin()
     assert memory.taken() is None
@@ -60,7 +59,7 @@ def test_a_kernel_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_free_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(DeviceMemory(CPU).available() - available_memory()) < 1 << 30
-    monkeypatch.setattr(device, "available_memory", lambda: 7)
+    monkeypatch.setattr(device_memory, "available_memory", lambda: 7)
     assert DeviceMemory(CPU).available() == 7
 
 
@@ -173,7 +172,7 @@ def test_errors_of_a_device_are_told_in_the_words_of_the_loop() -> None:
 def test_the_clock_of_a_cpu_gives_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ForwardClock(HostStream())
     times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
-    monkeypatch.setattr(HostStream, "mark", lambda stream: HostMark(next(times)))
+    monkeypatch.setattr(HostStream, "record_event", lambda stream: HostEvent(next(times)))
     clock.begin()  # one that failed: it has no end
     clock.begin()
     clock.end(3, 4)

@@ -1,4 +1,4 @@
-"""The device memory of sequences in chunks: which rows of a batch read what, and where they leave what comes next."""
+"""The device memory of sequences in chunks: KV blocks and SSM slots, and the places that a batch reads and writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...scheduling import Allocation, CacheSpec, Chunk, PoolPlan, QueuedSequence
-from .device_stream import DeviceStream
+from ...protocol.config import SchedulerConfig
+from ...scheduling import Allocation, CacheSpec, Chunk, PoolPlan, QueuedSequence, SequencePool
+from .stream import DeviceStream
 
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
 
@@ -32,13 +33,13 @@ class _SlotUse:
 
 
 class ChunkMemory:
-    """Storage behind the pools. A slot has two places for its states: a forward reads one and writes the other.
+    """Storage of the blocks and slots of a SequencePool.
 
-    So a forward that fails leaves everything as it was: keys and values are written to the same places again, and
-    states are looked for in their new place only once `advance` has said so.
+    A slot has two places for its states: a forward reads one and writes the other, and `advance` swaps them. Keys and
+    values are written to the same places when a chunk runs again. So a failed forward changes nothing.
 
     Args:
-        spec: What the model keeps.
+        spec: Keys, values and states of the model.
         plan: Sizes of the pools.
         block_size: Tokens of a block.
         dtype: Of the model.
@@ -63,10 +64,10 @@ class ChunkMemory:
         self._uses: defaultdict[QueuedSequence, _SlotUse] = defaultdict(_SlotUse)
 
     def batch_cache(self, chunks: Sequence[Chunk]) -> BatchCache | None:
-        """Returns what a forward over `chunks` reads and writes; None where that is nothing. The places on the host.
+        """Returns the cache that a forward over `chunks` uses, with places on the host; None if it uses none.
 
         Args:
-            chunks: Those that begin a sequence before those that go on with one.
+            chunks: First the chunks that start a sequence, then the later chunks.
         """
         if all(c.sequence.allocation is None for c in chunks):
             return None
@@ -87,17 +88,19 @@ class ChunkMemory:
         )
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """Records that a forward over `chunks` was begun without an error: whatever is begun later comes after it."""
+        """Records that a forward over `chunks` was started. Later forwards read the states that it writes."""
         if self._ssm is None:
             return
         for chunk in chunks:
-            if chunk.sequence.allocation is not None:
+            if chunk.is_last:
+                self._uses.pop(chunk.sequence, None)
+            elif chunk.sequence.allocation is not None:
                 self._uses[chunk.sequence].place ^= 1
 
     def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Copies the states of a sequence that loses its slot to the host, so that it can go on in another.
+        """Copies the states of a sequence that loses its slot to the host, so that it can continue in another slot.
 
-        Waits for nothing: on a device the copy is asked for, behind the forwards that write the states.
+        Does not wait: the copy is queued behind the forwards that write the states.
         """
         if self._ssm is None or self._kv is not None or not sequence.num_pooled:
             return
@@ -116,11 +119,11 @@ class ChunkMemory:
             use.saved = None
 
     def forget(self, sequence: QueuedSequence) -> None:
-        """Drops what is kept of a sequence that has ended."""
+        """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 
     def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
-        """Blocks of the sequences with a past, and the place of every row that is kept."""
+        """Returns the block tables of the later chunks, and the block place of every row that is kept."""
         held = [chunk.sequence.allocation for chunk in chunks]
         blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
         tables = [b[: -(-c.end // block_size)] for c, b in zip(chunks[num_new:], blocks[num_new:], strict=True)]
@@ -132,7 +135,7 @@ class ChunkMemory:
         first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
         is_kept = np.repeat([a is not None for a in held], lengths)
         positions = np.arange(lengths.sum()) + np.repeat([c.start for c in chunks] - first_rows, lengths)
-        # Block of every row; rows that are not kept are left out below.
+        # Block of every row. Rows without an allocation are dropped below.
         places = np.repeat(first_blocks, lengths) + positions // block_size
         kept = np.flatnonzero(is_kept)
         slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
@@ -144,7 +147,7 @@ class ChunkMemory:
         }
 
     def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
-        """Places that states are read from and written to."""
+        """Returns the places from which states are read and to which they are written."""
         held = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
         saved = [(i, c, self._uses[c.sequence], a) for i, c, a in held if a is not None]
         loaded = [(i, use, a) for i, c, use, a in saved if c.start]
@@ -156,10 +159,36 @@ class ChunkMemory:
         }
 
     def _place(self, use: _SlotUse, allocation: Allocation, *, is_next: bool = False) -> int:
-        """Where the states of a sequence are now, or will be after the next forward."""
+        """Returns the place of the states of a sequence now, or after the next forward."""
         assert allocation.state_slot is not None, "a model with SSM layers has a pool of slots"
         return allocation.state_slot + (use.place ^ is_next) * self._num_slots
 
 
 def _indices(values: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64))
+
+
+def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
+    """Returns the size of the pool, whether inputs run in chunks, and whether prefixes are kept.
+
+    Args:
+        sequence_pool: Memory of sequences that run in chunks.
+        limits: Settings of the operator.
+        num_bytes: Bytes of the pool; see PoolPlan.
+    """
+    kv, ssm = sequence_pool.kv, sequence_pool.ssm
+    sizes = []
+    if kv is not None:
+        sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
+    if ssm is not None:
+        sizes.append(f"{ssm.num_slots:,} state slot{'s' * (ssm.num_slots != 1)}")
+    chunks = "off"
+    if limits.enable_chunked_prefill:
+        chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
+    prefixes = "off" if sequence_pool.prefixes is None else "on"
+    return f"the pool holds {' and '.join(sizes)} in {_mib(num_bytes)}; chunks: {chunks}; prefix cache: {prefixes}"
+
+
+def _mib(num_bytes: int) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"

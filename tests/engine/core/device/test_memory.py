@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.memory.memory_meter import MemoryMeter
+from penstock.engine.core.device.memory import MemoryMeter
 from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.scheduling import Chunk

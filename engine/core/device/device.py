@@ -1,11 +1,10 @@
-"""The device that the model runs on: which one, what memory it has, how long forwards take on it, and how it fails."""
+"""Selects and checks the device of a model, and translates its errors."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +15,7 @@ import torch
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
-from ..host import available_memory
-from ..runner import DeviceLostError, DeviceMemoryError, ForwardTime
-from .device_stream import DeviceStream, Mark
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-_NO_STATS: Final = {f"{kind}_bytes": {"all": {"current": 0, "peak": 0}} for kind in ("allocated", "reserved")}
-"""As before the first allocation, of which torch says nothing."""
+from ..runner import DeviceLostError, DeviceMemoryError
 
 logger = logging.getLogger("penstock.engine")
 
@@ -65,7 +56,7 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
         return device, config.dtype
     if device == "cpu":
         return device, "float32"
-    with torch.cuda.device(index):  # of several, they may differ
+    with torch.cuda.device(index):  # devices may differ
         # Before Ampere bfloat16 is emulated, at a fraction of the speed of float16.
         return device, "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
@@ -82,7 +73,7 @@ def why_unusable() -> str:
     driver = found[1] if found else "of unknown version"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # torch's own words for it
+    except (RuntimeError, AssertionError) as error:  # torch's message
         said = str(error).partition("\n")[0]
     else:
         said = "no device is visible"
@@ -143,10 +134,10 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
 
 
 def multiply_exactly() -> None:
-    """Has CUDA keep float32 products in float32, and add up those of 16 bits in float32 to the end.
+    """Makes CUDA compute float32 products in float32, and accumulate 16-bit products in float32.
 
-    The first is torch's default, said here so that nothing else changes it. The second is not: torch lets cuBLAS add in
-    16 bits the parts of a product that was split along its inner width.
+    The first is torch's default, set here because other code may change it. The second is not: by default cuBLAS may
+    add the partial sums of a split product in 16 bits.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -154,8 +145,8 @@ def multiply_exactly() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was short; on a CPU, and of pinned memory, torch says so in words alone."""
-    if isinstance(error, torch.AcceleratorError):  # the device goes on: the host has no more memory to pin
+    """Whether an error means that memory was short. For CPU and pinned memory only torch's message shows it."""
+    if isinstance(error, torch.AcceleratorError):  # the host has no memory to pin; the device still works
         return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -164,11 +155,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Says in the words of the loop what torch raises of the device.
+    """Translates errors of torch into those of the Runner.
 
     Raises:
         DeviceLostError: The device is lost.
-        DeviceMemoryError: Memory was short. What torch keeps on CUDA for later use is given back.
+        DeviceMemoryError: Memory was short. The CUDA cache of torch was freed.
     """
     try:
         yield
@@ -177,103 +168,7 @@ def device_errors() -> Iterator[None]:
             if isinstance(error, torch.AcceleratorError):
                 raise DeviceLostError(str(error)) from error
             raise
-        clear_frames(error.__traceback__)  # they hold all that the forward had come to
+        clear_frames(error.__traceback__)  # its frames hold the activations of the forward
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         raise DeviceMemoryError(str(error)) from error
-
-
-class DeviceMemory:
-    """A MemoryGauge of the host or of a CUDA device.
-
-    Args:
-        device: Which.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._tells = self._is_cuda or _can_reset_peak()
-        self._before = 0
-
-    def available(self) -> int:
-        """Returns the Bytes that could be allocated now, those that torch keeps for later use among them."""
-        if not self._is_cuda:
-            return available_memory()
-        free, _ = torch.cuda.mem_get_info(self._device)
-        stats = _memory_stats(self._device)
-        return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
-
-    def total(self) -> int | None:
-        """Returns the Bytes that a CUDA device has; None of the host."""
-        return torch.cuda.get_device_properties(self._device).total_memory if self._is_cuda else None
-
-    def begin(self) -> None:
-        """Forgets the last peak."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
-        elif self._tells:
-            _CLEAR_REFS.write_text(_RESET_PEAK)
-            self._before = _resident("VmRSS")
-
-    def taken(self) -> int | None:
-        """Returns the most Bytes that were taken at once since `begin`; None where the kernel does not tell."""
-        if self._is_cuda:
-            return _memory_stats(self._device)["allocated_bytes"]["all"]["peak"] - self._before
-        return _resident("VmHWM") - self._before if self._tells else None
-
-
-def _memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns torch's statistics of a CUDA device as they are.
-
-    torch.cuda.memory_allocated and its like make a flat and sorted copy for each number, some 60 us each.
-    """
-    stats: dict[str, dict[str, dict[str, int]]] = torch.cuda.memory_stats_as_nested_dict(device)
-    return stats or _NO_STATS
-
-
-def _can_reset_peak() -> bool:
-    """Whether the kernel lets this process ask for the peak of its memory from now on; hardened containers may not."""
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:
-        return False
-    return True
-
-
-def _resident(field: str) -> int:
-    """Bytes of a line of the kernel's status of this process."""
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-class ForwardClock:
-    """Times forwards by marks in the work of their device, of which several may be under way. Never waits for one.
-
-    Args:
-        stream: Where they run.
-    """
-
-    def __init__(self, stream: DeviceStream) -> None:
-        self._stream = stream
-        self._began = stream.mark()
-        self._under_way: deque[tuple[Mark, Mark, int, int]] = deque()
-
-    def begin(self) -> None:
-        """Starts the time of the next forward."""
-        self._began = self._stream.mark()
-
-    def end(self, chunk_tokens: int, whole_tokens: int) -> Mark:
-        """Returns the end of a forward, of which everything has been asked for; see ForwardTime."""
-        ended = self._stream.mark()
-        self._under_way.append((self._began, ended, chunk_tokens, whole_tokens))
-        return ended
-
-    def take(self) -> list[ForwardTime]:
-        """Returns the forwards that were seen to end since the last call."""
-        times = []
-        while self._under_way and self._under_way[0][1].is_reached:
-            began, ended, chunk_tokens, whole_tokens = self._under_way.popleft()
-            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.at_ms(began) / 1000))
-        return times

@@ -1,4 +1,4 @@
-"""Marks in the work of a device, copies on their way out of it, and the thread that rings when a mark is reached."""
+"""Marks in the work of a device, copies on their way out of it, and the thread that rings when an event is reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 import torch
 
-from penstock.engine.core.memory.device_stream import HostMark, HostStream, MarkWatch, stream_of
+from penstock.engine.core.device.stream import EventWatcher, HostEvent, HostStream, stream_of
 from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.core.waker import Waker
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
@@ -26,7 +26,7 @@ def stream() -> Iterator[PlayedStream]:
 def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
     stream = stream_of(torch.device("cpu"))
     assert isinstance(stream, HostStream)
-    first, second = stream.mark(), stream.mark()
+    first, second = stream.record_event(), stream.record_event()
     assert first.is_reached
     first.wait()
     assert 0 <= second.at_ms(first) < 10_000
@@ -35,42 +35,42 @@ def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
 
 
 def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) -> None:
-    waker, watch = Waker(), MarkWatch()
-    watch.add(stream.mark())  # nobody hears it
+    waker, watch = Waker(), EventWatcher()
+    watch.add(stream.record_event())  # nobody hears it
     watch.ring(waker.fd)
     stream.gate.clear()
-    marks = [stream.mark(), stream.mark()]
-    for mark in marks:
-        watch.add(mark)
-    assert not marks[0].is_reached
+    events = [stream.record_event(), stream.record_event()]
+    for event in events:
+        watch.add(event)
+    assert not events[0].is_reached
     stream.gate.set()
-    while not all(mark.is_reached for mark in marks):
+    while not all(event.is_reached for event in events):
         waker.wait()
     watch.ring(None)
-    assert marks[1].at_ms(marks[0]) >= 0
+    assert events[1].at_ms(events[0]) >= 0
 
 
 def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) -> None:
-    old, new, watch = Waker(), Waker(), MarkWatch()
+    old, new, watch = Waker(), Waker(), EventWatcher()
     watch.ring(old.fd)
-    watch.add(stream.mark())
+    watch.add(stream.record_event())
     watch.ring(new.fd)  # waits for what was added before
     old.wait()
     del old
-    watch.add(stream.mark())
+    watch.add(stream.record_event())
     new.wait()
     watch.ring(None)
 
 
 def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: PlayedStream) -> None:
-    waker, watch = Waker(), MarkWatch()
-    mark = stream.mark()
+    waker, watch = Waker(), EventWatcher()
+    event = stream.record_event()
     stream.error = torch.AcceleratorError("gone")
     watch.ring(waker.fd)
-    watch.add(mark)
+    watch.add(event)
     waker.wait()
     with pytest.raises(torch.AcceleratorError):
-        _ = mark.is_reached
+        _ = event.is_reached
     watch.ring(None)
 
 
@@ -83,11 +83,11 @@ def test_the_device_of_the_marks_is_current_in_the_thread(
     """Where another one is current, a wait opens a context there."""
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append((current_thread().name, index)))
-    waker, watch = Waker(), MarkWatch(torch.device(device))
+    waker, watch = Waker(), EventWatcher(torch.device(device))
     watch.ring(waker.fd)
-    watch.add(stream.mark())
+    watch.add(stream.record_event())
     waker.wait()
-    assert calls == [("device-marks", index) for index in expected]
+    assert calls == [("device-events", index) for index in expected]
     watch.ring(None)
 
 
@@ -101,17 +101,17 @@ def test_error_of_the_device_does_not_end_the_thread(
         raise error
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    waker, watch = Waker(), MarkWatch(torch.device("cuda"))
+    waker, watch = Waker(), EventWatcher(torch.device("cuda"))
     watch.ring(waker.fd)
-    watch.add(stream.mark())
+    watch.add(stream.record_event())
     waker.wait()
     with pytest.raises(DeviceLostError, match="gone"):
         watch.check()
     watch.ring(None)
 
 
-class FailingMark(HostMark):
-    """A mark that cannot be waited for."""
+class FailingEvent(HostEvent):
+    """An event that cannot be waited for."""
 
     error = ValueError("made up")
 
@@ -120,11 +120,11 @@ class FailingMark(HostMark):
 
 
 def test_watch_survives_a_mark_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    waker, watch = Waker(), MarkWatch()
+    waker, watch = Waker(), EventWatcher()
     watch.check()
     watch.ring(waker.fd)
     for _ in range(2):
-        watch.add(FailingMark())
+        watch.add(FailingEvent())
         waker.wait()
         with pytest.raises(DeviceLostError, match="made up"):
             watch.check()
@@ -146,11 +146,11 @@ def test_results_leave_a_device_with_what_is_finite_of_them(stream: PlayedStream
     bits = [{name: array.tobytes() for name, array in arrays.items()} for arrays in expected.split()]
     stream.gate.clear()
     copy = PoolerOutput(7, blocks).begin_copy(stream.to_host)
-    mark = stream.mark()
+    event = stream.record_event()
     for values in (rows, tokens):
         values.fill_(9.0)  # comes later on the stream
     stream.gate.set()
-    mark.wait()
+    event.wait()
     found = copy.arrived()
     assert found.is_finite.tolist() == [True] * 5 + [bad is None, True]
     assert found.is_finite.tolist() == expected.is_finite.tolist()
@@ -167,12 +167,12 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        first = stream.mark()
+        first = stream.record_event()
         for _ in range(50):
             a = torch.nn.functional.normalize(a @ a)
         values = [a, a[:, :5], *values[2:]]
         copies = stream.to_host(values)
-        second = stream.mark()
+        second = stream.record_event()
         assert not second.is_reached  # 50 products of 4096 take 10 ms and more
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -182,8 +182,8 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
     for copy, value in zip(copies, values, strict=True):
         assert copy.is_pinned() or not copy.numel()
         assert torch.equal(copy, value.cpu())
-    waker, watch = Waker(), MarkWatch()
+    waker, watch = Waker(), EventWatcher()
     watch.ring(waker.fd)
-    watch.add(stream.mark())
+    watch.add(stream.record_event())
     waker.wait()
     watch.ring(None)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.core.memory.chunk_memory import ChunkMemory
-from penstock.engine.core.memory.device_stream import DeviceStream, stream_of
+from penstock.engine.core.device.chunk_memory import ChunkMemory
+from penstock.engine.core.device.stream import DeviceStream, stream_of
 from penstock.engine.executors.torch.packed_batch import SsmStates
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput

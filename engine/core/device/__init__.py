@@ -1,0 +1,1 @@
+"""The device that a model runs on: its selection and errors, its memory, and the events of its stream."""

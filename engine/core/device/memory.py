@@ -1,0 +1,145 @@
+"""The memory of a device: how much is free, how much forwards take, and how large the next chunk may be.
+
+Activations grow at most in proportion to the tokens of a forward, so the memory of chunks of one size bounds the memory
+of larger chunks. The largest measurement of each size counts, because later chunks of a prompt attend to more tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from ..host import available_memory
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+_NO_STATS: Final = {f"{kind}_bytes": {"all": {"current": 0, "peak": 0}} for kind in ("allocated", "reserved")}
+"""torch has no statistics before the first allocation."""
+
+_USABLE: Final = 0.7
+"""Share of the free memory that a chunk may take. Other processes allocate too, and later chunks need more."""
+_GROWTH: Final = 2
+"""A chunk may be this many times as large as a measured one."""
+
+
+class MemoryGauge(Protocol):
+    """Reads the memory of one device."""
+
+    def available(self) -> int:
+        """Returns the Bytes that can be allocated now."""
+        ...
+
+    def begin(self) -> None:
+        """Starts a measurement."""
+
+    def taken(self) -> int | None:
+        """Returns the peak of allocated Bytes since `begin`; None if the device does not report it."""
+        ...
+
+
+class MemoryMeter:
+    """Measures the memory of forwards with chunks.
+
+    Args:
+        gauge: Of the device.
+        token_bytes: Estimated Bytes of a token until a chunk was measured.
+    """
+
+    def __init__(self, gauge: MemoryGauge, token_bytes: int) -> None:
+        self._gauge = gauge
+        self._token_bytes = max(token_bytes, 1)
+        self._taken: dict[int, tuple[int, int]] = {}  # bits of a number of tokens -> largest number, most Bytes
+
+    def begin(self) -> None:
+        """Starts to measure a forward."""
+        self._gauge.begin()
+
+    def end(self, num_tokens: int) -> None:
+        """Records the memory of a forward of `num_tokens` tokens."""
+        num_bytes = self._gauge.taken()
+        if num_bytes is not None:
+            known_tokens, known_bytes = self._taken.get(num_tokens.bit_length(), (0, 0))
+            self._taken[num_tokens.bit_length()] = max(known_tokens, num_tokens), max(known_bytes, num_bytes)
+
+    def free_tokens(self) -> int:
+        """Returns the largest number of tokens for which a forward finds memory now."""
+        usable = int(self._gauge.available() * _USABLE)
+        if not self._taken:
+            return usable // self._token_bytes
+        largest = 0
+        for num_tokens, num_bytes in sorted(self._taken.values()):
+            if num_bytes <= usable:
+                largest = num_tokens * (_GROWTH if num_bytes * _GROWTH <= usable else 1)
+            elif largest:
+                return min(largest, num_tokens - 1)
+            else:
+                return num_tokens * usable // num_bytes  # an estimate: part of the memory does not depend on the tokens
+        return largest
+
+
+class DeviceMemory:
+    """A MemoryGauge of the host or of a CUDA device.
+
+    Args:
+        device: Which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._tells = self._is_cuda or _can_reset_peak()
+        self._before = 0
+
+    def available(self) -> int:
+        """Returns the Bytes that can be allocated now, including the cache of torch."""
+        if not self._is_cuda:
+            return available_memory()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        stats = _memory_stats(self._device)
+        return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+
+    def total(self) -> int | None:
+        """Returns the Bytes of a CUDA device; None for the host."""
+        return torch.cuda.get_device_properties(self._device).total_memory if self._is_cuda else None
+
+    def begin(self) -> None:
+        """Resets the peak."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
+        elif self._tells:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+            self._before = _resident("VmRSS")
+
+    def taken(self) -> int | None:
+        """Returns the peak of allocated Bytes since `begin`; None if the kernel does not report it."""
+        if self._is_cuda:
+            return _memory_stats(self._device)["allocated_bytes"]["all"]["peak"] - self._before
+        return _resident("VmHWM") - self._before if self._tells else None
+
+
+def _memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+    """Returns torch's statistics of a CUDA device as they are.
+
+    torch.cuda.memory_allocated makes a flat, sorted copy of all statistics, which takes some 60 us.
+    """
+    stats: dict[str, dict[str, dict[str, int]]] = torch.cuda.memory_stats_as_nested_dict(device)
+    return stats or _NO_STATS
+
+
+def _can_reset_peak() -> bool:
+    """Whether the kernel lets this process reset its memory peak. Hardened containers may not."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def _resident(field: str) -> int:
+    """Returns the Bytes of a line in /proc/self/status."""
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,260 @@
+"""The work queue of a device: events in it, the time of forwards, and copies of results to the host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...executors.torch.staging import empty_for, views
+from ..runner import DeviceLostError, ForwardTime
+
+logger = logging.getLogger("penstock.engine")
+
+
+class DeviceEvent(Protocol):
+    """A point in the work queue of a device, like a CUDA event."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all work queued before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Sleeps until it is reached."""
+
+    def at_ms(self, first: DeviceEvent) -> float:
+        """Returns the milliseconds from another event to this one. Both must be reached."""
+        ...
+
+
+class DeviceStream(Protocol):
+    """The work queue of one device. Work runs in the order in which it was queued.
+
+    Attributes:
+        is_beside_host: Whether calls return before the work is done.
+    """
+
+    is_beside_host: bool
+
+    def record_event(self) -> DeviceEvent:
+        """Returns an event behind all queued work."""
+        ...
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies on the host. Read them once a later event is reached; their memory is not reused before."""
+        ...
+
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies on the host for `put_back`. Work that is queued later may write to the tensors."""
+        ...
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """Queues copies of saved tensors to tensors of the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """An event of the host, reached when it is made."""
+
+    at_s: float = field(default_factory=time.perf_counter)
+    is_reached = True
+
+    def wait(self) -> None:
+        """See DeviceEvent."""
+
+    def at_ms(self, first: DeviceEvent) -> float:
+        """See DeviceEvent."""
+        assert isinstance(first, HostEvent), "both events must belong to one stream"
+        return (self.at_s - first.at_s) * 1000
+
+
+class HostStream:
+    """The DeviceStream of a CPU: work is done when the call returns."""
+
+    is_beside_host = False
+
+    def record_event(self) -> HostEvent:
+        """See DeviceStream."""
+        return HostEvent()
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream. The tensors themselves."""
+        return list(tensors)
+
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream."""
+        return [tensor.clone() for tensor in tensors]
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """See DeviceStream."""
+        for place, copy in zip(places, saved, strict=True):
+            place.copy_(copy)
+
+
+class CudaEvent:
+    """A DeviceEvent of a CUDA stream.
+
+    Args:
+        stream: Its point now.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # blocking: `wait` sleeps in the driver. Spinning would take a core from the tokenizers.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event.record(stream)
+
+    @property
+    def is_reached(self) -> bool:
+        """See DeviceEvent."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """See DeviceEvent. Releases the GIL."""
+        self._event.synchronize()
+
+    def at_ms(self, first: DeviceEvent) -> float:
+        """See DeviceEvent. Measured on the device."""
+        assert isinstance(first, CudaEvent), "both events must belong to one stream"
+        return float(first._event.elapsed_time(self._event))
+
+
+class CudaStream:
+    """The DeviceStream of a CUDA device: the stream that is current when it is asked.
+
+    Args:
+        device: Which.
+    """
+
+    is_beside_host = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def record_event(self) -> CudaEvent:
+        """See DeviceStream."""
+        return CudaEvent(torch.cuda.current_stream(self._device))
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream. Copies to one block of pinned memory, which torch does not reuse before they are done."""
+        copies = views(empty_for(tensors, pin_memory=True), tensors)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        return copies
+
+    def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See DeviceStream."""
+        return self.to_host(tensors)
+
+    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """See DeviceStream. Earlier copies to the host are done first, as all are on one stream."""
+        for place, copy in zip(places, saved, strict=True):
+            place.copy_(copy, non_blocking=True)
+
+
+def stream_of(device: torch.device) -> DeviceStream:
+    """Returns the stream in which forwards on a device run."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+def make_current(device: torch.device | None) -> None:
+    """Makes a CUDA device the current one of the calling thread; does nothing for a CPU, or for None.
+
+    Every thread that calls CUDA must do this. Calls that name no device, such as freeing memory after a shortage, use
+    the current device of the thread. With another device current, torch waits for the streams of the wrong device
+    before it unmaps memory, and each further device that is used costs a context of some 500 MB.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+class ForwardClock:
+    """Times forwards by events of their device. Several may be under way. Never waits.
+
+    Args:
+        stream: Where they run.
+    """
+
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream = stream
+        self._began = stream.record_event()
+        self._under_way: deque[tuple[DeviceEvent, DeviceEvent, int, int]] = deque()
+
+    def begin(self) -> None:
+        """Records the start of the next forward."""
+        self._began = self._stream.record_event()
+
+    def end(self, chunk_tokens: int, whole_tokens: int) -> DeviceEvent:
+        """Returns the end event of a forward whose work is queued; see ForwardTime."""
+        ended = self._stream.record_event()
+        self._under_way.append((self._began, ended, chunk_tokens, whole_tokens))
+        return ended
+
+    def take(self) -> list[ForwardTime]:
+        """Returns the forwards that have ended since the last call."""
+        times = []
+        while self._under_way and self._under_way[0][1].is_reached:
+            began, ended, chunk_tokens, whole_tokens = self._under_way.popleft()
+            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.at_ms(began) / 1000))
+        return times
+
+
+class EventWatcher:
+    """Writes to a waker's file descriptor when an event is reached. A thread of its own waits for the device.
+
+    torch has no callback for CUDAn events. If the loop waited for the event, it could not start new requests meanwhile.
+
+    Args:
+        device: Of the events; None for the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._events: SimpleQueue[DeviceEvent | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    def check(self) -> None:
+        """Raises DeviceLostError if the waiting thread has failed, since later events may never be reported."""
+        if self._error is not None:
+            raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
+
+    def ring(self, bell: int | None) -> None:
+        """See Runner.ring."""
+        if self._thread is not None:
+            self._events.put(None)
+            self._thread.join()
+            self._thread = None
+        if bell is not None:
+            self._thread = Thread(target=self._run, args=(bell,), name="device-events", daemon=True)
+            self._thread.start()
+
+    def add(self, event: DeviceEvent) -> None:
+        """Watches an event. Events must be added in the order in which they were recorded."""
+        if self._thread is not None:
+            self._events.put(event)
+
+    def _run(self, bell: int) -> None:
+        try:
+            make_current(self._device)
+        except Exception as error:
+            logger.exception("%s cannot be used by the thread that waits for forwards", self._device)
+            self._error = error  # raised when the loop starts its first forward
+        while (event := self._events.get()) is not None:
+            try:
+                event.wait()
+            except Exception as error:
+                logger.exception("waiting for the end of a forward failed")
+                self._error = error  # raised by `check`, which the loop calls after the wake-up below
+            with contextlib.suppress(BlockingIOError):  # the pipe is full, so the loop will wake up anyway
+                os.write(bell, b"\0")

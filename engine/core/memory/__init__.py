@@ -1,1 +1,0 @@
-"""Memory of the device: how much there is, and who has it."""
