@@ -71,7 +71,7 @@ class PackingRunner(Runner):
             path="packs",
             architecture="Packs",
             model_type="packs",
-            native=True,
+            packed=True,
             kind=ModelKind.EMBEDDING,
             tasks=(PoolingTask.EMBED,),
             hidden_size=WIDTH,

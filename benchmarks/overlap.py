@@ -84,7 +84,7 @@ class SimulatedRunner(Runner):
 
     def __init__(self, device: WallDevice | CountedDevice, host_ms: float, num_under_way: int) -> None:
         self.info = ModelInfo(
-            name="simulated", path="simulated", architecture="None", model_type="none", native=True,
+            name="simulated", path="simulated", architecture="None", model_type="none", packed=True,
             kind=ModelKind.EMBEDDING, tasks=(PoolingTask.EMBED,), hidden_size=WIDTH, vocab_size=1000,
             max_model_len=65_536, embedding_size=WIDTH, sequence_pooling=(PoolingType.MEAN,), device="cuda",
         )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from penstock.kernels.cpu import Machine
 
 from ..executors.torch.base import PackedModel
-from ..executors.torch.layers.dense import Dense
+from ..executors.torch.heads import Dense
 from ..executors.torch.packed_batch import PackedBatch
 from ..model_files.resolve import resolve_model, with_device
 from ..pooling import ChunkedPoolingManager, PoolingMetadata, TokenMaps

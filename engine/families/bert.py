@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Final, NamedTuple, Self
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .config_values import read_config
-from .family import Family
 from .spec import (
     AttentionKind,
     AttentionSpec,
     EmbeddingSpec,
+    Family,
     HeadSpec,
     LayerSpec,
     ModelSpec,

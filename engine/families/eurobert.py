@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from ..protocol.model_info import ModelInfo, ModelKind
 from .decoder import decoder_spec
-from .family import Family
 from .llama import LlamaConfig
-from .spec import ModelSpec, linear
+from .spec import Family, ModelSpec, linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

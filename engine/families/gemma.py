@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from .decoder import FULL, DecoderConfig, alternating, decoder_reader
-from .family import Family
 from .rope import RopeSpec
+from .spec import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from .decoder import FULL, LOCAL, DecoderConfig, decoder_reader
-from .family import Family
 from .rope import RopeSpec
+from .spec import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from typing import Any, Final, Self
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo, ModelKind
 from .config_values import read_config
-from .family import Family
 from .rope import RopeSpec
 from .spec import (
     AttentionKind,
     AttentionSpec,
     EmbeddingSpec,
+    Family,
     LayerSpec,
     ModelSpec,
     NormSpec,

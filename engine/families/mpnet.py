@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from ..protocol.model_info import ModelInfo
 from .bert import LM_HEAD, BertConfig, BlockNames, VocabularyNames, bert_spec
-from .family import Family
-from .spec import ModelSpec, RelativeBiasSpec
+from .spec import Family, ModelSpec, RelativeBiasSpec
 
 # transformers takes these from no configuration.
 _NUM_BUCKETS: Final = 32

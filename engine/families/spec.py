@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..protocol.model_info import ModelInfo
 from ..scheduling import CacheSpec, KvLayerSpec
 from .rope import RopeSpec
 
@@ -294,3 +296,25 @@ class ModelSpec:
             kv_layers=(self.attention.kv_layer,) * len(self.layers),
             shares_prefixes=not any(rope.depends_on_length for rope in ropes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models with packed tokens.
+
+    Attributes:
+        model_type: Of config.json.
+        prefix: Of the class names in transformers: "Bert" of "BertModel" and "BertForSequenceClassification".
+        read: Returns the spec of a resolved model, or raises ModelLoadError; None for layers that ModelSpec does not
+            describe.
+        torch_class: "module.Class" in engine/executors/torch that runs the family where `read` is None.
+        architectures: Class names in transformers that do not begin with `prefix`.
+        leaves_out: Whether the model is one of a few that transformers has to run, by its architecture and config.json.
+    """
+
+    model_type: str
+    prefix: str
+    read: Callable[[ModelInfo], ModelSpec] | None
+    torch_class: str = ""
+    architectures: tuple[str, ...] = ()
+    leaves_out: Callable[[str, Mapping[str, Any]], bool] = lambda architecture, config: False

@@ -79,13 +79,13 @@ def resolve_architecture(draft: ModelDraft) -> None:
     architecture = architectures[0] if architectures else "AutoModel"
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
     family = FAMILIES.get(model_type)
-    native = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
+    packed = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
     # BERT's line has variants under this key; Granite means something else by it.
     is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
-    native = native and is_plain
+    packed = packed and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
-    draft.set("native", native, draft.sources["model_type"])
+    draft.set("packed", packed, draft.sources["model_type"])
     _refuse_other_inputs(draft, architecture)
     for name in ("hidden_size", "vocab_size"):
         value, source = draft.lookup(name)
@@ -96,11 +96,11 @@ def resolve_architecture(draft: ModelDraft) -> None:
         draft.set(name, value, source)
     _check_layers(draft)
     heads, source = draft.lookup("num_attention_heads")
-    if native and heads is not None and (type(heads) is not int or heads < 1):
+    if packed and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
     width = draft.fields["hidden_size"]
     # Heads of decoders may have any width. Their weights are checked when they are loaded.
-    if native and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
+    if packed and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
         raise ModelLoadError(f"{source} of {draft.engine.model} is {heads}; it must divide hidden_size, {width}.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
     draft.set("is_causal", *_causality(draft, architecture, model_type))
@@ -118,7 +118,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     own_source = draft.answers.source if draft.answers is not None else draft.sources["architecture"]
     draft.set("kind", kind, MODULES_FILE if pools else own_source)
     # The classifier of a decoder can score the row of any token, for example of process steps.
-    scores_rows = native and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
+    scores_rows = packed and model_type in DECODER_MODEL_TYPES and architecture.endswith("ForSequenceClassification")
     by_token = (PoolingTask.TOKEN_CLASSIFY,) if scores_rows and draft.answers is None and not pools else ()
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
 

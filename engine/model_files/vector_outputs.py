@@ -104,7 +104,7 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
 
 
 def _hides(draft: ModelDraft) -> bool:
-    return draft.fields["native"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
+    return draft.fields["packed"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
 
 
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
@@ -259,7 +259,7 @@ def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> 
     similarity = settings.get("similarity_fn_name") or "dot"
     if similarity not in ("dot", "cosine"):
         raise UnsupportedModelError(f"{path.parent.parent / SETTINGS_FILE} has similarity_fn_name {similarity!r}.")
-    if not draft.fields["native"] or draft.fields["is_causal"]:
+    if not draft.fields["packed"] or draft.fields["is_causal"]:
         raise UnsupportedModelError(
             f"{draft.name} makes sparse vectors with a masked language model of the family "
             f"{draft.fields['model_type']!r}, for which penstock has no code."

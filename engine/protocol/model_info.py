@@ -89,7 +89,7 @@ class ModelInfo:
         path: Local folder that holds config.json, the weights and the tokenizer.
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
-        native: True if penstock has a packed family for it; False if transformers runs it.
+        packed: Whether penstock has a family for it; else transformers runs it.
         kind: Output that the checkpoint was trained for.
         tasks: Tasks that it serves.
         hidden_size: Width of hidden states.
@@ -148,7 +148,7 @@ class ModelInfo:
     path: str
     architecture: str
     model_type: str
-    native: bool
+    packed: bool
     kind: ModelKind
     tasks: tuple[PoolingTask, ...]
     hidden_size: int

@@ -66,7 +66,7 @@ class FakeEngine:
             "path": str(Path(__file__).parent),
             "architecture": "FakeModel",
             "model_type": "fake",
-            "native": True,
+            "packed": True,
             "kind": kind,
             "tasks": TASKS[kind],
             "hidden_size": WIDTH,

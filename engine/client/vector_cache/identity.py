@@ -60,7 +60,7 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
         UnknownIdentityError: It is not wanted any more, the folder holds no files, or code runs that is not in it.
         OSError: A file cannot be read.
     """
-    if not info.native and _ELSEWHERE in str(info.config.get("auto_map")):
+    if not info.packed and _ELSEWHERE in str(info.config.get("auto_map")):
         raise UnknownIdentityError("it runs code of another repository")
     resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in CHANGES_NO_VECTOR}
     versions = {name: importlib.metadata.version(name) for name in _libraries(info)}
@@ -98,7 +98,7 @@ def _libraries(info: ModelInfo) -> Iterator[str]:
     yield "numpy"
     if info.kernels == "torch":
         yield "torch"
-    if not info.native:
+    if not info.packed:
         yield "transformers"
 
 

@@ -32,8 +32,7 @@ from ...executors.cpu.array_encoder import ArrayEncoder
 from ...executors.cpu.read_weights import has_kernels
 from ...executors.torch.base import PackedModel
 from ...executors.torch.cpu_model import CpuModel
-from ...executors.torch.heads import VocabularyHead
-from ...executors.torch.layers.dense import Dense
+from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.fusion import Fusion
 from ...executors.torch.layers.linear import Linear
 from ...executors.torch.layers.rows import limit_kept_kernels
@@ -91,7 +90,7 @@ def load_model(
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     limit_kept_kernels()
-    if not info.native or (trust_remote_code and has_own_code(info.architecture, info.config)):
+    if not info.packed or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from ...executors.torch.transformers.model import TransformersModel
 
         for name in WEIGHT_FILES:  # transformers follows an index wherever it leads

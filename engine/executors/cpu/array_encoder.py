@@ -10,14 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import CpuEncoder, CpuForward, Machine
+from penstock.kernels.cpu import CpuEncoder, CpuForward, Format, Machine
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...families.registry import find_family
 from ...families.spec import EmbeddingSpec, ModelSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
-from .arithmetic import Arithmetic
 from .heads import ArrayHead
 from .packed_arrays import PackedArrays
 from .read_weights import has_kernels, read_encoder, read_head
@@ -29,11 +28,34 @@ def read_spec(info: ModelInfo) -> ModelSpec | None:
     Raises:
         ModelLoadError: No family knows the model, or a value of its config.json is of no use.
     """
-    if not info.native or info.device != "cpu" or info.dtype == "float16":
+    if not info.packed or info.device != "cpu" or info.dtype == "float16":
         return None
     family = find_family(info.architecture, info.model_type, info.config)
     spec = None if family.read is None else family.read(info)
     return spec if spec is not None and has_kernels(spec, info) else None
+
+
+class Arithmetic(NamedTuple):
+    """What the C library computes in.
+
+    Attributes:
+        products: Of the products with weights.
+        attention: Of the two products of attention: DOT or F32.
+    """
+
+    products: Format
+    attention: Format
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> Arithmetic:
+        """Returns that of a model; with int8 products, what lies between them is rounded to bfloat16 as well."""
+        if info.dtype == "float32":
+            return cls(Format.F32, Format.F32)
+        rounds = info.arithmetic == "bfloat16"
+        attention = Format.DOT if rounds else Format.F32
+        if info.dtype == "int8":
+            return cls(Format.INT8, attention)
+        return cls(Format.DOT if rounds else Format.BF16, attention)
 
 
 class ArrayOutput(NamedTuple):

@@ -1,4 +1,4 @@
-"""Heads: classes of pooled rows and of tokens, and logits over the vocabulary.
+"""Heads: classes of pooled rows and of tokens, logits over the vocabulary, and the Dense of sentence-transformers.
 
 Classification heads run in float32: they are small, and scores are what the caller sees.
 
@@ -11,11 +11,11 @@ from typing import Final, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec
+from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear
 from ...protocol.errors import UnsupportedModelError
-from ...protocol.model_info import ModelInfo
+from ...protocol.model_info import DenseSpec, ModelInfo
 from .base import Head
 from .layers.linear import Linear
 from .layers.norm import load_norm
@@ -27,6 +27,23 @@ BLOCK_ROWS: Final = 128
 # Columns of the product on CUDA. Rows of logits are then aligned to 16 bytes, as the fast kernels of cuBLAS and the
 # widest loads of the pooling kernel want them; the 30,522 tokens of BERT are no multiple of 8.
 _VOCAB_MULTIPLE: Final = 64
+
+# Class names in torch.nn.modules.activation (and Identity) that take no arguments.
+_DENSE_ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
+    "ELU": nn.ELU,
+    "GELU": nn.GELU,
+    "Identity": nn.Identity,
+    "LeakyReLU": nn.LeakyReLU,
+    "Mish": nn.Mish,
+    "ReLU": nn.ReLU,
+    "ReLU6": nn.ReLU6,
+    "SELU": nn.SELU,
+    "SiLU": nn.SiLU,
+    "Sigmoid": nn.Sigmoid,
+    "Softplus": nn.Softplus,
+    "Softsign": nn.Softsign,
+    "Tanh": nn.Tanh,
+}
 
 
 def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str) -> Head | None:
@@ -145,3 +162,28 @@ class VocabularyHead:
         if inner_RD.device.type == "cpu":
             inner_RD = F.pad(inner_RD, (0, 0, 0, BLOCK_ROWS - num_rows))
         return self._out(inner_RD)[:num_rows]
+
+
+class Dense:
+    """The Dense module of sentence-transformers: y = activation(x W^T + b) of a pooled vector, float32.
+
+    Args:
+        weights: View of the module's own folder.
+        spec: Its widths and activation.
+    """
+
+    def __init__(self, weights: Weights, spec: DenseSpec) -> None:
+        if spec.activation not in _DENSE_ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{spec.folder} asks for the activation {spec.activation!r}; "
+                f"known are {', '.join(sorted(_DENSE_ACTIVATIONS))}."
+            )
+        self._activation = _DENSE_ACTIVATIONS[spec.activation]()
+        self.linear = Linear.load(
+            weights, linear("linear", spec.in_features, spec.out_features, bias=spec.bias), is_head=True
+        )
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """Returns [N, O] float32."""
+        y_NO: Tensor = self._activation(self.linear(x_NI.float()))
+        return y_NO

@@ -36,7 +36,7 @@ def info(**changes: Any) -> ModelInfo:
         "path": "/words",
         "architecture": "any",
         "model_type": "any",
-        "native": True,
+        "packed": True,
         "kind": ModelKind.EMBEDDING,
         "tasks": (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
         "hidden_size": 4,

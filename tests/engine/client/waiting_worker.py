@@ -33,7 +33,7 @@ class WaitingRunner(Runner):
             path="waits",
             architecture="Waits",
             model_type="waits",
-            native=True,
+            packed=True,
             kind=ModelKind.EMBEDDING,
             tasks=(PoolingTask.EMBED,),
             hidden_size=1,

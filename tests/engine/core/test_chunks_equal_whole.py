@@ -116,7 +116,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model_class = getattr(transformers, class_name)
     model_class(model_class.config_class(**sizes)).save_pretrained(folder)
     info = with_device(resolve_model(EngineConfig(model=str(folder))), "cuda" if is_on_cuda else "cpu", "float32")
-    assert info.native
+    assert info.packed
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(opened_machine()) if "native" in request.param else None
         model = load_model(info, machine=machine)

@@ -63,14 +63,14 @@ def test_plain_encoder_follows_sentence_transformers_defaults(tmp_path: Path) ->
     assert info.sequence_pooling == (PoolingType.MEAN,)
     assert info.sources["sequence_pooling"] == "default of encoders"
     assert (info.normalize, info.sources["normalize"]) == (True, "default")
-    assert (info.native, info.is_causal, info.embedding_size, info.max_model_len) == (True, False, 32, 40)
+    assert (info.packed, info.is_causal, info.embedding_size, info.max_model_len) == (True, False, 32, 40)
     assert (info.device, info.dtype) == ("auto", "auto")
 
 
 def test_plain_decoder_takes_the_last_token(tmp_path: Path) -> None:
     config = BERT | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     info = resolve(write(tmp_path, {"config.json": config}))
-    assert (info.is_causal, info.native, info.sequence_pooling) == (True, True, (PoolingType.LAST,))
+    assert (info.is_causal, info.packed, info.sequence_pooling) == (True, True, (PoolingType.LAST,))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_causality(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "native"),
+    ("change", "packed"),
     [
         ({}, True),
         ({"model_type": "xlm-roberta", "pad_token_id": 1}, True),
@@ -103,8 +103,8 @@ def test_causality(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> N
         ({"model_type": "gpt2"}, False),
     ],
 )
-def test_native(tmp_path: Path, change: dict[str, Any], native: bool) -> None:
-    assert resolve(write(tmp_path, {"config.json": BERT | change})).native is native
+def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packed: bool) -> None:
+    assert resolve(write(tmp_path, {"config.json": BERT | change})).packed is packed
 
 
 def test_transformer_in_its_own_folder(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def make_info(kind: ModelKind = ModelKind.EMBEDDING, num_labels: int = NUM_LABEL
         "path": "/tiny",
         "architecture": "TinyModel",
         "model_type": "tiny",
-        "native": True,
+        "packed": True,
         "kind": kind,
         "tasks": TASKS[kind],
         "hidden_size": HIDDEN_SIZE,

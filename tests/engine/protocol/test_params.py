@@ -25,7 +25,7 @@ def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:
         "path": "/tiny",
         "architecture": "BertModel",
         "model_type": "bert",
-        "native": True,
+        "packed": True,
         "kind": kind,
         "tasks": tasks[kind],
         "hidden_size": 64,

@@ -311,7 +311,7 @@ async def test_any_language_model_by_the_operator(helium: Published) -> None:
         "score_template": {"parts": ["<bos>", "A: {query}", "\n", "B: {document}", "\n", GEMMA_TASK]},
     }
     async with serving(helium.folder, hf_overrides=overrides) as engine:
-        assert not engine.info.native
+        assert not engine.info.packed
         result = await engine.score([QUERY], DOCUMENTS, RAW)
         assert np.abs(result.scores - helium.logits(DOCUMENTS, None, None)[:, 0]).max() < 1e-4
         with pytest.raises(InvalidRequestError, match="without an instruction"):

@@ -28,7 +28,7 @@ DENSE = DenseSpec(folder="2_Dense", in_features=4, out_features=2, bias=True, ac
 OTHERS: dict[str, Any] = {
     "architecture": "BertModel",
     "model_type": "bert",
-    "native": False,
+    "packed": False,
     "kind": "sequence_classifier",
     "tasks": ("embed",),
     "hidden_size": 5,
@@ -140,7 +140,7 @@ def test_our_arithmetic_and_the_libraries_change_it(info: ModelInfo, monkeypatch
 def test_without_files_or_with_code_from_elsewhere_it_is_not_known(info: ModelInfo) -> None:
     config = {"auto_map": {"AutoModel": "owner/code--modeling.Model"}}
     with pytest.raises(UnknownIdentityError, match="another repository"):
-        identity_of(dataclasses.replace(info, native=False, config=config))
+        identity_of(dataclasses.replace(info, packed=False, config=config))
     identity_of(dataclasses.replace(info, config=config))  # penstock's own model runs
     with pytest.raises(UnknownIdentityError, match="holds none"):
         identity_of(dataclasses.replace(info, path="/nowhere"))

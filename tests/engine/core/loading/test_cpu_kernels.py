@@ -11,7 +11,7 @@ from penstock.engine.core.device.device import resolve_device
 from penstock.engine.core.loading import cpu_kernels
 from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, bfloat16_gain, choose_kernels
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.executors.cpu.arithmetic import Arithmetic
+from penstock.engine.executors.cpu.array_encoder import Arithmetic
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError

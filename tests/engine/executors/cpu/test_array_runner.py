@@ -286,7 +286,7 @@ def test_whom_the_native_kernels_do_not_know(save_model, resolve):
     folder, _ = save_model("BertModel", **SIZES)
     info = resolve(folder)
     assert read_spec(info) is not None
-    for changed in (replace(info, device="cuda"), replace(info, dtype="float16"), replace(info, native=False)):
+    for changed in (replace(info, device="cuda"), replace(info, dtype="float16"), replace(info, packed=False)):
         assert read_spec(changed) is None
     for name, values in (
         ("BertModel", {"hidden_act": "mish"}),

@@ -50,7 +50,7 @@ def info(kind: ModelKind = ModelKind.CROSS_ENCODER, **fields: Any) -> ModelInfo:
         "path": "/model",
         "architecture": "Qwen3ForCausalLM",
         "model_type": "qwen3",
-        "native": True,
+        "packed": True,
         "kind": kind,
         "tasks": (),
         "hidden_size": SIZE,

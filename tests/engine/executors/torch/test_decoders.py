@@ -113,7 +113,7 @@ def test_hidden_states_equal_transformers(family, config, save_model, resolve, p
     folder, reference = save_model(f"{family}Model", **config)
     info = resolve(folder)
     model = load_model(info)
-    assert info.native
+    assert info.packed
     rows = model.forward(pack(sequences)).hidden_states
     assert_close(rows, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
@@ -295,7 +295,7 @@ def test_two_way_llama_is_native_without_its_code(save_model, resolve, pack, seq
     code = {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}
     override = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "auto_map": code}
     info = resolve(folder, hf_overrides={**override, "is_causal": None})
-    assert (info.native, info.is_causal) == (True, False)
+    assert (info.packed, info.is_causal) == (True, False)
     assert_close(load_model(info).forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 
 

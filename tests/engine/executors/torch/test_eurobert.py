@@ -35,7 +35,7 @@ def test_hidden_states_equal_transformers(change, executor, widest, save_model, 
     theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0}}
     folder, reference = save_model("EuroBertModel", **SIZES, **theta)
     info = resolve(folder, hf_overrides=change)
-    assert (info.native, info.is_causal, info.sequence_pooling) == (True, False, (PoolingType.MEAN,))
+    assert (info.packed, info.is_causal, info.sequence_pooling) == (True, False, (PoolingType.MEAN,))
     model = load_model(info, machine=widest if executor == "cpu" else None, trust_remote_code=True)
     assert (model.machine is not None) is (executor == "cpu")
     hidden = model.forward(pack(sequences)).hidden_states
@@ -66,4 +66,4 @@ def test_token_head_equals_transformers(widest, save_model, resolve, pack, seque
 
 def test_classifier_that_pools_logits_runs_on_transformers(save_model, resolve):
     folder, _ = save_model("EuroBertForSequenceClassification", **SIZES)
-    assert not resolve(folder).native
+    assert not resolve(folder).packed

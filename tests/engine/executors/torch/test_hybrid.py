@@ -49,7 +49,7 @@ FAMILIES = [
 def test_hidden_states_equal_transformers(family, config, save_recurrent, resolve, pack, sequences):
     folder, reference = save_recurrent(f"{family}ForCausalLM", **config)
     info = resolve(folder)
-    assert info.native
+    assert info.packed
     assert info.sequence_pooling == (PoolingType.LAST,)
     rows = load_model(info).forward(pack(sequences)).hidden_states
     assert_close(rows, rows_of(reference, sequences, use_cache=False))

@@ -36,7 +36,7 @@ def save(save_recurrent):
 def test_hidden_states_equal_transformers(family, config, save, resolve, pack, sequences):
     folder, reference = save(f"{family}ForCausalLM", **config)
     info = resolve(folder)
-    assert info.native
+    assert info.packed
     assert info.sequence_pooling == (PoolingType.LAST,)
     rows = load_model(info).forward(pack(sequences)).hidden_states
     assert_close(rows, rows_of(reference, sequences, use_cache=False))
