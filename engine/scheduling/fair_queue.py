@@ -21,6 +21,7 @@ takes up to SLOWDOWN times as long as it would alone.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -33,21 +34,31 @@ SLOWDOWN: Final = 8
 """Service of a client, as a multiple of the tokens of a request, during which new requests may pass it."""
 _BATCHES_PER_LANE: Final = 2
 _MIN_BATCH_TOKENS: Final = 48
+_MAX_FRONT: Final = 4096
 
-_HeapItem = tuple[float, int, int, int, QueueEntry]
+_Item = tuple[float, int, int, int, QueueEntry]
 """`due`, number of the request, index of the first sequence, a unique number, entry."""
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Requests of one client that wait: a heap. Entries without waiting sequences are removed lazily."""
+    """Requests of one client that wait: the next ones in a sorted list, the others in a heap.
 
-    heap: list[_HeapItem] = field(default_factory=list)
+    Entries without waiting sequences are removed lazily. Invariant: no entry of the heap precedes one of the list.
+    """
+
+    front: list[_Item] = field(default_factory=list)
+    rest: list[_Item] = field(default_factory=list)
     num_entries: int = 0  # that have waiting sequences
 
-    def push(self, item: _HeapItem) -> None:
-        heapq.heappush(self.heap, item)
+    def push(self, item: _Item) -> None:
         self.num_entries += 1
+        if not self.front or item > self.front[-1]:
+            heapq.heappush(self.rest, item)
+            return
+        bisect.insort(self.front, item)
+        if len(self.front) > _MAX_FRONT:
+            heapq.heappush(self.rest, self.front.pop())
 
     def leave(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence."""
@@ -58,30 +69,28 @@ class _Line:
             return
         entry.sequences = []
         self.num_entries -= 1
-        if len(self.heap) > 2 * self.num_entries + 64:
-            self.heap = [item for item in self.heap if item[-1].num_waiting]
-            heapq.heapify(self.heap)
+        if len(self.rest) > 2 * self.num_entries + 64:
+            self.rest = [item for item in self.rest if item[-1].num_waiting]
+            heapq.heapify(self.rest)
 
     def in_order(self) -> Iterator[QueuedSequence]:
-        """Yields the waiting sequences in order. The line must not change meanwhile. O(k log k) for k requests."""
-        heap = self.heap
-        while heap and not heap[0][-1].num_waiting:
-            heapq.heappop(heap)
-        next_items = [(heap[0], 0)] if heap else []  # a heap of items whose parents were yielded, with their indices
-        while next_items:
-            item, index = heapq.heappop(next_items)
-            yield from _waiting(item[-1])
-            for child in (2 * index + 1, 2 * index + 2):
-                if child < len(heap):
-                    heapq.heappush(next_items, (heap[child], child))
-
-
-def _waiting(entry: QueueEntry) -> Iterator[QueuedSequence]:
-    while entry.first < len(entry.sequences) and entry.sequences[entry.first].entry is not entry:
-        entry.first += 1
-    for index in range(entry.first, len(entry.sequences)):
-        if entry.sequences[index].entry is entry:
-            yield entry.sequences[index]
+        """Yields the waiting sequences in order. The line must not change meanwhile."""
+        self.front = front = [item for item in self.front if item[-1].num_waiting]
+        index = 0
+        while index < len(front) or self.rest:
+            if index == len(front):
+                front.append(heapq.heappop(self.rest))
+            entry = front[index][-1]
+            index += 1
+            sequences = entry.sequences
+            if entry.num_waiting == len(sequences):
+                yield from sequences
+                continue
+            while entry.first < len(sequences) and sequences[entry.first].entry is not entry:
+                entry.first += 1
+            for sequence in itertools.islice(sequences, entry.first, None):
+                if sequence.entry is entry:
+                    yield sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +117,7 @@ class _Client:
 class FairQueue:
     """Waiting sequences by client. Not thread-safe: its owner holds a lock.
 
-    Adding, taking and removing a sequence cost O(log n). A window of k sequences costs O(k log k) and a step for each
-    client that waits.
+    Adding and removing a sequence cost O(log n). A window of k sequences costs O(k), and a step for each client.
 
     Attributes:
         num_seqs: Sequences that wait.
@@ -139,29 +147,39 @@ class FairQueue:
         client = self._client(request.client)
         if not client.is_waiting:
             client.start = max(client.start, self._virtual_time)
-        num_tokens = sum(sequence.num_tokens for sequence in request.sequences)
+        num_tokens = sum([sequence.num_tokens for sequence in request.sequences])
         request.due = client.start + SLOWDOWN * num_tokens + request.priority * tokens_per_level
         request.number = next(self._numbers)
-        for is_long in (False, True):
-            sequences = [sequence for sequence in request.sequences if sequence.is_long == is_long]
-            if sequences:
-                self._push(sequences)
+        long = [sequence for sequence in request.sequences if sequence.is_long]
+        short = [sequence for sequence in request.sequences if not sequence.is_long] if long else request.sequences
+        if short:
+            self._push(client.short, short)
+        if long:
+            self._push(client.long, long)
+            self.num_long += len(long)
+        self.num_seqs += len(request.sequences)
+        self.num_tokens += num_tokens
 
     def add_again(self, sequence: QueuedSequence) -> None:
         """Queues a sequence that was preempted, or runs again in chunks; its request keeps its place."""
-        self._push([sequence])
+        client = self._client(sequence.request.client)
+        self._push(client.long if sequence.is_long else client.short, [sequence])
+        self._count(sequence, +1)
 
     def remove(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence: it runs now, or its request was cancelled."""
-        self._line(sequence).leave(sequence)
+        client = self._clients[sequence.request.client]
+        (client.long if sequence.is_long else client.short).leave(sequence)
         self._count(sequence, -1)
 
     def charge(self, sequence: QueuedSequence, num_tokens: int) -> None:
         """Moves the start time of a client on by tokens of a sequence that run now."""
         client = self._client(sequence.request.client)
-        self._virtual_time = max(self._virtual_time, client.start)
+        if client.start > self._virtual_time:
+            self._virtual_time = client.start
         client.start += num_tokens
-        self._latest_start = max(self._latest_start, client.start)
+        if client.start > self._latest_start:
+            self._latest_start = client.start
 
     def order(self, sequence: QueuedSequence) -> tuple[float, float, int, int]:
         """Returns the key of a sequence, waiting or not: the smallest runs first."""
@@ -175,16 +193,12 @@ class FairQueue:
             line = client.long if is_long else client.short
             if line.num_entries:
                 clients.append((client.start, client.number, line.in_order()))
-        heapq.heapify(clients)
         sequences: list[QueuedSequence] = []
-        while clients and max_tokens > 0 and len(sequences) < max_seqs:
-            start, number, line_in_order = clients[0]
-            if (sequence := next(line_in_order, None)) is None:
-                heapq.heappop(clients)
-                continue
-            heapq.heapreplace(clients, (start + sequence.num_tokens, number, line_in_order))
+        for sequence in clients[0][-1] if len(clients) == 1 else _by_start(clients):
             sequences.append(sequence)
             max_tokens -= sequence.num_tokens
+            if max_tokens <= 0 or len(sequences) >= max_seqs:
+                break
         return sequences
 
     def tokens_per_batch(self, num_lanes: int) -> int:
@@ -194,18 +208,11 @@ class FairQueue:
         """
         return max(self.num_tokens // (_BATCHES_PER_LANE * num_lanes), _MIN_BATCH_TOKENS)
 
-    def _push(self, sequences: list[QueuedSequence]) -> None:
-        first = sequences[0]
-        entry = QueueEntry(sequences, len(sequences))
-        item = (first.request.due, first.request.number, first.index, next(self._numbers), entry)
-        self._line(first).push(item)
+    def _push(self, line: _Line, sequences: list[QueuedSequence]) -> None:
+        first, entry = sequences[0], QueueEntry(sequences, len(sequences))
         for sequence in sequences:
             sequence.entry = entry
-            self._count(sequence, +1)
-
-    def _line(self, sequence: QueuedSequence) -> _Line:
-        client = self._client(sequence.request.client)
-        return client.long if sequence.is_long else client.short
+        line.push((first.request.due, first.request.number, first.index, next(self._numbers), entry))
 
     def _client(self, name: str) -> _Client:
         if (client := self._clients.get(name)) is None:
@@ -219,6 +226,18 @@ class FairQueue:
         self.num_seqs += step
         self.num_long += step * sequence.is_long
         self.num_tokens += step * sequence.num_tokens
+
+
+def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Iterator[QueuedSequence]:
+    """Yields the sequences of several clients: next that of the client with the earliest start time."""
+    heapq.heapify(clients)
+    while clients:
+        start, number, in_order = clients[0]
+        if (sequence := next(in_order, None)) is None:
+            heapq.heappop(clients)
+            continue
+        heapq.heapreplace(clients, (start + sequence.num_tokens, number, in_order))
+        yield sequence
 
 
 def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: float) -> Iterator[QueuedSequence]:

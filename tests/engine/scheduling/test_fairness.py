@@ -201,7 +201,7 @@ def test_cancelled_requests_do_not_pile_up_in_the_queue() -> None:
     for number in range(1, 1_000):
         scheduler.add(make_request(number, [5]))
         scheduler.cancel(number)
-    assert len(scheduler.waiting._clients[""].short.heap) < 100
+    assert len(scheduler.waiting._clients[""].short.rest) < 100
     assert scheduler.waiting.num_seqs == 1
     assert [chunk.sequence.request_id for chunk in run(scheduler).chunks] == [(0, 0)]
 
