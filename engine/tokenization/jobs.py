@@ -21,14 +21,13 @@ from ..protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     RefusalReason,
-    RequestCancelledError,
     drop_tracebacks,
 )
 from ..protocol.request import CLIENT, STAGE_TIMES, Stage
 from ..protocol.shared_resource import SharedResource
+from .model_tokenizer import IsCancelled
 
 T = TypeVar("T")
-IsCancelled = Callable[[], bool]
 """Whether the caller of a job has disconnected, so that the job can stop."""
 
 LONG_JOB: Final = 20_000
@@ -39,8 +38,6 @@ _CHARS_PER_TEXT: Final = 50
 """Cost of a text in addition to its characters."""
 _MIN_SHARE: Final = 8
 """Jobs. Fewer than this are not split between workers."""
-_MAX_CHARS_PER_CALL: Final = 250_000
-"""Characters that are tokenized between two checks for cancellation."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _RATE_MEMORY: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
@@ -161,29 +158,6 @@ class TokenizerJobs:
         done = _results(jobs)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(_settle, done)
-
-
-def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of consecutive groups of texts with limited characters. Checks for cancellation in between.
-
-    Args:
-        num_chars: Characters of each text.
-        is_cancelled: See `check_cancelled`.
-    """
-    first = total = 0
-    for last, count in enumerate(num_chars):
-        if total and total + count > _MAX_CHARS_PER_CALL:
-            yield first, last
-            first, total = last, 0
-            check_cancelled(is_cancelled)
-        total += count
-    yield first, len(num_chars)
-
-
-def check_cancelled(is_cancelled: IsCancelled) -> None:
-    """Raises RequestCancelledError if the caller has disconnected."""
-    if is_cancelled():
-        raise RequestCancelledError("The caller has gone.")
 
 
 def _results(jobs: Sequence[_Job]) -> list[_Result]:

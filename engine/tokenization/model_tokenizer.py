@@ -5,7 +5,7 @@ Truncation states the limit of a request; SpecialTokens are the tokens that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from ..protocol.errors import InvalidRequestError, RequestTooLongError
+from ..protocol.errors import InvalidRequestError, RequestCancelledError, RequestTooLongError
 from ..protocol.request import Text, TokenizedInput
-from .jobs import IsCancelled, portions
 
 _FEW_CHARS_PER_TOKEN: Final = 8
 _MANY_CHARS_PER_TOKEN: Final = 64
@@ -29,6 +28,32 @@ _LONGEST_WORD: Final = 1_000
 _SPARE_TOKENS: Final = 64
 """If the read part of a text exceeds the limit by more tokens than this, the unread part cannot change the result."""
 _PROBE: Final = "One short text to begin with."
+IsCancelled = Callable[[], bool]
+_MAX_CHARS_PER_CALL: Final = 250_000
+"""Characters that are tokenized between two checks for cancellation."""
+
+
+def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of consecutive groups of texts with limited characters. Checks for cancellation in between.
+
+    Args:
+        num_chars: Characters of each text.
+        is_cancelled: See `check_cancelled`.
+    """
+    first = total = 0
+    for last, count in enumerate(num_chars):
+        if total and total + count > _MAX_CHARS_PER_CALL:
+            yield first, last
+            first, total = last, 0
+            check_cancelled(is_cancelled)
+        total += count
+    yield first, len(num_chars)
+
+
+def check_cancelled(is_cancelled: IsCancelled) -> None:
+    """Raises RequestCancelledError if the caller has disconnected."""
+    if is_cancelled():
+        raise RequestCancelledError("The caller has gone.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

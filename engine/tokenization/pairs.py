@@ -11,8 +11,7 @@ from tokenizers import Encoding, Tokenizer
 from ..protocol.errors import InvalidRequestError
 from ..protocol.request import TokenizedInput
 from ..protocol.templates import ScoreTemplate, fields_of, split_at
-from .jobs import IsCancelled, portions
-from .model_tokenizer import ModelTokenizer, Truncation
+from .model_tokenizer import IsCancelled, ModelTokenizer, Truncation, portions
 
 Pair = tuple[str, str]
 _QUERY_SHARE: Final = (3, 4)

@@ -18,8 +18,8 @@ from ..protocol.model_info import TokenizerSpec
 from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.templates import ChatOptions, Conversation
-from .jobs import LONG_JOB, CharAdmission, IsCancelled, TokenizerJobs, check_cancelled, portions
-from .model_tokenizer import ModelTokenizer, SpecialTokens, Truncation
+from .jobs import LONG_JOB, CharAdmission, TokenizerJobs
+from .model_tokenizer import IsCancelled, ModelTokenizer, SpecialTokens, Truncation, check_cancelled, portions
 from .pairs import PairEncoder
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError
-from penstock.engine.tokenization.jobs import LONG_JOB, IsCancelled, TokenizerJobs, portions
+from penstock.engine.tokenization.jobs import LONG_JOB, TokenizerJobs
+from penstock.engine.tokenization.model_tokenizer import IsCancelled, portions
 
 
 @pytest.fixture
