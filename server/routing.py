@@ -148,13 +148,13 @@ class Route(APIRoute):
             del value  # free unknown fields early: the parsed body may stay in the queue for seconds
             if has_schema and body.__pydantic_extra__:
                 body.check_keys()
-            return await answered(answer, body, request) if has_schema else await answer(body=body, request=request)
+            return await answer_body(answer, body, request) if has_schema else await answer(body=body, request=request)
 
         self.json_handler = handle_json
         return handle_json
 
 
-async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Response:
+async def answer_body(answer: Endpoint, body: JsonBody, request: Request) -> Response:
     """Returns the answer of a route to a body. The request and the fields in errors are named as the body does."""
     if (name := body.request_name()) is not None:
         request.scope["request_id"] = name
@@ -165,9 +165,9 @@ async def answered(answer: Endpoint, body: JsonBody, request: Request) -> Respon
         raise
 
 
-async def passed_on(answer: Endpoint, schema: type[JsonBody], body: dict[str, Any], request: Request) -> Response:
+async def answer_as(answer: Endpoint, schema: type[JsonBody], body: dict[str, Any], request: Request) -> Response:
     """Returns the answer of another route to a body that is checked by the schema of that route; see `parsed`."""
-    return await answered(answer, parsed(schema, body), request)
+    return await answer_body(answer, parsed(schema, body), request)
 
 
 class Router:

@@ -5,7 +5,7 @@ shapes the result:
 
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
-    call.reserve(of_numbers(...), param="inputs")
+    call.reserve(size_of_numbers(...), param="inputs")
     result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, call.options()))
     return call.respond({**call.head("embd"), "data": ...})
 """
@@ -32,7 +32,7 @@ from ..wire.json_pieces import json_answer
 from ..wire.request_limits import limits_of
 from .context import ClientWatch, ServerContext, context_of
 from .prompts import prompt_for
-from .sizes import check_num_ids, of_token_rows
+from .sizes import check_num_ids, size_of_token_rows
 
 EMBEDDERS: Final = (ModelKind.EMBEDDING,)
 RERANKERS: Final = (ModelKind.CROSS_ENCODER,)
@@ -130,7 +130,7 @@ class Call:
         def check(num_rows: int, width: int) -> None:
             if names_tokens:
                 check_num_ids(num_rows, param)
-            self.reserve(of_token_rows(num_rows, width, names_tokens=names_tokens), param=param)
+            self.reserve(size_of_token_rows(num_rows, width, names_tokens=names_tokens), param=param)
 
         return replace(options, on_rows=check)
 

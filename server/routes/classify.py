@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions
+import numpy as np
+from fastapi import Request, Response
+from numpy.typing import NDArray
+
+from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, TokenResult
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
 from ..calls.call import CLASSIFIERS, EMBEDDERS, Call
-from ..calls.classes import cohere_rows, prediction_rows, token_rows, vllm_rows
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.sizes import of_classes, of_texts
+from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import VLLM
 from ..routing import BatchUse, Router
 from ..schemas.classify import (
@@ -22,6 +26,7 @@ from ..schemas.classify import (
     TokenClassifyResponse,
 )
 from ..schemas.inputs import Text
+from .tei import prediction_rows
 
 router = Router(VLLM, tag="classify")
 
@@ -50,21 +55,21 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     else:
         options = call.options(priority=body.priority)
     labels, are_named = body.class_names() or info.labels, body.inputs is not None or body.is_infinity()
-    call.reserve(of_classes(body.num_inputs(), labels, are_named=are_named))
+    call.reserve(size_of_classes(body.num_inputs(), labels, are_named=are_named))
     if body.inputs is not None:
-        call.reserve(of_texts(body.inputs), param="inputs")
+        call.reserve(size_of_texts(body.inputs), param="inputs")
     texts, options = await engine_inputs(call, body, options)
     result = await call.run(PoolingTask.CLASSIFY, _classes(call.engine, body, texts, options))
     head = call.head("classify")
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
-        rows = cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
+        rows = _cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(body.inputs)}}
         return call.respond({"id": head["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
         infinity_rows = prediction_rows(result.scores, result.labels)
         return call.respond({**head, "object": "classify", "data": infinity_rows})
-    return call.respond({**head, "data": vllm_rows(result)})
+    return call.respond({**head, "data": _vllm_rows(result)})
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
@@ -117,5 +122,58 @@ async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
     result = await call.run(PoolingTask.TOKEN_CLASSIFY, work)
     ids = sorted({token_id for own in result.token_ids for token_id in own})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
-    rows = token_rows(result, dict(zip(ids, words, strict=True)))
+    rows = _token_rows(result, dict(zip(ids, words, strict=True)))
     return call.respond({**call.head("classify"), "labels": result.labels, "data": rows})
+
+
+def _vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:
+    """Returns vLLM's `data`: the best class and the scores of all, in the order of the model's classes."""
+    for i, (scores, best) in enumerate(zip(result.scores, result.scores.argmax(axis=1).tolist(), strict=True)):
+        label = result.labels[best] if result.labels else None
+        yield {"index": i, "label": label, "probs": scores, "num_classes": len(scores)}
+
+
+def _cohere_rows(
+    answer_id: str, inputs: Sequence[str], result: ClassResult, *, is_multi_label: bool
+) -> Iterator[dict[str, Any]]:
+    """Returns Cohere's `classifications`. Of several labels those at 0.5 or more are predicted, the best at least."""
+    for i, (text, scores) in enumerate(zip(inputs, result.scores, strict=True)):
+        best = int(scores.argmax())
+        chosen = [k for k in range(len(scores)) if scores[k] >= 0.5] if is_multi_label else []
+        chosen = sorted(chosen, key=lambda k: -scores[k]) or [best]
+        yield {
+            "id": f"{answer_id}-{i}",
+            "input": text,
+            "prediction": result.labels[best],
+            "predictions": [result.labels[k] for k in chosen],
+            "confidence": scores[best],
+            "confidences": [scores[k] for k in chosen],
+            "labels": {name: {"confidence": score} for name, score in zip(result.labels, scores, strict=True)},
+            "classification_type": "multi-label" if is_multi_label else "single-label",
+        }
+
+
+def _token_rows(result: TokenResult, texts: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Returns a row per input with the class of every token.
+
+    Args:
+        result: Scores and ids of the tokens.
+        texts: The text of every id.
+    """
+    for i, (scores, ids) in enumerate(zip(result.rows, result.token_ids, strict=True)):
+        tokens = _tokens(scores, ids, result.labels, texts)
+        yield {"index": i, "tokens": tokens, "num_classes": scores.shape[1]}
+
+
+def _tokens(
+    scores: NDArray[np.float32], ids: Sequence[int], labels: Sequence[str], texts: Mapping[int, str]
+) -> Iterator[dict[str, Any]]:
+    for own, token_id in zip(np.ascontiguousarray(scores), ids, strict=True):
+        best = int(own.argmax())
+        yield {
+            "token": texts[token_id],
+            "token_id": token_id,
+            "label": labels[best],
+            "score": own[best],
+            "probs": own,
+        }

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from penstock.engine import PoolingTask
 
 from ..calls.call import EMBEDDERS, Call
-from ..calls.sizes import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens, of_numbers, of_texts, of_tokens
+from ..calls.sizes import (
+    FEWER_IDS,
+    check_num_chars,
+    check_num_ids,
+    check_num_tokens,
+    size_of_numbers,
+    size_of_texts,
+    size_of_tokens,
+)
 from ..calls.vectors import vector_width
 from ..dialects import COHERE
 from ..routing import BatchUse, Router
@@ -58,8 +66,8 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     options = call.embed_options(body, priority=body.priority)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
-    vectors = of_numbers(len(texts) * width, num_forms=len(types))
-    call.reserve(vectors.plus(of_texts(texts)), param=param)
+    vectors = size_of_numbers(len(texts) * width, num_forms=len(types))
+    call.reserve(vectors.plus(size_of_texts(texts)), param=param)
     result = await call.run(PoolingTask.EMBED, call.engine.embed(texts, params, options))
     rows = np.ascontiguousarray(result.embeddings)
     return call.respond(
@@ -85,7 +93,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
         [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
     )
     (token_ids,) = await call.watch(tokenized)
-    call.reserve(of_tokens(len(token_ids)), param="text")
+    call.reserve(size_of_tokens(len(token_ids)), param="text")
     known = sorted(set(token_ids))
     words = await call.watch(call.engine.detokenize([[token_id] for token_id in known], skip_special_tokens=False))
     texts = dict(zip(known, words, strict=True))
@@ -100,7 +108,7 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
     call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
     (text,) = await call.watch(call.engine.detokenize([body.tokens]))
-    call.reserve(of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
     return call.respond({"text": text, "meta": _version_meta()})
 
 

@@ -10,7 +10,7 @@ from penstock.engine import PoolingTask
 
 from ..calls.call import EMBEDDERS, Call
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.sizes import beyond_expected, of_numbers, of_sparse
+from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK
 from ..routing import BatchUse, Router
@@ -33,16 +33,16 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     wanted = body.wanted(call.info)
     tasks = [TASKS[output] for output in wanted]
     if PoolingTask.EMBED in tasks:
-        call.reserve(of_numbers(body.num_inputs() * vector_width(call.info, params)))
+        call.reserve(size_of_numbers(body.num_inputs() * vector_width(call.info, params)))
     if PoolingTask.SPARSE_EMBED in tasks:
-        call.reserve(of_sparse(body.num_inputs()))
+        call.reserve(size_of_sparse(body.num_inputs()))
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.run("+".join(tasks), call.engine.embed_combined(texts, tasks, params, options))
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = written_rows(result.embeddings, encoding)
     if result.sparse is not None:
-        call.reserve(beyond_expected(result.sparse))
+        call.reserve(size_beyond_expected(result.sparse))
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
     if result.vectors is not None:
         columns["multi_vector"] = written_rows(result.vectors, encoding)

@@ -12,7 +12,7 @@ from penstock.engine.protocol.model_info import ModelKind
 from ..calls.call import Call
 from ..calls.vectors import BYTES_RESPONSE
 from ..dialects import TEI, VLLM
-from ..routing import Router, passed_on
+from ..routing import Router, answer_as
 from ..schemas.classify import ClassifyRequest
 from ..schemas.openai import EmbeddingRequest
 from ..schemas.rerank import RerankRequest
@@ -47,9 +47,9 @@ async def invocations(
     if has & {"inputs", "texts"}:
         return await tei.by_model(body, request)
     if "query" in has:
-        return await passed_on(rerank.rerank, RerankRequest, body, request)
+        return await answer_as(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):
-        return await passed_on(rerank.score, ScoreRequest, body, request)
+        return await answer_as(rerank.score, ScoreRequest, body, request)
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
@@ -57,11 +57,11 @@ async def invocations(
             param="input",
         )
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
-        return await passed_on(vllm.pooling, PoolingRequest, body, request)
+        return await answer_as(vllm.pooling, PoolingRequest, body, request)
     model = body.get("model")
     info = (await Call.start(request, model if isinstance(model, str) else None)).info
     if info.kind is ModelKind.TOKEN_CLASSIFIER:
-        return await passed_on(vllm.pooling, PoolingRequest, body, request)
+        return await answer_as(vllm.pooling, PoolingRequest, body, request)
     if info.kind is ModelKind.EMBEDDING:
-        return await passed_on(openai.create_embeddings, EmbeddingRequest, body, request)
-    return await passed_on(classify.classify, ClassifyRequest, body, request)
+        return await answer_as(openai.create_embeddings, EmbeddingRequest, body, request)
+    return await answer_as(classify.classify, ClassifyRequest, body, request)

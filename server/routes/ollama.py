@@ -19,12 +19,12 @@ from penstock.engine.protocol.errors import UnsupportedTaskError
 
 from ..calls.call import EMBEDDERS, Call
 from ..calls.context import ServerContext, context_of
-from ..calls.sizes import of_numbers
+from ..calls.sizes import size_of_numbers
 from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI
 from ..models.served_model import ModelEntry
 from ..models.weight_files import WeightFiles
-from ..routing import Access, Router, passed_on
+from ..routing import Access, Router, answer_as
 from ..schemas.ollama import (
     OllamaEmbedBody,
     OllamaEmbeddingRequest,
@@ -61,7 +61,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     load_s = time.perf_counter() - call.began_s
     call.check_count(body.input, "input")
     params = body.pooling_params(call.info)
-    call.reserve(of_numbers(len(body.input) * vector_width(call.info, params)))
+    call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
     options = call.options(call.target.default_prompt_name)
     result = await call.run(PoolingTask.EMBED, call.engine.embed(body.input, params, options))
     return call.respond(
@@ -157,7 +157,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
     """Refuses to generate text. Ollama's clients load or unload a model by a request without a prompt."""
     life = body.life() if request.scope["path"].startswith("/api/") else None
     if life is not None:
-        return await passed_on(load_or_let_go, OllamaLifeRequest, life, request)
+        return await answer_as(load_or_let_go, OllamaLifeRequest, life, request)
     served = "; ".join(
         name if info is None else f"{name} ({', '.join(info.tasks)})"
         for _, name, info in context_of(request).models.describe_all()

@@ -11,7 +11,7 @@ from penstock.engine import PoolingParams, PoolingTask, RequestOptions
 
 from ..calls.call import EMBEDDERS, Call
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.sizes import of_numbers
+from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..dialects import OPENAI
 from ..routing import BatchUse, Router
@@ -35,7 +35,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     call = await Call.start(request, body.model, EMBEDDERS)
     params, encodings, options = _checked(call, body)
     width = vector_width(call.info, params)
-    call.reserve(of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
+    call.reserve(size_of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
     texts, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
     result = await call.run(PoolingTask.EMBED, embed(texts, params, options))

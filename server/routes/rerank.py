@@ -14,7 +14,7 @@ from penstock.engine import PoolingTask
 
 from ..calls.call import RERANKERS, Call
 from ..calls.inputs import cut_texts
-from ..calls.sizes import of_scores, of_texts
+from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, TEI, VLLM
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas.rerank import RerankRequest, RerankResponse
@@ -52,9 +52,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     texts = body.texts()
     path = request.scope["path"]
     with_documents = body.wants_documents(path)
-    call.reserve(of_scores(len(texts)), param="documents")
+    call.reserve(size_of_scores(len(texts)), param="documents")
     if with_documents:
-        size = of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
+        size = size_of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
         call.reserve(size, param="documents", way_out=_NO_DOCUMENTS)
     else:
         body.documents[:] = (
@@ -91,7 +91,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     for side in sides:
         call.check_count(getattr(body, side), side)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
-    call.reserve(of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
+    call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries = await cut_texts(call, getattr(body, left), body.max_tokens_per_query)
     documents = await cut_texts(call, getattr(body, right), body.max_tokens_per_doc)
     result = await call.run(PoolingTask.SCORE, call.engine.score(queries, documents, body.pooling_params(), options))

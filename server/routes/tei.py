@@ -19,24 +19,23 @@ from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
 from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call
-from ..calls.classes import prediction_rows
 from ..calls.context import context_of
 from ..calls.sizes import (
     FEWER_IDS,
-    beyond_expected,
     check_num_chars,
     check_num_ids,
     check_num_tokens,
-    of_classes,
-    of_numbers,
-    of_scores,
-    of_sparse,
-    of_texts,
-    of_tokens,
+    size_beyond_expected,
+    size_of_classes,
+    size_of_numbers,
+    size_of_scores,
+    size_of_sparse,
+    size_of_texts,
+    size_of_tokens,
 )
 from ..calls.vectors import vector_width
 from ..dialects import TEI
-from ..routing import Access, BatchUse, Router, passed_on
+from ..routing import Access, BatchUse, Router, answer_as
 from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.tei import (
     TeiDecodeRequest,
@@ -107,7 +106,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     call.check_count(body.inputs, "inputs")
     params = body.pooling_params()
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
-    call.reserve(of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
+    call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
     result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, options))
     return _respond(call, np.ascontiguousarray(result.embeddings), num_chars=sum(map(len, body.inputs)))
 
@@ -137,10 +136,10 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
-    call.reserve(of_sparse(len(body.inputs)), param="inputs")
+    call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
     work = call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
     result = await call.run(PoolingTask.SPARSE_EMBED, work)
-    call.reserve(beyond_expected(result.vectors), param="inputs")
+    call.reserve(size_beyond_expected(result.vectors), param="inputs")
     return _respond(call, _sparse_rows(result.vectors), num_chars=sum(map(len, body.inputs)))
 
 
@@ -156,7 +155,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
         raise UnsupportedTaskError(f"{call.info.name} is a {call.info.kind.value}; similarity needs embeddings.")
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
-    call.reserve(of_numbers(len(sentences)), param="inputs.sentences")
+    call.reserve(size_of_numbers(len(sentences)), param="inputs.sentences")
     result = await call.run(PoolingTask.SCORE, call.engine.score([source], sentences, body.pooling_params(), options))
     num_chars = len(source) + sum(map(len, sentences))
     return _respond(call, result.scores, num_chars=num_chars)
@@ -180,7 +179,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
             param="function_to_apply",
         )
     options = call.options(priority=body.priority)
-    call.reserve(of_classes(len(entries), info.labels, are_named=True), param="inputs")
+    call.reserve(size_of_classes(len(entries), info.labels, are_named=True), param="inputs")
     result = await call.run(PoolingTask.CLASSIFY, _classify(call.engine, body, options))
     scores = result.scores if body.is_raw else _probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
@@ -195,9 +194,9 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     call = await Call.start(request, body.model, RERANKERS)
     call.check_count(body.texts, "texts")
     options = call.options(instruction=body.instruction, priority=body.priority)
-    call.reserve(of_scores(len(body.texts)), param="texts")
+    call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
-        call.reserve(of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
+        call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
     result = await call.run(RERANK, call.engine.score([body.query], body.texts, body.pooling_params(), options))
     scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
     rows = _rank_rows(scores, body.texts if body.return_text else None, body.top_n)
@@ -259,7 +258,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     texts = await call.watch(
         call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     )
-    call.reserve(of_texts(texts), param="ids", way_out=FEWER_IDS)
+    call.reserve(size_of_texts(texts), param="ids", way_out=FEWER_IDS)
     return call.respond(texts)
 
 
@@ -278,7 +277,7 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
         )
     )
     num_tokens = sum(len(tokens.token_ids) for tokens in tokenized)
-    call.reserve(of_tokens(num_tokens), param="inputs")
+    call.reserve(size_of_tokens(num_tokens), param="inputs")
     rows = (_tokens(text, tokens) for text, tokens in zip(texts, tokenized, strict=True))
     return call.respond(rows)
 
@@ -289,17 +288,17 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
     model = body.get("model")
     call = await Call.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
-        return await passed_on(similarity, TeiSimilarityRequest, body, request)
+        return await answer_as(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:
-        return await passed_on(rerank_texts, TeiRerankRequest, body, request)
+        return await answer_as(rerank_texts, TeiRerankRequest, body, request)
     if PoolingTask.EMBED not in call.info.tasks and call.info.sparse is not None:
-        return await passed_on(embed_sparse, TeiTokenEmbedRequest, body, request)
+        return await answer_as(embed_sparse, TeiTokenEmbedRequest, body, request)
     if call.info.kind is ModelKind.EMBEDDING:
-        return await passed_on(embed, TeiEmbedRequest, body, request)
+        return await answer_as(embed, TeiEmbedRequest, body, request)
     if call.info.kind is ModelKind.TOKEN_CLASSIFIER:
         raise UnsupportedTaskError(f"{call.name} classifies tokens; POST its texts to /classify as `input`.")
     # Clients of the Inference API read a list of lists, for a single text too.
-    return await passed_on(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
+    return await answer_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
 def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
@@ -340,6 +339,13 @@ def _probabilities(scores: Scores, model: ModelInfo) -> Scores:
     if model.kind is ModelKind.CROSS_ENCODER and model.activation is Activation.IDENTITY and model.use_activation:
         return np.exp(-np.logaddexp(np.float32(0), -scores))
     return scores
+
+
+def prediction_rows(scores: Scores, labels: Sequence[str], top_k: int | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Returns the classes of each input, best first, made while they are written."""
+    for own in scores:
+        best = np.argsort(-own, kind="stable")[: top_k or None]
+        yield [{"score": own[i], "label": labels[i]} for i in best.tolist()]
 
 
 def _rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from penstock.engine import AsyncEngine
 
 from ..calls.call import Call
 from ..calls.inputs import check_messages
-from ..calls.sizes import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens, of_texts, of_tokens
+from ..calls.sizes import FEWER_IDS, check_num_chars, check_num_ids, check_num_tokens, size_of_texts, size_of_tokens
 from ..dialects import TEI, VLLM
 from ..routing import Router
 from ..schemas.cohere import CohereTokenizeRequest, CohereTokenizeResponse
@@ -46,7 +46,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     body.check_given()
     check_messages(call, body)
     ids, strings = await call.watch(_tokens(call.engine, body))
-    call.reserve(of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
+    call.reserve(size_of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
     content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
     return call.respond(content)
 
@@ -59,7 +59,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     text = ""
     if body.tokens:
         (text,) = await call.watch(call.engine.detokenize([body.tokens], skip_special_tokens=False))
-    call.reserve(of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
     return call.respond({"prompt": text})
 
 

@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from ..calls.call import Call
 from ..calls.context import context_of
 from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.sizes import of_numbers
+from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import VLLM
 from ..routing import BatchUse, Router
@@ -61,7 +61,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
         options = call.reserve_rows(options)
     else:
         width = vector_width(call.info, params) if task is PoolingTask.EMBED else len(call.info.labels)
-        call.reserve(of_numbers(body.num_inputs() * width))
+        call.reserve(size_of_numbers(body.num_inputs() * width))
     texts, options = await engine_inputs(call, body, options)
     result = await call.run(task, _calls(call.engine)[task](texts, params, options))
     return vectors_response(request, call.head("pooling"), _rows(result), {"data": encoding}, name="pooling")

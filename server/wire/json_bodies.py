@@ -59,7 +59,11 @@ class JsonBody(BaseModel):
         names = [name for name, value in extra.items() if value is not None and name not in self.ignored_keys]
         if names:
             errors = [
-                {"type": "unknown_key", "loc": ("body", self.tag, shown_names((name,))), "msg": self._told(name)}
+                {
+                    "type": "unknown_key",
+                    "loc": ("body", self.tag, shown_names((name,))),
+                    "msg": self._hint(name),
+                }
                 for name in names[:MAX_SHOWN_ERRORS]
             ]
             # The others are counted, but to word each of a million would take minutes.
@@ -67,7 +71,7 @@ class JsonBody(BaseModel):
         extra.clear()
 
     @classmethod
-    def _told(cls, name: str) -> str:
+    def _hint(cls, name: str) -> str:
         fields = [field.alias or own for own, field in cls.model_fields.items()]
         meant = difflib.get_close_matches(name[:100], fields, n=1)
         return (
