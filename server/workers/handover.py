@@ -1,8 +1,9 @@
-"""Connections from the one process that accepts them to those that serve them, the one with the fewest first.
+"""Accepts connections and passes each to the HTTP process with the fewest.
 
-The kernel would distribute them as well, by one socket for all or one each. With one for all, who wakes first takes all
-that has come: a load of few long connections fills one process. With one each, by a hash: what waits behind a process
-that has died is lost or waits for its successor. Here nothing waits behind a process that is not there.
+The kernel could distribute connections over one shared socket or one socket per process. With a shared socket, the
+process that wakes first takes all waiting connections, so a few long connections fill one process. With one socket
+each, the kernel distributes by a hash, and connections that wait for a dead process are lost. Here no connection waits
+for a process that has ended.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ _BACKLOG: Final = 2048
 _MAX_ACCEPTED: Final = 64
 """Connections that are accepted in one turn of the event loop."""
 _RETRY_S: Final = 0.05
-"""Seconds until another look, where no process takes a connection, or no file can be opened."""
+"""Seconds until the next attempt if no process takes a connection, or no file can be opened."""
 _BYTE: Final = b"\0"
-"""Goes along with a connection."""
+"""Message that carries a connection."""
 
 
-class HandoverEnd:
-    """The way to one process that serves.
+class ConnectionSender:
+    """Passes connections to one HTTP process.
 
     Args:
-        end: Of a pair of sockets that keep messages apart; the process has the other one.
+        end: One end of a SOCK_SEQPACKET pair; the process has the other one.
 
     Attributes:
-        num_open: Connections that it has been handed and that have not ended.
+        num_open: Open connections of the process.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self.num_open = 0
         self._end = end
-        asyncio.get_running_loop().add_reader(end.fileno(), self._hear)
+        asyncio.get_running_loop().add_reader(end.fileno(), self._receive)
 
-    def hand_over(self, connection: socket.socket) -> bool:
-        """Hands a connection over; it is still open here. Returns False where the process takes none now."""
+    def send(self, connection: socket.socket) -> bool:
+        """Passes a connection, which stays open here. Returns False if the process takes none now."""
         try:
             socket.send_fds(self._end, [_BYTE], [connection.fileno()])
-        except OSError:  # it has more than it takes, or has ended, which its supervisor hears by itself
+        except OSError:  # its queue is full, or it has ended, and its supervisor learns that by itself
             return False
         self.num_open += 1
         return True
 
     def close(self) -> None:
-        """Hands nothing over any more."""
+        """Closes the socket."""
         asyncio.get_running_loop().remove_reader(self._end.fileno())
         self._end.close()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             while count := self._end.recv(COUNT_BYTES):
                 self.num_open -= int.from_bytes(count, "little")
@@ -67,35 +68,35 @@ class HandoverEnd:
 
 
 class Acceptor:
-    """Accepts connections for all. Belongs to one event loop.
+    """Accepts connections for all processes. Belongs to one event loop.
 
     Args:
-        listener: Bound; it listens from now on, and what comes waits until somebody serves.
+        listener: A bound socket. It listens from now on; connections wait until a process serves.
     """
 
     def __init__(self, listener: socket.socket) -> None:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
         self._listener = listener
-        self._ends: list[HandoverEnd] = []
-        self._waiting: socket.socket | None = None  # accepted, and nobody takes it
+        self._ends: list[ConnectionSender] = []
+        self._waiting: socket.socket | None = None  # accepted, and no process has taken it
         self._retry: asyncio.TimerHandle | None = None
         self._is_reading = False
         self._is_closed = False
 
-    def add(self, end: HandoverEnd) -> None:
-        """Hands connections over to a process, too."""
+    def add(self, end: ConnectionSender) -> None:
+        """Passes connections to a process from now on."""
         if end not in self._ends:
             self._ends.append(end)
             self._accept()
 
-    def remove(self, end: HandoverEnd) -> None:
-        """Hands nothing over to a process any more."""
+    def remove(self, end: ConnectionSender) -> None:
+        """Passes no more connections to a process."""
         if end in self._ends:
             self._ends.remove(end)
 
     def close(self) -> None:
-        """Accepts nothing any more."""
+        """Stops accepting."""
         self._is_closed = True
         self._read(False)
         if self._retry is not None:
@@ -127,7 +128,7 @@ class Acceptor:
                 self._pause()
                 return
             self._waiting = None
-            if any(end.hand_over(connection) for end in sorted(self._ends, key=lambda end: end.num_open)):
+            if any(end.send(connection) for end in sorted(self._ends, key=lambda end: end.num_open)):
                 connection.close()
                 continue
             self._waiting = connection

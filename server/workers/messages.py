@@ -25,29 +25,29 @@ from ..models.served_model import ServedModel
 from ..settings import ServerSettings
 
 
-class Serving(msgspec.Struct, tag=True, frozen=True):
-    """Worker: it can take connections; before it has its models, it answers that they are being loaded."""
+class WorkerListening(msgspec.Struct, tag=True, frozen=True):
+    """Worker: it accepts connections. Until its models are loaded, it answers with 503."""
 
 
-class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """Worker: it has all the models that could be loaded."""
+class WorkerReady(msgspec.Struct, tag=True, frozen=True):
+    """Worker: all models are loaded, or have failed to load."""
 
 
-class Wanted(msgspec.Struct, tag=True, frozen=True):
-    """Worker: asks for a model by its place in the plan; answered with Loaded or NotLoaded."""
+class GetModel(msgspec.Struct, tag=True, frozen=True):
+    """Worker: asks for a model by its index in the plan. The answer is ModelLoaded or ModelNotLoaded."""
 
     model: int
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor: what the core of a model said when it was loaded."""
+class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor: a model is loaded; `ready` is the message of its engine."""
 
     model: int
     ready: ModelReady
 
 
-class NotLoaded(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor: why a model is not there. `kind` is a class name of errors.py."""
+class ModelNotLoaded(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor: a model could not be loaded. `kind` is a class name of errors.py."""
 
     model: int
     kind: str
@@ -55,14 +55,14 @@ class NotLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineChanged(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor: the status of the engine of a model; sent at every change, and before each Loaded."""
+    """Supervisor: the status of the engine of a model; sent at every change, and before each ModelLoaded."""
 
     model: int
     status: EngineStatus
 
 
-class Family(msgspec.Struct, array_like=True, frozen=True):
-    """Figures of one name: their kind, as Prometheus calls it, and name, labels and value of each."""
+class MetricFamily(msgspec.Struct, array_like=True, frozen=True):
+    """Metrics of one name: their Prometheus type, and the name, labels and value of each sample."""
 
     name: str
     text: str
@@ -70,21 +70,21 @@ class Family(msgspec.Struct, array_like=True, frozen=True):
     samples: list[tuple[str, dict[str, str], float]]
 
 
-class AskFigures(msgspec.Struct, tag=True, frozen=True):
-    """Both: the supervisor asks for those of one process, a worker for those of all."""
+class GetMetrics(msgspec.Struct, tag=True, frozen=True):
+    """Both: the supervisor asks for the metrics of one process, a worker for those of all."""
 
     question: int
 
 
-class Figures(msgspec.Struct, tag=True, frozen=True):
-    """Both: the answer to AskFigures."""
+class MetricsReport(msgspec.Struct, tag=True, frozen=True):
+    """Both: the answer to GetMetrics."""
 
     question: int
-    families: list[Family]
+    families: list[MetricFamily]
 
 
-FromWorker = Serving | Prepared | Wanted | AskFigures | Figures
-FromSupervisor = Loaded | NotLoaded | EngineChanged | AskFigures | Figures
+FromWorker = WorkerListening | WorkerReady | GetModel | GetMetrics | MetricsReport
+FromSupervisor = ModelLoaded | ModelNotLoaded | EngineChanged | GetMetrics | MetricsReport
 
 encode: Final[Callable[[FromWorker | FromSupervisor], bytes]] = msgspec.msgpack.Encoder().encode
 decode_from_worker: Final = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode
@@ -102,7 +102,7 @@ class PlannedModel:
 
     Attributes:
         names: See ServedModel.
-        config: Of its engine.
+        config: Configuration of its engine.
         default_prompt_name: See ServedModel.
         info: See ServedModel.
         hidden_names: See ServedModel.
@@ -123,12 +123,12 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one HTTP process serves.
+    """The part of the server that one HTTP process serves.
 
     Attributes:
-        settings: What the operator asked for, for the whole server.
-        models: What is served.
-        num_workers: Processes that serve.
+        settings: Settings of the whole server.
+        models: The served models.
+        num_workers: Number of HTTP processes.
         client: Number of its EngineClients.
         salt: See Common.
         started_s: See Common.
@@ -154,20 +154,20 @@ class WorkerPlan:
         )
 
     def send(self, end: socket.socket) -> None:
-        """Sends the plan, as the first thing on a socket."""
+        """Sends the plan as the first message on a socket."""
         frame = pickle.dumps(self)
         end.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
 
     @staticmethod
     def receive(end: socket.socket) -> WorkerPlan:
-        """Returns the plan that comes first on a socket. Raises EOFError where it does not come."""
-        length = int.from_bytes(_exactly(end, _LENGTH_BYTES), "little")
-        plan = pickle.loads(_exactly(end, length))  # noqa: S301 - the parent's own words
+        """Receives the first message on a socket. Raises EOFError if the other end closes it."""
+        length = int.from_bytes(_receive_exactly(end, _LENGTH_BYTES), "little")
+        plan = pickle.loads(_receive_exactly(end, length))  # noqa: S301 - sent by the parent process
         assert isinstance(plan, WorkerPlan)
         return plan
 
 
-def _exactly(end: socket.socket, num_bytes: int) -> bytes:
+def _receive_exactly(end: socket.socket, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
         part = end.recv(num_bytes - len(data))
@@ -183,12 +183,12 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """One end. Belongs to one event loop.
+    """One end of a socket that carries messages between two processes. Belongs to one event loop.
 
     Args:
-        decode: Parses what the other end sends.
+        decode: Parses a message.
         on_message: Called for every message.
-        on_end: Called once, when the other end has gone, or sent what cannot be read; not after `close`.
+        on_end: Called once, when the other end has closed or sent an invalid message; not after `close`.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class Channel(Generic[Message]):
         self._connection: MessageConnection
 
     def open(self, end: socket.socket) -> None:
-        """Begins to hear, and lets the socket be the channel's."""
+        """Takes over a socket and starts to receive."""
         self._connection = MessageConnection(end)
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._hear)
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._receive)
 
     def send(self, message: FromWorker | FromSupervisor) -> None:
-        """Sends a message without blocking; to an end that has gone, nothing."""
+        """Sends a message without blocking. Does nothing if the other end has closed."""
         self._connection.send(encode(message))
 
     def close(self) -> None:
@@ -214,16 +214,16 @@ class Channel(Generic[Message]):
             asyncio.get_running_loop().remove_reader(descriptor)
             self._connection.close()
 
-    def _hear(self) -> None:
-        """Takes the messages that are whole."""
+    def _receive(self) -> None:
+        """Handles the messages that have arrived completely."""
         try:
             for message, _ in self._connection.receive():
-                if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
+                if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
                     self._on_message(self._decode(message))
         except EOFError:
             self._end()
         except Exception:
-            logger.exception("a message between the server's processes cannot be taken")
+            logger.exception("a message between the server's processes is invalid")
             self._end()
 
     def _end(self) -> None:

@@ -27,41 +27,41 @@ from ..settings import ServerSettings
 from .handover import Acceptor
 from .http_process import HttpProcess
 from .messages import (
-    AskFigures,
     EngineChanged,
-    Family,
-    Figures,
     FromSupervisor,
     FromWorker,
-    Loaded,
-    NotLoaded,
+    GetMetrics,
+    GetModel,
+    MetricFamily,
+    MetricsReport,
+    ModelLoaded,
+    ModelNotLoaded,
     PlannedModel,
-    Prepared,
-    Serving,
-    Wanted,
+    WorkerListening,
     WorkerPlan,
+    WorkerReady,
 )
-from .metrics import lasting, of_server, summed, to_families
+from .metrics import cumulative, of_server, summed, to_families
 
-Tell = Callable[[FromSupervisor], None]
+Send = Callable[[FromSupervisor], None]
 
 
 class SupervisedModels:
-    """Loads all models at the start, and tells the other processes of them. Belongs to one event loop.
+    """Loads all models at the start and reports them to the HTTP processes. Belongs to one event loop.
 
     Args:
-        settings: What the operator asked for.
-        models: What is served, each with the configuration of its engine.
-        process: The engine process of the first, where it has been started already.
-        tell_all: Tells every process that serves.
+        settings: Settings of the server.
+        models: The served models, each with the configuration of its engine.
+        process: The engine process of the first model, if it has been started already.
+        send_all: Sends a message to every HTTP process.
         on_ready: Called when all models have been tried.
-        on_failure: Called with the first error where none can be loaded.
+        on_failure: Called with the first error if no model can be loaded.
 
     Attributes:
-        planned: The models, as other processes are told of them.
-        manager: Of the models.
-        startup: Their life.
-        metrics: Their figures, and those of this process.
+        planned: Descriptions of the models for the HTTP processes.
+        manager: Loads and unloads the models.
+        startup: Starts and stops the models.
+        metrics: Metrics of the models and of this process.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class SupervisedModels:
         models: Sequence[tuple[ServedModel, EngineConfig]],
         process: EngineProcess | None,
         *,
-        tell_all: Tell,
+        send_all: Send,
         on_ready: Callable[[], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._settings = settings
         self._first_process = process
-        self._tell_all = tell_all
+        self._send_all = send_all
         self._engines: list[EngineServer | None] = [None for _ in models]
         self.planned = tuple(PlannedModel.of(model, config) for model, config in models)
         started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
@@ -86,16 +86,16 @@ class SupervisedModels:
         self.metrics = Metrics(table.named_engines)
         self.metrics.register(ModelMetrics(table.entries))
 
-    async def answer(self, number: int, tell: Tell) -> None:
-        """Tells a process that asks for a model what it has to know, once the model is loaded, or why it is not."""
+    async def answer(self, number: int, tell: Send) -> None:
+        """Waits until a model is loaded, or has failed, and sends that to the process that asked for it."""
         error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
         if error is None and engine is not None and engine.ready is not None:
             tell(EngineChanged(number, engine.status))
-            tell(Loaded(number, engine.ready))
+            tell(ModelLoaded(number, engine.ready))
             return
         kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
-        tell(NotLoaded(number, kind, str(error)))
+        tell(ModelNotLoaded(number, kind, str(error)))
 
     def _starter(self, number: int) -> Callable[[], Awaitable[AsyncEngine]]:
         async def start() -> AsyncEngine:
@@ -104,7 +104,7 @@ class SupervisedModels:
                 process, self._first_process = self._first_process, None
             engine = self._engines[number] = EngineServer(
                 self.planned[number].config,
-                lambda status: self._tell_all(EngineChanged(number, status)),
+                lambda status: self._send_all(EngineChanged(number, status)),
                 log_level=self._settings.log_level.upper(),
                 log_format=self._settings.log_format,
                 process=process,
@@ -117,28 +117,28 @@ class SupervisedModels:
 
 logger = logging.getLogger(__name__)
 
-_FIGURES_S: Final = 2.0
-"""Seconds that a process gets to tell its figures."""
+_METRICS_S: Final = 2.0
+"""Seconds that a process gets to send its metrics."""
 _END_S: Final = 10.0
 """Seconds beyond the drain that a process gets to end."""
 
 
 class NothingServedError(Exception):
-    """No HTTP process could serve; the log has said why."""
+    """No HTTP process could serve; the log has the reasons."""
 
 
 class WorkerSupervisor:
     """A server of several processes. Made inside its event loop.
 
     Args:
-        settings: What the operator asked for.
-        models: What is served, each with the configuration of its engine. All are loaded at the start, and stay.
-        process: The engine process of the first, where it has been started already.
+        settings: Settings of the server.
+        models: The served models, each with the configuration of its engine. All are loaded at the start and stay.
+        process: The engine process of the first model, if it has been started already.
         announce: Called with the models when the server is ready.
 
     Attributes:
-        failures: Why nothing could be served.
-        signals: Those that came, in their order.
+        failures: Errors because of which nothing could be served.
+        signals: Signals that were received, in order.
     """
 
     def __init__(
@@ -156,29 +156,29 @@ class WorkerSupervisor:
             settings,
             models,
             process,
-            tell_all=self._tell_all,
-            on_ready=self._tell_ready,
+            send_all=self._send_all,
+            on_ready=self._models_ready,
             on_failure=self._fail,
         )
         self._salt, self._started_s = secrets.token_bytes(SALT_BYTES), int(time.time())
         self._client_numbers = itertools.count(1)
         self._workers: list[HttpProcess] = []
-        self._gone: list[Family] = []  # what processes have counted that have ended
+        self._ended_metrics: list[MetricFamily] = []  # counters of the processes that have ended
         self._is_stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_announced = self._has_models = False
-        self._prepared: set[int] = set()  # places that had a process once that could answer
+        self._prepared: set[int] = set()  # slots with a process that was ready once
 
     async def run(self, listener: socket.socket) -> None:
-        """Serves until a signal comes, or nothing can be served. `listener` is bound."""
+        """Serves until a signal arrives, or nothing can be served. `listener` is bound."""
         acceptor, loop = Acceptor(listener), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
-                loop.add_signal_handler(number, self._heed, number)
+                loop.add_signal_handler(number, self._handle_signal, number)
         hang_timeout_s = self._settings.engine.hang_timeout_s
         self._workers = [
-            HttpProcess(place, self._plan, acceptor, self._take, self._forget, hang_timeout_s)
-            for place in range(self._settings.api_workers)
+            HttpProcess(slot, self._plan, acceptor, self._handle, self._handle_worker_end, hang_timeout_s)
+            for slot in range(self._settings.api_workers)
         ]
         async with self._models.startup.running():
             serving = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
@@ -195,7 +195,7 @@ class WorkerSupervisor:
             self._fail(NothingServedError())
 
     async def _end_workers(self, serving: Sequence[asyncio.Task[None]]) -> None:
-        """Lets all processes finish what they run; those that do not end are killed."""
+        """Lets all processes finish their requests, and kills the processes that do not end."""
         for worker in self._workers:
             worker.stop(signal.SIGTERM)
         _, left = await asyncio.wait(serving, timeout=self._settings.drain_timeout_s + _END_S)
@@ -207,8 +207,8 @@ class WorkerSupervisor:
         for task in self._tasks:
             task.cancel()
 
-    def _heed(self, number: int) -> None:
-        """Takes a signal: the first one lets running requests finish; a second SIGINT does not."""
+    def _handle_signal(self, number: int) -> None:
+        """Handles a signal: the first one lets running requests finish; a second SIGINT does not."""
         if number == signal.SIGHUP and not self.signals:
             logger.warning("SIGHUP: the terminal was closed; the server finishes what it runs and stops")
         self.signals.append(number)
@@ -221,7 +221,7 @@ class WorkerSupervisor:
         self.failures.append(error)
         self._is_stopping.set()
 
-    def _tell_ready(self) -> None:
+    def _models_ready(self) -> None:
         self._has_models = True
         self._announce_once()
 
@@ -234,39 +234,39 @@ class WorkerSupervisor:
         settings, client = self._settings, next(self._client_numbers)
         return WorkerPlan(settings, self._models.planned, settings.api_workers, client, self._salt, self._started_s)
 
-    def _take(self, worker: HttpProcess, message: FromWorker) -> None:
+    def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:
-            case Serving():
+            case WorkerListening():
                 if not self._has_models:  # it answers that they are being loaded
                     worker.open()
-            case Prepared():
+            case WorkerReady():
                 worker.open()
-                self._prepared.add(worker.place)
+                self._prepared.add(worker.slot)
                 self._announce_once()
-            case Wanted():
-                self._do(self._models.answer(message.model, worker.teller()))
-            case AskFigures():
-                self._do(self._answer_figures(worker.teller(), message.question))
+            case GetModel():
+                self._start_task(self._models.answer(message.model, worker.sender()))
+            case GetMetrics():
+                self._start_task(self._send_metrics(worker.sender(), message.question))
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
-    def _forget(self, worker: HttpProcess) -> None:
-        self._gone = summed([self._gone, lasting(worker.figures)])
-        worker.figures = []
+    def _handle_worker_end(self, worker: HttpProcess) -> None:
+        self._ended_metrics = summed([self._ended_metrics, cumulative(worker.metrics)])
+        worker.metrics = []
         if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
             self._fail(NothingServedError())
 
-    async def _answer_figures(self, tell: Tell, question: int) -> None:
-        await asyncio.gather(*(each.ask_figures(_FIGURES_S) for each in self._workers))
+    async def _send_metrics(self, tell: Send, question: int) -> None:
+        await asyncio.gather(*(each.update_metrics(_METRICS_S) for each in self._workers))
         own = to_families(self._models.metrics.families())
-        families = of_server(own, [self._gone, *(each.figures for each in self._workers)])
-        tell(Figures(question, families))
+        families = of_server(own, [self._ended_metrics, *(each.metrics for each in self._workers)])
+        tell(MetricsReport(question, families))
 
-    def _tell_all(self, message: FromSupervisor) -> None:
+    def _send_all(self, message: FromSupervisor) -> None:
         for worker in self._workers:
             worker.send(message)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,9 +1,9 @@
-"""An HTTP process: the application on connections that it is handed, with engines that another process keeps.
+"""An HTTP process: serves connections and uses engines that the supervising process passes to it.
 
     python -P -m penstock.server.workers.worker CONTROL CONNECTIONS
 
-CONTROL and CONNECTIONS are descriptors of sockets; what it serves comes first on the former. Its end means that the
-supervising process has gone, however it went.
+CONTROL and CONNECTIONS are descriptors of sockets. The first message on CONTROL is the WorkerPlan. When CONTROL is
+closed, the supervising process has ended.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from ..transport.connection_limits import NO_LIMITS, TransferLimits, raise_file_
 from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .messages import (
     COUNT_BYTES,
-    AskFigures,
     Channel,
     EngineChanged,
-    Family,
-    Figures,
     FromSupervisor,
-    Loaded,
-    NotLoaded,
-    Prepared,
-    Serving,
-    Wanted,
+    GetMetrics,
+    GetModel,
+    MetricFamily,
+    MetricsReport,
+    ModelLoaded,
+    ModelNotLoaded,
+    WorkerListening,
     WorkerPlan,
+    WorkerReady,
     decode_from_supervisor,
 )
 from .metrics import to_families, to_metrics
@@ -60,14 +60,14 @@ from .metrics import to_families, to_metrics
 logger = logging.getLogger(__name__)
 
 _MAX_TAKEN: Final = 64
-"""Connections that are taken in one turn of the event loop."""
+"""Connections that are received before other work of the event loop."""
 
 
-class HandedConnection(Connection):
-    """A connection that tells when it has ended.
+class PassedConnection(Connection):
+    """A connection that reports its end.
 
     Attributes:
-        on_end: Called then.
+        on_end: Called when it has ended.
     """
 
     on_end: Callable[[], None]
@@ -78,12 +78,12 @@ class HandedConnection(Connection):
         self.on_end()
 
 
-class HandedServer(HttpServer):
-    """Serves one application on connections that it is handed.
+class PassedConnectionServer(HttpServer):
+    """Serves one application on connections that another process accepts.
 
     Args:
-        config: How; the protocol of its connections is HandedConnection, whatever it says.
-        end: Of a pair of sockets that keep messages apart; the other one is a HandoverEnd's.
+        config: Configuration of uvicorn; its protocol is replaced by PassedConnection.
+        end: One end of a SOCK_SEQPACKET pair; a ConnectionSender has the other one.
         limits: See HttpServer.
         on_slow: See HttpServer.
     """
@@ -100,19 +100,21 @@ class HandedServer(HttpServer):
         self._end = end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the application, then takes connections."""
+        """Starts the application, then receives connections."""
         await super().startup(sockets=[])
-        taking: Any = _Taking(self._end, self._make, self.config)  # stands where uvicorn has its listeners
+        taking: Any = _ConnectionReceiver(
+            self._end, self._make, self.config
+        )  # takes the place of a listener of uvicorn
         self.servers.append(taking)
 
-    def _make(self) -> HandedConnection:
-        return HandedConnection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+    def _make(self) -> PassedConnection:
+        return PassedConnection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
-class _Taking:
-    """Takes connections until it is closed."""
+class _ConnectionReceiver:
+    """Receives connections until it is closed."""
 
-    def __init__(self, end: socket.socket, make: Callable[[], HandedConnection], config: uvicorn.Config) -> None:
+    def __init__(self, end: socket.socket, make: Callable[[], PassedConnection], config: uvicorn.Config) -> None:
         end.setblocking(False)
         self._end = end
         self._make = make
@@ -120,34 +122,36 @@ class _Taking:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._openings: set[asyncio.Task[None]] = set()
-        self._num_ended = 0  # that the accepting process has not been told of
-        self._loop.add_reader(end.fileno(), self._take)
+        self._num_ended = 0  # not yet reported to the accepting process
+        self._loop.add_reader(end.fileno(), self._handle)
 
     def close(self) -> None:
-        """Takes what has been handed over, and then nothing any more: whoever accepts goes to another process."""
+        """Receives the connections that were sent, and then no more: the acceptor sends them to another process."""
         if not self._is_closed:
             self._is_closed = True
-            self._end.shutdown(socket.SHUT_RD)  # what has come stays, nothing comes after it, and ends are still told
-            while self._take():
+            self._end.shutdown(
+                socket.SHUT_RD
+            )  # sent connections stay, no more can be sent, and ends are still reported
+            while self._handle():
                 pass
 
     async def wait_closed(self) -> None:
-        """Waits for connections that are being opened."""
+        """Waits until the received connections are open."""
         await asyncio.gather(*self._openings)
 
-    def _take(self) -> bool:
-        """Takes connections for one turn. Returns whether there may be more."""
+    def _handle(self) -> bool:
+        """Receives some connections. Returns whether there may be more."""
         for _ in range(_MAX_TAKEN):
             try:
                 byte, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
                 return False
-            if not byte:  # closed, or whoever accepts has gone; the channel tells what to do
+            if not byte:  # closed, or the acceptor has ended, which the channel reports
                 self._loop.remove_reader(self._end.fileno())
                 return False
             if not descriptors:
                 logger.error("a connection was lost: this process has as many open files as it may")
-                self._tell_end()
+                self._report_end()
             for descriptor in descriptors:
                 opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor)))
                 self._openings.add(opening)
@@ -156,65 +160,64 @@ class _Taking:
 
     async def _open(self, connection: socket.socket) -> None:
         protocol = self._make()
-        protocol.on_end = self._tell_end
+        protocol.on_end = self._report_end
         try:
             connection.setblocking(False)
             await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._ssl)
-        except OSError as error:  # its client has gone, or speaks no TLS
+        except OSError as error:  # the client has closed it, or does not speak TLS
             logger.debug("a connection could not be opened: %s", error)
             connection.close()
-            self._tell_end()
+            self._report_end()
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         self._num_ended += 1
         try:
             self._end.send(self._num_ended.to_bytes(COUNT_BYTES, "little"))
         except BlockingIOError:
-            return  # told with the next one
+            return  # reported with the next one
         except OSError:
-            logger.debug("nobody accepts connections any more")
+            logger.debug("the accepting process has ended")
         self._num_ended = 0
 
 
-_FIGURES_S: Final = 5.0
-"""Seconds that the supervising process gets to gather figures."""
+_METRICS_S: Final = 5.0
+"""Seconds that the supervising process gets to collect metrics."""
 
 
 class SupervisorLink:
-    """The worker's end. Belongs to one event loop.
+    """The connection of an HTTP process to its supervisor. Belongs to one event loop.
 
     Args:
-        plan: What this process serves.
-        figures: Returns the figures of this process.
-        on_end: Called when the supervising process has gone, or what an engine says cannot be read.
-
+        plan: The plan of this process.
+        metrics: Returns the metrics of this process.
+        on_end: Called when the supervising process has ended, or a message of an engine is invalid.
     """
 
-    def __init__(self, plan: WorkerPlan, figures: Callable[[], Iterable[Metric]], on_end: Callable[[], None]) -> None:
+    def __init__(self, plan: WorkerPlan, metrics: Callable[[], Iterable[Metric]], on_end: Callable[[], None]) -> None:
         self._plan = plan
-        self._figures = figures
+        self._read_metrics = metrics
         self._on_end = on_end
-        self._channel = Channel(decode_from_supervisor, self._take, on_end)
+        self._channel = Channel(decode_from_supervisor, self._handle, on_end)
         self._loading: dict[int, asyncio.Future[ModelReady]] = {}
         self._statuses: dict[int, EngineStatus] = {}
         self._clients: dict[int, EngineClient] = {}
-        self._questions: dict[int, asyncio.Future[list[Family]]] = {}
+        self._questions: dict[int, asyncio.Future[list[MetricFamily]]] = {}
         self._numbers = itertools.count()
 
     def open(self, end: socket.socket) -> None:
-        """Begins to hear the supervising process."""
+        """Starts to receive messages."""
         self._channel.open(end)
 
-    def tell_serving(self) -> None:
-        """Says that connections may come."""
-        self._channel.send(Serving())
+    def report_listening(self) -> None:
+        """Reports that this process accepts connections."""
+        self._channel.send(WorkerListening())
 
-    def tell_prepared(self) -> None:
-        """Says that the models are there."""
-        self._channel.send(Prepared())
+    def report_ready(self) -> None:
+        """Reports that the models are loaded."""
+        self._channel.send(WorkerReady())
 
     async def engine(self, model: int) -> AsyncEngine:
-        """Returns the engine of a model, by its place in the plan, when it has been loaded.
+        """Waits until a model is loaded and returns its engine. `model` is its index in the plan.
 
         Raises:
             EngineError: It could not be loaded.
@@ -222,7 +225,7 @@ class SupervisorLink:
         planned = self._plan.models[model]
         config = self._plan.own_config(planned)
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
-        self._channel.send(Wanted(model))
+        self._channel.send(GetModel(model))
         ready = await loading
         dispatcher = Dispatcher(
             config.scheduler.max_queued_tokens,
@@ -235,15 +238,15 @@ class SupervisorLink:
         return AsyncEngine.attached(config, ready, dispatcher, client)
 
     async def gather(self) -> Sequence[Metric]:
-        """Returns the figures of all processes. Raises EngineUnavailableError where they do not come in time."""
+        """Returns the metrics of all processes. Raises EngineUnavailableError if they do not arrive in time."""
         question = next(self._numbers)
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(AskFigures(question))
-            async with asyncio.timeout(_FIGURES_S):
+            self._channel.send(GetMetrics(question))
+            async with asyncio.timeout(_METRICS_S):
                 return to_metrics(await answer)
         except TimeoutError as error:
-            raise EngineUnavailableError("The figures of the server's other processes do not come.") from error
+            raise EngineUnavailableError("The metrics of the server's other processes do not come.") from error
         finally:
             del self._questions[question]
 
@@ -253,25 +256,25 @@ class SupervisorLink:
             await client.close()
 
     def _awaited(self, model: int) -> asyncio.Future[ModelReady] | None:
-        """Returns who awaits a model; None where nobody does any more."""
+        """Returns the future of a request for a model; None if it was cancelled."""
         loading = self._loading.pop(model, None)
         return None if loading is None or loading.done() else loading
 
-    def _take(self, message: FromSupervisor) -> None:
+    def _handle(self, message: FromSupervisor) -> None:
         match message:
-            case Loaded():
+            case ModelLoaded():
                 if (loading := self._awaited(message.model)) is not None:
                     loading.set_result(message.ready)
-            case NotLoaded():
+            case ModelNotLoaded():
                 if (loading := self._awaited(message.model)) is not None:
                     loading.set_exception(getattr(errors, message.kind)(message.message))
             case EngineChanged():
                 self._statuses[message.model] = message.status
                 if (client := self._clients.get(message.model)) is not None:
                     client.follow(message.status)
-            case AskFigures():
-                self._channel.send(Figures(message.question, to_families(self._figures())))
-            case Figures():
+            case GetMetrics():
+                self._channel.send(MetricsReport(message.question, to_families(self._read_metrics())))
+            case MetricsReport():
                 if (answer := self._questions.get(message.question)) is not None and not answer.done():
                     answer.set_result(message.families)
 
@@ -279,14 +282,14 @@ class SupervisorLink:
 logger = logging.getLogger(__name__)
 
 
-class WorkerServer(HandedServer):
-    """Serves once it can hear the supervising process.
+class WorkerServer(PassedConnectionServer):
+    """Serves once it is connected to the supervising process.
 
     Args:
-        link: To that process.
+        link: The connection to it.
         control: The socket of the link.
-        arguments: See HandedServer.
-        named: See HandedServer.
+        arguments: See PassedConnectionServer.
+        named: See PassedConnectionServer.
     """
 
     def __init__(self, link: SupervisorLink, control: socket.socket, *arguments: Any, **named: Any) -> None:
@@ -295,10 +298,10 @@ class WorkerServer(HandedServer):
         self._control = control
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the application, takes connections, and says so."""
+        """Starts the application, receives connections, and reports that."""
         self._link.open(self._control)
         await super().startup(sockets)
-        self._link.tell_serving()
+        self._link.report_listening()
 
 
 def main() -> None:
@@ -308,12 +311,15 @@ def main() -> None:
     plan = WorkerPlan.receive(control)
     settings = plan.settings
     configure_logging(settings.log_level, settings.log_format)
-    for name in (manager.__name__, "uvicorn.error"):  # the supervising process tells of models, of start and end
+    for name in (
+        manager.__name__,
+        "uvicorn.error",
+    ):  # the supervising process logs the loading of models, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
     raise_file_limit()
 
     def end() -> None:
-        """Nothing can be served any more, and nobody would hear of it."""
+        """Ends this process: without its supervisor nothing can be served."""
 
         def leave(_: asyncio.Task[None]) -> None:
             flush_logs()
@@ -321,15 +327,15 @@ def main() -> None:
 
         asyncio.get_running_loop().create_task(link.close()).add_done_callback(leave)
 
-    def figures() -> list[Metric]:
+    def metrics() -> list[Metric]:
         metrics: Metrics = app.state.context.metrics
         return metrics.families()
 
     def prepared() -> None:
         freeze()
-        link.tell_prepared()
+        link.report_ready()
 
-    link = SupervisorLink(plan, figures, end)
+    link = SupervisorLink(plan, metrics, end)
     models = [
         ServedModel(
             model.names,

@@ -138,7 +138,7 @@ def test_what_cannot_be_had_is_refused_with_its_flag(machine: Any, fields: dict[
 
 @pytest.mark.parametrize("devices", [("cpu", "cuda:0"), ("cuda",), ("numa",), ("numa:0", "cpu"), ("",), ("mps",)])
 def test_devices_are_of_one_known_kind(devices: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="they must be all cuda:N, all numa:N or all cpu"):
+    with pytest.raises(ValueError, match="it must be all cuda:N, all numa:N or all cpu"):
         EngineConfig(model="any", devices=devices)
     with pytest.raises(ValueError, match="data_parallel is 0; it must be at least 1"):
         EngineConfig(model="any", data_parallel=0)

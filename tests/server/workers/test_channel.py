@@ -9,14 +9,14 @@ import pytest
 
 from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.workers.messages import (
-    AskFigures,
     Channel,
-    Family,
-    Figures,
     FromWorker,
-    Prepared,
-    Serving,
-    Wanted,
+    GetMetrics,
+    GetModel,
+    MetricFamily,
+    MetricsReport,
+    WorkerListening,
+    WorkerReady,
     decode_from_worker,
     encode,
 )
@@ -56,24 +56,26 @@ def sent(message: FromWorker) -> bytes:
 
 async def test_messages_come_whole_and_in_order() -> None:
     one, other = pair()
-    large = Figures(3, [Family("n", "t", "counter", [("n_total", {"a": str(i)}, float(i)) for i in range(20_000)])])
-    said = [Serving(), Wanted(2), large, AskFigures(9), Prepared()]
+    large = MetricsReport(
+        3, [MetricFamily("n", "t", "counter", [("n_total", {"a": str(i)}, float(i)) for i in range(20_000)])]
+    )
+    said = [WorkerListening(), GetModel(2), large, GetMetrics(9), WorkerReady()]
     for message in said:
         one.channel.send(message)
     assert await other.until(len(said)) == said
     one.channel.close()
     await asyncio.wait_for(other.ended.wait(), 120)
-    other.channel.send(Serving())  # to one that has gone: nothing happens
+    other.channel.send(WorkerListening())  # to one that has gone: nothing happens
 
 
 async def test_one_byte_at_a_time() -> None:
     end = End()
     ours, theirs = socket.socketpair()
     end.channel.open(theirs)
-    for byte in sent(Wanted(7)):
+    for byte in sent(GetModel(7)):
         ours.send(bytes([byte]))
         await asyncio.sleep(0.001)
-    assert await end.until(1) == [Wanted(7)]
+    assert await end.until(1) == [GetModel(7)]
     ours.close()
     await asyncio.wait_for(end.ended.wait(), 120)
 
@@ -88,10 +90,10 @@ async def test_what_is_closed_hears_and_tells_nobody_any_more() -> None:
 
     end.channel = Channel(decode_from_worker, take, end.ended.set)
     end.channel.open(theirs)
-    ours.send(sent(Wanted(1)) + sent(Wanted(2)))
-    assert await end.until(1) == [Wanted(1)]
+    ours.send(sent(GetModel(1)) + sent(GetModel(2)))
+    assert await end.until(1) == [GetModel(1)]
     end.channel.close()
-    end.channel.send(Serving())
+    end.channel.send(WorkerListening())
     ours.close()
     await asyncio.sleep(0.05)
     assert not end.ended.is_set()
@@ -101,7 +103,7 @@ async def test_what_cannot_be_read_ends_the_channel(caplog: pytest.LogCaptureFix
     end = End()
     ours, theirs = socket.socketpair()
     end.channel.open(theirs)
-    ours.send(sent(Serving()).replace(b"Serving", b"Sorting"))
+    ours.send(sent(WorkerListening()).replace(b"WorkerListening", b"WorkerSleepingx"))
     await asyncio.wait_for(end.ended.wait(), 120)
-    assert "cannot be taken" in caplog.text
+    assert "is invalid" in caplog.text
     ours.close()

@@ -1,4 +1,4 @@
-"""The figures of a server are the sums of its processes', and each engine's once."""
+"""The metrics of a server are the sums of its processes', and each engine's once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.server.observability.metrics import Metrics
-from penstock.server.workers.metrics import lasting, of_server, summed, to_families, to_metrics
+from penstock.server.workers.metrics import cumulative, of_server, summed, to_families, to_metrics
 
 
 def counter(name: str, **values: float) -> Metric:
@@ -78,7 +78,7 @@ def test_what_engines_do_is_told_once_and_what_processes_take_is_summed() -> Non
 
 def test_of_a_process_that_has_gone_its_counts_stay() -> None:
     families = to_families([counter("penstock_answers", a=3), gauge("penstock_open", 4), histogram(1, 2, total=1.5)])
-    assert [family.kind for family in lasting(families)] == ["counter", "histogram"]
+    assert [family.kind for family in cumulative(families)] == ["counter", "histogram"]
 
 
 async def test_a_scrape_tells_what_is_gathered() -> None:

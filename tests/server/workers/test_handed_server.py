@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.server.settings import ServerSettings
 from penstock.server.transport.http_server import uvicorn_config
-from penstock.server.workers.handover import HandoverEnd
-from penstock.server.workers.worker import HandedServer
+from penstock.server.workers.handover import ConnectionSender
+from penstock.server.workers.worker import PassedConnectionServer
 
 NUM_CLIENTS = 100
 
@@ -27,9 +27,9 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 async def test_one_that_ends_serves_what_it_was_handed_and_takes_nothing_more() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = HandedServer(uvicorn_config(application, ServerSettings()), theirs)  # type: ignore[arg-type]
+    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve())
-    end = HandoverEnd(ours)
+    end = ConnectionSender(ours)
     with contextlib.ExitStack() as sockets:
         sockets.enter_context(theirs)
         async with asyncio.timeout(120):
@@ -41,10 +41,10 @@ async def test_one_that_ends_serves_what_it_was_handed_and_takes_nothing_more() 
                 clients.append(sockets.enter_context(client))
                 client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 with connection:
-                    assert end.hand_over(connection)
+                    assert end.send(connection)
             server.servers[0].close()
             with socket.socket() as late:
-                assert not end.hand_over(late), "whoever accepts has to pick another one"
+                assert not end.send(late), "whoever accepts has to pick another one"
             loop = asyncio.get_running_loop()
             for client in clients:
                 client.setblocking(False)

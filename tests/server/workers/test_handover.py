@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.server.workers import handover
-from penstock.server.workers.handover import COUNT_BYTES, Acceptor, HandoverEnd
+from penstock.server.workers.handover import COUNT_BYTES, Acceptor, ConnectionSender
 
 from ...waiting import turns, until
 
@@ -25,9 +25,9 @@ class Server:
         self.resources = contextlib.ExitStack()
         self.resources.callback(self.acceptor.close)
 
-    def end(self) -> tuple[HandoverEnd, socket.socket]:
+    def end(self) -> tuple[ConnectionSender, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end = HandoverEnd(ours)
+        end = ConnectionSender(ours)
         self.resources.callback(end.close)
         self.resources.enter_context(theirs)
         theirs.setblocking(False)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import AskFigures, Serving
+from penstock.server.workers.messages import GetMetrics, WorkerListening
 
 from ...waiting import turns, until
 
@@ -36,7 +36,7 @@ async def test_pauses_grow_where_processes_die_again_and_again(
         if not lives:
             worker.stop(15)
 
-    monkeypatch.setattr(worker, "_live", live)
+    monkeypatch.setattr(worker, "_run_process", live)
     monkeypatch.setattr(http_process.time, "monotonic", lambda: clock_s[0])
     monkeypatch.setattr(worker, "_pause", pause)
     await worker.run()
@@ -66,12 +66,12 @@ async def test_one_that_cannot_be_started_is_tried_again_with_pauses(
 async def test_figures_of_one_that_does_not_answer_are_its_last(worker: HttpProcess) -> None:
     channel: Any = Mock()
     worker._channel = channel
-    worker.figures = before = [Mock()]
-    await worker.ask_figures(0.01)
+    worker.metrics = before = [Mock()]
+    await worker.update_metrics(0.01)
     channel.send.assert_called_once()
-    assert worker.figures is before
+    assert worker.metrics is before
     worker._channel = None
-    await worker.ask_figures(10)  # nobody is there: nothing is waited for
+    await worker.update_metrics(10)  # nobody is there: nothing is waited for
 
 
 async def test_who_waits_for_the_figures_of_one_that_ends_goes_on_without(
@@ -81,11 +81,11 @@ async def test_who_waits_for_the_figures_of_one_that_ends_goes_on_without(
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     monkeypatch.setattr(http_process.sys, "executable", str(silent))
-    living = asyncio.create_task(worker._live())
+    living = asyncio.create_task(worker._run_process())
     async with asyncio.timeout(120):
         while worker._channel is None:
             await asyncio.sleep(0.005)
-        asking = asyncio.create_task(worker.ask_figures(600))
+        asking = asyncio.create_task(worker.update_metrics(600))
         await turns()
         worker.kill()
         await living
@@ -95,18 +95,18 @@ async def test_who_waits_for_the_figures_of_one_that_ends_goes_on_without(
 async def test_an_answer_goes_to_the_process_that_asked_and_to_no_successor(worker: HttpProcess) -> None:
     first, second = Mock(), Mock()
     worker._channel = first
-    tell = worker.teller()
+    tell = worker.sender()
     worker._channel = second
-    tell(AskFigures(1))
-    first.send.assert_called_once_with(AskFigures(1))
+    tell(GetMetrics(1))
+    first.send.assert_called_once_with(GetMetrics(1))
     second.send.assert_not_called()
 
 
 async def test_a_message_for_others_is_passed_on(worker: HttpProcess) -> None:
     worker._heartbeat = Mock(run=lambda: asyncio.sleep(0))
-    worker._take(Serving())
+    worker._handle(WorkerListening())
     assert worker.has_served
-    worker._on_message.assert_called_once_with(worker, Serving())  # type: ignore[attr-defined]
+    worker._on_message.assert_called_once_with(worker, WorkerListening())  # type: ignore[attr-defined]
 
 
 async def test_a_pause_ends_when_the_server_stops(worker: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ async def test_a_pause_ends_when_the_server_stops(worker: HttpProcess, monkeypat
         worker.has_served = True
         return "exit code 1"
 
-    monkeypatch.setattr(worker, "_live", live)
+    monkeypatch.setattr(worker, "_run_process", live)
     monkeypatch.setattr(http_process, "_MAX_PAUSE_S", 600.0)
     pauses: list[float] = []
     pause = worker._pause

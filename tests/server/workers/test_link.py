@@ -13,7 +13,7 @@ from penstock.engine import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.settings import ServerSettings
-from penstock.server.workers.messages import NotLoaded, PlannedModel, WorkerPlan, encode
+from penstock.server.workers.messages import ModelNotLoaded, PlannedModel, WorkerPlan, encode
 from penstock.server.workers.worker import SupervisorLink
 
 from ...waiting import turns, until
@@ -31,7 +31,7 @@ async def test_an_answer_that_nobody_awaits_harms_nothing() -> None:
     link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
     ours, theirs = socket.socketpair()
     link.open(theirs)
-    supervisor, refusal = MessageConnection(ours), encode(NotLoaded(0, "ModelLoadError", "There are no weights."))
+    supervisor, refusal = MessageConnection(ours), encode(ModelNotLoaded(0, "ModelLoadError", "There are no weights."))
     supervisor.send(refusal)  # to one that has not asked yet
     await has_read(theirs)
     gives_up = asyncio.create_task(link.engine(0))

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import FromSupervisor, NotLoaded, Serving, Wanted
+from penstock.server.workers.messages import FromSupervisor, GetModel, ModelNotLoaded, WorkerListening
 from penstock.server.workers.supervisor import NothingServedError, SupervisedModels, WorkerSupervisor
 
 Lives = list[int]
@@ -19,24 +19,24 @@ Lives = list[int]
 
 @pytest.fixture
 def lives(monkeypatch: pytest.MonkeyPatch) -> Lives:
-    """Processes that have ended before they could serve; those of the second place serve from the third one on."""
+    """Processes that have ended before they could serve; those of the second slot serve from the third one on."""
     lives: Lives = []
 
     async def live(self: HttpProcess) -> str:
         await asyncio.sleep(0.01)
-        if self.place and lives.count(1) == 2:
+        if self.slot and lives.count(1) == 2:
             self._heartbeat = Mock(run=lambda: asyncio.sleep(0))
-            self._take(Serving())
+            self._handle(WorkerListening())
             await self._stopping.wait()
             return "exit code 0"
-        lives.append(self.place)
+        lives.append(self.slot)
         self._end()
         return "signal 9"
 
     async def pause(self: HttpProcess, seconds: float) -> None:
         await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(HttpProcess, "_live", live)
+    monkeypatch.setattr(HttpProcess, "_run_process", live)
     monkeypatch.setattr(HttpProcess, "_pause", pause)
     return lives
 
@@ -59,14 +59,14 @@ async def test_none_that_can_serve_ends_the_server(lives: Lives) -> None:
 
 
 async def test_one_that_cannot_start_leaves_the_others_serving(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    lives += [1, 1]  # the second place serves at once
+    lives += [1, 1]  # the second slot serves at once
     made = supervisor()
     running = asyncio.create_task(made.run(listener()))
     async with asyncio.timeout(120):
         while lives.count(0) < 5:  # tried again
             assert not running.done()
             await asyncio.sleep(0.01)
-        made._heed(15)
+        made._handle_signal(15)
         await running
     assert made.failures == []
 
@@ -76,13 +76,13 @@ async def test_a_successor_does_not_get_what_the_one_before_it_asked_for(monkeyp
 
     async def answer(self: SupervisedModels, number: int, tell: Callable[[FromSupervisor], None]) -> None:
         await is_loaded.wait()
-        tell(NotLoaded(number, "ModelLoadError", "no weights"))
+        tell(ModelNotLoaded(number, "ModelLoadError", "no weights"))
 
     monkeypatch.setattr(SupervisedModels, "answer", answer)
     made, worker = supervisor(), HttpProcess(0, Mock(), Mock(), Mock(), Mock(), 60.0)
     first, second = Mock(), Mock()
     worker._channel = first
-    made._take(worker, Wanted(0))
+    made._handle(worker, GetModel(0))
     await asyncio.sleep(0)
     worker._channel = second
     is_loaded.set()
