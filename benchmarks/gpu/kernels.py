@@ -38,7 +38,8 @@ def compare(kernel: Kernel, dtype: torch.dtype, tolerance: float, bench: Bench) 
     began_s = time.perf_counter()
     found = work.results()
     first_s = time.perf_counter() - began_s  # nearly all of it compiles
-    expected = kernel.make(Inputs(bench.device, dtype), size).results(backend="reference")
+    other = kernel.make(Inputs(bench.device, dtype), size)
+    expected = other.results(backend=other.reference)
     errors = []
     for ours, theirs in zip(found, expected, strict=True):
         scale = theirs.double().abs().max().clamp(min=1e-30)

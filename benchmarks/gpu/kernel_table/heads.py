@@ -31,7 +31,7 @@ def packed_attention(softcap: float | None, inputs: Inputs, size: Heads, *, has_
     )
     operations = 4 * size.heads * size.size * sum(length**2 for length in size.lengths)
     moved = qkv.nbytes + q.numel() * q.itemsize + (0 if bias is None else bias.nbytes)
-    return Work(call, moved, operations)
+    return Work(call, moved, operations, reference="sdpa")
 
 
 def paged_attention(inputs: Inputs, size: Heads) -> Work:
@@ -51,7 +51,7 @@ def paged_attention(inputs: Inputs, size: Heads) -> Work:
         scale=size.size**-0.5,
     )
     seen = sum(length * (size.past + (length + 1) / 2) for length in size.lengths)
-    return Work(call, 2 * q.nbytes + 2 * caches[0].nbytes, int(4 * size.heads * size.size * seen))
+    return Work(call, 2 * q.nbytes + 2 * caches[0].nbytes, int(4 * size.heads * size.size * seen), reference="sdpa")
 
 
 def turning(inputs: Inputs, size: Heads) -> Work:

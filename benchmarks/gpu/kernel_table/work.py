@@ -22,12 +22,14 @@ class Work:
         moved_bytes: That have to be read and written at least.
         operations: Floating-point, of matrix products; 0 where memory is what counts.
         written: What is written in place, where nothing is returned.
+        reference: The backend that it is compared with.
     """
 
     call: Callable[..., Result]
     moved_bytes: int
     operations: int = 0
     written: tuple[Tensor, ...] = ()
+    reference: str = "reference"
 
     def results(self, **options: Any) -> list[Tensor]:
         """Runs it; returns all that it gives."""

@@ -34,8 +34,7 @@ from ...executors.torch.base import PackedModel
 from ...executors.torch.cpu_model import CpuModel
 from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.fusion import Fusion
-from ...executors.torch.layers.linear import Linear
-from ...executors.torch.layers.rows import limit_kept_kernels
+from ...executors.torch.layers.linear import Linear, limit_kept_kernels
 from ...executors.torch.layers.weights import Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code

@@ -22,7 +22,7 @@ from .layers.norm import load_norm
 from .layers.weights import Weights
 
 _LM_HEAD: Final = "lm_head"
-# Rows of one product: always as many, so that one kernel serves all batches (see layers/rows.py).
+# Rows of one product: always as many on a CPU, so that oneDNN compiles one kernel for all batches.
 BLOCK_ROWS: Final = 128
 # Columns of the product on CUDA. Rows of logits are then aligned to 16 bytes, as the fast kernels of cuBLAS and the
 # widest loads of the pooling kernel want them; the 30,522 tokens of BERT are no multiple of 8.
@@ -93,7 +93,7 @@ class AnswerHead:
     """
 
     def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
-        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None, reorder=False)
+        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None)
         self._spec = spec
 
     @classmethod

@@ -1,6 +1,6 @@
 """Runs a ModelSpec with the kernels of penstock.kernels: encoders and decoders, on a GPU or a CPU.
 
-Shape letters: T packed tokens in R rows, V vocabulary, D model width, E embedding width, P positions, Y token types,
+Shape letters: T packed tokens, V vocabulary, D model width, E embedding width, P positions, Y token types,
 H heads, A width of all heads, L longest sequence.
 """
 
@@ -25,7 +25,6 @@ from .layers.linear import Linear, Mlp
 from .layers.norm import LayerNorm, RmsNorm, load_norm
 from .layers.residual import Residual
 from .layers.rotary import RotaryEmbedding, Rotation
-from .layers.rows import Rows
 from .layers.weights import Weights
 
 if TYPE_CHECKING:
@@ -64,36 +63,36 @@ class Embedding:
             else Embeddings(self.words_VE, self._places_QE, spec.num_positions)
         )
 
-    def __call__(self, rows: Rows) -> Tensor:
-        """Returns the first hidden states [R, D], in the type of the model."""
-        embedded_RE = self._embed(rows)
-        return embedded_RE if self._projection is None else self._projection(embedded_RE)
+    def __call__(self, batch: PackedBatch) -> Tensor:
+        """Returns the first hidden states [T, D], in the type of the model."""
+        embedded_TE = self._embed(batch)
+        return embedded_TE if self._projection is None else self._projection(embedded_TE)
 
-    def _embed(self, rows: Rows) -> Tensor:
+    def _embed(self, batch: PackedBatch) -> Tensor:
         spec, norm = self._spec, self._norm
         if norm is None:
-            return F.embedding(rows.input_ids, self.words_VE)
-        positions_R = None
-        types_R = rows.token_type_ids if spec.num_token_types > 1 else None
+            return F.embedding(batch.input_ids, self.words_VE)
+        positions_T = None
+        types_T = batch.token_type_ids if spec.num_token_types > 1 else None
         if self._places_QE is not None:
-            positions_R = rows.positions
+            positions_T = batch.positions
             if spec.padding_id is not None:
-                positions_R = padding_aware_positions(rows.input_ids, positions_R, spec.padding_id)
+                positions_T = padding_aware_positions(batch.input_ids, positions_T, spec.padding_id)
         if norm.backend == "triton":
             return embed_norm(
-                rows.input_ids,
+                batch.input_ids,
                 self._tables,
                 norm.norm,
-                positions=positions_R,
-                token_type_ids=types_R,
+                positions=positions_T,
+                token_type_ids=types_T,
                 out_dtype=self.words_VE.dtype,
                 backend="triton",
             )
-        sum_RE = F.embedding(rows.input_ids, self.words_VE)
-        if positions_R is not None and self._places_QE is not None:
-            places_R = positions_R if types_R is None else positions_R + types_R * spec.num_positions
-            sum_RE = F.embedding(places_R, self._places_QE).add_(sum_RE)
-        return norm(sum_RE).to(self.words_VE.dtype)
+        sum_TE = F.embedding(batch.input_ids, self.words_VE)
+        if positions_T is not None and self._places_QE is not None:
+            places_T = positions_T if types_T is None else positions_T + types_T * spec.num_positions
+            sum_TE = F.embedding(places_T, self._places_QE).add_(sum_TE)
+        return norm(sum_TE).to(self.words_VE.dtype)
 
 
 class Layer:
@@ -126,31 +125,36 @@ class Layer:
         self.norm_after_mlp = norm_of(spec.after_mlp)
 
     def __call__(
-        self, stream: Residual, rows: Rows, plan: BatchPlan, rotation: Rotation | None, relative_bias: Tensor | None
+        self,
+        stream: Residual,
+        batch: PackedBatch,
+        plan: BatchPlan,
+        rotation: Rotation | None,
+        relative_bias: Tensor | None,
     ) -> Residual:
         """Returns the next hidden states."""
-        x_RD, stream = self.attention_input(stream)
-        return self.after_attention(self.attention(x_RD, rows, plan, rotation, relative_bias), stream)
+        x_TD, stream = self.attention_input(stream)
+        return self.after_attention(self.attention(x_TD, batch, plan, rotation, relative_bias), stream)
 
     def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
-        """Returns the input of attention [R, D], and the hidden states beside it."""
+        """Returns the input of attention [T, D], and the hidden states beside it."""
         if self.attention_norm is None or not self.is_pre_norm:
             return stream.hidden, stream
         return stream.normed_and_sum(self.attention_norm)
 
-    def after_attention(self, attended_RA: Tensor, stream: Residual) -> Residual:
+    def after_attention(self, attended_TA: Tensor, stream: Residual) -> Residual:
         """Returns the next hidden states: all of the layer between two attentions, which looks at no border.
 
         Without fusion it is torch's operations alone, and torch.compile takes it whole.
         """
         if not self.is_pre_norm:
             assert self.attention_norm is not None
-            hidden_RD = stream.plus(self.attention_out, attended_RA).normed(self.attention_norm)
-            hidden_RD = Residual(hidden_RD, is_fused=self.is_fused).plus(self.mlp, hidden_RD).normed(self.mlp_norm)
-            return Residual(hidden_RD, is_fused=self.is_fused)
-        stream = _plus(stream, self.attention_out, attended_RA, self.norm_after_attention)
-        x_RD, stream = stream.normed_and_sum(self.mlp_norm)
-        return _plus(stream, self.mlp, x_RD, self.norm_after_mlp)
+            hidden_TD = stream.plus(self.attention_out, attended_TA).normed(self.attention_norm)
+            hidden_TD = Residual(hidden_TD, is_fused=self.is_fused).plus(self.mlp, hidden_TD).normed(self.mlp_norm)
+            return Residual(hidden_TD, is_fused=self.is_fused)
+        stream = _plus(stream, self.attention_out, attended_TA, self.norm_after_attention)
+        x_TD, stream = stream.normed_and_sum(self.mlp_norm)
+        return _plus(stream, self.mlp, x_TD, self.norm_after_mlp)
 
 
 def _plus(stream: Residual, mapping: Linear | Mlp, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
@@ -194,19 +198,17 @@ class SpecModel(PackedModel):
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
-        rows = Rows.of(batch)
-        plans = {kind: layer.attention.plan(rows) for kind, layer in self.layer_of_kind.items()}
+        plans = {kind: layer.attention.plan(batch) for kind, layer in self.layer_of_kind.items()}
         rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
-        stream = layer_input = Residual(self.embedding(rows), is_fused=self.is_fused)
+        stream = layer_input = Residual(self.embedding(batch), is_fused=self.is_fused)
         for layer in self.layers:
             rotation = rotations.get(layer.kind)
-            layer_input, stream = stream, layer(stream, rows, plans[layer.kind], rotation, self.relative_bias)
+            layer_input, stream = stream, layer(stream, batch, plans[layer.kind], rotation, self.relative_bias)
         weights_TH = None
         if need_attention:
             last = self.layers[-1]
-            x_RD, _ = last.attention_input(layer_input)
-            weights_TH = last.attention.end_weights(x_RD, rows, rotations.get(last.kind), self.relative_bias)
-        stream = stream.trim(rows)
+            x_TD, _ = last.attention_input(layer_input)
+            weights_TH = last.attention.end_weights(x_TD, batch, rotations.get(last.kind), self.relative_bias)
         hidden_TD = stream.hidden if self.final_norm is None else stream.normed(self.final_norm)
         return ModelOutput(hidden_states=hidden_TD, attention_weights=weights_TH)
 

@@ -19,16 +19,14 @@ from .fusion import Fusion
 
 @dataclass(frozen=True, slots=True)
 class ActivationFunction:
-    """An activation and the names under which others can fuse it.
+    """An activation.
 
     Attributes:
         apply: The function itself.
-        fused: (attribute, algorithm) of torch.ops.mkldnn._linear_pointwise; None where it has none.
         gate: Its name in kernels/gated; None where it is not there.
     """
 
     apply: Callable[[Tensor], Tensor]
-    fused: tuple[str, str] | None = None
     gate: GateActivation | None = None
 
 
@@ -42,9 +40,9 @@ def _squared_relu(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
 
 
-_EXACT_GELU: Final = ActivationFunction(F.gelu, ("gelu", "none"), "gelu")
-_TANH_GELU: Final = ActivationFunction(partial(F.gelu, approximate="tanh"), ("gelu", "tanh"), "gelu_tanh")
-_SILU: Final = ActivationFunction(F.silu, ("swish", ""), "silu")
+_EXACT_GELU: Final = ActivationFunction(F.gelu, "gelu")
+_TANH_GELU: Final = ActivationFunction(partial(F.gelu, approximate="tanh"), "gelu_tanh")
+_SILU: Final = ActivationFunction(F.silu, "silu")
 
 _ACTIVATIONS: Final[dict[str, ActivationFunction]] = {
     "gelu": _EXACT_GELU,
@@ -55,13 +53,13 @@ _ACTIVATIONS: Final[dict[str, ActivationFunction]] = {
     "gelu_pytorch_tanh": _TANH_GELU,
     "gelu_python_tanh": _TANH_GELU,
     "quick_gelu": ActivationFunction(_quick_gelu),
-    "relu": ActivationFunction(F.relu, ("relu", "")),
+    "relu": ActivationFunction(F.relu),
     "relu2": ActivationFunction(_squared_relu),
-    "sigmoid": ActivationFunction(torch.sigmoid, ("sigmoid", "")),
+    "sigmoid": ActivationFunction(torch.sigmoid),
     "silu": _SILU,
     "swish": _SILU,
     "mish": ActivationFunction(F.mish),
-    "tanh": ActivationFunction(torch.tanh, ("tanh", "")),
+    "tanh": ActivationFunction(torch.tanh),
 }
 
 

@@ -3,7 +3,7 @@
 Without a cache in the batch every sequence is whole and attends to itself. With one, new keys and values are stored
 first; the sequences that begin in this batch still attend to their packed rows alone, the others to their blocks.
 
-Shape letters: T packed tokens in R rows, N sequences, D model width, H query heads, G key heads, K head size, C tokens
+Shape letters: T packed tokens, N sequences, D model width, H query heads, G key heads, K head size, C tokens
 before a chunk, L longest sequence.
 """
 
@@ -21,12 +21,11 @@ from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 from penstock.kernels.upload import upload
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
-from ..packed_batch import BatchCache, HiddenTokens, KvCache
+from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
 from .fusion import Fusion
 from .linear import Linear
 from .norm import RmsNorm
 from .rotary import Rotation
-from .rows import Rows
 from .weights import Weights
 
 
@@ -103,9 +102,9 @@ class Attention:
         product = Linear.load(weights, qkv)
         return cls(product, spec, window, kv_index=kv_index, qk_norm=qk_norm, fusion=weights.fusion)
 
-    def plan(self, rows: Rows) -> BatchPlan:
+    def plan(self, batch: PackedBatch) -> BatchPlan:
         """Returns how the kernels walk this batch; layers of one window share it."""
-        batch, cache = rows.batch, rows.batch.cache
+        cache = batch.cache
         num_new_seqs = len(batch.seq_lens) if cache is None else cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
         new_seq_lens = seq_lens[:num_new_seqs]
@@ -117,31 +116,31 @@ class Attention:
             new_max_seqlen=batch.max_seqlen if cache is None else max(new_seq_lens, default=0),
             past_cu_seqlens=cu_seqlens[num_new_seqs:] - cu_seqlens[num_new_seqs] if has_past else None,
             past=PagedLengths.of(seq_lens[num_new_seqs:], cache.past_lens) if cache is not None and has_past else None,
-            slots=_slots_of_tokens(rows) if self._is_fused else None,
+            slots=_slots_of_tokens(batch) if self._is_fused else None,
         )
 
     def __call__(
         self,
-        hidden_RD: Tensor,
-        rows: Rows,
+        hidden_TD: Tensor,
+        batch: PackedBatch,
         plan: BatchPlan,
         rotation: Rotation | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:
-        """Returns [R, H * K]; writes the cache of the batch, where it has one.
+        """Returns [T, H * K]; writes the cache of the batch, where it has one.
 
         Args:
-            hidden_RD: [R, D].
-            rows: Which rows are tokens, and where sequences begin.
+            hidden_TD: [T, D].
+            batch: The sequences.
             plan: What `plan` of a layer with the same window gave.
             rotation: Rotary position embedding of q and k; None has none.
             relative_bias: [H, L, L]. Added to the scaled scores of sequences without a past.
         """
-        cache = rows.batch.cache
+        cache = batch.cache
         store = None
         if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
             store = KvSlots(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
-        q_THK, k_TGK, v_TGK = self._project(hidden_RD, rows, rotation, store)
+        q_THK, k_TGK, v_TGK = self._project(hidden_TD, rotation, store)
         parts = []
         if cache is not None and store is None:
             self._store(k_TGK, v_TGK, cache)
@@ -167,14 +166,14 @@ class Attention:
                 )
             )
         attended_THK = parts[0] if len(parts) == 1 else torch.cat(parts)
-        for hidden in rows.batch.hidden:
+        for hidden in batch.hidden:
             self._attend_to_visible(q_THK, k_TGK, v_TGK, attended_THK, hidden, relative_bias)
-        return rows.pad(attended_THK.flatten(1))
+        return attended_THK.flatten(1)
 
     def end_weights(
         self,
-        hidden_RD: Tensor,
-        rows: Rows,
+        hidden_TD: Tensor,
+        batch: PackedBatch,
         rotation: Rotation | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:
@@ -184,12 +183,12 @@ class Attention:
         come from the cache, so the call of the layer comes first. Takes the arguments of the call except the plan.
         Projects q and k anew: only ATTENTION pooling asks for it, and only of the last layer.
         """
-        batch, spec = rows.batch, self.spec
-        q_THK, k_TGK, _ = self._project(hidden_RD, rows, rotation)
+        spec = self.spec
+        q_THK, k_TGK, _ = self._project(hidden_TD, rotation)
         if batch.cache is None:
             lengths_N, positions_T = batch.cu_seqlens.diff().long(), batch.positions
         else:
-            k_TGK, lengths_N, positions_T = self._keys_of_chunks(k_TGK, rows, batch.cache)
+            k_TGK, lengths_N, positions_T = self._keys_of_chunks(k_TGK, batch, batch.cache)
         num_keys = len(k_TGK)
         seq_of_T = torch.repeat_interleave(lengths_N, output_size=num_keys)
         ends_N = batch.cu_seqlens[1:].long() - 1 if spec.is_causal else batch.cu_seqlens[:-1].long()
@@ -206,10 +205,10 @@ class Attention:
                 scores_TH.masked_fill_((distance_T > reach)[:, None], float("-inf"))
         return _segment_softmax(scores_TH, seq_of_T, len(lengths_N))
 
-    def _keys_of_chunks(self, k_TGK: Tensor, rows: Rows, cache: BatchCache) -> tuple[Tensor, Tensor, Tensor]:
+    def _keys_of_chunks(self, k_TGK: Tensor, batch: PackedBatch, cache: BatchCache) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the keys of all tokens up to the end of each chunk, their number [N], and their positions."""
         keys, lengths, end = [], [], 0
-        for n, length in enumerate(rows.batch.seq_lens):
+        for n, length in enumerate(batch.seq_lens):
             start, end = end, end + length
             part_LGK = k_TGK[start:end]
             if n >= cache.num_new_seqs:
@@ -242,12 +241,12 @@ class Attention:
         )
 
     def _project(
-        self, hidden_RD: Tensor, rows: Rows, rotation: Rotation | None, store: KvSlots | None = None
+        self, hidden_TD: Tensor, rotation: Rotation | None, store: KvSlots | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [T, H, K], k and v [T, G, K]; with a rotation, k and v are in the slots of `store` too."""
         spec = self.spec
         num_qk = spec.num_heads + spec.num_kv_heads
-        qkv_TUK = rows.trim(self.qkv(hidden_RD)).unflatten(1, (-1, spec.head_size))
+        qkv_TUK = self.qkv(hidden_TD).unflatten(1, (-1, spec.head_size))
         qk_TUK, v_TGK = qkv_TUK[:, :num_qk], qkv_TUK[:, num_qk:]
         if rotation is not None and self._is_fused:
             rotary(qkv_TUK, *rotation.angles, num_qk, norm=self._head_norm, store=store, backend="triton")
@@ -307,14 +306,14 @@ def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int)
     return exp_TH / total_NH[segment_of_T]
 
 
-def _slots_of_tokens(rows: Rows) -> Tensor | None:
+def _slots_of_tokens(batch: PackedBatch) -> Tensor | None:
     """Returns [T] int64, the slot of every token, -1 for those that nothing will look at; None where there are none."""
-    cache = rows.batch.cache
+    cache = batch.cache
     if cache is None or cache.store_slots is None or not len(cache.store_slots):
         return None
     if cache.store_rows is None:
         return cache.store_slots
-    return cache.store_slots.new_full((rows.num_tokens,), -1).index_copy_(0, cache.store_rows, cache.store_slots)
+    return cache.store_slots.new_full((batch.num_tokens,), -1).index_copy_(0, cache.store_rows, cache.store_slots)
 
 
 def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:

@@ -2,7 +2,7 @@
 
 Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers (arXiv
 2101.03961).
-Shape letters: R rows, D model width, I inner width, T packed tokens in R rows, X experts, K experts of a token, A pairs
+Shape letters: T packed tokens, D model width, I inner width, X experts, K experts of a token, A pairs
 of a token and one of its experts: T * K, M rows of one expert.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.grouped_linear import grouped_linear
@@ -22,7 +21,6 @@ from ....protocol.errors import ModelLoadError
 from .activation import Gate
 from .fusion import Fusion
 from .linear import GatedLinear, Linear, Mlp
-from .rows import Rows, round_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +57,11 @@ class ExpertStack:
 class Experts(Protocol):
     """X MLPs, and the weighted sum of the chosen ones."""
 
-    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+    def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """Adds the weighted sum of each token's K experts.
 
         Args:
-            sum_RD: [R, D] float32. Its first T rows are written.
+            sum_TD: [T, D] float32. Written in place.
             x_TD: [T, D].
             expert_TK: [T, K] int64, numbers of different experts.
             weight_TK: [T, K] float32.
@@ -101,7 +99,7 @@ class SparseExperts:
         num_experts = router_XD.shape[0]
         if not 1 <= top_k <= num_experts:
             raise ModelLoadError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts.")
-        self._router = Linear(router_XD, None, reorder=False)
+        self._router = Linear(router_XD, None)
         self._experts: Experts
         if router_XD.device.type == "cpu":
             self._experts = OneByOneExperts(experts, activation)
@@ -111,13 +109,12 @@ class SparseExperts:
         self._top_k = top_k
         self._renormalise = renormalise
 
-    def __call__(self, x_RD: Tensor, rows: Rows) -> Tensor:
-        """Returns [R, D]; rows that are no tokens are zero."""
-        x_TD = rows.trim(x_RD)
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns [T, D]."""
         weight_TK, expert_TK = self._route(x_TD)
-        sum_RD = torch.zeros(x_RD.shape, device=x_RD.device)
-        self._experts.add_to(sum_RD, x_TD, expert_TK, weight_TK)
-        return sum_RD.to(x_RD.dtype)
+        sum_TD = torch.zeros(x_TD.shape, device=x_TD.device)
+        self._experts.add_to(sum_TD, x_TD, expert_TK, weight_TK)
+        return sum_TD.to(x_TD.dtype)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights and numbers of each token's experts, [T, K] each."""
@@ -137,7 +134,7 @@ class OneByOneExperts:
             Mlp(GatedLinear(both_2ID, None, activation), Linear(down_DI, None)) for both_2ID, down_DI in experts
         ]
 
-    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+    def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """See Experts."""
         order_A = expert_TK.flatten().argsort(stable=True)
         token_A = order_A // expert_TK.shape[1]
@@ -146,7 +143,7 @@ class OneByOneExperts:
         parts = zip(self._experts, token_A.split(counts), weight_A1.split(counts), strict=True)
         for expert, token_M, weight_M1 in parts:
             if len(token_M):
-                sum_RD.index_add_(0, token_M, _run(expert, x_TD, token_M).float() * weight_M1)
+                sum_TD.index_add_(0, token_M, expert(x_TD[token_M]).float() * weight_M1)
 
 
 class SortedExperts:
@@ -160,7 +157,7 @@ class SortedExperts:
         self._both_X2ID, self._down_XDI = stack.both, stack.down
         self._gate = Gate(activation, fusion)
 
-    def add_to(self, sum_RD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+    def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """See Experts."""
         expert_A, order_A = expert_TK.flatten().sort(stable=True)
         numbers_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
@@ -168,13 +165,5 @@ class SortedExperts:
         both_A2I = grouped_linear(x_TD[order_A // expert_TK.shape[1]], self._both_X2ID, ends_X)
         out_AD = grouped_linear(self._gate(both_A2I), self._down_XDI, ends_X)
         place_TK = order_A.argsort().view(expert_TK.shape)
-        sum_TD = sum_RD[: len(x_TD)]
         for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):
             sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
-
-
-def _run(expert: Mlp, x_TD: Tensor, token_M: Tensor) -> Tensor:
-    """Returns the expert's [M, D], in as many rows as oneDNN has kernels for (see rows.py)."""
-    num_rows = len(token_M)
-    token_M = F.pad(token_M, (0, round_up(num_rows) - num_rows))
-    return expert(x_TD[token_M])[:num_rows]

@@ -3,7 +3,7 @@
 What a family does differently is in its module: jamba.py, bamba.py. ATTENTION pooling takes the last
 layer that has attention.
 
-Shape letters: T packed tokens in R rows, V vocabulary, D model width.
+Shape letters: T packed tokens, V vocabulary, D model width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ..layers.norm import RmsNorm
 from ..layers.recurrent.mixers import Mamba2Mixer, MambaMixer
 from ..layers.residual import Residual
 from ..layers.rotary import RotaryEmbedding, Rotation
-from ..layers.rows import Rows
 from ..layers.weights import Weights
 from .mamba import require_causal
 
@@ -100,12 +99,12 @@ class Walk:
     """What all layers of one forward share.
 
     Attributes:
-        rows: Which rows are tokens, and where sequences begin.
+        batch: The sequences.
         plan: How attention walks them; None in a model without attention.
         rotation: Rotary position embedding; None where there is none.
     """
 
-    rows: Rows
+    batch: PackedBatch
     plan: BatchPlan | None
     rotation: Rotation | None
 
@@ -120,10 +119,10 @@ class AttentionMixer:
         self.attention = Attention.load(weights, qkv, spec, kv_index=index)
         self.out = Linear.load(weights, linear("o_proj", width, D, bias=config.out_bias))
 
-    def __call__(self, x_RD: Tensor, walk: Walk) -> Tensor:
-        """Returns [R, D]."""
+    def __call__(self, x_TD: Tensor, walk: Walk) -> Tensor:
+        """Returns [T, D]."""
         assert walk.plan is not None
-        return self.out(self.attention(x_RD, walk.rows, walk.plan, walk.rotation))
+        return self.out(self.attention(x_TD, walk.batch, walk.plan, walk.rotation))
 
 
 class HybridLayer:
@@ -154,19 +153,19 @@ class HybridLayer:
 
     def __call__(self, stream: Residual, walk: Walk) -> Residual:
         """Returns the next hidden states."""
-        x_RD, stream = stream.normed_and_sum(self.mixer_norm)
+        x_TD, stream = stream.normed_and_sum(self.mixer_norm)
         mixer = self.mixer
-        mixed_RD = mixer(x_RD, walk) if isinstance(mixer, AttentionMixer) else mixer(x_RD, walk.rows)
-        x_RD, stream = stream.plus_term(mixed_RD, scale=self.scale).normed_and_sum(self.mlp_norm)
-        return stream.plus_term(self._feed_forward(x_RD, walk.rows), scale=self.scale)
+        mixed_TD = mixer(x_TD, walk) if isinstance(mixer, AttentionMixer) else mixer(x_TD, walk.batch)
+        x_TD, stream = stream.plus_term(mixed_TD, scale=self.scale).normed_and_sum(self.mlp_norm)
+        return stream.plus_term(self._feed_forward(x_TD), scale=self.scale)
 
-    def _feed_forward(self, x_RD: Tensor, rows: Rows) -> Tensor:
+    def _feed_forward(self, x_TD: Tensor) -> Tensor:
         """Returns the sum of MLP and experts."""
         if self.experts is None:
             assert self.mlp is not None
-            return self.mlp(x_RD)
-        mixed_RD = self.experts(x_RD, rows)
-        return mixed_RD if self.mlp is None else self.mlp(x_RD, add=mixed_RD)
+            return self.mlp(x_TD)
+        mixed_TD = self.experts(x_TD)
+        return mixed_TD if self.mlp is None else self.mlp(x_TD, add=mixed_TD)
 
 
 class HybridModel(PackedModel):
@@ -218,17 +217,16 @@ class HybridModel(PackedModel):
                 "No layer of the model has attention, so that there are no weights for ATTENTION pooling.",
                 param="pooling_type",
             )
-        rows = Rows.of(batch)
-        plan = self.attentions[0].attention.plan(rows) if self.attentions else None
-        walk = Walk(rows, plan, self.rotary(batch) if self.rotary is not None else None)
-        hidden_RD = F.embedding(rows.input_ids, self.embedding_VD)
+        plan = self.attentions[0].attention.plan(batch) if self.attentions else None
+        walk = Walk(batch, plan, self.rotary(batch) if self.rotary is not None else None)
+        hidden_TD = F.embedding(batch.input_ids, self.embedding_VD)
         if self.embedding_scale != 1.0:
-            hidden_RD = hidden_RD * self.embedding_scale
-        stream = Residual(hidden_RD, is_fused=self.is_fused)
+            hidden_TD = hidden_TD * self.embedding_scale
+        stream = Residual(hidden_TD, is_fused=self.is_fused)
         weights_TH = None
         for layer in self.layers:
             layer_input, stream = stream, layer(stream, walk)
             if need_attention and layer.mixer is self.attentions[-1]:
                 attention = self.attentions[-1].attention
-                weights_TH = attention.end_weights(layer_input.normed(layer.mixer_norm), rows, walk.rotation)
-        return ModelOutput(hidden_states=stream.trim(rows).normed(self.final_norm), attention_weights=weights_TH)
+                weights_TH = attention.end_weights(layer_input.normed(layer.mixer_norm), batch, walk.rotation)
+        return ModelOutput(hidden_states=stream.normed(self.final_norm), attention_weights=weights_TH)

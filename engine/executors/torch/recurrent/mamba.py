@@ -2,7 +2,7 @@
 
 Source: Gu and Dao, Mamba (arXiv 2312.00752); Zuo et al., Falcon Mamba (2410.05355); Dao and Gu, Transformers are SSMs
 (2405.21060). Held to transformers 5.23 in float32 within 1e-5.
-Shape letters: T packed tokens in R rows, V vocabulary, D model width.
+Shape letters: T packed tokens, V vocabulary, D model width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..layers.fusion import Fusion
 from ..layers.norm import RmsNorm
 from ..layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
 from ..layers.residual import Residual
-from ..layers.rows import Rows
 from ..layers.weights import Weights
 
 if TYPE_CHECKING:
@@ -71,13 +70,13 @@ class SsmLayer:
         self.mixer = mixer
         self.dtype = dtype
 
-    def __call__(self, stream: Residual, rows: Rows) -> Residual:
+    def __call__(self, stream: Residual, batch: PackedBatch) -> Residual:
         """Returns the next hidden states."""
-        x_RD, stream = stream.normed_and_sum(self.norm)
-        x_RD = x_RD.to(self.dtype)
+        x_TD, stream = stream.normed_and_sum(self.norm)
+        x_TD = x_TD.to(self.dtype)
         if stream.hidden.dtype is self.dtype and not stream.is_fused:
-            return Residual(self.mixer(x_RD, rows, add=stream.hidden))
-        return stream.plus_term(self.mixer(x_RD, rows))
+            return Residual(self.mixer(x_TD, batch, add=stream.hidden))
+        return stream.plus_term(self.mixer(x_TD, batch))
 
 
 class SsmModel(PackedModel):
@@ -121,12 +120,11 @@ class SsmModel(PackedModel):
             raise UnsupportedTaskError(
                 "The model has no attention, so that there are no weights for ATTENTION pooling.", param="pooling_type"
             )
-        rows = Rows.of(batch)
-        hidden_RD = F.embedding(rows.input_ids, self.embedding_VD).to(self.sum_dtype)
-        stream = Residual(hidden_RD, is_fused=self.is_fused)
+        hidden_TD = F.embedding(batch.input_ids, self.embedding_VD).to(self.sum_dtype)
+        stream = Residual(hidden_TD, is_fused=self.is_fused)
         for layer in self.layers:
-            stream = layer(stream, rows)
-        return ModelOutput(hidden_states=rows.trim(stream.normed(self.final_norm).to(self.dtype)))
+            stream = layer(stream, batch)
+        return ModelOutput(hidden_states=stream.normed(self.final_norm).to(self.dtype))
 
 
 def require_causal(info: ModelInfo) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..layers.rows import Rows
 from ..packed_batch import PackedBatch
 from .packed_attention import PackedRow, packed_row
 
@@ -74,15 +73,14 @@ class Network:
             batch: Sequences.
             position_offset: Added to positions; families in RoBERTa's line number them from pad_token_id + 1.
         """
-        rows = Rows.of(batch)
         arguments: dict[str, Any] = {
-            "input_ids": rows.input_ids[None],
-            "position_ids": (rows.positions + position_offset)[None],
+            "input_ids": batch.input_ids[None],
+            "position_ids": (batch.positions + position_offset)[None],
         }
-        if rows.token_type_ids is not None:
-            arguments["token_type_ids"] = rows.token_type_ids[None]
-        with packed_row(rows) as row:
-            return rows.trim(self._call(arguments)[0]), row
+        if batch.token_type_ids is not None:
+            arguments["token_type_ids"] = batch.token_type_ids[None]
+        with packed_row(batch) as row:
+            return self._call(arguments)[0], row
 
     def run_padded(self, batch: PackedBatch) -> Tensor:
         """Runs sequences that may share together, padded on the right; returns [T, D], or [N, num_labels]."""

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from penstock.kernels.attention import attention
 
-from ..layers.rows import Rows
+from ..packed_batch import PackedBatch
 
 NAME: Final = "penstock_packed"
 
@@ -45,24 +45,23 @@ class PackedRow:
     """The sequences of one forward in a row, and what their attention needs.
 
     Attributes:
-        rows: The sequences, and padding rows after them.
+        batch: The sequences.
         num_calls: How often attention ran; 0 means that the model goes past transformers' interface.
         max_window: The longest window that a layer asked for; 0 for none.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch = batch
         self.num_calls = 0
         self.max_window = 0
 
-    def attend(self, q_RHK: Tensor, k_RHK: Tensor, v_RHK: Tensor, scale: float, is_causal: bool, reach: int) -> Tensor:
-        """Takes [R, H, K], returns [R, H, K]; `reach` is how many tokens a query sees on each side, 0 for all."""
-        q_THK, k_THK, v_THK = (self.rows.trim(x) for x in (q_RHK, k_RHK, v_RHK))
-        batch = self.rows.batch
+    def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, scale: float, is_causal: bool, reach: int) -> Tensor:
+        """Takes [T, H, K], returns [T, H, K]; `reach` is how many tokens a query sees on each side, 0 for all."""
+        batch = self.batch
         self.num_calls += 1
         self.max_window = max(self.max_window, reach)
         window = (reach, reach) if reach else None
-        attended_THK = attention(
+        return attention(
             q_THK,
             k_THK,
             v_THK,
@@ -73,16 +72,15 @@ class PackedRow:
             is_causal=is_causal,
             window=window,
         )
-        return self.rows.pad(attended_THK.flatten(1)).view(-1, *attended_THK.shape[1:])
 
 
 _current_row: ContextVar[PackedRow | None] = ContextVar("penstock_packed_row", default=None)
 
 
 @contextmanager
-def packed_row(rows: Rows) -> Iterator[PackedRow]:
-    """Makes attention of the models called inside run over the sequences of `rows`."""
-    row = PackedRow(rows)
+def packed_row(batch: PackedBatch) -> Iterator[PackedRow]:
+    """Makes attention of the models called inside run over the sequences of `batch`."""
+    row = PackedRow(batch)
     token = _current_row.set(row)
     try:
         yield row
@@ -120,7 +118,7 @@ def _attention_forward(
         unknown.append("attention_mask")
     if unknown:
         raise NotPackableError(f"its attention takes {', '.join(unknown)}")
-    if query.shape[0] != 1 or query.shape[2] != row.rows.num_rows or key.shape[2] != query.shape[2]:
+    if query.shape[0] != 1 or query.shape[2] != row.batch.num_tokens or key.shape[2] != query.shape[2]:
         raise NotPackableError(f"its attention works on shapes {list(query.shape)} and {list(key.shape)}")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
@@ -128,6 +126,6 @@ def _attention_forward(
     reach = sliding_window - 1 if sliding_window is not None else 0
     if sliding_window is not None and reach < 1:
         raise NotPackableError(f"its attention has a window of {sliding_window}")
-    q_RHK, k_RHK, v_RHK = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_THK, k_THK, v_THK = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return row.attend(q_RHK, k_RHK, v_RHK, scale, is_causal, reach)[None], None
+    return row.attend(q_THK, k_THK, v_THK, scale, is_causal, reach)[None], None

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.core.loading.weights_loader import load_model
-from penstock.engine.executors.torch.layers import linear
 from penstock.engine.executors.torch.layers.experts import ExpertStack, SortedExperts
 from penstock.engine.executors.torch.layers.fusion import Fusion
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
@@ -229,8 +228,8 @@ def test_gelu_in_the_product(activation, num_rows, dtype, device):
     generator = torch.Generator().manual_seed(num_rows)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((64, 48), (64,), (num_rows, 48)))
     weight, bias, x = (part.to(device, dtype) for part in (weight / 4, bias, x))
-    made = Linear(weight, bias, activation=activation, reorder=False, fusion=Fusion.EPILOGUE)
-    exact = Linear(weight.float(), bias.float(), activation=activation, reorder=False)(x.float())
+    made = Linear(weight, bias, activation=activation, fusion=Fusion.EPILOGUE)
+    exact = Linear(weight.float(), bias.float(), activation=activation)(x.float())
     # One rounding before the activation and one after it, and the distance of the two forms.
     rounding = torch.finfo(dtype).eps * F.linear(x.float(), weight.float(), bias.float()).abs()
     assert ((made(x).float() - exact).abs() <= 1.1 * rounding + 5e-4).all()
@@ -251,7 +250,6 @@ def test_models_bear_the_tanh_form(dtype, save_model, resolve, pack, sequences, 
         return F.gelu(torch.addmm(bias, x, weight), approximate="tanh")
 
     monkeypatch.setattr(torch.ops.aten._addmm_activation, "default", addmm_tanh)
-    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
     folder, _ = save_model("BertModel", **SIZES)
     batch = pack(sequences)
     exact = load_model(resolve(folder)).forward(batch).hidden_states
@@ -271,8 +269,7 @@ def test_other_products_stay_bit_for_bit(dtype, activation, has_bias):
     weight, x = torch.randn(64, 48).to(dtype), torch.randn(9, 48).to(dtype)
     bias = torch.randn(64).to(dtype) if has_bias else None
     plain, made = (
-        Linear(weight, bias, activation=activation, reorder=False, fusion=fusion)(x)
-        for fusion in (Fusion.NONE, Fusion.EPILOGUE)
+        Linear(weight, bias, activation=activation, fusion=fusion)(x) for fusion in (Fusion.NONE, Fusion.EPILOGUE)
     )
     assert torch.equal(made, plain)
 
@@ -288,8 +285,6 @@ def test_other_products_stay_bit_for_bit(dtype, activation, has_bias):
 def test_torch_compile_takes_what_is_between_two_attentions_once_for_all_blocks(
     family, config, save_model, resolve, pack, sequences, monkeypatch
 ):
-    # As on a GPU, where no product is oneDNN's.
-    monkeypatch.setattr(linear, "_can_pack", lambda _: False)
     folder, _ = save_model(f"{family}Model", **config)
     model, batch = load_model(resolve(folder)), pack(sequences)
     expected = model.forward(batch).hidden_states

@@ -8,7 +8,6 @@ from penstock.engine.executors.torch.layers.activation import find_activation
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
 from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.executors.torch.layers.rotary import RotaryEmbedding
-from penstock.engine.executors.torch.layers.rows import Rows, round_up
 from penstock.engine.families.rope import RopeSpec
 from penstock.engine.protocol.errors import UnsupportedModelError
 
@@ -44,19 +43,16 @@ def test_linear_equals_torch(activation, num_rows, dtype):
     x = torch.randn(num_rows, 60).to(dtype)
     expected = ACTIVATIONS[activation](F.linear(x.float(), weight.float(), bias.float()))
     assert_close(Linear(weight.clone(), bias, activation=activation)(x), expected, dtype)
-    assert_close(Linear(weight, bias, activation=activation, reorder=False)(x), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("reorder", [True, False])
-def test_second_operand_goes_into_the_product(reorder, dtype):
+def test_residual_is_added_to_the_product(dtype):
     weight, bias = random_linear(32, 48, dtype)
     x, other = torch.randn(9, 48).to(dtype), torch.randn(9, 32).to(dtype)
     kept = other.clone()
-    linear = Linear(weight.clone(), bias, reorder=reorder)
+    linear = Linear(weight, bias)
     product = F.linear(x.float(), weight.float(), bias.float())
     assert_close(linear(x, add=other), product + other.float(), dtype)
-    assert_close(linear(x, multiply=other), product * other.float(), dtype)
     assert torch.equal(other, kept)
 
 
@@ -127,21 +123,3 @@ def test_rotation_turns_each_pair_of_halves(pack):
 def test_unknown_activation_is_named():
     with pytest.raises(UnsupportedModelError, match="'glu'"):
         find_activation("glu")
-
-
-def test_numbers_of_rows_are_few_and_close():
-    sizes = [round_up(n) for n in range(1, 8193)]
-    assert len(set(sizes)) <= 128
-    assert all(n <= size <= n + max(15, n / 16) for n, size in enumerate(sizes, 1))
-    assert sizes == sorted(sizes)
-
-
-def test_padding_rows_come_after_the_tokens(pack):
-    batch = pack([[5, 6], [7, 8, 9]])
-    rows = Rows.of(batch)
-    assert rows.num_tokens == 5
-    assert rows.input_ids.shape == (rows.num_rows,)
-    assert torch.equal(rows.trim(rows.input_ids), batch.input_ids)
-    x = torch.randn(5, 3)
-    assert torch.equal(rows.trim(rows.pad(x)), x)
-    assert rows.pad(x).shape == (rows.num_rows, 3)

@@ -2,7 +2,7 @@
 
 Sources: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (arXiv 2312.00752), section 3.4;
 Dao and Gu, Transformers are SSMs (2405.21060), section 7: the recurrence decays a whole head at once (SSD).
-Shape letters: T packed tokens in R rows, D model width, C inner channels, S state size, W width of the convolution,
+Shape letters: T packed tokens, D model width, C inner channels, S state size, W width of the convolution,
 Q rank of the step; in Mamba-2 H heads of P channels, and G groups of heads that share their B and C matrices.
 """
 
@@ -21,10 +21,10 @@ from penstock.kernels.ssd import ssd
 
 from .....families.spec import linear
 from .....scheduling import SsmLayerSpec
+from ...packed_batch import PackedBatch
 from ..fusion import Fusion
 from ..linear import Linear
 from ..norm import RmsNorm
-from ..rows import Rows
 from ..weights import Weights
 from .ssm import CausalConv, LayerStates
 
@@ -100,31 +100,29 @@ class MambaMixer:
         self.d_C = weights.tensor("D", C, dtype=torch.float32)
         self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
 
-    def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
-        """Returns [R, D].
+    def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
+        """Returns [T, D].
 
         Args:
-            x_RD: [R, D].
-            rows: Which rows are tokens, and where sequences begin.
-            add: [R, D], the type of x. Added to the result (a residual).
+            x_TD: [T, D].
+            batch: The sequences.
+            add: [T, D], the type of x. Added to the result (a residual).
         """
-        batch, sizes = rows.batch, self.sizes
+        sizes = self.sizes
         states = LayerStates.of(batch, self.index)
         conv_state, ssm_state = states.load()
-        x_RC, gate_RC = self.in_proj(x_RD).chunk(2, dim=-1)
-        x_TC, conv_state = self.conv(rows.trim(x_RC), batch, conv_state, return_final_states=states.must_save)
-        step_RQ, b_RS, c_RS = self.x_proj(rows.pad(x_TC)).split(
-            (sizes.step_rank, sizes.state_size, sizes.state_size), dim=-1
-        )
+        x_TC, gate_TC = self.in_proj(x_TD).chunk(2, dim=-1)
+        x_TC, conv_state = self.conv(x_TC, batch, conv_state, return_final_states=states.must_save)
+        step_TQ, b_TS, c_TS = self.x_proj(x_TC).split((sizes.step_rank, sizes.state_size, sizes.state_size), dim=-1)
         if self.norms is not None:
-            step_RQ, b_RS, c_RS = self.norms.step(step_RQ), self.norms.b(b_RS), self.norms.c(c_RS)
-        dt_TC = F.softplus(rows.trim(self.dt_proj(step_RQ.contiguous())).float() + self.dt_bias_C)
+            step_TQ, b_TS, c_TS = self.norms.step(step_TQ), self.norms.b(b_TS), self.norms.c(c_TS)
+        dt_TC = F.softplus(self.dt_proj(step_TQ).float() + self.dt_bias_C)
         y_TC, ssm_state = selective_scan(
             x_TC,
             dt_TC,
             self.a_CS,
-            rows.trim(b_RS),
-            rows.trim(c_RS),
+            b_TS,
+            c_TS,
             batch.cu_seqlens,
             batch.seq_lens,
             d=self.d_C,
@@ -132,7 +130,7 @@ class MambaMixer:
             return_final_states=states.must_save,
         )
         states.save(conv_state, ssm_state)
-        return self.out_proj(rows.pad(y_TC) * F.silu(gate_RC), add=add)
+        return self.out_proj(y_TC * F.silu(gate_TC), add=add)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +198,9 @@ class GatedGroupNorm:
         self._num_groups = num_groups
         self._eps = eps
 
-    def __call__(self, x_RC: Tensor, gate_RC: Tensor) -> Tensor:
-        """Returns [R, C] in the type of the gate."""
-        return gated_norm(x_RC, gate_RC, self._weight_C, self._num_groups, self._eps, backend=self._backend)
+    def __call__(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Returns [T, C] in the type of the gate."""
+        return gated_norm(x_TC, gate_TC, self._weight_C, self._num_groups, self._eps, backend=self._backend)
 
 
 class Mamba2Mixer:
@@ -224,18 +222,18 @@ class Mamba2Mixer:
         self.norm = GatedGroupNorm(weight_C, sizes.num_groups, sizes.eps, fusion=weights.fusion)
         self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
 
-    def __call__(self, x_RD: Tensor, rows: Rows, *, add: Tensor | None = None) -> Tensor:
-        """Returns [R, D]; see MambaMixer."""
-        batch, sizes = rows.batch, self.sizes
+    def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
+        """Returns [T, D]; see MambaMixer."""
+        sizes = self.sizes
         states = LayerStates.of(batch, self.index)
         conv_state, ssm_state = states.load()
-        gate_RC, xbc_RE, dt_RH = self.in_proj(x_RD).split((sizes.inner_size, sizes.conv_size, sizes.num_heads), -1)
-        xbc_TE, conv_state = self.conv(rows.trim(xbc_RE), batch, conv_state, return_final_states=states.must_save)
+        gate_TC, xbc_TE, dt_TH = self.in_proj(x_TD).split((sizes.inner_size, sizes.conv_size, sizes.num_heads), -1)
+        xbc_TE, conv_state = self.conv(xbc_TE, batch, conv_state, return_final_states=states.must_save)
         shared = sizes.num_groups * sizes.state_size
         x_TC, b_TX, c_TX = xbc_TE.split((sizes.inner_size, shared, shared), -1)
         y_THP, ssm_state = ssd(
             x_TC.unflatten(1, (sizes.num_heads, sizes.head_size)),
-            self._steps(rows.trim(dt_RH)),
+            self._steps(dt_TH),
             self.a_H,
             b_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
             c_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
@@ -246,7 +244,7 @@ class Mamba2Mixer:
             return_final_states=states.must_save,
         )
         states.save(conv_state, ssm_state)
-        return self.out_proj(self.norm(rows.pad(y_THP.flatten(1)), gate_RC), add=add)
+        return self.out_proj(self.norm(y_THP.flatten(1), gate_TC), add=add)
 
     def _steps(self, dt_TH: Tensor) -> Tensor:
         """Returns the length of every step, [T, H] float32."""
