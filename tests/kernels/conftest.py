@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels._scratch import forget_scratch
 
-from .places import PLACES
+from .parameters import PLACES, Place, every_place
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=PLACES, ids="-".join)
-def place(request: pytest.FixtureRequest) -> tuple[str, torch.device]:
+@pytest.fixture(params=every_place(PLACES))
+def place(request: pytest.FixtureRequest) -> Place:
     """A backend and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
+    place: Place = request.param
+    return place

@@ -13,8 +13,7 @@ from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .attention_reference import attention_reference
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
-from .every_pair import FLOAT_DTYPES, Place, every_pair, places
-from .places import interpreted_only
+from .parameters import FLOAT_DTYPES, Place, every_pair, interpreted_only, places
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -7,17 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.causal_conv1d import Backend, causal_conv1d
+from penstock.kernels.causal_conv1d import causal_conv1d
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import CONV_CASES, ConvCase, ConvInputs, make_conv_inputs, make_cu_seqlens
-from .marks import dtypes, states
+from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-cases = pytest.mark.parametrize("case", CONV_CASES, ids=lambda case: case.name)
 
 
 def convolve(case: ConvCase, inputs: ConvInputs, has_states: bool, **options: Any) -> tuple[Tensor, Tensor]:
@@ -36,8 +34,7 @@ def convolve(case: ConvCase, inputs: ConvInputs, has_states: bool, **options: An
     return y, final
 
 
-@states
-@cases
+@every_pair(case=CONV_CASES, has_states=[False, True])
 def test_reference_equals_torch(case: ConvCase, has_states: bool) -> None:
     inputs = make_conv_inputs(case)
     y, final = convolve(case, inputs, has_states, backend="reference")
@@ -52,15 +49,17 @@ def test_reference_equals_torch(case: ConvCase, has_states: bool) -> None:
         start += length
 
 
-@states
-@dtypes
-@cases
-def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], case: ConvCase, dtype: torch.dtype, has_states: bool
-) -> None:
+@every_pair(
+    lambda case, dtype, has_states, **_: (
+        not IS_INTERPRETED or (case.is_quick and (dtype == torch.float32 or has_states))
+    ),
+    place=PLACES,
+    case=CONV_CASES,
+    dtype=FLOAT_DTYPES,
+    has_states=[False, True],
+)
+def test_backend_equals_reference(place: Place, case: ConvCase, dtype: torch.dtype, has_states: bool) -> None:
     backend, device = place
-    if IS_INTERPRETED and (not case.is_quick or (dtype != torch.float32 and not has_states)):
-        pytest.skip("too much for the interpreter")
     inputs = make_conv_inputs(case, dtype, device)
     expected, expected_final = convolve(case, inputs, has_states, backend="reference")
     actual, final = convolve(case, inputs, has_states, backend=backend)
@@ -70,7 +69,7 @@ def test_backend_equals_reference(
     assert torch.equal(final, expected_final)
 
 
-def test_without_bias_activation_and_states(place: tuple[Backend, torch.device]) -> None:
+def test_without_bias_activation_and_states(place: Place) -> None:
     backend, device = place
     case = ConvCase("", (5, 40), 9)
     inputs = make_conv_inputs(case, device=device)
@@ -81,11 +80,9 @@ def test_without_bias_activation_and_states(place: tuple[Backend, torch.device])
     assert_close("y", expected, actual, 2e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+@pytest.mark.parametrize("size", [2] if IS_INTERPRETED else [1, 2, 7, 64])
+def test_chunks_equal_the_whole(place: Place, size: int) -> None:
     backend, device = place
-    if IS_INTERPRETED and size != 2:
-        pytest.skip("too much for the interpreter")
     case = ConvCase("", (20 if IS_INTERPRETED else 130,), 6)
     inputs = make_conv_inputs(case, device=device)
     whole, whole_final = convolve(case, inputs, True, backend=backend)
@@ -110,7 +107,7 @@ def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) 
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_poisoned_sequence_touches_no_other(place: tuple[Backend, torch.device]) -> None:
+def test_poisoned_sequence_touches_no_other(place: Place) -> None:
     backend, device = place
     case = ConvCase("", (2, 5, 0, 1, 9), 6)
     clean, dirty = make_conv_inputs(case, device=device), make_conv_inputs(case, device=device)

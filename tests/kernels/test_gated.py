@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.gated import GATE_ACTIVATIONS, Backend, GateActivation, gated, gated_norm
+from penstock.kernels.gated import GATE_ACTIVATIONS, GateActivation, gated, gated_norm
 
 from .assertions import assert_close
-from .marks import dtypes
+from .parameters import FLOAT_DTYPES, PLACES, Place, dtypes, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -24,13 +24,17 @@ def test_the_reference_equals_torch(activation: GateActivation) -> None:
     assert_close("gated", expected, gated(x, activation, backend="reference"), 1e-6)
 
 
-@dtypes
-@activations
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (5, 63), (33, 80), (7, 1152), (3, 3000)])
+@every_pair(
+    place=PLACES,
+    activation=GATE_ACTIVATIONS,
+    shape=[(1, 1), (5, 63), (33, 80), (7, 1152), (3, 3000)],
+    dtype=FLOAT_DTYPES,
+)
 def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], activation: GateActivation, num_rows: int, width: int, dtype: torch.dtype
+    place: Place, activation: GateActivation, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     backend, device = place
+    num_rows, width = shape
     generator = torch.Generator().manual_seed(width)
     x = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, : 2 * width]
     kept = x.clone()
@@ -42,7 +46,7 @@ def test_backend_equals_reference(
 
 
 @activations
-def test_large_gates_and_rows_with_nan(place: tuple[Backend, torch.device], activation: GateActivation) -> None:
+def test_large_gates_and_rows_with_nan(place: Place, activation: GateActivation) -> None:
     backend, device = place
     gates = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4, float("nan")])
     x = torch.stack([gates, torch.ones(8)], dim=1).to(device)
@@ -52,7 +56,7 @@ def test_large_gates_and_rows_with_nan(place: tuple[Backend, torch.device], acti
     assert actual[7].isnan()
 
 
-def test_no_rows(place: tuple[Backend, torch.device]) -> None:
+def test_no_rows(place: Place) -> None:
     backend, device = place
     assert gated(torch.ones(0, 10, device=device), "silu", backend=backend).shape == (0, 5)
 
@@ -62,7 +66,7 @@ def test_no_rows(place: tuple[Backend, torch.device]) -> None:
     ("num_rows", "width", "num_groups"), [(1, 1, 1), (5, 63, 3), (33, 80, 1), (7, 1536, 2), (3, 3000, 1), (17, 64, 64)]
 )
 def test_gated_norm_equals_reference(
-    place: tuple[Backend, torch.device], num_rows: int, width: int, num_groups: int, dtype: torch.dtype
+    place: Place, num_rows: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> None:
     """The gate is columns of a wider product, as a mixer's projection gives it."""
     backend, device = place
@@ -77,7 +81,7 @@ def test_gated_norm_equals_reference(
     assert_close("normed", expected, actual, TOLERANCE[dtype])
 
 
-def test_gated_norm_keeps_a_nan_in_its_group(place: tuple[Backend, torch.device]) -> None:
+def test_gated_norm_keeps_a_nan_in_its_group(place: Place) -> None:
     backend, device = place
     x, weight = torch.ones(3, 40, device=device), torch.ones(40, device=device)
     expected = gated_norm(x, x, weight, 4, 1e-5, backend=backend)

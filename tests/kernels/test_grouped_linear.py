@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.grouped_linear import Backend, grouped_linear
+from penstock.kernels.grouped_linear import grouped_linear
 
 from .assertions import assert_close
-from .marks import dtypes
+from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
 
 DIVISIONS = {
     "one_group": [5],
@@ -20,7 +20,7 @@ DIVISIONS = {
 }
 
 
-def make(sizes: list[int], num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def make(sizes: list[int], num_in: int, num_out: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
     """x, weight and ends."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(sum(sizes), num_in, generator=numbers)
@@ -36,26 +36,21 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     assert_close("grouped_linear", expected, actual, tolerance)
 
 
-def skip_what_is_lacking(place: tuple[Backend, torch.device], *widths: int, dtype: torch.dtype) -> None:
-    if place[0] == "triton" and place[1].type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("triton's interpreter has no products in bfloat16")
-    if place[0] == "torch" and place[1].type == "cuda" and any(width % (16 // dtype.itemsize) for width in widths):
-        pytest.skip("torch takes rows that begin at multiples of 16 bytes")
+def knows(place: Place, widths: tuple[int, int], dtype: torch.dtype, **_: str) -> bool:
+    """The interpreter has no products in bfloat16; torch on CUDA takes rows that begin at multiples of 16 bytes."""
+    if place == Place("triton", "cpu"):
+        return dtype != torch.bfloat16
+    return place != Place("torch", "cuda") or not any(width % (16 // dtype.itemsize) for width in widths)
 
 
-@dtypes
-@pytest.mark.parametrize(("num_in", "num_out"), [(48, 72), (17, 5), (130, 1)])
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], division: str, num_in: int, num_out: int, dtype: torch.dtype
-) -> None:
-    skip_what_is_lacking(place, num_in, num_out, dtype=dtype)
+@every_pair(knows, place=PLACES, division=list(DIVISIONS), widths=[(48, 72), (17, 5), (130, 1)], dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Place, division: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
     backend, device = place
-    given = make(DIVISIONS[division], num_in, num_out, dtype, device)
+    given = make(DIVISIONS[division], *widths, dtype, device)
     assert_equal(grouped_linear(*given, backend=backend), grouped_linear(*given, backend="reference"))
 
 
-def test_rows_beyond_the_last_end_touch_nothing(place: tuple[Backend, torch.device]) -> None:
+def test_rows_beyond_the_last_end_touch_nothing(place: Place) -> None:
     backend, device = place
     x, weight, ends = make([3, 0, 9, 4], 16, 24, torch.float32, device)
     x[12:] = float("nan")
@@ -64,7 +59,7 @@ def test_rows_beyond_the_last_end_touch_nothing(place: tuple[Backend, torch.devi
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_nan_stays_with_its_row_and_with_its_group(place: tuple[Backend, torch.device]) -> None:
+def test_nan_stays_with_its_row_and_with_its_group(place: Place) -> None:
     backend, device = place
     x, weight, ends = make([4, 5], 16, 8, torch.float32, device)
     expected = grouped_linear(x, weight, ends, backend="reference")
@@ -75,7 +70,7 @@ def test_nan_stays_with_its_row_and_with_its_group(place: tuple[Backend, torch.d
     assert_equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-def test_rows_of_a_wider_matrix(place: tuple[Backend, torch.device]) -> None:
+def test_rows_of_a_wider_matrix(place: Place) -> None:
     backend, device = place
     x, weight, ends = make([4, 5], 32, 8, torch.float32, device)
     weight = weight[..., :16].contiguous()
@@ -83,7 +78,7 @@ def test_rows_of_a_wider_matrix(place: tuple[Backend, torch.device]) -> None:
     assert_equal(grouped_linear(x[:, :16], weight, ends, backend=backend), expected)
 
 
-def test_no_rows_and_no_columns(place: tuple[Backend, torch.device]) -> None:
+def test_no_rows_and_no_columns(place: Place) -> None:
     backend, device = place
     for sizes, num_out in (([0, 0], 8), ([2, 1], 0)):
         given = make(sizes, 16, num_out, torch.float32, device)

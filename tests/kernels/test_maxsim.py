@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.maxsim import Backend, _torch, maxsim
+from penstock.kernels.maxsim import _torch, maxsim
 
 from .assertions import assert_close
+from .parameters import Place
 
 TOLERANCE = 2e-6
 
 
-def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(sum(lengths), width, generator=generator)
     return torch.nn.functional.normalize(rows, dim=1).to(dtype).to(device)
@@ -30,7 +31,7 @@ def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
     ids=["one", "one_query", "own_queries", "no_rows"],
 )
 def test_backend_equals_reference(
-    place: tuple[Backend, torch.device],
+    place: Place,
     dtype: torch.dtype,
     width: int,
     query_lens: tuple[int, ...],
@@ -50,7 +51,7 @@ def test_backend_equals_reference(
         assert document_lens[n] or not actual[n].any()
 
 
-def test_strided_rows_and_maxima_below_zero(place: tuple[Backend, torch.device]) -> None:
+def test_strided_rows_and_maxima_below_zero(place: Place) -> None:
     backend, device = place
     both = make((20,), 96, torch.float32, device).abs()
     queries, documents = both[:4, :48], -both[4:, 48:]
@@ -60,7 +61,7 @@ def test_strided_rows_and_maxima_below_zero(place: tuple[Backend, torch.device])
     assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend=backend), TOLERANCE, scale=1.0)
 
 
-def test_nan_stays_with_its_document(place: tuple[Backend, torch.device]) -> None:
+def test_nan_stays_with_its_document(place: Place) -> None:
     backend, device = place
     queries, documents = (make((n,), 40, torch.float32, device) for n in (3, 150))
     documents[70] = float("nan")

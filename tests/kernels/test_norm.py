@@ -8,26 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.norm import Backend, Embeddings, Norm, NormKind, add_norm, embed_norm
+from penstock.kernels.norm import Embeddings, Norm, NormKind, add_norm, embed_norm
 
 from .assertions import assert_close
-from .marks import dtypes
+from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
 
 # As the docstring of add_norm says.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 SIZES = [(1, 1), (1, 384), (3, 63), (17, 65), (33, 384), (5, 1000), (2, 4096), (3, 5000), (2, 8192)]
 
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
-sizes = pytest.mark.parametrize(("num_rows", "width"), SIZES)
 
 
-def make_norm(kind: NormKind, width: int, dtype: torch.dtype, device: torch.device, *, bias: bool = True) -> Norm:
+def make_norm(kind: NormKind, width: int, dtype: torch.dtype, device: torch.device | str, *, bias: bool = True) -> Norm:
     generator = torch.Generator().manual_seed(width)
     weight, shift = (torch.randn(width, generator=generator).to(dtype).to(device) for _ in range(2))
     return Norm(kind, weight, shift if bias else None, 1e-5)
 
 
-def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Tensor:
     """Rows with a mean, as columns of something wider."""
     generator = torch.Generator().manual_seed(num_rows * 10_000 + width + seed)
     wide = torch.randn(num_rows, width + 16, generator=generator) + 3 * torch.randn(num_rows, 1, generator=generator)
@@ -51,13 +50,10 @@ def test_the_reference_equals_the_formula(kind: NormKind, bias: bool) -> None:
         assert sum_row.tolist() == pytest.approx(row, abs=1e-6)
 
 
-@dtypes
-@kinds
-@sizes
-def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], kind: NormKind, num_rows: int, width: int, dtype: torch.dtype
-) -> None:
+@every_pair(place=PLACES, kind=["layer", "rms"], size=SIZES, dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Place, kind: NormKind, size: tuple[int, int], dtype: torch.dtype) -> None:
     backend, device = place
+    num_rows, width = size
     x, residual = (random_rows(num_rows, width, dtype, device, seed) for seed in range(2))
     kept = x.clone(), residual.clone()
     options = {"norm": make_norm(kind, width, dtype, device), "residual": residual, "return_sum": True}
@@ -72,13 +68,8 @@ def test_backend_equals_reference(
     assert torch.equal(residual, kept[1])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("return_sum", [True, False])
-@kinds
-def test_every_term_may_be_left_out(
-    place: tuple[Backend, torch.device], kind: NormKind, bias: bool, residual: bool, return_sum: bool
-) -> None:
+@every_pair(place=PLACES, kind=["layer", "rms"], bias=[True, False], residual=[True, False], return_sum=[True, False])
+def test_every_term_may_be_left_out(place: Place, kind: NormKind, bias: bool, residual: bool, return_sum: bool) -> None:
     backend, device = place
     x, other = (random_rows(6, 65, torch.float32, device, seed) for seed in range(2))
     options: dict[str, Any] = {
@@ -94,7 +85,7 @@ def test_every_term_may_be_left_out(
         assert_close("sum", expected_sum, sum_, 1e-5)
 
 
-def test_the_sum_has_the_type_of_the_residual(place: tuple[Backend, torch.device]) -> None:
+def test_the_sum_has_the_type_of_the_residual(place: Place) -> None:
     backend, device = place
     x = random_rows(5, 63, torch.bfloat16, device)
     residual = random_rows(5, 63, torch.float32, device)
@@ -106,7 +97,7 @@ def test_the_sum_has_the_type_of_the_residual(place: tuple[Backend, torch.device
     assert torch.equal(sum_, x.float() + residual)
 
 
-def test_rows_do_not_depend_on_each_other(place: tuple[Backend, torch.device]) -> None:
+def test_rows_do_not_depend_on_each_other(place: Place) -> None:
     backend, device = place
     norm = make_norm("layer", 200, torch.float32, device)
     x = random_rows(21, 200, torch.float32, device)
@@ -118,7 +109,7 @@ def test_rows_do_not_depend_on_each_other(place: tuple[Backend, torch.device]) -
     assert torch.equal(together.nan_to_num(nan=9.0), alone.nan_to_num(nan=9.0))
 
 
-def test_no_rows(place: tuple[Backend, torch.device]) -> None:
+def test_no_rows(place: Place) -> None:
     backend, device = place
     norm = make_norm("rms", 24, torch.float32, device)
     none = torch.ones(0, 24, device=device)
@@ -130,25 +121,24 @@ def test_no_rows(place: tuple[Backend, torch.device]) -> None:
     assert embed_norm(ids, tables, norm, out_dtype=torch.float32, backend=backend).shape == (0, 24)
 
 
-def make_embeddings(width: int, dtype: torch.dtype, device: torch.device) -> Embeddings:
+def make_embeddings(width: int, dtype: torch.dtype, device: torch.device | str) -> Embeddings:
     generator = torch.Generator().manual_seed(width)
     word = torch.randn(50, width, generator=generator).to(dtype)
     return Embeddings(word.to(device), torch.randn(2 * 20, width, generator=generator).to(device), 20)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("has", ["words", "positions", "types"])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (19, 60), (33, 384), (3, 1000), (2, 8192)])
-@dtypes
+@every_pair(
+    place=PLACES,
+    size=[(1, 1), (19, 60), (33, 384), (3, 1000), (2, 8192)],
+    has=["words", "positions", "types"],
+    dtype=FLOAT_DTYPES,
+    index_dtype=[torch.int64, torch.int32],
+)
 def test_embeddings_equal_reference(
-    place: tuple[Backend, torch.device],
-    num_rows: int,
-    width: int,
-    has: str,
-    dtype: torch.dtype,
-    index_dtype: torch.dtype,
+    place: Place, size: tuple[int, int], has: str, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
     backend, device = place
+    num_rows, width = size
     generator = torch.Generator().manual_seed(num_rows)
     ids, positions, types = (
         torch.randint(0, limit, (num_rows,), generator=generator).to(index_dtype).to(device) for limit in (50, 20, 2)
@@ -169,7 +159,7 @@ def test_embeddings_equal_reference(
     assert_close("embedded", expected, actual, TOLERANCE[dtype])
 
 
-def test_rows_too_wide_for_a_program(place: tuple[Backend, torch.device]) -> None:
+def test_rows_too_wide_for_a_program(place: Place) -> None:
     backend, device = place
     norm = make_norm("layer", 8193, torch.float32, device)
     x = random_rows(2, 8193, torch.float32, device)

@@ -15,7 +15,7 @@ from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
 from .attention_reference import attention_paged_reference
 from .cases import PAGED_CASES, PagedCase, PagedInputs, make_block_table, make_cu_seqlens, make_paged_inputs
-from .every_pair import FLOAT_DTYPES, Place, every_pair, places
+from .parameters import FLOAT_DTYPES, Place, every_pair, places
 
 # Of the largest absolute value of v: what attention averages.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

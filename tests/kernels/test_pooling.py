@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,39 +17,42 @@ from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, f
 from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
-from .marks import dtypes
-from .places import PLACES
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair, every_place
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
 
-cases = pytest.mark.parametrize("case", POOLING_CASES, ids=lambda case: case.name)
-kinds = pytest.mark.parametrize("kind", POOLING_KINDS)
 
-NATIVE = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
+ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
+LIBRARY_PLACES = [] if IS_INTERPRETED else [Place(isa, "cpu") for isa in ISAS]
+# The instruction sets of the C library share the cases of one place.
+ALL_PLACES = [*PLACES, LIBRARY_PLACES]
 
 
-class Place(NamedTuple):
+class Chosen(NamedTuple):
     """What `pool` is told, and where the tensors lie."""
 
     options: dict[str, Any]
-    device: torch.device
+    device: str
 
 
-@pytest.fixture(params=[*PLACES, *(("native", isa) for isa in NATIVE)], ids="-".join)
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """A backend and a device that it runs on, or the native kernels for an instruction set."""
-    backend, where = request.param
-    if backend != "native":
-        yield Place({"backend": backend}, torch.device(where))
+@pytest.fixture(params=every_place([*PLACES, *LIBRARY_PLACES]))
+def place(request: pytest.FixtureRequest) -> Iterator[Chosen]:
+    """A backend and a device that it runs on, or the C library for an instruction set."""
+    backend, device = request.param
+    if backend not in ISAS:
+        yield Chosen({"backend": backend}, device)
         return
     try:
-        machine = Machine(1, isa=where)
+        machine = Machine(1, isa=backend)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with machine:
-        yield Place({"machine": machine}, torch.device("cpu"))
+        yield Chosen({"machine": machine}, device)
+
+
+every_place_and = partial(every_pair, indirect=["place"], place=ALL_PLACES)
 
 
 def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
@@ -81,8 +85,7 @@ def pool_one_by_formula(rows: Tensor, kind: PoolingKind, skip: int, weights: lis
     return pooled
 
 
-@kinds
-@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.name)
+@every_pair(case=QUICK_CASES, kind=POOLING_KINDS)
 def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None:
     inputs = make_pooling_inputs(case)
     expected = torch.zeros(len(case.seq_lens), case.hidden_size, dtype=torch.float64)
@@ -108,16 +111,16 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
     assert_close("pooled", expected, actual, 1e-6)
 
 
-@dtypes
-@kinds
-@cases
-def test_backend_equals_reference(place: Place, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
+def knows(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
+    """Torch pools what is not float32 for the library; the interpreter takes milliseconds for a row."""
+    if place.backend in ISAS:
+        return dtype == torch.float32
+    return not IS_INTERPRETED or (case.is_quick and dtype != torch.float16)
+
+
+@every_place_and(knows, case=POOLING_CASES, kind=POOLING_KINDS, dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Chosen, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
     chosen, device = place
-    is_much = not case.is_quick or dtype == torch.float16
-    if IS_INTERPRETED and is_much:
-        pytest.skip("too much for the interpreter")
-    if "machine" in chosen and dtype != torch.float32:
-        pytest.skip("torch pools what is not float32")
     inputs = make_pooling_inputs(case, dtype, device)
     everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
     width = -(-case.hidden_size // 2)
@@ -132,8 +135,8 @@ def test_backend_equals_reference(place: Place, case: PoolingCase, kind: Pooling
         assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
 
 
-@kinds
-def test_sequences_without_rows_give_zeros(place: Place, kind: PoolingKind) -> None:
+@every_place_and(kind=POOLING_KINDS)
+def test_sequences_without_rows_give_zeros(place: Chosen, kind: PoolingKind) -> None:
     chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (0, 2, 3, 0), 60), device=device)
     skip = torch.tensor([0, 0, 7, 5], dtype=torch.int32, device=device)
@@ -152,9 +155,8 @@ def test_sequences_without_rows_give_zeros(place: Place, kind: PoolingKind) -> N
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@kinds
-def test_poisoned_sequence_touches_no_other(place: Place, kind: PoolingKind, poison: float) -> None:
+@every_place_and(kind=POOLING_KINDS, poison=[float("nan"), float("inf")])
+def test_poisoned_sequence_touches_no_other(place: Chosen, kind: PoolingKind, poison: float) -> None:
     chosen, device = place
     case = PoolingCase("", (5, 3, 1, 4), 60)
     clean = make_pooling_inputs(case, device=device)
@@ -167,8 +169,8 @@ def test_poisoned_sequence_touches_no_other(place: Place, kind: PoolingKind, poi
     assert actual[1].isnan().all()
 
 
-@kinds
-def test_one_nan_in_a_row_is_kept(place: Place, kind: PoolingKind) -> None:
+@every_place_and(kind=POOLING_KINDS)
+def test_one_nan_in_a_row_is_kept(place: Chosen, kind: PoolingKind) -> None:
     chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (3,), 60), device=device)
     row = {"cls": 0, "last": 2}.get(kind, 1)
@@ -177,8 +179,8 @@ def test_one_nan_in_a_row_is_kept(place: Place, kind: PoolingKind) -> None:
     assert pooled[0].isnan().nonzero().flatten().tolist() == [7]
 
 
-@kinds
-def test_strided_rows_and_rows_past_the_batch(place: Place, kind: PoolingKind) -> None:
+@every_place_and(kind=POOLING_KINDS)
+def test_strided_rows_and_rows_past_the_batch(place: Chosen, kind: PoolingKind) -> None:
     chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
     buffer = torch.full((30, 100), float("nan"), device=device)
@@ -196,9 +198,8 @@ def test_strided_rows_and_rows_past_the_batch(place: Place, kind: PoolingKind) -
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("size", [1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
-@kinds
-def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Place, kind: PoolingKind, size: float) -> None:
+@every_place_and(kind=POOLING_KINDS, size=[1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
+def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Chosen, kind: PoolingKind, size: float) -> None:
     chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=device)
     arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
@@ -209,8 +210,8 @@ def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Place, kind:
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("weight", [0.0, -1.0, 1e-20, float("inf"), float("nan")])
-def test_weights_of_any_value_do_as_in_the_reference(place: Place, weight: float) -> None:
+@every_place_and(weight=[0.0, -1.0, 1e-20, float("inf"), float("nan")])
+def test_weights_of_any_value_do_as_in_the_reference(place: Chosen, weight: float) -> None:
     chosen, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=device)
     inputs.weights[5:8] = weight
@@ -221,13 +222,11 @@ def test_weights_of_any_value_do_as_in_the_reference(place: Place, weight: float
         assert_close(f"row {row}", expected[row], actual[row], TOLERANCE[torch.float32])
 
 
-@kinds
+@every_pair(indirect=["place"], place=TRITON_PLACES, kind=POOLING_KINDS)
 def test_cutting_a_long_sequence_changes_nothing(
-    place: Place, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
+    place: Chosen, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, device = place
-    if chosen.get("backend") != "triton":
-        pytest.skip("only the triton backend cuts")
+    device = place.device
     from penstock.kernels.pooling import _triton
 
     monkeypatch.setattr(_triton, "BLOCK_ROWS", 16)
@@ -291,7 +290,7 @@ def test_chunks_add_up_to_the_whole(kind: PoolingKind, chunks: list[tuple[int, i
     assert_close("pooled", expected, finish(state), 1e-6)
 
 
-@kinds
+@pytest.mark.parametrize("kind", POOLING_KINDS)
 def test_single_token_chunks_of_a_long_sequence(kind: PoolingKind) -> None:
     """A large common offset, so that a running sum without compensation drifts."""
     inputs = make_pooling_inputs(PoolingCase("", (1000,), 8))

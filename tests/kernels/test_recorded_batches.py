@@ -18,7 +18,7 @@ from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 from ..interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .assertions import assert_close
 from .attention_reference import attention_reference
-from .places import interpreted_only
+from .parameters import interpreted_only
 
 LENGTHS = (5, 1, 0, 23, 300)
 """Of the batch; the longest is one that pooling shares out."""

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.layers.norm import RmsNorm
 from penstock.engine.executors.torch.layers.rotary import Rotation
-from penstock.kernels.rotary import Backend, HeadNorm, KvSlots, rotary
+from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from .assertions import assert_close
 from .cases import RotaryCase, make_rotary_inputs
-from .marks import dtypes
-from .places import interpreted_only
+from .parameters import FLOAT_DTYPES, TRITON_PLACES, Place, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -26,19 +25,6 @@ CASES = (
     RotaryCase("odd", 2, 7, 7, 80, 40),
     RotaryCase("head_256", 3, 4, 1, 256, 128),
 )
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("triton", "cpu"), marks=interpreted_only),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
-    ],
-    ids="-".join,
-)
-def fast_place(request: pytest.FixtureRequest) -> tuple[Backend, torch.device]:
-    """A backend beside the reference and a device that it runs on."""
-    backend, device = request.param
-    return backend, torch.device(device)
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,7 @@ class Made:
         return Made(buffer[:, : self.qkv[0].numel()].view(self.qkv.shape), self.positional, options)
 
 
-def make(case: RotaryCase, dtype: torch.dtype, device: torch.device, has_norm: bool, has_store: bool) -> Made:
+def make(case: RotaryCase, dtype: torch.dtype, device: torch.device | str, has_norm: bool, has_store: bool) -> Made:
     inputs = make_rotary_inputs(case, dtype, device)
     norm = HeadNorm(inputs.weight, 1e-6) if has_norm else None
     store = KvSlots(inputs.k_cache, inputs.v_cache, inputs.slots) if has_store else None
@@ -67,14 +53,11 @@ def make(case: RotaryCase, dtype: torch.dtype, device: torch.device, has_norm: b
     return Made(inputs.qkv, (inputs.cos, inputs.sin, turned), {"norm": norm, "store": store})
 
 
-@dtypes
-@pytest.mark.parametrize("has_store", [False, True], ids=["rows", "cache"])
-@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_pair(place=TRITON_PLACES, case=CASES, has_norm=[False, True], has_store=[False, True], dtype=FLOAT_DTYPES)
 def test_backend_equals_reference(
-    fast_place: tuple[Backend, torch.device], case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
+    place: Place, case: RotaryCase, has_norm: bool, has_store: bool, dtype: torch.dtype
 ) -> None:
-    backend, device = fast_place
+    backend, device = place
     expected = make(case, dtype, device, has_norm, has_store)
     actual = expected.copy()
     values = expected.qkv[:, case.num_heads + case.num_kv_heads :].clone()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.selective_scan import Backend, selective_scan
+from penstock.kernels.selective_scan import selective_scan
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import SCAN_CASES, ScanCase, SsmInputs, make_cu_seqlens, make_scan_inputs
-from .marks import dtypes, states
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -62,15 +62,15 @@ def test_reference_equals_formula() -> None:
         start += length
 
 
-@states
-@dtypes
-@cases
-def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], case: ScanCase, dtype: torch.dtype, has_states: bool
-) -> None:
+@every_pair(
+    lambda case, dtype, **_: not IS_INTERPRETED or (case.is_quick and dtype != torch.float16),
+    place=PLACES,
+    case=SCAN_CASES,
+    dtype=FLOAT_DTYPES,
+    has_states=[False, True],
+)
+def test_backend_equals_reference(place: Place, case: ScanCase, dtype: torch.dtype, has_states: bool) -> None:
     backend, device = place
-    if IS_INTERPRETED and (not case.is_quick or dtype == torch.float16):
-        pytest.skip("too much for the interpreter")
     inputs = make_scan_inputs(case, dtype, device)
     expected, expected_final = scan(case, inputs, has_states, backend="reference")
     actual, final = scan(case, inputs, has_states, backend=backend)
@@ -81,13 +81,11 @@ def test_backend_equals_reference(
     assert_close("final", expected_final, final, 5e-6)
 
 
-@states
+@every_pair(place=TRITON_PLACES, has_states=[False, True])
 def test_chunks_that_programs_walk_along_equal_reference(
-    place: tuple[Backend, torch.device], has_states: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place, has_states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, device = place
-    if backend != "triton":
-        pytest.skip("chunks of programs are those of triton")
     from penstock.kernels.selective_scan import _triton
 
     # Sequences of no row, of some whole chunks, and of one row more or less.
@@ -105,7 +103,7 @@ def test_chunks_that_programs_walk_along_equal_reference(
         assert torch.equal(alone, together[20:44])
 
 
-def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
+def test_without_skip_and_states(place: Place) -> None:
     backend, device = place
     case = ScanCase("", (5, 11), 9, 4)
     inputs = make_scan_inputs(case, device=device)
@@ -116,11 +114,9 @@ def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
     assert_close("y", expected, actual, 5e-6)
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+@pytest.mark.parametrize("size", [7] if IS_INTERPRETED else [1, 7, 64])
+def test_chunks_equal_the_whole(place: Place, size: int) -> None:
     backend, device = place
-    if IS_INTERPRETED and size != 7:
-        pytest.skip("too much for the interpreter")
     case = ScanCase("", (16 if IS_INTERPRETED else 130,), 6, 8)
     inputs = make_scan_inputs(case, device=device)
     whole, whole_final = scan(case, inputs, True, backend=backend)
@@ -133,7 +129,7 @@ def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) 
     assert_close("final", whole_final, state, 1e-6)
 
 
-def test_sequence_is_the_same_alone_and_in_a_batch(place: tuple[Backend, torch.device]) -> None:
+def test_sequence_is_the_same_alone_and_in_a_batch(place: Place) -> None:
     backend, device = place
     lengths = (3, 0, 9, 1) if IS_INTERPRETED else (3, 9, 64, 0, 12, 100, 65)
     case = ScanCase("", lengths, 10, 16)
@@ -149,9 +145,7 @@ def test_sequence_is_the_same_alone_and_in_a_batch(place: tuple[Backend, torch.d
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_poisoned_sequence_touches_no_other(
-    place: tuple[Backend, torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poisoned_sequence_touches_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, device = place
     if backend == "triton":
         from penstock.kernels.selective_scan import _triton

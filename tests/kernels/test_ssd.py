@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.selective_scan import selective_scan
-from penstock.kernels.ssd import Backend, ssd
+from penstock.kernels.ssd import ssd
 
 from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import SSD_CASES, SsdCase, SsmInputs, make_cu_seqlens, make_ssd_inputs
-from .marks import dtypes, states
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair
 
 # float32: sums in another order. bfloat16: weights and states are rounded before products.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 # So small that a few rows make several chunks.
 INTERPRETED_CHUNK = 16
-
-cases = pytest.mark.parametrize("case", SSD_CASES, ids=lambda case: case.name)
 
 
 def run_ssd(
@@ -70,11 +68,9 @@ def test_reference_equals_selective_scan() -> None:
         assert_close("final", expected_final, final[:, head], 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-def test_chunks_of_the_size_that_long_sequences_take(place: tuple[Backend, torch.device], dtype: torch.dtype) -> None:
+@every_pair(place=PLACES, dtype=[torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16])
+def test_chunks_of_the_size_that_long_sequences_take(place: Place, dtype: torch.dtype) -> None:
     backend, device = place
-    if IS_INTERPRETED and dtype == torch.bfloat16:
-        pytest.skip("the interpreter has no products in bfloat16")
     case = SsdCase("", (129, 3, 0, 128, 65), 2, 8, 1, 16)
     inputs = make_ssd_inputs(case, dtype, device)
     expected = run_ssd(case, inputs, True, backend="reference")
@@ -83,15 +79,12 @@ def test_chunks_of_the_size_that_long_sequences_take(place: tuple[Backend, torch
         assert_close(name, one, other, TOLERANCE[dtype])
 
 
-@dtypes
+@every_pair(place=TRITON_PLACES, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)
 def test_rows_do_not_depend_on_the_lengths_beside_them(
-    place: tuple[Backend, torch.device], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a CPU torch chooses the order of sums by the shape of a product."""
     backend, device = place
-    if backend != "triton":
-        pytest.skip("products of the CPU are summed by their shapes")
-    if IS_INTERPRETED and dtype == torch.bfloat16:
-        pytest.skip("the interpreter has no products in bfloat16")
     from penstock.kernels.ssd import _triton
 
     sizes: list[int] = []
@@ -112,17 +105,18 @@ def test_rows_do_not_depend_on_the_lengths_beside_them(
     assert torch.equal(together[:64], alone)
 
 
-@states
-@dtypes
-@cases
-def test_backend_equals_reference(
-    place: tuple[Backend, torch.device], case: SsdCase, dtype: torch.dtype, has_states: bool
-) -> None:
+@every_pair(
+    lambda case, dtype, has_states, **_: (
+        not IS_INTERPRETED or (case.is_quick and (dtype == torch.float32 or (dtype == torch.float16 and has_states)))
+    ),
+    place=PLACES,
+    case=SSD_CASES,
+    dtype=FLOAT_DTYPES,
+    has_states=[False, True],
+)
+def test_backend_equals_reference(place: Place, case: SsdCase, dtype: torch.dtype, has_states: bool) -> None:
+    """The interpreter has no products in bfloat16."""
     backend, device = place
-    if IS_INTERPRETED and (not case.is_quick or dtype == torch.bfloat16):
-        pytest.skip("too much for the interpreter, or a product that it does not know")
-    if IS_INTERPRETED and dtype == torch.float16 and not has_states:
-        pytest.skip("too much for the interpreter")
     inputs = make_ssd_inputs(case, dtype, device)
     expected, expected_final = run_ssd(case, inputs, has_states, backend="reference")
     actual, final = run_ssd(case, inputs, has_states, backend=backend)
@@ -134,7 +128,7 @@ def test_backend_equals_reference(
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-4, 10.0, 50.0])
-def test_extreme_steps(place: tuple[Backend, torch.device], step: float) -> None:
+def test_extreme_steps(place: Place, step: float) -> None:
     backend, device = place
     case = SsdCase("", (33 if IS_INTERPRETED else 200,), 2, 4, 1, 8)
     inputs = make_ssd_inputs(case, device=device)
@@ -147,7 +141,7 @@ def test_extreme_steps(place: tuple[Backend, torch.device], step: float) -> None
     assert_close("final", expected_final, final, 1e-5)
 
 
-def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
+def test_without_skip_and_states(place: Place) -> None:
     backend, device = place
     case = SsdCase("", (5, 33), 2, 4, 1, 8)
     inputs = make_ssd_inputs(case, device=device)
@@ -159,11 +153,9 @@ def test_without_skip_and_states(place: tuple[Backend, torch.device]) -> None:
         assert_close("y", expected, actual, 1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) -> None:
+@pytest.mark.parametrize("size", [7] if IS_INTERPRETED else [1, 7, 64])
+def test_chunks_equal_the_whole(place: Place, size: int) -> None:
     backend, device = place
-    if IS_INTERPRETED and size != 7:
-        pytest.skip("too much for the interpreter")
     case = SsdCase("", (20 if IS_INTERPRETED else 150,), 4, 8, 2, 16)
     inputs = make_ssd_inputs(case, device=device)
     whole, whole_final = run_ssd(case, inputs, True, backend=backend)
@@ -176,11 +168,9 @@ def test_chunks_equal_the_whole(place: tuple[Backend, torch.device], size: int) 
     assert_close("final", whole_final, state, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_sequence_is_the_same_alone_and_in_a_batch(place: tuple[Backend, torch.device], dtype: torch.dtype) -> None:
+@every_pair(place=[] if IS_INTERPRETED else PLACES, dtype=[torch.float32, torch.bfloat16])
+def test_sequence_is_the_same_alone_and_in_a_batch(place: Place, dtype: torch.dtype) -> None:
     backend, device = place
-    if IS_INTERPRETED:
-        pytest.skip("too much for the interpreter")
     lengths = (3, 9, 64, 0, 12, 12, 100, 65)
     case = SsdCase("", lengths, 4, 8, 2, 16)
     inputs = make_ssd_inputs(case, dtype, device)
@@ -195,7 +185,7 @@ def test_sequence_is_the_same_alone_and_in_a_batch(place: tuple[Backend, torch.d
 
 # The interpreter computes with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_poisoned_sequence_touches_no_other(place: tuple[Backend, torch.device]) -> None:
+def test_poisoned_sequence_touches_no_other(place: Place) -> None:
     backend, device = place
     lengths = (2, 5, 0, 1, 17) if IS_INTERPRETED else (2, 130, 0, 1, 67)
     case = SsdCase("", lengths, 2, 4, 1, 8)

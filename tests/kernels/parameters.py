@@ -11,6 +11,11 @@ from ..interpreter import IS_INTERPRETED
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+# triton without a GPU only where its interpreter is on: see interpreter.py.
+interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1 from the start")
+
 
 class Place(NamedTuple):
     """A backend and a device that it runs on."""
@@ -26,20 +31,37 @@ def places(*backends: str | None, cuda: Sequence[str | None] = ()) -> list[Place
     return [*(Place(backend, "cpu") for backend in backends), *(Place(backend, "cuda") for backend in cuda)]
 
 
-def every_pair(is_possible: Callable[..., bool] = lambda **_: True, **values: Sequence[Any]) -> pytest.MarkDecorator:
+PLACES = places("torch", cuda=("torch", "triton"))
+TRITON_PLACES = places(cuda=["triton"])
+
+
+def every_place(values: Sequence[Place]) -> list[Any]:
+    """Parameters of a fixture."""
+    return [pytest.param(place, id=name_of(place), marks=marks_of(place)) for place in values]
+
+
+def every_pair(
+    is_possible: Callable[..., bool] = lambda **_: True, *, indirect: Sequence[str] = (), **values: Sequence[Any]
+) -> pytest.MarkDecorator:
     """Parametrizes a test with cases in which every pair of values of two parameters occurs.
 
     Args:
         is_possible: Whether a combination makes sense, by parameter names; no other is tested.
-        values: Of each parameter. A parameter `place` is combined with all pairs of the others, so that a machine
-            without a GPU tests them all.
+        indirect: Parameters that are fixtures.
+        values: Of each parameter. A `place` is combined with all pairs of the others, so that a machine without a GPU
+            tests them all; a list of places shares them.
     """
-    cases = [
-        pytest.param(*case.values(), id="-".join(map(name_of, case.values())), marks=marks_of(case))
-        for place in values.get("place", [None])
-        for case in covering(is_possible, values | ({} if place is None else {"place": [place]}))
+    names = list(values)
+    if "place" in values:
+        groups = [group if isinstance(group, list) else [group] for group in values["place"]]
+        cases = [case for group in groups for case in covering(is_possible, values | {"place": group})]
+    else:
+        cases = list(covering(is_possible, values))
+    parameters = [
+        pytest.param(*case.values(), id="-".join(map(name_of, case.values())), marks=marks_of(case.get("place")))
+        for case in cases
     ]
-    return pytest.mark.parametrize(",".join(values), cases)
+    return pytest.mark.parametrize(",".join(names), parameters, indirect=list(indirect))
 
 
 def covering(is_possible: Callable[..., bool], values: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -48,9 +70,7 @@ def covering(is_possible: Callable[..., bool], values: dict[str, Sequence[Any]])
     for choice in product(*(range(len(options)) for options in values.values())):
         case = {name: values[name][index] for name, index in zip(values, choice, strict=True)}
         if is_possible(**case):
-            # With one parameter, the pair is a value and itself.
-            pairs = set(combinations(enumerate(choice), 2)) or {(choice, choice)}
-            possible.append((case, pairs))
+            possible.append((case, set(combinations(enumerate(choice), 2))))
     missing = set().union(*(pairs for _, pairs in possible))
     while missing:
         case, pairs = max(possible, key=lambda item: len(item[1] & missing))
@@ -64,10 +84,11 @@ def name_of(value: object) -> str:
         return f"{value.backend or 'chosen'}-{value.device}"
     if isinstance(value, torch.dtype):
         return str(value)[len("torch.") :]
+    if isinstance(value, tuple) and all(isinstance(part, int) for part in value):
+        return "x".join(map(str, value))
     return str(getattr(value, "name", value))
 
 
-def marks_of(case: dict[str, Any]) -> list[pytest.MarkDecorator]:
+def marks_of(place: object) -> list[pytest.MarkDecorator]:
     """Marks cases for a GPU."""
-    place = case.get("place")
     return [pytest.mark.gpu] if isinstance(place, Place) and place.device == "cuda" else []
