@@ -37,9 +37,7 @@ def all_sorted(experts: Iterable[tuple[Tensor, Tensor]]) -> Experts:
     return SortedExperts(ExpertStack.of(experts, NUM_EXPERTS), "silu")
 
 
-def sum_of(
-    kind: Callable[[Iterable[tuple[Tensor, Tensor]]], Experts], routing: str, dtype: torch.dtype
-) -> Tensor:
+def sum_of(kind: Callable[[Iterable[tuple[Tensor, Tensor]]], Experts], routing: str, dtype: torch.dtype) -> Tensor:
     numbers = torch.Generator().manual_seed(3)
     experts = [
         (torch.randn(2 * INNER, SIZE, generator=numbers) / 4, torch.randn(SIZE, INNER, generator=numbers) / 4)
