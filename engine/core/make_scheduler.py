@@ -14,10 +14,10 @@ from .runner import DeviceLimits
 
 logger = logging.getLogger("penstock.engine")
 
-_LEAST_CHUNK: Final = 16
-"""Tokens. Chunks are not made smaller where memory runs short: a forward has a cost of its own."""
+_MIN_CHUNK: Final = 16
+"""Tokens. Chunks are not made smaller if memory runs short: each forward has a fixed cost."""
 _MAX_RETRIES: Final = 8
-"""Failures in a row for want of memory that a chunk may have: each time it comes back about half as long."""
+"""Times in a row that a chunk may run out of memory. Each retry is about half as long."""
 
 
 def make_scheduler(
@@ -34,7 +34,7 @@ def make_scheduler(
         info: The model as loaded.
         sequence_pool: Memory of sequences that run in chunks.
         num_lanes: See Scheduler.
-        device: What of the device limits a forward; None: nothing that is known.
+        device: Limits of the device; None if unknown.
     """
     device = device or DeviceLimits()
     limits = replace(config.scheduler, max_num_seqs=config.scheduler.seqs(info.device))
@@ -66,7 +66,7 @@ def make_scheduler(
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
         threshold=None if is_cut else info.max_model_len,
-        min_chunk_size=max(min(_LEAST_CHUNK, budget // MAX_SHRINKAGE), 1),  # there is always room for it
+        min_chunk_size=max(min(_MIN_CHUNK, budget // MAX_SHRINKAGE), 1),  # always fits into a lowered budget
         is_dynamic=chunk_size is None,
         max_retries=_MAX_RETRIES,
     )

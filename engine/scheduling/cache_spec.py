@@ -38,13 +38,13 @@ class SsmLayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """The layers that keep something from chunk to chunk, in the order of the model. A hybrid has both kinds.
+    """The layers that keep keys and values, or states, from chunk to chunk, in model order. A hybrid has both kinds.
 
     Attributes:
         kv_layers: Attention layers.
         ssm_layers: SSM layers.
-        shares_prefixes: Whether texts that begin alike have the same keys and values there. Not where rotary positions
-            depend on how long the whole text is.
+        shares_prefixes: Whether equal prefixes have equal keys and values. Not if rotary positions depend on the length
+            of the whole text.
     """
 
     kv_layers: tuple[KvLayerSpec, ...] = ()
@@ -61,7 +61,7 @@ class CacheSpec:
 
 
 _SLOT_SHARE: Final = 0.25
-"""Part of a hybrid's memory that state slots may take. Each sequence needs one slot but many blocks."""
+"""Share of a hybrid model's memory for state slots. A sequence needs one slot but many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
     """Splits memory into KV blocks and state slots.
 
     Args:
-        spec: What the model keeps of a sequence.
-        memory_bytes: Bytes to share out.
+        spec: Layers of the model.
+        memory_bytes: Bytes of all blocks and slots.
         block_size: Tokens of a block.
         itemsize: Bytes of a number in the model's dtype.
-        max_num_seqs: Sequences that may be in flight; more slots than that would never be used.
+        max_num_seqs: Sequences in flight at most, and so slots.
 
     Raises:
         MachineError: Not even one block and one slot fit.

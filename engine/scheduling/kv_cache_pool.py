@@ -8,7 +8,7 @@ from typing import Final
 from ..protocol.errors import InvalidSlot, PoolExhausted
 
 _NUM_LOOKED_AT: Final = 8
-"""Ranges of about the wanted length that are tried before a longer one is cut."""
+"""Ranges of about the requested length that are tried before a longer one is cut."""
 
 
 class FreeRanges:
@@ -31,7 +31,7 @@ class FreeRanges:
 
     @property
     def num_ranges(self) -> int:
-        """Ranges that the free numbers make up."""
+        """Free ranges."""
         return len(self._end_of)
 
     def add(self, start: int, end: int) -> None:
@@ -48,7 +48,7 @@ class FreeRanges:
         self._insert(start, end)
 
     def take(self, count: int) -> list[range]:
-        """Takes `count` numbers (no more than `num_free`): one run where there is one, else few, in ascending order."""
+        """Takes `count` numbers, at most `num_free`: one range if possible, otherwise few, in ascending order."""
         self.num_free -= count
         start = self._find(count)
         if start is not None:
@@ -119,7 +119,7 @@ class KvCachePool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return self._free.num_free
 
     @property
@@ -140,10 +140,10 @@ class KvCachePool:
         return self.alloc_many(1)[0]
 
     def alloc_many(self, count: int) -> list[int]:
-        """Takes `count` blocks in ascending order, as one run of neighbours where there is one: it is read faster.
+        """Takes `count` blocks in ascending order, neighbours if possible: they are read faster.
 
         Raises:
-            PoolExhausted: Fewer are free; none is taken.
+            PoolExhausted: Fewer are free. None is taken.
             ValueError: `count` is negative.
         """
         if count < 0:
@@ -180,12 +180,12 @@ class KvCachePool:
         return self._references[block]
 
     def free_many(self, blocks: Iterable[int]) -> None:
-        """Gives one reference of each block back; cheapest where neighbours follow one another.
+        """Gives one reference of each block back. Cheapest if neighbours follow one another.
 
         Raises:
-            InvalidSlot: One of them is not a block in use; those before it are given back.
+            InvalidSlot: One is not a block in use. Those before it are given back.
         """
-        start = end = 0  # the run of free blocks that has not been given to the free ranges yet
+        start = end = 0  # free blocks that were not added to the free ranges yet
         try:
             for block in blocks:
                 self._check(block)
@@ -203,7 +203,7 @@ class KvCachePool:
                 self._free.add(start, end)
 
     def ref_count(self, block: int) -> int:
-        """Returns the number of references to a block; 0 where it is free.
+        """Returns the number of references to a block; 0 if it is free.
 
         Raises:
             InvalidSlot: `block` is out of range.

@@ -1,4 +1,4 @@
-"""Full blocks of the KV cache, found again by the tokens that they and all blocks before them hold."""
+"""Prefix cache: full blocks of the KV cache by the tokens of the prompt up to their end. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..protocol.errors import InvalidSlot
 from .kv_cache_pool import KvCachePool
 
 _KEY_SIZE: Final = 16
-"""Bytes. Two different prefixes share a key, by chance or by intent, only among about 2^64 of them."""
+"""Bytes. A collision of two different prefixes takes about 2^64 of them."""
 
 
 def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> list[bytes]:
@@ -23,7 +23,7 @@ def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> li
     Args:
         token_ids: [L] int32.
         block_size: Tokens of a block.
-        seed: Sets apart what must not be shared: the model, and a caller's salt.
+        seed: The model and the namespace of the client: blocks are shared only under the same seed.
 
     Raises:
         ValueError: `block_size` is less than 1.
@@ -43,19 +43,21 @@ def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> li
 class PrefixCache:
     """Blocks by key. Not thread-safe: its owner holds a lock.
 
-    The cache itself holds one reference to every block in it, so a block that no sequence holds any more stays in use
-    until it is evicted; till then it is called parked. Parked blocks leave in the order in which they were parked.
+    The cache holds one reference to each of its blocks. A block that only the cache holds is parked: it stays until its
+    memory is needed. Blocks are evicted in the order in which they were parked.
 
-    Invariants: what is in a cached block is never written again. Whoever holds a cached block holds the cached blocks
-    before it as well, and releases them from the last to the first; so a parked block is evicted before its parent.
+    Invariants: a cached block is never written again. A sequence that holds a cached block holds the cached blocks
+    before it too, and releases them from the last to the first, so that a block is evicted before its parent.
 
     Args:
-        pool: Where the blocks come from.
+        pool: The pool of the blocks.
+
+    Attributes:
+        num_evicted: Blocks that were evicted.
     """
 
     def __init__(self, pool: KvCachePool) -> None:
         self.num_evicted = 0
-        """Blocks that were evicted since it was made."""
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -63,12 +65,12 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found."""
+        """Blocks in the cache."""
         return len(self._block_of)
 
     @property
     def num_parked(self) -> int:
-        """Blocks that only the cache holds, and that can be evicted."""
+        """Blocks that only the cache holds: they can be evicted."""
         return len(self._parked)
 
     def is_cached(self, block: int) -> bool:
@@ -80,7 +82,7 @@ class PrefixCache:
         return block in self._parked
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix; takes none of them."""
+        """Returns the blocks of the longest cached prefix, without a reference."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -95,12 +97,12 @@ class PrefixCache:
         self._parked.pop(block, None)
 
     def register(self, key: bytes, block: int) -> int:
-        """Makes a full block that has been computed findable, and returns the block that its key now leads to.
+        """Adds a full block that is computed, and returns the cached block of its key.
 
-        That is another one where an equal block was there first; `block` is then left as it is.
+        If an equal block is cached already, that one is returned and `block` is not added.
 
         Raises:
-            InvalidSlot: `block` is not in use, or is in the cache under another key.
+            InvalidSlot: `block` is not in use, or is cached under another key.
         """
         known = self._block_of.get(key)
         if known is not None:
@@ -113,7 +115,7 @@ class PrefixCache:
         return block
 
     def release(self, block: int) -> None:
-        """Gives back one reference, which is not the cache's own, to a block in the cache or out of it.
+        """Gives back a reference of a sequence to a block, cached or not.
 
         Raises:
             InvalidSlot: `block` is not a block in use.
@@ -122,20 +124,20 @@ class PrefixCache:
             self._parked[block] = None
 
     def forget(self, block: int) -> None:
-        """Makes a cached block unfindable and gives back the cache's reference to it."""
+        """Removes a block from the cache, with the reference of the cache."""
         del self._block_of[self._key_of.pop(block)]
         self._parked.pop(block, None)
         self._pool.free(block)
 
     def clear(self) -> int:
-        """Forgets every block and returns how many there were. Those that sequences hold stay in use, unfindable."""
+        """Removes every block from the cache and returns their number. Sequences keep the blocks that they hold."""
         num_cached = self.num_cached
         for block in sorted(self._key_of):
             self.forget(block)
         return num_cached
 
     def evict(self, count: int) -> None:
-        """Frees `count` parked blocks, those that were parked first.
+        """Frees the `count` blocks that were parked first.
 
         Raises:
             ValueError: Fewer are parked; none is freed.
