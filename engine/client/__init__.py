@@ -1,1 +1,1 @@
-"""The asyncio part of the engine: lets requests in, sends them to the core, hears what it answers, keeps it alive."""
+"""The asyncio side of an engine: admits requests, sends them to the engine process, receives results, restarts it."""

@@ -10,7 +10,7 @@ never refused because of tokens that another key has borrowed. The queue then ex
 second key, 1/3 for the third, and so on, until the borrowed tokens have been answered. The last request of each key
 comes on top of that, as the size of a new request does not count.
 
-With a cache of vectors a full engine still answers texts that are in it; LookupRateLimit bounds what that costs.
+With a cache of vectors a full engine still answers texts that are in it; LookupRateLimit bounds the cost.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs `work` on the loop and waits for it; what interrupts the wait cancels it.
+        """Runs `work` on the loop and waits for it; an interrupt of the wait cancels it.
 
         Raises:
             EngineUnavailableError: The thread has ended.
@@ -57,7 +57,7 @@ async def in_slices(call: Call[Output], inputs: Sequence[Any], *, shows_progress
 
     Args:
         call: Returns an output for each input of a slice.
-        inputs: What is to be run, any number.
+        inputs: Inputs to run, any number.
         shows_progress: Show a bar where there is more than one slice.
 
     Raises:

@@ -21,7 +21,7 @@ from .replica import Arrays, Finish
 from .vector_cache.keys import is_kept
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
-"""Those that take parameters come first: the others would refuse them."""
+"""Tasks with parameters come first, because the other tasks refuse parameters."""
 
 
 class CombinedEmbedder:
@@ -58,7 +58,7 @@ class CombinedEmbedder:
     async def embed(
         self, inputs: Sequence[Text], tasks: Sequence[PoolingTask], params: PoolingParams, options: RequestOptions
     ) -> CombinedResult:
-        """See AsyncEngine.embed_combined; answers one of them as well."""
+        """See AsyncEngine.embed_combined; accepts a single task, too."""
         first, *others = wanted = [task for task in _TASKS if task in tasks]
         if others and self._info.is_causal:
             raise UnsupportedTaskError(
@@ -108,7 +108,7 @@ class CombinedEmbedder:
 
 
 def _pooled(text: JoinedText, *, normalize: bool) -> Finish:
-    """Returns what makes one vector for each part of a text out of the rows of its tokens."""
+    """Returns a Finish that pools the token rows of a text into one vector for each part."""
 
     def apply(output: Arrays) -> Arrays:
         return {"embeddings": text.pool(output["token_embeddings"], normalize=normalize)}

@@ -1,4 +1,4 @@
-"""Lets requests in, sends each to the core that has least to do, and holds them until they are answered.
+"""Admits requests, sends each to the replica with the fewest tokens, and waits for the results.
 
 Lives on one event loop. A request is taken whole or refused whole; see admission.py. What is sent and what comes back
 is each core's own table; see replica.py.
@@ -76,7 +76,7 @@ class OpenRequest:
     async def run(
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None = None
     ) -> list[Arrays]:
-        """Runs tokenized inputs and returns, per input, its outputs by name. Raises what Admission.enter raises, too.
+        """Runs tokenized inputs and returns, per input, its outputs by name. Also raises the errors of Admission.enter.
 
         Inputs in the cache are not run, and need no admission. Cancelling the awaiting task cancels them in the engine.
 
@@ -119,20 +119,20 @@ class OpenRequest:
 
 
 class Dispatcher:
-    """Requests from their arrival to their answers, in front of one core or several.
+    """Requests from their arrival to their results, for one replica or several.
 
     Args:
-        max_queued_tokens: Tokens under way from which on requests are refused.
-        max_queue_s: Seconds that they take, from which on requests are refused.
-        cache: What has been computed before; None for none.
-        num_replicas: Cores of the engine.
+        max_queued_tokens: Tokens in the queue at which requests are refused.
+        max_queue_s: Seconds of queued work at which requests are refused.
+        cache: Cache of vectors; None for none.
+        num_replicas: Replicas of the engine.
         max_request_tokens: Tokens that one request may have; None: `max_queued_tokens`.
-        first_id: Of its requests.
+        first_id: Number of the first request.
 
     Attributes:
-        stats: Counters, and what is under way.
+        stats: Counters, and the numbers of requests and tokens in the queue.
         cache: The argument.
-        replicas: The cores, each with what it has been sent.
+        replicas: The replicas, each with its requests.
         admission: The limits, for all cores together.
         target: Runs admitted inputs: the only replica, or a router over several.
     """
@@ -163,8 +163,8 @@ class Dispatcher:
     def open(self, options: RequestOptions, *, looks_up: bool = False) -> OpenRequest:
         """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
 
-        Raises what Admission.check raises, and DeadlineExceededError where the deadline passed inside. One that
-        `looks_up` what it asks for is checked when that was not found.
+        Raises the errors of Admission.check, and DeadlineExceededError if the deadline passes inside. With `looks_up`
+        the request is checked after the lookup in the cache.
         """
         return OpenRequest(self, options, looks_up=looks_up)
 
@@ -174,7 +174,7 @@ class Dispatcher:
         return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_spent
 
     def check(self, client: str) -> None:
-        """Raises what Admission.check raises. The body of a refused request was read because others are looked up."""
+        """Raises the errors of Admission.check. The body of a refused request was read, because lookups are allowed."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:
@@ -203,7 +203,7 @@ class Dispatcher:
         return True
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache of every core: what is sent after it finds nothing of before. Needs no admission.
+        """Empties the prefix cache of every replica. Later requests find no earlier prefix. Needs no admission.
 
         Returns:
             The blocks that they held; None where the cores keep no prefixes.

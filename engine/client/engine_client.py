@@ -58,7 +58,7 @@ class EngineClient:
         self._enter(EngineState.STARTING)
 
     def follow(self, status: EngineStatus) -> None:
-        """Connects to a new engine process, and fails the requests of one that has ended."""
+        """Connects to a new engine process, and fails the requests of a process that has ended."""
         if status.address != self._address:
             if self._address is not None:
                 self._disconnect(status.reason)

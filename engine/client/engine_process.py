@@ -33,7 +33,7 @@ class SocketFolder(NamedTuple):
     """Where the socket is.
 
     Attributes:
-        path: Of the folder, in this process and in one that gets the descriptors.
+        path: Path of the folder, in this process and in a child that inherits the descriptors.
         descriptors: Open files that a process has to inherit, under the same number, for `path` to mean the folder.
     """
 
@@ -78,7 +78,7 @@ class EngineProcess:
 
     Attributes:
         address: Path of the Unix socket where frontends connect, at once: they are accepted when it has started.
-        lifeline: A socket. The process sends back whatever it gets there, from a thread of its own; its end tells the
+        lifeline: A socket. The process echoes every message, from a thread of its own; its end tells the
             process that this one has gone.
         pid: Its number.
 
@@ -117,12 +117,12 @@ class EngineProcess:
         if self._ended is None:
             loop = asyncio.get_running_loop()
             self._ended = loop.create_future()
-            # A daemon: one that a driver holds for ever must not hold its parent.
+            # A daemon thread: a child that hangs in a driver must not block its parent.
             threading.Thread(target=self._watch, args=(loop, self._ended), name="engine-watch", daemon=True).start()
         return await asyncio.shield(self._ended)
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that it holds for itself; 0 where it has ended or the system does not say."""
+        """Returns the Bytes of memory of its private memory; 0 if it has ended or the system does not report it."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text("ascii", "replace")
         except OSError:
@@ -135,7 +135,7 @@ class EngineProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """Kills it where it runs and removes its folder. Does not wait. May be called twice."""
+        """Kills the process and removes its folder. Does not wait. May be called twice."""
         self.kill()
         self._resources.close()
 

@@ -34,7 +34,7 @@ class EngineServer:
     Attributes:
         ready: The first ModelReady message of the engine.
         status: For the EngineClients of the HTTP processes.
-        queue_s: Always 0: the HTTP processes know what is queued.
+        queue_s: Always 0: the HTTP processes count the queued requests.
         places: As of ReplicaGroup; empty, because there is one replica.
         replicas: As places.
     """

@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Refuses what is a link, another user's, or open to writes of everybody, as check_folder does."""
+    """Raises PermissionError for a link, a file of another user, or a world-writable file, as check_folder does."""
     _check(path, path.lstat(), stat.S_IWOTH)
 
 

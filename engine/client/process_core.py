@@ -1,4 +1,4 @@
-"""An engine core in a process of its own, which is killed and given up where it hangs."""
+"""An engine core in a process of its own, which is killed if it hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ or a client that was stopped, asks nothing meanwhile, and finds the answers when
 
 
 class Heartbeat:
-    """Tells a process that works for long from one that hangs: it answers from a thread of its own, whatever runs.
+    """Detects a process that hangs. A busy process still answers, from a thread of its own.
 
     Belongs to one event loop.
 
@@ -99,9 +99,9 @@ class CoreLink:
         """Takes all messages that have come."""
         try:
             for message, frames in self._connection.receive():
-                if self._connection.fileno() >= 0:  # else closed by whoever heard the last one
+                if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
                     self._on_message(decode_from_core(message), frames)
-        except EOFError:  # whoever watches the process tells, and closes this; else it lives and will say no more
+        except EOFError:  # `_watch` reports the end of the process and closes this; a process that stays is mute
             self._loop.remove_reader(self._descriptor)
             self._timer = self._timer or self._loop.call_later(_MUTE_S, self._on_unreadable)
         except Exception:
@@ -122,10 +122,10 @@ class ProcessCore:
     """A core in a process of its own. All methods belong to the event loop.
 
     Args:
-        start: What to serve.
+        start: The first message: the model to serve.
         on_message: Called for every message of the core.
         on_exit: Called once with a reason when the process ends without having been asked to, or hangs.
-        process: One that has been started already; None to start it.
+        process: An engine process that has been started already; None starts one.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ProcessCore:
         return None if self._process is None else self._process.address
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        """Sends what a turn of the event loop has to say, without blocking."""
+        """Sends the requests of one turn of the event loop, without blocking."""
         if self._link is not None:
             self._link.send(turn, frame)
 
@@ -172,7 +172,7 @@ class ProcessCore:
     async def close(self) -> None:
         """Stops the core and waits until it is gone. May be called twice.
 
-        A core that does not end in time is killed; one that a driver holds even then is left behind.
+        A process that does not end in time is killed. If it hangs in a driver even then, it is left behind.
         """
         if self._closing:
             return
@@ -213,7 +213,7 @@ class ProcessCore:
         asyncio.get_running_loop().remove_reader(lifeline)  # the process ends
 
     def _end_unreadable(self) -> None:
-        """Ends a process whose messages cannot be read, so that another takes over."""
+        """Kills the process because its messages are invalid; another one replaces it."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 

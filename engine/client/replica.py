@@ -33,10 +33,10 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finish:
-    """What becomes of the outputs of an input before they are an answer.
+    """A function that is applied to the outputs of an input before they are returned.
 
     Attributes:
-        name: The same for what does the same with all outputs; it stands for it in the keys of a cache.
+        name: Identifies the function in the keys of the cache.
         apply: Does it.
     """
 
@@ -53,12 +53,12 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Inputs that the core has been sent, whose answer is awaited.
+    """Inputs that were sent to the engine, until their results have arrived.
 
     Attributes:
-        request_id: What the core calls them.
+        request_id: Number of the request in the engine.
         answer: Has the outputs of each input in the end.
-        outputs: What has come so far.
+        outputs: Outputs that have arrived.
         num_left: Inputs that are not done.
         sent_s: Seconds, of time.perf_counter().
         num_tokens: Of each input that is not done; None where the core is the only one, and nobody asks.
@@ -108,9 +108,9 @@ _FAILURES: dict[str, type[EngineError]] = {
 
 
 class Replica:
-    """The table of what one core has been sent.
+    """The requests of one engine process.
 
-    What one turn of the event loop submits is sent together, so that it can run as one batch.
+    Requests of one turn of the event loop are sent together, so that they can run as one batch.
 
     Args:
         ids: Numbers for requests.
@@ -144,7 +144,7 @@ class Replica:
         self.rate.is_live = True
 
     def disconnect(self, reason: str) -> None:
-        """Stops to run requests and fails what is under way with EngineUnavailableError."""
+        """Stops sending requests and fails those in flight with EngineUnavailableError."""
         self._send = None
         self.rate.is_live = False
         self._outgoing = ClientMessageBuilder()
@@ -179,7 +179,7 @@ class Replica:
         options: RequestOptions,
         left_s: float | None,
     ) -> Run:
-        """Sends inputs, as `run` does. Whoever awaits the answer has to `end` it, however that goes."""
+        """Sends inputs, as `run` does. The caller must call `end` afterwards, also after an error."""
         self._check_live()
         run = Run(
             next(self._ids),
@@ -197,7 +197,7 @@ class Replica:
         return run
 
     def end(self, run: Run) -> None:
-        """Forgets a run; one that has no answer yet is cancelled in the core."""
+        """Removes a run. Cancels it in the engine if it has no result yet."""
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
         if self._runs.pop(run.request_id, None) is not None:
@@ -263,7 +263,7 @@ class Replica:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
     def _turn(self) -> ClientMessageBuilder:
-        """Returns what this turn of the event loop says; it is sent at its end."""
+        """Returns the message of this turn of the event loop, which is sent at its end."""
         if self._outgoing.is_empty:
             asyncio.get_running_loop().call_soon(self._flush)
         return self._outgoing

@@ -22,10 +22,10 @@ from .supervisor import CoreSupervisor, EngineState
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """Returns what each replica is to serve, and where; `config` itself where one has all of the machine.
+    """Returns the configuration of each replica; only `config` if one replica has the whole machine.
 
-    Of a CPU each gets cores of its own, those of a NUMA node together, and all as many threads: what torch computes may
-    depend on their number. Those that share a memory divide what is kept of it for caches.
+    On a CPU each gets cores of its own, if possible of one NUMA node, and all get the same number of threads, because
+    the results of torch may depend on it. Replicas that share a memory divide the part for caches.
 
     Raises:
         ModelLoadError: There is no such place, or too little of it; the message names the flags.
@@ -108,7 +108,7 @@ CLOSED_BECAUSE: Final = {
     EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
     EngineState.DEAD: "The engine is down. Please try again later or elsewhere.",
 }
-"""What a request is told that comes in each state. Of several replicas the first of these that one is in counts."""
+"""The message of a refusal in each state. With several replicas the first state that one of them has counts."""
 
 
 def close_admission(admission: Admission, state: EngineState) -> None:
@@ -122,10 +122,10 @@ class ReplicaFigures(NamedTuple):
     """One of several replicas.
 
     Attributes:
-        place: Where it runs, in words.
-        state: Where it is in its life.
+        place: Its device or cores, such as "cuda:1".
+        state: State of its engine process.
         num_restarts: How often its dead core was replaced.
-        stats: Counters, and what it has under way.
+        stats: Counters, and the numbers of its requests and tokens.
     """
 
     place: str
@@ -138,11 +138,11 @@ class ReplicaGroup:
     """Owns the supervisors of one engine. Belongs to one event loop.
 
     Args:
-        configs: What each replica is to serve, and where; see replica_configs.
+        configs: Configuration of each replica; see replica_configs.
         dispatcher: Has as many replicas.
         log_level: Level of the cores' logs.
         log_format: Their form, "console" or "json".
-        process: One that has been started already; the first core takes it.
+        process: An engine process that has been started already, for the first replica.
 
     Attributes:
         state: Where the engine is in its life: ready while one replica is.
@@ -170,9 +170,9 @@ class ReplicaGroup:
         self._follow()
 
     async def start(self) -> ModelReady:
-        """Starts all cores and waits until they can serve: first one, which decides what all compute in.
+        """Starts all replicas and waits until they can serve. The first one decides the dtype and arithmetic of all.
 
-        Returns what that of the smallest limit told; they tell the same otherwise.
+        Returns the message of the replica with the smallest maximum length; the others are equal otherwise.
 
         Raises:
             ModelLoadError: The model cannot be served; none is left then.
@@ -233,7 +233,7 @@ class ReplicaGroup:
             supervisor.drain()
 
     async def close(self) -> None:
-        """Stops the cores and fails what is under way. May be called twice."""
+        """Stops the replicas and fails requests in flight. May be called twice."""
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors))
         if (cache := self._dispatcher.cache) is not None:
             cache.close()

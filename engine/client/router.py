@@ -1,4 +1,4 @@
-"""Which of several replicas runs what: the one with the fewest tokens queued, and of a large request each a part."""
+"""Sends a request to the replica with the fewest queued tokens, and parts of a large request to several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Router:
             del runs  # the traceback of an error in them refers to this frame
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix caches of all replicas; one that is not there has none. See Replica.clear_prefixes."""
+        """Empties the prefix caches of all running replicas. See Replica.clear_prefixes."""
         cleared = await asyncio.gather(*(replica.clear_prefixes() for replica in self._live()))
         counts = [count for count in cleared if count is not None]
         return sum(counts) if counts else None
@@ -77,7 +77,7 @@ class Router:
         for replica, share in takers:
             due += share
             end = start
-            # The input in which a share ends goes where more of it lies.
+            # The input at the border of two shares goes to the share that has more of its tokens.
             while end < len(inputs) and (replica is last or seen + num_tokens[end] / 2 <= due):
                 seen += num_tokens[end]
                 end += 1
@@ -98,7 +98,7 @@ def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[floa
         A share for each: 0, the whole, or at least `least`.
     """
     chosen = sorted(range(len(queued)), key=queued.__getitem__)
-    # Those with the most drop out until what each of the others gets is worth it; the one with the fewest stays.
+    # The fullest replicas drop out until each share is large enough; the emptiest one stays.
     while True:
         level = (sum(queued[i] for i in chosen) + num_tokens) / len(chosen)
         if len(chosen) == 1 or level - queued[chosen[-1]] >= least:

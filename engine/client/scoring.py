@@ -159,7 +159,7 @@ class PairScorer:
         return self._named_prompt(DOCUMENT_PROMPTS, options)
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
-        """Takes the first of these prompts that the model has, unless the request asks for one."""
+        """Returns options with the first prompt that the model has, unless the request names one."""
         if options.prompt_name is not None:
             return options
         return replace(options, prompt_name=next((name for name in names if name in self._info.prompts), None))

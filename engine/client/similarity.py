@@ -55,7 +55,7 @@ def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int
 
 
 def check_labels(labels: Collection[str], field: str) -> None:
-    """Raises InvalidRequestError, which names `field`, for fewer than two labels and for one that comes twice."""
+    """Raises InvalidRequestError, which names `field`, for fewer than two labels or a repeated label."""
     if len(set(labels)) < 2:
         raise InvalidRequestError(f"{field} must name at least two different labels.", param=field)
     if len(set(labels)) != len(labels):
@@ -86,7 +86,7 @@ def few_shot_classes(embedded: EmbeddingResult, example_labels: Sequence[str]) -
 
 
 def _counted(num_tokens: list[int], num_inputs: int) -> list[int]:
-    """Returns the tokens of each input; what labels or examples took is added to the first."""
+    """Returns the tokens of each input; the tokens of labels and examples count for the first."""
     return [num_tokens[0] + sum(num_tokens[num_inputs:]), *num_tokens[1:num_inputs]]
 
 

@@ -1,4 +1,4 @@
-"""What the client of an engine knows of it: what is under way, and what it did since the start."""
+"""Counters of an engine since its start, the numbers of queued requests and tokens, and the drain rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 @dataclass(slots=True)
 class CacheStats:
-    """What one model's inputs found in the cache of embeddings; one that comes twice in a request counts once.
+    """Lookups of one model in the cache of embeddings. An input that a request repeats counts once.
 
     Attributes:
         is_open: Whether inputs are looked up.
@@ -38,7 +38,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class DispatcherStats:
-    """Counters since the start, and what is under way: of an engine, or of one of its replicas.
+    """Counters since the start, and numbers of queued requests: of an engine, or of one of its replicas.
 
     Attributes:
         num_requests: Requests under way.
@@ -94,7 +94,7 @@ class DispatcherStats:
         self.num_refused_total += 1
 
     def count(self, message: StepResults) -> None:
-        """Counts what a message tells of a step."""
+        """Counts a step."""
         self.cache_use = message.cache_use
         load = message.load
         if load is not None:
@@ -113,7 +113,7 @@ class DispatcherStats:
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
     def count_of(self, replica: DispatcherStats, message: StepResults) -> None:
-        """Counts what a message of one of several replicas tells of a step, for it and for all of them."""
+        """Counts a step of one of several replicas, for it and for all."""
         replica.count(message)
         self.count(message)
         self.num_waiting = sum(each.num_waiting for each in self.replicas)
@@ -149,11 +149,11 @@ class StepHistogram:
 
 
 class DrainRate:
-    """The rate of one core.
+    """The speed of one replica.
 
     Attributes:
         tokens_per_s: nan until it is measured.
-        is_live: Its core runs requests.
+        is_live: It can run requests.
     """
 
     __slots__ = ("_seconds", "_tokens", "is_live", "tokens_per_s")
@@ -165,16 +165,16 @@ class DrainRate:
         self._tokens = self._seconds = 0.0
 
     def follow(self, num_tokens: int, seconds: float) -> None:
-        """Follows a forward that had all the tokens that it could take: others are slower."""
+        """Counts a full forward. Forwards that are not full are slower and are not counted."""
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
         self._seconds = _RATE_MEMORY * self._seconds + max(seconds, 1e-6)
         self.tokens_per_s = self._tokens / self._seconds
 
 
 def total_rate(rates: Sequence[DrainRate]) -> float:
-    """Returns the tokens a second of all cores that run requests; nan until that of one of them is measured.
+    """Returns the tokens a second of all running replicas; nan until one is measured.
 
-    One that was not measured counts as the mean of those that were. Where none runs, all count: they come again.
+    A replica without a measurement counts as the mean of the others. If none runs, all count: they will restart.
     """
     if len(rates) == 1:
         return rates[0].tokens_per_s

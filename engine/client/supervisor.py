@@ -1,4 +1,4 @@
-"""Keeps an engine core alive: starts it, hears it, and starts it again when it dies."""
+"""Starts an engine core, receives its messages, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_PAUSE_S = 30.0
 
 
 class EngineState(StrEnum):
-    """Where an engine is in its life."""
+    """State of an engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -48,7 +48,7 @@ class EngineState(StrEnum):
 
 
 class CoreClient(Protocol):
-    """Who hears of a core, such as a Replica."""
+    """Receives the events of a core, such as a Replica."""
 
     def connect(self, send: Send) -> None:
         """The core can serve; `send` reaches it."""
@@ -73,15 +73,15 @@ class CoreSupervisor:
     may have killed it.
 
     Args:
-        config: What to serve.
+        config: The model to serve.
         replica: Gets the core's results.
         on_change: Called when `state` has changed.
         log_level: Level of the core's log.
         log_format: Its form, "console" or "json".
-        process: One that has been started already; the first core takes it.
+        process: An engine process that has been started already, for the first start.
 
     Attributes:
-        state: Where the core is in its life.
+        state: State of the core.
         num_restarts: How often a dead core was replaced.
     """
 
@@ -124,9 +124,9 @@ class CoreSupervisor:
         return ProcessCore(self._start_message, self._receive, self._core_ended, process)
 
     def hold(self, info: ModelInfo) -> None:
-        """Lets what was found when the first core was loaded hold for those after it: vectors must not change.
+        """Fixes the properties of the first loaded model for later processes: vectors must not change.
 
-        That is the folder, too: a hub id or a link may stand for other files by then, and the tokenizer is of these.
+        This includes the folder: a hub id or a link may point to other files later, and the tokenizer must match.
         """
         config = replace(
             self._start_message.config,
@@ -151,7 +151,7 @@ class CoreSupervisor:
         return self._core.address if isinstance(self._core, ProcessCore) else None
 
     async def close(self) -> None:
-        """Stops the core and fails what is under way. May be called twice."""
+        """Stops the core and fails requests in flight. May be called twice."""
         self._enter(EngineState.DEAD)
         self._is_ending = True
         if self._restarting is not None:
@@ -184,7 +184,7 @@ class CoreSupervisor:
                     self._ready.set_exception(getattr(errors, message.kind)(message.message))
 
     def _core_ready(self, message: ModelReady) -> None:
-        """Called when the core can serve. It may end before whoever waits in `start` goes on."""
+        """Called when the core can serve. It may end before `start` continues."""
         if self._core is None or self._is_ending or self._ready.done():
             return
         self.hold(message.info)

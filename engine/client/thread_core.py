@@ -78,7 +78,7 @@ class ThreadCore:
         self._core = await created
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:
-        """Hands over what a turn of the event loop has to say."""
+        """Sends the requests of one turn of the event loop."""
         if self._core is None:
             raise RuntimeError("the core has not been started")
         self._core.receive(turn, frame)

@@ -1,1 +1,1 @@
-"""Sockets and bytes: connections, what is refused at the head of a request, and at what pace."""
+"""Connections: parsing, time limits, and refusals at the head of a request."""

@@ -1,6 +1,6 @@
-"""A client's connection: uvicorn's protocol, with a limit to what a head may hold and no change of protocol.
+"""A client's connection: uvicorn's protocol with a limit on the size of heads and no change of protocol.
 
-uvicorn keeps whatever a client sends before a request is whole: a head without an end, or trailers, would fill the
+uvicorn keeps all bytes until a request is complete: a head without an end, or trailers, would fill the
 memory; and it drops the answer of a client that has sent all it wants to send. And its parser stops at a head that
 offers an upgrade to HTTP/2, as that of Java's HttpClient does, so that the body would be lost; such a request is
 answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
@@ -31,7 +31,7 @@ from .streams import ASK_AFTER_S, INTERIM, PIECE_BYTES, AnswerWriter, CloseDelim
 
 
 class Part(StrEnum):
-    """What a connection waits for its client to send or to take."""
+    """The part of an exchange that a connection waits for its client to send or to read."""
 
     HEAD = "head"
     BODY = "body"
@@ -64,7 +64,7 @@ def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
 
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
-"""What may come between two bytes of bodies: a head, trailers, the frames of chunks."""
+"""Bytes between two bytes of bodies: a head, trailers, the frames of chunks."""
 SHEDDER: Final = "load_shedder"
 """Where the state of the application's lifespan has its LoadShedder, if it has one."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
         self._is_upgrade = False
         self._refusal: Refusal | None = None  # until it has been sent
         self._is_refused = False  # the request whose body is being read
-        self._has_said_all = False  # the last answer has gone; what still comes is thrown away
+        self._has_said_all = False  # the last response has been sent; further bytes are discarded
         self._has_heard_all = False  # the client sends no more
         self._fault = "Invalid HTTP request received."
         self._whole_s = 0.0  # when the last request was whole
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         self._writer = AnswerWriter(transport, self._end_last_answer)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come, if its turn has."""
+        """Parses bytes, or keeps them until the requests before them are answered."""
         is_much = len(data) > PIECE_BYTES and len(data) > self._num_body_left()
         if is_much or self._ahead or self._is_busy:
             self._ahead.put(data)
@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
             self._parse_piece(data)
 
     def _read_on(self) -> None:
-        """Parses what has been read ahead, up to the end of a request that must be answered first."""
+        """Parses the bytes that were read ahead, up to the end of the next request."""
         if self._is_parsing:  # an answer has gone meanwhile
             return
         while self._ahead and not self._is_busy and not self.transport.is_closing():
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def _parse_piece(self, data: bytes) -> None:
-        """Parses; refuses a head or trailers that are too large, and what is no HTTP."""
+        """Parses bytes. Refuses heads and trailers that are too large, and invalid HTTP."""
         self._num_received += len(data)
         self._num_overhead += len(data)
         self._is_parsing = True
@@ -196,13 +196,13 @@ class Connection(HttpToolsProtocol):
                 self.flow.resume_reading()  # that the client leaves is seen by reading only
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, or ends the connection if its client has sent the last."""
+        """Continues with the next request, or closes the connection after the last one."""
         self._writer.flush()
         super().on_response_complete()
         self._read_on()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Ends what the client sends. Requests that have come whole are answered; then the connection is closed.
+        """The client sends no more. Complete requests are answered; then the connection is closed.
 
         That of TLS cannot stay open for the one side alone.
         """
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
         return self.is_between_requests and not self.transport.get_write_buffer_size()
 
     def owed(self) -> Owed | None:
-        """Returns what the client has to do; None where the server has, or where the pause has a limit of its own."""
+        """Returns the transfer that waits for the client; None while the server works or another limit applies."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
@@ -354,7 +354,7 @@ class Connection(HttpToolsProtocol):
         self._end_last_answer()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parses up to a head that offers an upgrade; returns that head without its offer, and what is behind it."""
+        """Parses up to a head that offers an upgrade; returns that head without the offer, and the bytes after it."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:

@@ -1,4 +1,4 @@
-"""What connections may cost: how many files they are, and how long one waits for a client that is late."""
+"""Limits of connections: open files, and the time for slow clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn's server, asleep while idle: with limits to what connections cost, and no wait for idle ones at its end."""
+"""uvicorn's server: it sleeps while idle, limits connections, and does not wait for idle ones at its end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class HttpServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._asked.set)
 
     async def main_loop(self) -> None:
-        """Ticks once a second, and when it is asked to end: uvicorn's ten times cost what an idle server costs."""
+        """Ticks once a second, and when it is asked to end: uvicorn's ten ticks a second cost an idle server much."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
@@ -107,7 +107,7 @@ class HttpServer(uvicorn.Server):
             self._num_collected, self._collected_s = num_answered, now_s
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Lets requests under way finish, and closes what is idle."""
+        """Lets running requests finish, and closes idle connections."""
         dropping = asyncio.create_task(self._drop_idle())
         try:
             await super().shutdown(sockets)

@@ -1,8 +1,8 @@
-"""Requests that come while the engine is full: refused when their head has been read, for as little as that can cost.
+"""Refuses requests at their head while the engine is full, at the least cost.
 
-The application would refuse them too, with the same answer, after it has read the body and found the route. Where the
-model takes all cores, that is what ten times the load costs those who are served. A body that the application would
-find fault with is not read: its request, too, is told to come back later.
+The application would refuse them with the same response after reading the body and finding the route. If the model uses
+all cores, that would slow down accepted requests under ten times the load. An invalid body is not read either: its
+request gets the same 429.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Answer = Callable[[Response], None]
 class Refusal:
     """A request that was refused, and its answer, which goes out once.
 
-    The answer is written when it goes out: together with others, while what that takes is in the processor's caches.
+    The response is made when it is sent, together with others, while code and data are in the processor's caches.
 
     Attributes:
         error: Why.
-        model: Shown name of the one that is served.
+        model: Shown name of the served model.
         route: Of the request.
         scope: Of the request.
-        cors: What lets pages of other origins read the answer, if anything does.
+        cors: Lets web pages of other origins read the response; None: they may not.
         answer: Sends a response; None when that has happened.
-        observers: Are told.
+        observers: Called with the record of the request.
         ids: Name the request.
         began_s: Seconds, of time.perf_counter(). When its head was read.
         began_ns: Nanoseconds since 1970 of the same moment.
@@ -104,19 +104,19 @@ class Refusal:
 
 
 class LoadShedder:
-    """Refuses what the engine has no room for, on every route that needs it. The rest goes the long way.
+    """Refuses requests that the full engine cannot take, on every route that needs it. The application gets the rest.
 
     The rest are requests that the application refuses for another reason: a missing key, a wrong header, a body that is
     too large; and every request where several models are served, because the body names the model.
 
     Args:
         routes: Of the application.
-        models: What is served.
+        models: The served models.
         keys: Who may ask.
-        observers: Are told of every answer.
+        observers: Called with the record of every request.
         pace: When answers go out.
         max_body_bytes: Of one body.
-        cors: What lets pages of other origins read answers, if anything does.
+        cors: Lets web pages of other origins read responses; None: they may not.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class LoadShedder:
         return only is not None and only.engine.is_full
 
     def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
-        """Refuses a POST whose head has been read, unless the engine has room or the application is to refuse it.
+        """Refuses a POST whose head has been read. None if the engine can take it, or the application must refuse it.
 
         Args:
             target: The request target, as it was sent.
@@ -194,7 +194,7 @@ class LoadShedder:
 
 
 def _let_pages_read(response: Response, cors: CORSMiddleware, scope: Scope) -> None:
-    """Adds the headers that the middleware adds. What it awaits is here, so that it ends without a loop."""
+    """Adds the headers of the CORS middleware. Its coroutine never waits, so it runs without a loop."""
     head: Message = {"type": "http.response.start", "headers": response.raw_headers}
 
     async def take(_: Message) -> None:

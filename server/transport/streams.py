@@ -16,13 +16,13 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_AHEAD_BYTES: Final = 64 * 1024
-"""Of later requests; then nothing is read until the one under way has been answered. One piece more may have come."""
+"""Bytes of later requests. With more, nothing is read until the running request is answered."""
 PIECE_BYTES: Final = 2048
-"""What is parsed at once, but for a body whose length is known: a hundred requests at most are found in it."""
+"""Bytes that are parsed at once, except in bodies of known length: at most a hundred requests."""
 
 
 class ReadAhead(FlowControl):
-    """What has been read of requests whose turn has not come; while that is much, nothing more is read."""
+    """Bytes of requests that wait for earlier responses. While there are many, nothing more is read."""
 
     def __init__(self, transport: object) -> None:
         super().__init__(transport)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class ReadAhead(FlowControl):
         return len(self._ahead)
 
     def put(self, data: bytes) -> None:
-        """Adds what has come."""
+        """Adds bytes."""
         self._ahead += data
         if self._is_full:
             self.pause_reading()
@@ -63,7 +63,7 @@ class ReadAhead(FlowControl):
 
 
 LINGER_S: Final = 30.0
-"""Seconds for which what a client still sends is read and thrown away."""
+"""Seconds for which bytes of the client are still read and discarded."""
 
 
 class AnswerWriter:
@@ -98,7 +98,7 @@ class AnswerWriter:
         self._cycle, self._is_head_due = cycle, True
 
     def write(self, data: bytes) -> None:
-        """Writes a part of an answer, or what goes out before it."""
+        """Writes a part of a response, or an interim response."""
         if self._is_head_due and self._cycle is not None and self._cycle.response_started:
             self._is_head_due, self._head = False, data
         elif self._head and data:
@@ -129,7 +129,7 @@ class AnswerWriter:
         self._end_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
     def forget(self) -> None:
-        """The connection is lost: nothing is left to close, and nothing here keeps what it held."""
+        """The connection is lost: drops all references."""
         self._cycle, self._head = None, b""
         if self._end_timer is not None:
             self._end_timer.cancel()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # lmdb is an extra
 
 
 ENTRY_BYTES: Final = 300
-"""What an entry takes beside its row: its key, two objects and a place in the table."""
+"""Bytes of an entry beside its row: its key, two objects and a place in the table."""
 
 
 class MemoryTier:
@@ -44,14 +44,14 @@ class MemoryTier:
         return len(self._rows)
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns a row, which then counts as asked for; None where it is not held."""
+        """Returns a row and marks it as used; None if it is not held."""
         row = self._rows.get(key)
         if row is not None:
             self._rows.move_to_end(key)
         return row
 
     def put(self, key: bytes, row: bytes) -> None:
-        """Holds a row. One that takes more than there is at all is left out."""
+        """Keeps a row, unless it is larger than the whole tier."""
         if ENTRY_BYTES + len(row) > self._max_bytes:
             return
         old = self._rows.pop(key, None)
@@ -70,7 +70,7 @@ logger = logging.getLogger("penstock.engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFigures:
-    """What a tier holds, and what it has lost.
+    """Size and evictions of a tier.
 
     Attributes:
         name: "memory" or "disk".
@@ -99,7 +99,7 @@ class Found(NamedTuple):
 class VectorCache:
     """Outputs of models by key (keys.py). Belongs to one event loop; the engines of a process share it.
 
-    A folder that cannot be used is told in the log, and gone without.
+    If the folder cannot be used, the log says so, and only memory is used.
 
     Args:
         max_bytes: Bytes of rows in memory; 0 for none.
@@ -122,7 +122,7 @@ class VectorCache:
         return None if self._shared is None else self.secret
 
     async def find(self, keys: Sequence[bytes]) -> Found:
-        """Returns the outputs of those keys that have some."""
+        """Returns the outputs of the keys that are held."""
         rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
         num_in_memory = len(rows)
         if self._shared is not None and num_in_memory < len(keys):
@@ -163,7 +163,7 @@ class VectorCache:
         return figures
 
     def close(self) -> None:
-        """Writes what waits to be written, and lets go of the folder."""
+        """Writes the waiting rows and closes the folder."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None

@@ -1,4 +1,4 @@
-"""What decides the vectors of a model, apart from the tokens and what a request asks for: its identity, a digest.
+"""The identity of a model: a digest of everything that decides its vectors except tokens and request parameters.
 
 It is of the contents of the files, not of their names: weights, the config.json files and code beside them. What was
 resolved from them and from the operator's settings comes on top (ModelInfo), the libraries that compute, and the number
@@ -27,7 +27,7 @@ CHANGES_NO_VECTOR: Final = frozenset(
     {
         *("name", "path", "root", "sources", "labels", "problem_type"),
         "adapters",  # none is applied
-        "num_lanes",  # rows are the same to the bit on any number of them
+        "num_lanes",  # rows are bitwise equal on any number of lanes
         # These decide the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),
         *("pair_chat", "enable_chunked_processing", "max_embed_len", "chunk_overlap", "chunked_processing_mode"),
@@ -46,14 +46,14 @@ _ELSEWHERE: Final = "--"
 
 
 class UnknownIdentityError(Exception):
-    """Nobody can say what decides the vectors of a model; the message says why."""
+    """The identity of a model cannot be determined; the message says why."""
 
 
 def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
     """Returns the identity of a model that has been loaded. Reads all its weights: 0.9 s for a gigabyte in memory.
 
     Args:
-        info: What was resolved.
+        info: The resolved description of the model.
         is_wanted: Asked on the way, from the thread that reads.
 
     Raises:
@@ -85,7 +85,7 @@ def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = 
 
 
 def stamp_of(folder: Path) -> bytes:
-    """Returns what changes when a file of a model's folder is replaced or written to. Raises OSError as `stat` does."""
+    """Returns a digest that changes when a file of a folder changes. Raises OSError as `stat` does."""
     digest = blake2b()
     files = (file for pattern in _FILES for place in (pattern, f"*/{pattern}") for file in folder.glob(place))
     for path in sorted(files):

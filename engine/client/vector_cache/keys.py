@@ -1,4 +1,4 @@
-"""The key of a row: a digest of all that decides it, whose it is, and nothing else.
+"""The key of a cached row: a digest of everything that decides the row, and of its namespace.
 
 A key is made in two steps: the model, the parameters and the namespace are the same for many inputs; then the tokens.
 Everything that is read has its length before it or a fixed one, so that no two different things read alike.
@@ -24,7 +24,7 @@ KEY_BYTES: Final = 32
 IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "refuse_too_long", "truncation_side", "any_dimensions"})
 """Fields of PoolingParams that change no vector of the same tokens; all others are part of the key."""
 _KEPT_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
-"""Those that give one vector for an input. Rows for tokens are as many times larger as an input has tokens."""
+"""Tasks with one vector per input. Rows for tokens would be larger by the number of tokens."""
 _NUM_PREFIXES: Final = 256
 
 
@@ -32,7 +32,7 @@ class Keys:
     """Makes the keys of one model.
 
     Args:
-        secret: Of the cache: who does not know it cannot tell what a key stands for.
+        secret: Secret of the cache: without it nobody can compute a key.
         identity: Digest of all that decides the model's vectors (identity.py).
         embedding_size: Width of an embedding that is not cut.
     """
@@ -56,10 +56,10 @@ class Keys:
         """Returns the key of each input's outputs.
 
         Args:
-            inputs: Whose outputs.
+            inputs: Tokenized inputs.
             params: Resolved.
-            namespace: Whose row it is; "" where nobody is told apart.
-            finish: What becomes of the outputs before they are kept; "" for nothing.
+            namespace: Namespace of the client; "" where clients share rows.
+            finish: Name of the function that is applied to the outputs before they are kept; "" for none.
         """
         prefix = self._prefix(params, namespace, finish)
         keys = []
@@ -73,7 +73,7 @@ class Keys:
 
 
 def is_kept(params: PoolingParams, finish: str = "") -> bool:
-    """Whether outputs of such a request are kept: one vector for an input, or what becomes of its tokens' rows."""
+    """Whether outputs of such a request are kept: one vector per input, or the result of a Finish."""
     return bool(finish) or {params.task, *params.also} <= _KEPT_TASKS
 
 

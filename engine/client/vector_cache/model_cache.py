@@ -1,4 +1,4 @@
-"""One model's part of the cache: an engine looks inputs up here before it runs them, and keeps what it has computed."""
+"""One model's part of the cache: an engine looks inputs up here before it runs them, and keeps the results."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ class ModelCache:
         self._stamps.add(_stamp(model))
 
     def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
-        """Begins to find out what the cores have loaded, in a thread, and then to look inputs up.
+        """Computes the identity of the loaded model in a thread. After that inputs are looked up.
 
         Args:
             model: The folder that they have loaded.
-            info: What was resolved.
-            has_one_core: Others may still have what they had before.
+            info: The resolved description of the model.
+            has_one_core: False: other replicas may still have earlier files.
         """
         self.close()
         if {PoolingTask.EMBED, PoolingTask.SPARSE_EMBED} & set(info.tasks):
@@ -202,7 +202,7 @@ class ModelCache:
 
 
 def _stamp(model: str) -> bytes | None:
-    """Returns the stamp of a local folder; None for what a hub gives, whose snapshots do not change."""
+    """Returns the stamp of a local folder; None for a hub id, because snapshots do not change."""
     try:
         folder = Path(model).expanduser().resolve()
         return stamp_of(folder) if folder.is_dir() else None

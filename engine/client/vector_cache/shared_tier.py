@@ -20,7 +20,7 @@ logger = logging.getLogger("penstock.engine")
 _AT_ONCE: Final = 128
 """Rows that are read in the turn of the event loop that asks for them, about 0.5 ms; more are read in a thread."""
 _MAX_WAITING_BYTES: Final = 64 * 2**20
-"""Of rows that wait to be written; what comes beyond is not written."""
+"""Bytes of rows that wait to be written; further rows are not written."""
 _PAUSE_S: Final = 30.0
 """Seconds for which nothing is written to a full disk."""
 _GATHER_S: Final = 0.05
@@ -94,7 +94,7 @@ class SharedTier:
             self._waiting[key] = row
 
     def close(self) -> None:
-        """Writes what waits, and lets go of the files."""
+        """Writes the waiting rows and closes the files."""
         with self._wake:
             self._is_ending = True
             self._wake.notify()
@@ -103,7 +103,7 @@ class SharedTier:
             self.tier.close()
 
     def _write(self) -> None:
-        """Writes what waits, until the end. Runs on the thread."""
+        """Writes waiting rows until the end. Runs on the thread."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiting or self._is_ending)
@@ -128,7 +128,7 @@ class SharedTier:
             self.is_working = True
 
     def _note(self, error: DiskError) -> None:
-        """Says once what is wrong, and leaves the disk alone."""
+        """Logs the fault once and stops using the disk."""
         is_new = self.is_working or (not isinstance(error, NoRoomError) and not self._is_damaged)
         self.is_working = False
         if isinstance(error, NoRoomError):
