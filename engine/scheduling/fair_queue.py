@@ -13,8 +13,9 @@ So equal requests run in the order of arrival, short requests run before long on
 second of waiting. All inputs of a request have one `due`: a small request passes a large one, and its inputs run
 together.
 
-Bound: a request of n tokens is passed only by requests that arrive while its client gets SLOWDOWN x n tokens of
-service. The requests that wait at that moment are the last that can run before it, so no request starves.
+Bound: a request of n tokens is passed only by requests (of its priority) that arrive while its client gets
+SLOWDOWN x n tokens of service. The requests that wait at that moment are the last that can run before it, so no request
+starves.
 The price: large requests of one client run one after the other, and under an overload of small requests a large one
 takes up to SLOWDOWN times as long as it would alone.
 """
@@ -33,8 +34,10 @@ from .sequence import QueuedSequence, QueueEntry, Request
 SLOWDOWN: Final = 8
 """Service of a client, as a multiple of the tokens of a request, during which new requests may pass it."""
 _BATCHES_PER_LANE: Final = 2
+"""Batches into which what waits is divided for each lane."""
 _MIN_BATCH_TOKENS: Final = 48
 _MAX_FRONT: Final = 4096
+"""Entries of a sorted list at most: an insertion moves those behind it."""
 
 _Item = tuple[float, int, int, int, QueueEntry]
 """`due`, number of the request, index of the first sequence, a unique number, entry."""
@@ -88,9 +91,9 @@ class _Line:
                 continue
             while entry.first < len(sequences) and sequences[entry.first].entry is not entry:
                 entry.first += 1
-            for sequence in itertools.islice(sequences, entry.first, None):
-                if sequence.entry is entry:
-                    yield sequence
+            for place in range(entry.first, len(sequences)):
+                if sequences[place].entry is entry:
+                    yield sequences[place]
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +133,7 @@ class FairQueue:
         self.num_long = 0
         self.num_tokens = 0
         self._clients: dict[str, _Client] = {}
-        self._max_clients = 64  # more are looked through for clients that no longer wait
+        self._max_clients = 64  # when there are more, those that no longer wait are removed
         self._virtual_time = 0.0  # start time of the sequence that ran last
         self._latest_start = 0.0  # of all clients
         self._numbers = itertools.count()

@@ -33,7 +33,7 @@ def test_a_chunk_takes_about_a_fixed_time(token_s: float) -> None:
     assert alone > busy
 
 
-def test_a_slow_device_still_moves_on_and_a_fast_one_keeps_to_the_limit() -> None:
+def test_chunks_keep_to_the_smallest_and_the_largest_size() -> None:
     assert settle(ChunkSizeController(MAX_TOKENS), 1.0, others_wait=True) == 128
     assert settle(ChunkSizeController(MAX_TOKENS), 1.0, others_wait=False) == 512
     assert settle(ChunkSizeController(MAX_TOKENS), 1e-7, others_wait=False) == MAX_TOKENS
@@ -76,7 +76,7 @@ def test_a_single_token_beside_a_chunk_takes_its_own_time() -> None:
     assert chunk_tokens(sizes, others_wait=True) == 288  # of 300: the chunk took 0.1 s
 
 
-def test_chunks_beside_many_tokens_have_at_least_half_of_their_even_share_of_the_time() -> None:
+def test_chunks_count_for_half_of_an_even_share_of_the_time() -> None:
     sizes = ChunkSizeController(MAX_TOKENS)
     sizes.record(0, 1000, 1.0)
     sizes.record(1000, 1000, 0.8)  # less than the others alone would take
@@ -91,7 +91,7 @@ def test_a_forward_without_time_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(("rate", "budget"), [(200, 512), (1_000, 1_000), (1_500, 1_500), (5_000, 2048), (1e9, 2048)])
-def test_a_forward_takes_a_second_at_most_unless_it_were_very_small(rate: float, budget: int) -> None:
+def test_a_forward_takes_a_second_at_most(rate: float, budget: int) -> None:
     sizes = ChunkSizeController(MAX_TOKENS)
     for _ in range(40):
         num_tokens = sizes.forward_tokens(MAX_TOKENS)
@@ -101,7 +101,7 @@ def test_a_forward_takes_a_second_at_most_unless_it_were_very_small(rate: float,
     assert sizes.forward_tokens(100) == 100
 
 
-def test_the_first_forward_is_small_and_those_that_are_not_half_full_tell_no_speed() -> None:
+def test_only_forwards_at_least_half_full_measure_the_speed() -> None:
     sizes = ChunkSizeController(MAX_TOKENS)
     assert sizes.forward_tokens(MAX_TOKENS) == 512
     sizes.record(0, 255, 10.0)
@@ -115,7 +115,7 @@ def test_the_first_forward_is_small_and_those_that_are_not_half_full_tell_no_spe
     assert sizes.token_s == pytest.approx((0.016 / 256 + 0.192 / 1024) / 2)
 
 
-def test_a_forward_is_smaller_on_a_slow_device_unless_chunks_are_fixed() -> None:
+def test_forwards_are_smaller_on_a_slow_device() -> None:
     slow, fixed = ChunkSizeController(MAX_TOKENS), ChunkSizeController(MAX_TOKENS, is_dynamic=False)
     for sizes in (slow, fixed):
         for _ in range(20):

@@ -109,7 +109,7 @@ def test_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillManager) ->
     assert manager.requests["a"].chunk is None
 
 
-def test_chunks_are_cut_when_their_turn_comes(manager: ChunkedPrefillManager) -> None:
+def test_planned_chunks_stay_pending(manager: ChunkedPrefillManager) -> None:
     planned = manager.create_chunks("a", np.arange(20, dtype=np.int32))
     for plan in planned:
         chunk = run(manager, output=plan.tokens)
@@ -119,14 +119,14 @@ def test_chunks_are_cut_when_their_turn_comes(manager: ChunkedPrefillManager) ->
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
 
 
-def test_the_pressure_at_the_arrival_sizes_all_chunks_of_a_request(manager: ChunkedPrefillManager) -> None:
+def test_pressure_at_the_start_sizes_all_planned_chunks(manager: ChunkedPrefillManager) -> None:
     planned = manager.create_chunks("a", 20, memory_pressure=0.5)
     assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     assert bounds([run(manager) for _ in planned]) == bounds(planned)
     assert manager.requests["a"].is_complete
 
 
-def test_what_cannot_be_cut(manager: ChunkedPrefillManager) -> None:
+def test_empty_and_known_prompts_are_refused(manager: ChunkedPrefillManager) -> None:
     for prompt in (0, -3, [], np.zeros(0, np.int32)):
         with pytest.raises(InvalidRequestError, match="request 'a' has no tokens"):
             manager.create_chunks("a", prompt)
@@ -169,7 +169,7 @@ def test_a_consumer_iterates_over_one_request(manager: ChunkedPrefillManager) ->
     assert run(manager).request_id == "other"
 
 
-def test_a_consumer_that_does_not_complete_its_chunk_is_told(manager: ChunkedPrefillManager) -> None:
+def test_iteration_needs_each_chunk_completed(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     chunks = manager.iterate_chunks("a")
     chunk = next(chunks)
@@ -206,7 +206,7 @@ def test_iteration_ends_when_the_request_is_cancelled(manager: ChunkedPrefillMan
 # The end
 
 
-def test_a_name_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> None:
+def test_an_id_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> None:
     for _ in range(3):
         manager.create_chunks("a", 20)
         manager.remove_request("a")
@@ -215,7 +215,7 @@ def test_a_name_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> Non
     assert manager.schedule_chunk() is None
 
 
-def test_what_has_ended_is_not_kept(manager: ChunkedPrefillManager) -> None:
+def test_removed_prompts_are_not_kept(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("first", 8, ChunkPriority.CRITICAL)
     for number in range(1000):
         manager.create_chunks(number, 8)
@@ -291,7 +291,7 @@ def test_the_pressure_of_the_moment_sizes_the_next_chunk(manager: ChunkedPrefill
     assert schedule(manager).start == 28
 
 
-def test_the_pressure_of_the_moment_acts_on_the_size_of_the_request(manager: ChunkedPrefillManager) -> None:
+def test_pressure_shrinks_the_chunk_size_of_the_request(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 40, chunk_size=16, memory_pressure=0.5)
     manager.create_chunks("b", 40)
     first, second = manager.schedule_chunk(memory_pressure=0.5), manager.schedule_chunk(memory_pressure=0.25)

@@ -53,7 +53,7 @@ large = st.lists(st.integers(20, MAX_SEQ_LEN), min_size=1, max_size=8)
 
 
 @settings(max_examples=25)
-@example(first=[20], second=[32], third=[21], priorities=(0, 1, 0))  # who is owed most is never overdue
+@example(first=[20], second=[32], third=[21], priorities=(0, 1, 0))
 @given(first=large, second=large, third=large, priorities=st.tuples(*[st.integers(-3, 3)] * 3))
 def test_clients_that_always_wait_get_the_same(
     first: list[int], second: list[int], third: list[int], priorities: tuple[int, int, int]
@@ -70,7 +70,7 @@ def test_clients_that_always_wait_get_the_same(
     assert most - least <= 5 * BUDGET  # a window of the scheduler, and a step
 
 
-def test_a_client_with_little_goes_before_the_backlog_of_another() -> None:
+def test_a_small_client_runs_before_the_backlog_of_another() -> None:
     load = Load()
     for _ in range(100):
         load.send("heavy", [60] * 50)
@@ -105,7 +105,7 @@ def long_load(num_blocks: int) -> Scheduler:
 
 @pytest.mark.parametrize("num_blocks", [60, 1_000])  # enough for three of them, and for all
 @pytest.mark.parametrize("key", ["", "a"])
-def test_the_priority_of_one_key_does_not_hold_up_the_long_prompts_of_another(key: str, num_blocks: int) -> None:
+def test_priority_does_not_delay_long_prompts_of_another_key(key: str, num_blocks: int) -> None:
     def steps_of_the_other(priority: int) -> int:
         scheduler = long_load(num_blocks)
         for number in range(100):
@@ -217,9 +217,7 @@ def test_equal_requests_of_a_client_run_in_the_order_of_arrival(lengths: list[in
 
 
 @given(shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60), num_tokens=st.integers(31, MAX_SEQ_LEN))
-def test_a_request_is_passed_only_while_its_client_gets_a_multiple_of_its_tokens(
-    shorts: list[int], num_tokens: int
-) -> None:
+def test_a_request_is_passed_only_for_a_multiple_of_its_tokens(shorts: list[int], num_tokens: int) -> None:
     queue, served = FairQueue(), 0
     queue.add(make_request(0, [num_tokens]))
     for number in itertools.count(1):

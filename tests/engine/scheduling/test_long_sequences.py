@@ -72,7 +72,7 @@ def spans(batches: list[Batch], request_id: int) -> list[tuple[int, int]]:
     return [(s.start, s.end) for b in batches for s in b.chunks if s.sequence.request.request_id == request_id]
 
 
-def test_a_long_sequence_runs_in_chunks_from_its_first_token_to_its_last() -> None:
+def test_chunks_cover_a_long_sequence() -> None:
     scheduler, sequence_pool = make()
     scheduler.add(one(1, 100))
     batches = run_all(scheduler)
@@ -104,7 +104,7 @@ def test_short_sequences_run_beside_the_chunks_of_a_long_one() -> None:
     assert request_ids(second) == {1, 2, 3}
 
 
-def test_whole_sequences_that_leave_no_room_take_turns_with_chunks() -> None:
+def test_large_whole_sequences_alternate_with_chunks() -> None:
     scheduler, _ = make()
     scheduler.add(one(1, 150))
     for number in range(4):  # one above the pool runs whole, and fills a batch
@@ -170,7 +170,7 @@ def test_a_middling_sequence_does_not_wait_for_a_giant_one() -> None:
     )
 
 
-def test_a_steady_stream_of_the_more_urgent_does_not_starve_the_others() -> None:
+def test_a_stream_of_urgent_requests_does_not_starve_others() -> None:
     scheduler, _ = make(num_blocks=25)
     scheduler.add(one(0, 90, priority=3))
     now_s = 0.0
@@ -193,7 +193,7 @@ def test_the_budget_comes_back_after_a_shortage() -> None:
     assert scheduler.token_budget == BUDGET
 
 
-def test_chunks_run_beside_others_while_the_budget_is_at_its_least() -> None:
+def test_chunks_run_with_the_smallest_budget() -> None:
     prefill = ChunkedPrefillConfig(chunk_size=64, threshold=16, min_chunk_size=4, is_dynamic=False)
     sequence_pool = SequencePool(kv=KvCachePool(100, BLOCK))
     scheduler = Scheduler(
@@ -208,7 +208,7 @@ def test_chunks_run_beside_others_while_the_budget_is_at_its_least() -> None:
     assert scheduler.requests[0].sequences[0].num_done >= 4 * 9  # they take turns
 
 
-def test_a_whole_sequence_for_which_memory_was_short_runs_in_chunks() -> None:
+def test_a_whole_sequence_out_of_memory_runs_in_chunks() -> None:
     scheduler, sequence_pool = make()
     scheduler.add(one(1, THRESHOLD))
     batch = scheduler.schedule(0.0)
@@ -249,7 +249,7 @@ def test_the_next_long_sequence_starts_when_there_is_memory() -> None:
     assert sequence_pool.num_allocations == 0
 
 
-def test_memory_goes_to_the_more_urgent_and_the_other_goes_on_where_it_was() -> None:
+def test_a_preempted_prompt_continues_after_its_cached_blocks() -> None:
     scheduler, sequence_pool = make(num_blocks=30)
     scheduler.add(one(1, 100, priority=1))
     run(scheduler)
@@ -295,7 +295,7 @@ def test_a_short_sequence_begins_after_what_the_cache_holds() -> None:
     assert sequence_pool.num_allocations == 0
 
 
-def test_a_chunk_for_which_memory_was_short_runs_again_in_smaller_ones() -> None:
+def test_a_chunk_out_of_memory_runs_again_in_smaller_ones() -> None:
     scheduler, _ = make()
     scheduler.add(one(1, 100))
     run(scheduler)

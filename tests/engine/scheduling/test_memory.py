@@ -33,18 +33,20 @@ def test_the_last_arrived_are_preempted_and_no_more_than_needed() -> None:
     checked.run_all()
 
 
-def test_a_long_request_does_not_preempt_shorter_ones_of_its_client() -> None:
-    checked = CheckedScheduler(Setup(prefixes=False, chunk_size=8))
-    checked.add(150)
-    checked.step(0.0)
-    checked.add(140)  # waits for memory
-    checked.add(20)
-    for _ in range(60):
-        assert preempted(checked.step()) == []
-    checked.run_all()
+def test_a_long_request_does_not_preempt_a_shorter_one() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)  # 160 tokens
+    checked.add(40)
+    checked.step()
+    checked.add(150)  # waits for memory
+    checked.step()
+    checked.add(100)
+    batches = checked.run_all()
+    assert [number for batch in batches for number in preempted(batch)] == []
+    ended = [chunk.sequence.request.request_id for batch in batches for chunk in batch.chunks if chunk.is_last]
+    assert ended == [0, 2, 1]
 
 
-def test_nobody_gives_way_where_that_would_not_do() -> None:
+def test_none_is_preempted_if_that_is_not_enough() -> None:
     checked = CheckedScheduler(NO_PREFIXES)
     checked.add(80)  # its turn is first
     checked.step(0.0)
@@ -75,7 +77,7 @@ def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
 
 
 @pytest.mark.parametrize("budget", [32, 128])  # it would go on from batch to batch, and within one
-def test_three_of_two_clients_do_not_take_memory_from_each_other_for_ever(budget: int) -> None:
+def test_sequences_of_two_clients_do_not_preempt_in_a_circle(budget: int) -> None:
     checked = CheckedScheduler(Setup(prefixes=False, budget=budget, chunk_size=32))  # two of them have room
     checked.add(70, priority=2, client="a")
     checked.step()
@@ -102,7 +104,7 @@ def test_a_client_is_charged_once_for_a_preempted_sequence() -> None:
 # How chunks shrink
 
 
-def test_the_pressure_is_that_of_the_device_where_that_is_known() -> None:
+def test_pressure_follows_the_free_memory_of_the_device() -> None:
     sizes, pressures = [], []
     checked = CheckedScheduler(Setup(num_blocks=100, prefixes=False))
     checked.add(200)
@@ -114,7 +116,7 @@ def test_the_pressure_is_that_of_the_device_where_that_is_known() -> None:
     assert sizes == [32, 32, 32, 24, 8, 1]
 
 
-def test_a_budget_that_shrank_says_that_memory_is_short() -> None:
+def test_a_lowered_budget_is_memory_pressure() -> None:
     checked = CheckedScheduler(Setup(num_blocks=100, prefixes=False))
     checked.add(200)
     checked.shrink(24)
@@ -122,7 +124,7 @@ def test_a_budget_that_shrank_says_that_memory_is_short() -> None:
     assert checked.scheduler.memory_pressure == 0.25
 
 
-def test_the_use_of_the_pool_counts_while_a_sequence_waits_for_it() -> None:
+def test_pool_usage_is_pressure_while_a_sequence_waits() -> None:
     checked = CheckedScheduler(Setup(prefixes=False))  # 40 blocks of 4
     checked.add(120)
     checked.step(0.0)
@@ -138,7 +140,7 @@ def test_the_use_of_the_pool_counts_while_a_sequence_waits_for_it() -> None:
     assert checked.scheduler.memory_pressure == 0.0
 
 
-def test_a_budget_that_was_lowered_is_doubled_after_every_32_forwards() -> None:
+def test_a_lowered_budget_is_doubled_after_32_forwards() -> None:
     scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=32)
     scheduler.add(make_request(0, [32] * 500))
     scheduler.shrink(40)
@@ -149,7 +151,7 @@ def test_a_budget_that_was_lowered_is_doubled_after_every_32_forwards() -> None:
     assert budgets == [40] * 32 + [80] * 32 + [128] * 6
 
 
-def test_a_shortage_begins_the_count_again() -> None:
+def test_a_shortage_restarts_the_count_of_forwards() -> None:
     scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=32)
     scheduler.add(make_request(0, [32] * 500))
     scheduler.shrink(64)
@@ -164,7 +166,7 @@ def test_a_shortage_begins_the_count_again() -> None:
     assert scheduler.token_budget == 128
 
 
-def test_a_budget_falls_to_a_thirty_second_of_itself_and_no_further() -> None:
+def test_a_budget_is_lowered_to_a_32nd_at_most() -> None:
     checked = CheckedScheduler(Setup(budget=128))
     checked.shrink(1)
     assert checked.scheduler.token_budget == 4
@@ -173,7 +175,7 @@ def test_a_budget_falls_to_a_thirty_second_of_itself_and_no_further() -> None:
 # Repeated texts
 
 
-def test_batches_keep_to_the_budget_whatever_is_found_of_them() -> None:
+def test_cached_batches_keep_to_the_budget() -> None:
     checked = CheckedScheduler(Setup(num_blocks=100, max_num_seqs=64))
     for num_tokens in (16, 12, 8):
         checked.add(num_tokens, last_row=True)
@@ -187,7 +189,7 @@ def test_batches_keep_to_the_budget_whatever_is_found_of_them() -> None:
     checked.run_all()
 
 
-def test_a_text_of_one_block_leaves_the_cache_alone() -> None:
+def test_texts_of_one_block_do_not_use_the_prefix_cache() -> None:
     checked = CheckedScheduler(Setup(num_blocks=100))
     for num_tokens, starts in ((7, [0]), (7, [0]), (8, [0]), (8, [4]), (7, [0])):
         checked.add(num_tokens, last_row=True)
@@ -195,7 +197,7 @@ def test_a_text_of_one_block_leaves_the_cache_alone() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [12, 100])
-def test_what_a_failed_chunk_left_is_not_found_by_others(num_tokens: int) -> None:
+def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
     checked = CheckedScheduler(Setup(num_blocks=100))
     assert checked.sequence_pool.prefixes is not None
     checked.add(num_tokens, last_row=True)
@@ -211,7 +213,7 @@ def test_what_a_failed_chunk_left_is_not_found_by_others(num_tokens: int) -> Non
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_a_request_of_long_and_short_ones_ends_as_a_whole(is_late: bool) -> None:
+def test_a_request_with_long_and_short_inputs_ends_whole(is_late: bool) -> None:
     checked = CheckedScheduler(Setup(num_blocks=60, max_num_seqs=4, chunk_size=8))
     number = checked.add(10, 120, 9, 80, 70, 8, *[5] * 20, timeout_s=1.0)
     other = checked.add(30, 5)

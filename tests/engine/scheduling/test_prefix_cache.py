@@ -90,7 +90,7 @@ def test_blocks_behind_a_gap_are_not_found() -> None:
 # What is forgotten
 
 
-def test_what_a_sequence_computed_is_forgotten_but_not_what_it_read() -> None:
+def test_forget_keeps_blocks_that_were_only_read() -> None:
     sequence_pool = kv_pool()
     run(sequence_pool, "a", "xy")
     allocation = start(sequence_pool, "b", "xyzw")
@@ -130,7 +130,7 @@ def test_a_reader_keeps_what_is_forgotten_until_it_ends() -> None:
     assert sequence_pool.usage == 4 / 8
 
 
-def test_what_a_cleared_cache_held_is_found_no_more_and_its_readers_leave_nothing() -> None:
+def test_a_cleared_cache_finds_and_gets_nothing_of_before() -> None:
     sequence_pool = kv_pool()
     run(sequence_pool, "a", "xy")
     reader = start(sequence_pool, "b", "xyz")

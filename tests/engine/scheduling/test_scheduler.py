@@ -42,7 +42,7 @@ def test_every_sequence_runs_once_within_the_limits(requests: list[list[int]], b
     assert scheduler.waiting.num_tokens == 0
 
 
-def test_a_batch_says_how_many_found_no_place_in_it() -> None:
+def test_a_batch_counts_the_sequences_that_are_left() -> None:
     scheduler = make(budget=128)
     scheduler.add(make_request(0, [64, 64, 64]))
     full = scheduler.schedule(0.0)
@@ -99,7 +99,7 @@ def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:
 
 
 @given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8))
-def test_nobody_starves_under_traffic_that_never_ends(seq_len: int, others: list[int]) -> None:
+def test_no_request_starves_under_endless_traffic(seq_len: int, others: list[int]) -> None:
     scheduler = make(max_wait_s=1.0)
     scheduler.add(make_request(0, [seq_len], priority=2))
     now_s = 0.0

@@ -175,7 +175,7 @@ def test_a_sequence_that_runs_shares_its_prefix() -> None:
     assert sequence_pool.usage == 0.0
 
 
-def test_free_blocks_go_before_cached_ones_and_tails_before_their_parents() -> None:
+def test_free_blocks_are_taken_before_cached_ones() -> None:
     sequence_pool = kv_pool(8)
     run(sequence_pool, "a", "xyz")
     start(sequence_pool, "b", "abcd")
@@ -213,7 +213,7 @@ def test_nothing_is_taken_where_the_prefix_is_all_that_fits() -> None:
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (20, 0)
 
 
-def test_of_two_equal_blocks_the_first_is_kept_as_long_as_what_follows_it() -> None:
+def test_of_equal_blocks_the_first_is_kept_for_its_children() -> None:
     sequence_pool = kv_pool(8)
     first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "xy")
     sequence_pool.commit(first, 5)

@@ -106,7 +106,7 @@ def bound(rate: float) -> float:
     ("larges", "num_small", "share"),
     [([0], 1, 0.0), ([0], 8, 0.0), ([0, 1, 2], 1, 0.0), ([0] * 5, 4, 0.0), ([0], 1, 0.4), ([0, 1, 2, 3], 1, 0.4)],
 )
-def test_a_small_request_waits_for_forwards_and_not_for_large_ones(
+def test_small_requests_do_not_wait_for_large_ones(
     rate: float, larges: list[int], num_small: int, share: float
 ) -> None:
     device = Device(rate)
@@ -140,7 +140,7 @@ def test_all_texts_of_a_small_request_run_at_once(rate: float, num_large: int) -
 
 
 @pytest.mark.parametrize("rate", [500, 20_000])
-def test_a_large_request_ends_under_small_ones_that_never_do(rate: float) -> None:
+def test_a_large_request_ends_under_an_overload_of_small_ones(rate: float) -> None:
     """Small requests bring 1.5 times what the device can do; a full queue of 8 s refuses the rest."""
     device, chance, next_s = Device(rate), random.Random(0), 0.0
     large = device.send(list(LARGE), 4.0)
