@@ -21,12 +21,12 @@ from .batches.window import LiveTrafficMiddleware
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.exchange import (
+from .middleware.refusal_pace import RefusalPace
+from .middleware.requests import (
     BodyLimitMiddleware,
-    ExchangeMiddleware,
+    RequestMiddleware,
     UnexpectedErrorMiddleware,
 )
-from .middleware.refusal_pace import RefusalPace
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
@@ -168,19 +168,17 @@ def create_app(
     # FastAPI would answer unexpected errors in plain text: this layer catches the errors of its routes first.
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
-    exchange: ASGIApp = JsonDispatcher(
-        app.own_layers, app.exception_handlers, admission.release_response, table.release
-    )
+    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release_response, table.release)
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchMetrics(batches))
-        exchange = LiveTrafficMiddleware(exchange, batches.traffic)
-    exchange = UnexpectedErrorMiddleware(BodyLimitMiddleware(exchange, admission))
+        layers = LiveTrafficMiddleware(layers, batches.traffic)
+    layers = UnexpectedErrorMiddleware(BodyLimitMiddleware(layers, admission))
     if keys.are_required or admin_keys.are_required:
-        exchange = AuthMiddleware(exchange, keys, admin_keys)
+        layers = AuthMiddleware(layers, keys, admin_keys)
     if settings.cors_origins:
-        exchange = CORSMiddleware(exchange, **cors)
-    app.exchange = ExchangeMiddleware(exchange, routes, observers.all, pace)
+        layers = CORSMiddleware(layers, **cors)
+    app.layers = RequestMiddleware(layers, routes, observers.all, pace)
     return app
 
 
@@ -203,10 +201,10 @@ class Application(DocumentedApp):
     """FastAPI behind the layers that every request passes: its own layers see the remaining requests only.
 
     Attributes:
-        exchange: Answers HTTP requests, some of them with `own_layers`.
+        layers: Answer HTTP requests, some of them with `own_layers`.
     """
 
-    exchange: ASGIApp
+    layers: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; FastAPI begins and ends the lifespan."""
@@ -214,7 +212,7 @@ class Application(DocumentedApp):
             await self.own_layers(scope, receive, send)
             return
         scope["app"] = self
-        await self.exchange(scope, receive, send)
+        await self.layers(scope, receive, send)
 
     @property
     def own_layers(self) -> ASGIApp:

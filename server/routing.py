@@ -254,7 +254,10 @@ class RouteTable:
 
     def find(self, method: str, path: str) -> Route | None:
         """Returns the route that answers a request, None where there is none."""
-        return next((route for route in self._at(path) if method in (route.methods or ())), None)
+        for route in self._fixed.get(path, ()):
+            if method in (route.methods or ()):
+                return route
+        return next((route for route in self._matching(path) if method in (route.methods or ())), None)
 
     def enter(self, scope: Scope) -> None:
         """Notes the route of a request in its scope, with its dialect and the key that it needs.
@@ -266,7 +269,7 @@ class RouteTable:
         if route is not None:
             scope["route"], scope[DIALECT], scope[ACCESS] = route, route.dialect, route.access
             return
-        there = list(self._at(path))
+        there = [*self._fixed.get(path, ()), *self._matching(path)]
         is_open = bool(there) and all(route.access is Access.OPEN for route in there)
         scope[ACCESS] = Access.OPEN if is_open else Access.API_KEY
         below = [dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)]
@@ -280,11 +283,8 @@ class RouteTable:
         """Returns the paths that lines of batches may call."""
         return {route.path: route.batch_use for route in self.routes if route.batch_use is not BatchUse.NONE}
 
-    def _at(self, path: str) -> Iterator[Route]:
-        yield from self._fixed.get(path, ())
-        for route in self._with_parameters:
-            if route.path_regex.match(path):
-                yield route
+    def _matching(self, path: str) -> Iterator[Route]:
+        return (route for route in self._with_parameters if route.path_regex.match(path))
 
 
 def route_of(scope: Scope) -> Route | None:

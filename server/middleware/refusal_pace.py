@@ -33,10 +33,10 @@ class _Waiting(NamedTuple):
 
 
 class RefusalPace:
-    """Releases refusals, the one first that may wait for the least. Belongs to one event loop.
+    """Releases refusals, in the order of their latest times. Belongs to one event loop.
 
     Args:
-        max_waiting: Refusals that wait for more than a tick at most: each holds a connection.
+        max_waiting: The most refusals that wait for more than a tick: each holds a connection.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -46,28 +46,25 @@ class RefusalPace:
         self._is_ticking = False
 
     def add(self, release: Callable[[], bool], *, within_s: float = LONGEST_S) -> None:
-        """Calls `release`, which returns whether anything went out (a client may have left), when its turn has come.
-
-        It waits for `within_s` seconds at most.
-        """
+        """Calls `release` within `within_s` seconds. It returns whether a response went out: the client may be gone."""
         loop = asyncio.get_running_loop()
         heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, LONGEST_S), next(self._numbers), release))
         if not self._is_ticking:
             self._is_ticking = True
             loop.call_later(TICK_S, self._tick)
 
-    def turn(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
+    def wait(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
         """Adds a refusal and returns an awaitable that ends when the refusal may go out."""
-        turn = asyncio.get_running_loop().create_future()
+        released = asyncio.get_running_loop().create_future()
 
         def release() -> bool:
-            if turn.done():  # its request was cancelled
+            if released.done():  # its request was cancelled
                 return False
-            turn.set_result(None)
+            released.set_result(None)
             return True
 
         self.add(release, within_s=within_s)
-        return turn
+        return released
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -82,6 +79,6 @@ class RefusalPace:
 
 
 def longest_wait_s(scope: Scope) -> float:
-    """Returns how many seconds a refusal may wait: half of the time after which its client has no use for it."""
+    """Returns how many seconds a refusal may wait: half of the time limit of its client."""
     timeout_s = limits_of(scope).timeout_s
     return LONGEST_S if timeout_s is None else timeout_s / 2

@@ -25,7 +25,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..calls.context import CONNECTION_LOST
-from ..middleware.exchange import SLOW_BODY
+from ..middleware.requests import SLOW_BODY
 from .load_shedding import LoadShedder, Refusal
 from .streams import ASK_AFTER_S, INTERIM, PIECE_BYTES, AnswerWriter, CloseDelimited, HalfClose, ReadAhead
 

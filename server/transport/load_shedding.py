@@ -26,8 +26,8 @@ from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 from ..admission import note_refusal
 from ..dialects import Dialect
 from ..middleware.auth import ApiKeys, offered_keys
-from ..middleware.exchange import RequestIds, canonical_path
 from ..middleware.refusal_pace import RefusalPace, longest_wait_s
+from ..middleware.requests import RequestIds, canonical_path
 from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
 from ..routing import Route, RouteTable

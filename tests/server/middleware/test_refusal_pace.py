@@ -107,7 +107,7 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     pace = RefusalPace(max_waiting=1000)
 
     async def take() -> None:
-        await pace.turn()
+        await pace.wait()
 
     tasks = [asyncio.create_task(take()) for _ in range(2)]
     await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
 
 async def test_turns_are_counted_unless_their_request_was_cancelled(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
-    turns = [asyncio.ensure_future(pace.turn()) for _ in range(2 * PER_TICK + 1)]
+    turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * PER_TICK + 1)]
     turns[0].cancel()
     for num_done in (PER_TICK, 2 * PER_TICK):
         assert clock.tick()

@@ -17,7 +17,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
-from penstock.server.middleware.exchange import BodyLimitMiddleware
+from penstock.server.middleware.requests import BodyLimitMiddleware
 from penstock.server.settings import ServerSettings
 from penstock.server.transport import streams
 from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part

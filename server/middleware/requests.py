@@ -1,4 +1,4 @@
-"""The exchange of a request for an answer: its path, its name, its times, its size, and a net for our own bugs.
+"""Layers around every request: its route, id and times, the limits of its body, and unexpected errors.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -50,7 +50,7 @@ client. The next message of the body then raises the error."""
 
 
 class RequestIds:
-    """Names requests."""
+    """Makes the ids of requests."""
 
     def __init__(self) -> None:
         self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
@@ -79,19 +79,19 @@ def canonical_path(path: str) -> str:
     return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path
 
 
-class ExchangeMiddleware:
-    """Begins and ends every exchange: finds the route, names and times the request, and paces refusals.
+class RequestMiddleware:
+    """The outer layer: finds the route of a request, gives it an id, measures its times, and paces refusals.
 
-    Aliases are served in place, because clients do not follow a redirect of a POST. The name is x-request-id of the
-    client or one of our own; it is kept in the scope, where the body may replace it, and sent back. The times of the
-    stages go out in Server-Timing; then the observers are told, in their order. A response
-    with status 429 waits until RefusalPace releases it; the application has released the request by then.
+    Aliases are served in place, because clients do not follow a redirect of a POST. The id is the client's x-request-id
+    or a new one; it is kept in the scope, where the body may replace it, and sent back. Server-Timing has the times of
+    the stages. After the response the observers are called in their order. A response with status 429 waits until
+    RefusalPace releases it; the application has released the request by then.
 
     Args:
         app: The next application.
         routes: All routes.
-        observers: Are told of every request when its answer has gone.
-        pace: When refusals go out.
+        observers: Called with the record of every request after its response.
+        pace: Releases refusals.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RefusalPace) -> None:
@@ -116,7 +116,7 @@ class ExchangeMiddleware:
             if held or (is_head and message["status"] == 429):
                 held.append(message)
             elif is_head:
-                await send(_begun(message, record))
+                await send(_started(message, record))
             elif len(message.get("body", b"")) > PIECE_BYTES:
                 await _send_pieces(message, send)
             else:
@@ -125,9 +125,9 @@ class ExchangeMiddleware:
         try:
             await self.app(scope, receive, send_or_hold)
             if held:
-                await self._turn(scope)
+                await self._wait_for_release(scope)
                 head, *body = held
-                await send(_begun(head, record))
+                await send(_started(head, record))
                 for message in body:
                     await send(message)
         finally:
@@ -137,22 +137,22 @@ class ExchangeMiddleware:
             for observe in self.observers:
                 observe(record)
 
-    async def _turn(self, scope: Scope) -> None:
+    async def _wait_for_release(self, scope: Scope) -> None:
         """Waits until RefusalPace releases the refusal."""
         try:
             within_s = longest_wait_s(scope)
         except InvalidRequestError:  # on a route that does not look at the header
             within_s = LONGEST_S
         try:
-            await self.pace.turn(within_s=within_s)
+            await self.pace.wait(within_s=within_s)
         except asyncio.CancelledError:
-            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
 
 
-def _begun(head: Message, record: RequestRecord) -> Message:
-    """Notes that an answer goes out, and returns its head with the request's name and times."""
+def _started(head: Message, record: RequestRecord) -> Message:
+    """Notes in the record that the response starts. Returns its head with the id and the times of the request."""
     record.begin_answer(head["status"])
     own = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
     if record.stage_seconds:
@@ -183,7 +183,7 @@ class UnexpectedErrorMiddleware:
         try:
             await self.app(scope, receive, send)
         except asyncio.CancelledError:
-            # Only uvicorn cancels a request: its time to finish is over. The answer still goes out.
+            # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
             if _has_begun():
                 raise
             if (task := asyncio.current_task()) is not None:
@@ -204,7 +204,7 @@ class UnexpectedErrorMiddleware:
 
 
 def _has_begun() -> bool:
-    """Whether the answer to the request of the current task has begun."""
+    """Whether the response to the request of the current task has started."""
     record = REQUEST.get()
     return record is not None and record.has_begun
 
@@ -225,7 +225,7 @@ class BodyLimitMiddleware:
         self.admission = admission
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Checks the length that was announced, and counts what arrives."""
+        """Checks Content-Length, and counts the bytes that arrive."""
         if scope["method"] in ("GET", "HEAD"):
             return self.app(scope, receive, send)
         route = route_of(scope)
