@@ -77,7 +77,7 @@ class EngineProcess:
     """A process that runs worker.py and waits for Start. As a context manager it leaves none behind.
 
     Attributes:
-        address: Path of the Unix socket where frontends connect, at once: they are accepted when it has started.
+        address: Path of the Unix socket where clients connect, at once: they are accepted when it has started.
         lifeline: A socket. The process echoes every message, from a thread of its own; its end tells the
             process that this one has gone.
         pid: Its number.

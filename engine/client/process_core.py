@@ -71,7 +71,7 @@ class Heartbeat:
 
 
 class CoreLink:
-    """The connection of a frontend to a core in another process. Belongs to one event loop.
+    """The connection of a client to an engine in another process. Belongs to one event loop.
 
     Args:
         address: Where the core takes connections.
@@ -157,7 +157,7 @@ class ProcessCore:
 
     @property
     def address(self) -> str | None:
-        """Where other frontends may connect; None before there is a process."""
+        """Where other clients connect; None before there is a process."""
         return None if self._process is None else self._process.address
 
     def send(self, turn: ClientMessage, frame: Frame) -> None:

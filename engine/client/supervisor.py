@@ -147,7 +147,7 @@ class CoreSupervisor:
 
     @property
     def address(self) -> str | None:
-        """Where other frontends reach the core; None where there is none, or it runs in this process."""
+        """Where other clients connect; None if there is no core, or it runs in this process."""
         return self._core.address if isinstance(self._core, ProcessCore) else None
 
     async def close(self) -> None:

@@ -58,7 +58,7 @@ class ArrayRunner(Runner):
 
     Args:
         info: The model, on the CPU.
-        tokenizer: For the frontend.
+        tokenizer: For the clients.
         encoder: With its weights.
         dense: The Dense modules that follow the pooling.
     """

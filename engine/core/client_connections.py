@@ -23,9 +23,9 @@ from ..protocol.messages import (
     StepResults,
     Stop,
     ToCore,
+    client_number_of,
     decode_to_core,
     encode,
-    frontend_of,
 )
 from .core import EngineCore
 from .waker import Waker
@@ -119,7 +119,7 @@ class ClientConnections:
         if isinstance(message, ClientMessage):
             self._core.receive(message, *frames)
         elif isinstance(message, Attach):
-            self._connections[message.frontend] = connection
+            self._connections[message.client_number] = connection
             self._is_shared = True
         elif isinstance(message, Stop):
             self._core.stop()
@@ -141,7 +141,7 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     A client gets the metrics of the steps that have rows for it; client 0 gets those of all steps.
     """
     if isinstance(message, RequestFailed | PrefixCacheCleared):
-        return {frontend_of(message.request_id): (message, frames)}
+        return {client_number_of(message.request_id): (message, frames)}
     if not isinstance(message, StepResults):
         return {0: (message, frames)}
     blocks: dict[int, list[ResultBlock]] = {0: []}
@@ -149,11 +149,11 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     for block in unpack_results(message, frames):
         places: dict[int, list[int]] = {}
         for place, request_id in enumerate(block.request_ids):
-            places.setdefault(frontend_of(request_id), []).append(place)
+            places.setdefault(client_number_of(request_id), []).append(place)
         for client, own in places.items():
             blocks.setdefault(client, []).append(block.pick(own))
     for request in message.finished:
-        finished.setdefault(frontend_of(request[0]), []).append(request)
+        finished.setdefault(client_number_of(request[0]), []).append(request)
     parts: dict[int, _Part] = {}
     for client in blocks.keys() | finished.keys():
         headers, own_frames = pack_results(blocks.get(client, []))

@@ -41,7 +41,7 @@ from ..protocol.messages import (
     RequestFailed,
     StepLoad,
     StepResults,
-    frontend_of,
+    client_number_of,
 )
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
@@ -208,10 +208,10 @@ class EngineCore:
         if is_awaited:
             self._waker.wake()
 
-    def forget(self, frontend: int) -> None:
+    def forget(self, client_number: int) -> None:
         """Cancels all requests of a client that has disconnected."""
         with self._lock:
-            for request_id in [i for i in self._scheduler.requests if frontend_of(i) == frontend]:
+            for request_id in [i for i in self._scheduler.requests if client_number_of(i) == client_number]:
                 self._cancel(request_id)
         self._waker.wake()
 

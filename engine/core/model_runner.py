@@ -87,7 +87,7 @@ class ModelRunner(Runner):
 
     Args:
         info: The model, on its device.
-        tokenizer: For the frontend.
+        tokenizer: For the clients.
         model: With its weights.
         dense: The Dense modules that follow the pooling.
         config: Limits of the pool.

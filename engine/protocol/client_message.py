@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import ClientMessage, Frame, InputHeader, RequestHeader, frontend_of
+from .messages import ClientMessage, Frame, InputHeader, RequestHeader, client_number_of
 from .params import PoolingParams
 from .request import TokenizedInput
 
@@ -88,7 +88,7 @@ class ClientMessageBuilder:
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
         frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
         message = ClientMessage(
-            frontend=frontend_of(next(iter(self.cancels or self.clears or [self.requests[0].request_id]))),
+            client_number=client_number_of(next(iter(self.cancels or self.clears or [self.requests[0].request_id]))),
             params=list(params.values()),
             clients=list(clients),
             requests=headers,

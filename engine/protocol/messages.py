@@ -25,12 +25,12 @@ _REQUEST_NUMBER_BITS: Final = 40
 """Low bits of a request id: the client's own counter. The bits above are the number of the client."""
 
 
-def first_request_id(frontend: int) -> int:
+def first_request_id(client_number: int) -> int:
     """Returns the id of the first request of a client; the next ones count up from there."""
-    return frontend << _REQUEST_NUMBER_BITS
+    return client_number << _REQUEST_NUMBER_BITS
 
 
-def frontend_of(request_id: int) -> int:
+def client_number_of(request_id: int) -> int:
     """Returns the number of the client that sent a request."""
     return request_id >> _REQUEST_NUMBER_BITS
 
@@ -46,7 +46,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 class Attach(msgspec.Struct, tag=True, frozen=True):
     """A further client to core, first message: its number. Its requests are cancelled when its socket closes."""
 
-    frontend: int
+    client_number: int
 
 
 class InputHeader(msgspec.Struct, array_like=True, gc=False):
@@ -76,7 +76,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     Frame: the int32 token ids of all inputs, then the float32 vectors of all queries. See client_message.py.
 
     Attributes:
-        frontend: The number of the sending client.
+        client_number: The number of the sending client.
         params: The distinct parameters of the requests.
         clients: The distinct clients and namespaces of the requests.
         requests: The requests.
@@ -86,7 +86,7 @@ class ClientMessage(msgspec.Struct, tag=True):
             continue.
     """
 
-    frontend: int = 0
+    client_number: int = 0
     params: list[PoolingParams] = []
     clients: list[tuple[str, str]] = []
     requests: list[RequestHeader] = []

@@ -52,7 +52,7 @@ def main() -> None:
     for first, frames in messages if model != "ends" else ():
         message = decode_to_core(first)
         if isinstance(message, ClientMessage):
-            connection.send(encode(RequestFailed(message.frontend, "Turn", b"".join(frames).decode())))
+            connection.send(encode(RequestFailed(message.client_number, "Turn", b"".join(frames).decode())))
         elif isinstance(message, Stop):
             if model == "deaf":
                 time.sleep(600)

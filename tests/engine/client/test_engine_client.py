@@ -18,7 +18,7 @@ from penstock.engine.client.engine_client import EngineClient, EngineStatus
 from penstock.engine.client.engine_server import EngineServer
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.messages import LoadFailed, first_request_id, frontend_of
+from penstock.engine.protocol.messages import LoadFailed, client_number_of, first_request_id
 
 PARAMS = PoolingParams()
 LONG = ["word " * 200] * 100
@@ -66,8 +66,8 @@ async def until(condition: object, timeout_s: float = 120.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def texts(frontend: int, number: int) -> list[str]:
-    return [f"frontend {frontend} asks number {number}", f"and {number * 7} of {frontend}"]
+def texts(client: int, number: int) -> list[str]:
+    return [f"client {client} asks number {number}", f"and {number * 7} of {client}"]
 
 
 async def test_each_gets_the_answers_to_what_it_asked(shared: Shared, minilm_folder: Path) -> None:
@@ -82,7 +82,7 @@ async def test_each_gets_the_answers_to_what_it_asked(shared: Shared, minilm_fol
     finally:
         await alone.close()
     ids = {number: next(engine._dispatcher.replicas[0]._ids) for number, engine in engines.items()}
-    assert {number: frontend_of(request_id) for number, request_id in ids.items()} == {1: 1, 2: 2, 3: 3}
+    assert {number: client_number_of(request_id) for number, request_id in ids.items()} == {1: 1, 2: 2, 3: 3}
     figures = shared.server.stats()
     assert figures.num_batched_tokens_total == sum(sum(answer.num_tokens) for answer in answers)
     assert figures.num_steps_total > 0
@@ -135,7 +135,7 @@ async def test_each_client_measures_the_rate_of_the_engine(shared: Shared) -> No
     assert all(engine._dispatcher.replicas[0].rate.tokens_per_s > 0 for engine in engines)
 
 
-async def test_a_message_that_is_for_somebody_else_ends_the_frontend_and_not_the_engine(shared: Shared) -> None:
+async def test_a_message_for_another_receiver_ends_the_client_not_the_engine(shared: Shared) -> None:
     engine = shared.attach(1)
     core = shared.clients[1]
     with pytest.raises(TypeError, match="LoadFailed"):

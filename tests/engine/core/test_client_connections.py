@@ -1,4 +1,4 @@
-"""Each frontend of a core gets what is its own, and no more."""
+"""Each client of a core gets what is its own, and no more."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from penstock.engine.protocol.messages import (
     StepResults,
     Stop,
     ToCore,
+    client_number_of,
     decode_from_core,
     encode,
     first_request_id,
-    frontend_of,
 )
 
 from ..steps import Row, finished_of, rows_of, step_of
@@ -46,7 +46,7 @@ LOAD = StepLoad(3, 100, 0, 0, 0)
 START = Start(EngineConfig(model="any"))
 
 
-class Frontend:
+class RawClient:
     """Says something to a core, and hears what that says."""
 
     def __init__(self, address: str) -> None:
@@ -90,15 +90,15 @@ def take_in(waker: Waker) -> None:
         callback()
 
 
-def of(frontend: int, request: int) -> int:
-    return first_request_id(frontend) + request
+def of(client: int, request: int) -> int:
+    return first_request_id(client) + request
 
 
-@pytest.mark.parametrize("frontend", [0, 1, 2, 1_000_000])
-def test_an_id_says_whose_it_is(frontend: int) -> None:
-    assert frontend_of(first_request_id(frontend)) == frontend
-    assert frontend_of(first_request_id(frontend + 1) - 1) == frontend
-    assert first_request_id(frontend) < 2**63
+@pytest.mark.parametrize("client", [0, 1, 2, 1_000_000])
+def test_an_id_says_whose_it_is(client: int) -> None:
+    assert client_number_of(first_request_id(client)) == client
+    assert client_number_of(first_request_id(client + 1) - 1) == client
+    assert first_request_id(client) < 2**63
 
 
 def step(*rows: tuple[int, int, np.ndarray], ended: tuple[int, ...] = ()) -> tuple[StepResults, list[Frame]]:
@@ -116,17 +116,17 @@ def test_rows_go_to_the_client_that_asked_with_the_figures_of_the_step() -> None
     figures, _ = parts[0]
     assert figures == StepResults([], 30, 0.5, load=LOAD)
     told = {}
-    for frontend in (1, 2):
-        part, part_frames = parts[frontend]
+    for client in (1, 2):
+        part, part_frames = parts[client]
         assert isinstance(part, StepResults)
         assert (part.num_tokens, part.step_s, part.load) == (30, 0.5, LOAD)
         told |= {(row.request_id, row.index): row.array for row in rows_of(part, part_frames)}
-        assert finished_of(part) == {of(frontend, 7): (0.1, 0.2)}
+        assert finished_of(part) == {of(client, 7): (0.1, 0.2)}
     for key, array in zip([(of(1, 7), 0), (of(2, 7), 0), (of(1, 8), 1)], arrays, strict=True):
         np.testing.assert_array_equal(told[key], array)
 
 
-def test_the_rows_of_one_frontend_are_not_copied() -> None:
+def test_rows_of_one_client_are_not_copied() -> None:
     message, frames = step((of(3, 1), 0, np.ones(4, np.float32)), (of(3, 2), 0, np.ones(4, np.float32)))
     part, part_frames = split(message, frames)[3]
     assert isinstance(part, StepResults)
@@ -141,7 +141,7 @@ def test_what_concerns_a_request_goes_to_who_sent_it(message: FromCore) -> None:
 def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
     clients: ClientConnections, address: str, waker: Waker
 ) -> None:
-    first, core = Frontend(address), Mock()
+    first, core = RawClient(address), Mock()
     first.say(START, Stop())
     assert clients.await_start() == START
     clients.serve(core)
@@ -157,22 +157,22 @@ def test_the_first_says_what_to_serve_and_what_it_says_next_is_not_lost(
 
 
 def test_another_first_word_is_an_error(clients: ClientConnections, address: str) -> None:
-    first = Frontend(address)
+    first = RawClient(address)
     first.say(Stop())
     with pytest.raises(TypeError, match="must be Start, not Stop"):
         clients.await_start()
     first.close()
 
 
-def test_frontends_come_and_go(clients: ClientConnections, address: str, waker: Waker) -> None:
-    first, core = Frontend(address), Mock()
+def test_clients_come_and_go(clients: ClientConnections, address: str, waker: Waker) -> None:
+    first, core = RawClient(address), Mock()
     first.say(START)
     clients.await_start()
     clients.serve(core)
     told = RequestFailed(of(0, 1), "E", "for the first")
     clients.send(told, [])
     assert first.heard() == told
-    other = Frontend(address)
+    other = RawClient(address)
     other.say(Attach(4), ClientMessage(4), frame=b"")
     take_in(waker)  # its connection
     take_in(waker)  # its words
@@ -195,11 +195,11 @@ def test_frontends_come_and_go(clients: ClientConnections, address: str, waker: 
 
 
 def test_one_that_goes_before_it_is_accepted_is_nobody(clients: ClientConnections, address: str, waker: Waker) -> None:
-    first, core = Frontend(address), Mock()
+    first, core = RawClient(address), Mock()
     first.say(START)
     clients.await_start()
     clients.serve(core)
-    Frontend(address).close()
+    RawClient(address).close()
     take_in(waker)
     take_in(waker)
     core.forget.assert_not_called()
@@ -237,11 +237,11 @@ def test_listener_is_ignored_while_files_are_exhausted(
     monkeypatch.setattr(waker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     for _ in range(4):
         os.close(taken_files.pop())
-    first, core = Frontend(address), Mock()
+    first, core = RawClient(address), Mock()
     first.say(START)
     clients.await_start()
     clients.serve(core)
-    other = Frontend(address)
+    other = RawClient(address)
     other.say(Attach(4), ClientMessage(4), frame=b"")
     taken_files.append(os.dup(1))
     take_in(waker)
@@ -255,5 +255,5 @@ def test_listener_is_ignored_while_files_are_exhausted(
     take_in(waker)  # its connection
     take_in(waker)  # its words
     assert core.receive.call_count == 2
-    for frontend in (first, other):
-        frontend.close()
+    for client in (first, other):
+        client.close()

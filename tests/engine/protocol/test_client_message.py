@@ -82,8 +82,8 @@ def test_queries_of_inputs_survive_and_are_sent_once() -> None:
 
 def test_message_names_its_client() -> None:
     number = first_request_id(5)
-    assert sent(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].frontend == 5
-    assert sent(cancels=(number,))[0].frontend == sent(clears=(number,))[0].frontend == 5
+    assert sent(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].client_number == 5
+    assert sent(cancels=(number,))[0].client_number == sent(clears=(number,))[0].client_number == 5
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:

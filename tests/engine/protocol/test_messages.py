@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
     [
         m.Start(CONFIG, "DEBUG"),
         m.ClientMessage(
-            frontend=3,
+            client_number=3,
             params=[PoolingParams(dimensions=3, task=PoolingTask.EMBED)],
             clients=[("", ""), ("me", "mine")],
             requests=[m.RequestHeader(1, 0, 1, -2, 0.5, [m.InputHeader(4, 1, 2, 3, -1)])],

@@ -97,7 +97,7 @@ def test_every_family_and_task(family, config, head, machine, save_model, resolv
     info = resolve(folder)
     arrays, on_torch = both(info, machine)
     inputs = inputs_of(family, sequences)
-    is_embedding = info.kind is ModelKind.EMBEDDING  # whose vectors the frontend compares
+    is_embedding = info.kind is ModelKind.EMBEDDING  # the client compares the vectors
     tasks = [task for task in info.tasks if not (is_embedding and task is PoolingTask.SCORE)]
     for task in tasks:
         batch = chunks_of(info, inputs, [PoolingParams().resolved(task, info)] * len(inputs))
