@@ -9,11 +9,12 @@
 #                                 (about 3 GB). A machine without a GPU can take the small build instead:
 #                                     make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TESTS='tests/server ...'      the test files or folders to run (all by default)
+#   MODULE='engine/pooling ...'   the file or folder that `make mutants` changes
 #   WORKERS=0                     processes that run tests side by side; 0 is this one alone, as for ARGS='--pdb' or '-s'
 #                                 (as many as there are cores, but at most 4, by default)
 #   BUILD_OPTIONS='...'           added to the build of images by `make test-image`
 #   CLIENTS='litellm ...'         the clients to check (all by default): folders of tests/clients
-#   ARGS='...'                    added to `penstock serve`, to pytest, to the benchmark or to `make mutants`
+#   ARGS='...'                    added to `penstock serve`, to pytest, to the benchmark
 
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
@@ -153,9 +154,17 @@ test-image: $(VENV)/.installed-deploy ## Build the images without a Docker engin
 test-faults: $(VENV)/.installed-test $(LIBRARY) ## Kill, fill, poison and abuse servers, slow tests included, and print the figures.
 	@$(BIN)/pytest -s -m 'not gpu' tests/faults $(ARGS)
 
-# PYTHONSAFEPATH would hide the runner's modules from each other.
-mutants: $(VENV)/.installed-test ## List the small wrong changes to the code that no quick test sees.
-	@env -u PYTHONSAFEPATH $(BIN)/python tests/mutation/run.py $(ARGS)
+MUTANTS := build/mutants
+MODULE = engine/scheduling/fair_queue.py
+
+$(MUTANTS)/.installed: tests/mutation/requirements.txt | $(BIN)/python
+	@echo "Installing cosmic-ray into $(MUTANTS)"
+	@$(BIN)/python -m venv $(MUTANTS)
+	@$(MUTANTS)/bin/python -m pip install --quiet --no-input --requirement tests/mutation/requirements.txt
+	@touch $@
+
+mutants: $(VENV)/.installed-test $(MUTANTS)/.installed $(LIBRARY) ## List small wrong changes to MODULE that TESTS do not notice.
+	@sh tests/mutation/run.sh $(MODULE) $(if $(filter tests,$(TESTS)),tests/$(dir $(MODULE)),$(TESTS))
 
 # The suite against the built wheel: a clean environment, started outside the checkout. What the tests do not import of
 # it, most, is never compiled.

@@ -20,9 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # By default an example that takes 200 ms fails, and so does a test whose examples are made slowly.
-if settings.get_current_profile_name() != "mutants":
-    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("any speed")
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"

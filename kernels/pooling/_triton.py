@@ -15,13 +15,133 @@ from torch import Tensor
 
 from .._packed import on_device
 from ._reference import Pooling
-from ._rows_triton import bounds, columns_kept, finish, read_mask, reduce_block, total_of_none
 
 BLOCK_ROWS = 256
 # Empty programs cost little, but not nothing: past this many, each sequence stays with one program.
 MAX_PROGRAMS = 1 << 15
 MAX_WIDTH = 8192
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP: tl.constexpr):
+    """(First row of the sequence, first row pooled, end)."""
+    start = tl.load(cu_seqlens_ptr + n)
+    end = tl.load(cu_seqlens_ptr + n + 1)
+    first = start
+    if HAS_SKIP:
+        first = start + tl.minimum(tl.maximum(tl.load(skip_ptr + n), 0), end - start)
+    return start, first, end
+
+
+@triton.jit
+def _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
+    limit = width
+    if HAS_DIMENSIONS:
+        limit = tl.minimum(tl.maximum(tl.load(dimensions_ptr + n), 0), width)
+    return limit
+
+
+@triton.jit
+def _read_mask(columns, limit, hidden_size, is_row):
+    """The columns to read: up to `limit`, none if not `is_row`.
+
+    Rounded up to 16, and cut at the end of the row, which is a multiple of 16 in most models: a mask that may end
+    anywhere forbids loads of 16 bytes.
+    """
+    read_limit = tl.where(is_row, tl.cdiv(limit, 16) * 16, 0)
+    return (columns < tl.multiple_of(read_limit, 16)) & (columns < hidden_size)
+
+
+@triton.jit
+def _total_of_none(POOLING: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What rows are added to: the maximum, or the sum, of no row."""
+    if POOLING == "max":
+        total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+    return total
+
+
+@triton.jit
+def _reduce_block(
+    hidden_ptr,
+    weights_ptr,
+    stride_row,
+    start,
+    row,
+    end,
+    columns,
+    limit,
+    hidden_size,
+    POOLING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows `row` to `end` of one sequence: (their sum or maximum, the sum of their explicit weights), float32.
+
+    UNROLL loads are in flight at a time; rows past the end add nothing.
+    """
+    total = _total_of_none(POOLING, BLOCK_D)
+    weight = tl.full((), 0.0, tl.float32)
+    for i in range(row, end, UNROLL):
+        for u in tl.static_range(UNROLL):
+            r = i + u
+            mask = _read_mask(columns, limit, hidden_size, r < end)
+            address = hidden_ptr + r.to(tl.int64) * stride_row + columns
+            if POOLING == "max":
+                x = tl.load(address, mask=mask, other=float("-inf")).to(tl.float32)
+                total = tl.maximum(total, x, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                x = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+                if POOLING == "weighted":
+                    w = tl.load(weights_ptr + r, mask=r < end, other=0.0)
+                    total += w * x
+                    weight += w
+                elif POOLING == "weighted_mean":
+                    total += (r - start + 1).to(tl.float32) * x
+                else:
+                    total += x
+    return total, weight
+
+
+@triton.jit
+def _finish(
+    out_ptr,
+    normalize_ptr,
+    total,
+    weight,
+    n,
+    start,
+    first,
+    end,
+    columns,
+    limit,
+    width,
+    POOLING: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """out[n] = cut(total / divisor), divided by max(norm, 1e-12) where asked for."""
+    divisor = tl.full((), 1.0, tl.float32)
+    if POOLING == "mean":
+        divisor = (end - first).to(tl.float32)
+    elif POOLING == "mean_sqrt_len":
+        divisor = tl.sqrt((end - first).to(tl.float32))
+    elif POOLING == "weighted_mean":
+        length = (end - start).to(tl.int64)
+        skipped = (first - start).to(tl.int64)
+        divisor = ((length * (length + 1) - skipped * (skipped + 1)) // 2).to(tl.float32)
+    elif POOLING == "weighted":
+        divisor = weight
+    row = total / tl.where(divisor < 1e-9, 1e-9, divisor)
+    row = tl.where(columns < tl.where(first < end, limit, 0), row, 0.0)
+    if NORMALIZE != "none":
+        norm = tl.sqrt(tl.sum(row * row, 0))
+        norm = tl.where(norm < 1e-12, 1e-12, norm)
+        if NORMALIZE == "by_sequence":
+            norm = tl.where(tl.load(normalize_ptr + n) != 0, norm, 1.0)
+        row = row / norm
+    tl.store(out_ptr + n.to(tl.int64) * width + columns, row.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "normalize_ptr", "skip_ptr", "width"])
@@ -46,19 +166,19 @@ def _pool_kernel(
 ):
     """out[n] = normalize(cut(pool(rows of sequence n))), one program per sequence."""
     n = tl.program_id(0)
-    start, first, end = bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
-    limit = columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
     if POOLING == "cls" or POOLING == "last":
         r = first if POOLING == "cls" else end - 1
-        mask = read_mask(columns, limit, hidden_size, first < end)
+        mask = _read_mask(columns, limit, hidden_size, first < end)
         total = tl.load(hidden_ptr + r.to(tl.int64) * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
     else:
-        total = total_of_none(POOLING, BLOCK_D)
+        total = _total_of_none(POOLING, BLOCK_D)
         for row in range(first, end, BLOCK_ROWS):
             block_end = tl.minimum(row + BLOCK_ROWS, end)
-            block_total, block_weight = reduce_block(
+            block_total, block_weight = _reduce_block(
                 hidden_ptr,
                 weights_ptr,
                 stride_row,
@@ -77,7 +197,7 @@ def _pool_kernel(
             else:
                 total += block_total
                 weight += block_weight
-    finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
+    _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_ptr", "dimensions_ptr", "skip_ptr", "width", "num_blocks"])
@@ -103,14 +223,14 @@ def _partial_kernel(
     """block_total[n, b] = sum or maximum of block b of sequence n; not written where the sequence has no block b."""
     n = tl.program_id(0)
     block = tl.program_id(1)
-    start, first, end = bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
     # NOTE: in blocks first, so that block * BLOCK_ROWS cannot leave int32 for a block that does not exist.
     if block < tl.cdiv(end - first, BLOCK_ROWS):
-        limit = columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+        limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
         columns = tl.arange(0, BLOCK_D)
         row = first + block * BLOCK_ROWS
         block_end = tl.minimum(row + BLOCK_ROWS, end)
-        total, weight = reduce_block(
+        total, weight = _reduce_block(
             hidden_ptr,
             weights_ptr,
             stride_row,
@@ -151,14 +271,14 @@ def _combine_kernel(
 ):
     """out[n] = normalize(cut(blocks of sequence n, added in order)), one program per sequence."""
     n = tl.program_id(0)
-    start, first, end = bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
-    limit = columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
+    limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
-    total = total_of_none(POOLING, BLOCK_D)
+    total = _total_of_none(POOLING, BLOCK_D)
     for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
         index = n.to(tl.int64) * num_blocks + block
-        mask = read_mask(columns, limit, hidden_size, first < end)
+        mask = _read_mask(columns, limit, hidden_size, first < end)
         block_total = tl.load(block_total_ptr + index * hidden_size + columns, mask=mask, other=0.0)
         if POOLING == "max":
             total = tl.maximum(total, block_total, propagate_nan=tl.PropagateNan.ALL)
@@ -166,7 +286,7 @@ def _combine_kernel(
             total += block_total
             if POOLING == "weighted":
                 weight += tl.load(block_weight_ptr + index)
-    finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
+    _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
 def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
