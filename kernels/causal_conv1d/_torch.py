@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._scratch import scratch
 from ._reference import Convolution
 
 # Elements of a block of rows: 1 MiB in float32.
@@ -33,8 +32,8 @@ def causal_conv1d_torch(given: Convolution) -> tuple[Tensor, Tensor | None]:
         first = max(0, start - (width - 1))
         inputs = x[first:end]
         if x.dtype != torch.float32:
-            inputs = scratch("inputs", inputs.shape, torch.float32, x.device).copy_(inputs)
-        out = scratch("out", (end - start, channels), torch.float32, x.device)
+            inputs = inputs.float()
+        out = torch.empty((end - start, channels), dtype=torch.float32, device=x.device)
         y_TC[start:end] = _convolve(inputs, weight_WC, bias_C, activation, out)
     if width == 1 or num_rows == 0:
         return y_TC, _final_states(x, seq_lens, initial_states, width) if return_final_states else None

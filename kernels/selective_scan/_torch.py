@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .._packed import Recurrence
-from .._scratch import scratch
 
 # Elements of the states of one block: 4 MiB, twice.
 BLOCK_ELEMENTS = 1 << 20
@@ -74,8 +73,8 @@ def _scan_group(
         x_BMC = x[rows].float().view(num_steps, num_active, channels)
         dt_BMC = dt[rows].view(num_steps, num_active, channels).masked_fill_(is_past_BM[:, :, None], 0.0)
         b_BMS = b[rows].float().view(num_steps, num_active, state_size)
-        decay_BMSC = scratch("decay", shape, torch.float32, x.device)
-        state_BMSC = scratch("state", shape, torch.float32, x.device)
+        decay_BMSC = torch.empty(shape, dtype=torch.float32, device=x.device)
+        state_BMSC = torch.empty(shape, dtype=torch.float32, device=x.device)
         torch.mul(dt_BMC[:, :, None, :], rate_SC, out=decay_BMSC).exp2_()
         torch.mul((dt_BMC * x_BMC)[:, :, None, :], b_BMS[:, :, :, None], out=state_BMSC)
         past = state_MSC[:num_active]

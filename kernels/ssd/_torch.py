@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .._packed import Recurrence
-from .._scratch import scratch
 from ._blocks import Block, Chunk, make_blocks
 
 # Below every power of two that float32 can hold, so that a step size of zero weighs nothing.
@@ -33,8 +32,11 @@ def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]
         if initial_states is not None:
             final_NHPS.copy_(initial_states)
     scan = scan._replace(a=scan.a.double() * math.log2(math.e), d=None if scan.d is None else scan.d.float())
+    num_groups, state_size = scan.b.shape[1:]
+    # Of the sequence at hand, K the columns of all heads of a group: rows of K are what both products want.
+    state_GSK = torch.empty(num_groups, state_size, num_heads // num_groups * head_size, device=x.device)
     for block in make_blocks(scan.seq_lens, chunk_size, num_heads):
-        _run_block(scan, block, final_NHPS, y_THP)
+        _run_block(scan, block, state_GSK, final_NHPS, y_THP)
     return y_THP, final_NHPS
 
 
@@ -81,8 +83,11 @@ def _by_head(rows_ZQH: Tensor) -> Tensor:
     return rows_ZQH.transpose(1, 2).contiguous()
 
 
-def _run_block(scan: Recurrence, block: Block, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
+def _run_block(scan: Recurrence, block: Block, state_GSK: Tensor, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
     """Writes the rows of the block to `y_THP`, and the final states of its sequences to `final_NHPS`.
+
+    `state_GSK` is the state of the sequence that goes on from the block before, then of that which goes on after it.
+
 
     `scan.a` [H] is float64 here, and in powers of two; `scan.d` is float32.
     """
@@ -99,7 +104,8 @@ def _run_block(scan: Recurrence, block: Block, final_NHPS: Tensor | None, y_THP:
     decays = _Decays.of(dt_ZQH, scan.a)
     out_ZQHP = _within_chunks(x_ZQHP, b_ZQGS, c_ZQGS, scan.d, decays)
     for z, chunk in enumerate(block.chunks):
-        _run_recurrence(scan.initial_states, chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z, final_NHPS, out_ZQHP[z])
+        of_chunk = (chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z)
+        _run_recurrence(scan.initial_states, *of_chunk, state_GSK, final_NHPS, out_ZQHP[z])
     out = out_ZQHP.flatten(0, 1)
     if rows is None:
         y_THP[block.start : block.end] = out
@@ -116,7 +122,7 @@ def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor |
     device, dtype = x_ZQHP.device, x_ZQHP.dtype
     is_exact = dtype == torch.float32
     # weights_ij = dt_j 2 ** (log_i - log_j) c_i b_j for j <= i.
-    weights_ZHQQ = scratch("weights", (num_chunks, num_heads, size, size), torch.float32, device)
+    weights_ZHQQ = torch.empty((num_chunks, num_heads, size, size), dtype=torch.float32, device=device)
     torch.sub(decays.row_log[:, :, :, None], decays.column_log[:, :, None, :], out=weights_ZHQQ)
     weights_ZHQQ.add_(torch.full((size, size), float("-inf"), device=device).triu_(1)).exp2_()
     products_ZGQQ = torch.matmul(c_ZQGS.transpose(1, 2), b_ZQGS.permute(0, 2, 3, 1)).float()
@@ -124,14 +130,14 @@ def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor |
     if d_H is not None:
         rest = decays.row_rest * decays.column_rest if is_exact else 1.0
         weights_ZHQQ.diagonal(dim1=2, dim2=3).add_(d_H[:, None] / rest)
-    x_ZHQP = scratch("x", (num_chunks, num_heads, size, head_size), dtype, device)
-    out_ZHQP = scratch("out_by_head", x_ZHQP.shape, dtype, device)
-    out_ZQHP = scratch("out", x_ZQHP.shape, torch.float32, device)
+    x_ZHQP = torch.empty((num_chunks, num_heads, size, head_size), dtype=dtype, device=device)
+    out_ZHQP = torch.empty(x_ZHQP.shape, dtype=dtype, device=device)
+    out_ZQHP = torch.empty(x_ZQHP.shape, dtype=torch.float32, device=device)
     if is_exact:
         torch.mul(x_ZQHP.transpose(1, 2), decays.column_rest[..., None], out=x_ZHQP)
     else:
         x_ZHQP.copy_(x_ZQHP.transpose(1, 2))
-        weights_ZHQQ = scratch("weights", weights_ZHQQ.shape, dtype, device).copy_(weights_ZHQQ)
+        weights_ZHQQ = weights_ZHQQ.to(dtype)
     torch.bmm(weights_ZHQQ.flatten(0, 1), x_ZHQP.flatten(0, 1), out=out_ZHQP.flatten(0, 1))
     if is_exact:
         return torch.mul(out_ZHQP.transpose(1, 2), decays.row_rest.transpose(1, 2)[..., None], out=out_ZQHP)
@@ -146,18 +152,17 @@ def _run_recurrence(
     c_QGS: Tensor,
     decays: _Decays,
     z: int,
+    state_GSK: Tensor,
     final_NHPS: Tensor | None,
     out_QHP: Tensor,
 ) -> None:
     """Adds to the rows of chunk `z` what they get from the state before it, and carries the state over it.
 
-    The state of the sequence at hand lies in one place, [G, S, K] with K the columns of all heads of a group: rows of K
-    are what both products want. It is neither read nor written where nobody needs it.
+    The state is neither read nor written where nobody needs it.
     """
     num_heads, head_size = x_QHP.shape[1:]
     num_groups, state_size = b_QGS.shape[1:]
     by_group = (num_groups, num_heads // num_groups * head_size, state_size)
-    state_GSK = scratch("state", (num_groups, state_size, by_group[1]), torch.float32, x_QHP.device)
     has_past = not chunk.is_first or initial_NHPS is not None
     if chunk.is_first and initial_NHPS is not None:
         state_GSK.copy_(initial_NHPS[chunk.sequence].view(by_group).transpose(1, 2))
@@ -175,12 +180,12 @@ def _add_past(out_QHP: Tensor, c_QGS: Tensor, from_start_QH: Tensor, state_GSK: 
     size, num_groups, _ = c_QGS.shape
     device, dtype = c_QGS.device, c_QGS.dtype
     if dtype != torch.float32:
-        state_GSK = scratch("state", state_GSK.shape, dtype, device).copy_(state_GSK)
-    past_GQK = scratch("past", (num_groups, size, state_GSK.shape[2]), dtype, device)
+        state_GSK = state_GSK.to(dtype)
+    past_GQK = torch.empty((num_groups, size, state_GSK.shape[2]), dtype=dtype, device=device)
     torch.bmm(c_QGS.transpose(0, 1), state_GSK, out=past_GQK)
     past_QGK = past_GQK.transpose(0, 1)
     if num_groups > 1 or dtype != torch.float32:
-        past_QGK = scratch("past_by_row", past_QGK.shape, torch.float32, device).copy_(past_QGK)
+        past_QGK = past_QGK.float().contiguous()
     out_QHP.addcmul_(past_QGK.view(out_QHP.shape), from_start_QH[:, :, None])
 
 
@@ -188,7 +193,7 @@ def _move_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tens
     size, num_groups, state_size = b_QGS.shape
     device, dtype = b_QGS.device, b_QGS.dtype
     b_GSQ = b_QGS.permute(1, 2, 0)
-    left_QHP = scratch("left", x_QHP.shape, torch.float32, device)
+    left_QHP = torch.empty(x_QHP.shape, dtype=torch.float32, device=device)
     state_GSHP = state_GSK.view(num_groups, state_size, -1, x_QHP.shape[2])
     whole_G1H1 = whole_H.view(num_groups, 1, -1, 1)
     if dtype == torch.float32:
@@ -197,8 +202,8 @@ def _move_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tens
         state_GSK.baddbmm_(b_GSQ, left_QGK.transpose(0, 1))
         return
     left_QHP.copy_(x_QHP).mul_(to_end_QH[:, :, None])
-    left_QGK = scratch("left", x_QHP.shape, dtype, device).copy_(left_QHP).view(size, num_groups, -1)
-    new_GSK = scratch("new", state_GSK.shape, dtype, device)
+    left_QGK = left_QHP.to(dtype).view(size, num_groups, -1)
+    new_GSK = torch.empty(state_GSK.shape, dtype=dtype, device=device)
     torch.bmm(b_GSQ, left_QGK.transpose(0, 1), out=new_GSK)
-    new_GSHP = scratch("new", state_GSHP.shape, torch.float32, device).copy_(new_GSK.view(state_GSHP.shape))
+    new_GSHP = new_GSK.view(state_GSHP.shape).float()
     torch.addcmul(new_GSHP, state_GSHP, whole_G1H1, out=state_GSHP)

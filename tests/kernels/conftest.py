@@ -1,6 +1,6 @@
 """Fixtures of the kernel tests: fresh memory holds NaN, and results are compared by a stated tolerance."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels._scratch import forget_scratch
-
 from .parameters import PLACES, Place, every_place
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills with NaN what torch and numpy would leave unwritten, so that an element that a kernel forgets is seen."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -36,10 +34,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    # Buffers that kernels keep would hide that they are not written.
-    forget_scratch()
-    yield
-    forget_scratch()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
