@@ -1,1 +1,1 @@
-"""Values as they travel: JSON in and out, encodings of vectors, headers."""
+"""Request and response values: JSON bodies, encodings of vectors, headers."""

@@ -1,4 +1,4 @@
-"""Arrays to the wire: JSON numbers, base64 or raw bytes, in the number format that a request asks for.
+"""Encodes arrays as JSON numbers, base64 or raw bytes, in the number format that a request names.
 
 JSON numbers are written by orjson from the array itself. base64 and bytes are little-endian float32 unless the request
 names another `embed_dtype` or `endianness`.
@@ -137,7 +137,7 @@ def base64_row(row: NDArray[Any]) -> str:
 
 
 def wire_rows(rows: Rows, encoding: Encoding) -> list[NDArray[Any]]:
-    """Returns contiguous rows whose memory is what base64 and bytes carry. bfloat16 and fp8 are seen as integers."""
+    """Returns contiguous rows with the bytes for base64 and raw responses. bfloat16 and fp8 are integers here."""
     if encoding.quantization is not None:
         return [np.ascontiguousarray(row) for row in _quantized(rows, encoding.quantization)]
     converted = [_as_dtype(row, encoding.dtype) for row in ([rows] if isinstance(rows, np.ndarray) else rows)]
@@ -174,7 +174,7 @@ def _bfloat16(rows: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _float8(rows: NDArray[np.float32], *, num_mantissa_bits: int) -> NDArray[np.uint8]:
-    """Returns the codes of the nearest float8 numbers, ties to even; what is too large becomes the largest."""
+    """Returns the codes of the nearest float8 numbers, ties to even; larger numbers become the largest code."""
     middles = _float8_middles(num_mantissa_bits)
     sizes = np.abs(rows)
     below, at_most = np.searchsorted(middles, sizes, "left"), np.searchsorted(middles, sizes, "right")

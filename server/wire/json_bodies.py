@@ -24,7 +24,7 @@ TEI_TAG: Final = "<tei>"
 COHERE_TAG: Final = "<cohere>"
 
 MAX_SHOWN_ERRORS: Final = 3
-"""Errors of one body that its client is told."""
+"""Errors of one body that a response lists."""
 
 TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
 """Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
@@ -34,7 +34,7 @@ class JsonBody(BaseModel):
     """A body. Unknown keys are refused unless they are null, which means absent, or among `ignored_keys`.
 
     Attributes:
-        tag: Of its dialect, where it shares a path with others.
+        tag: Names its dialect if bodies of several dialects share a path.
         ignored_keys: Keys that are accepted although nothing here depends on them, with the reason.
         own_names: See `field_names`.
     """
@@ -46,11 +46,11 @@ class JsonBody(BaseModel):
     own_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
-        """Returns what the body calls the fields that errors of the engine name (EngineError.name_fields)."""
+        """Returns the names in this body of the fields that engine errors name (EngineError.name_fields)."""
         return self.own_names
 
     def request_name(self) -> str | None:
-        """Returns what the body calls its request; None leaves that to the header x-request-id."""
+        """Returns the request id in the body; None: the header x-request-id decides."""
         return None
 
     def check_keys(self) -> None:
@@ -82,7 +82,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Returns the JSON Schema, with what happens to other keys."""
+        """Returns the JSON Schema, with the rule for other keys."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["additionalProperties"] = {"type": "null"}
         for name, reason in cls.ignored_keys.items():
@@ -104,14 +104,14 @@ def parsed(schema: type[Body], body: object) -> Body:
 
 
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
-    """Returns what FastAPI raises for the bodies that it checks itself."""
+    """Returns the error that FastAPI raises for the bodies that it checks itself."""
     errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
     given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
     return RequestValidationError(errors, body=given)
 
 
 def tag_rule(schema: Any) -> Callable[[Any], str]:
-    """Returns what gives the tag of a body by its annotation: its discriminator, or OWN_TAG for all."""
+    """Returns the function from a body to its tag: the discriminator of the annotation, or OWN_TAG for all."""
     for mark in getattr(schema, "__metadata__", ()):
         if isinstance(mark, Discriminator) and callable(mark.discriminator):
             tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # ours give names
@@ -130,7 +130,7 @@ def embed_dialect(body: Any) -> str:
 
 
 def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
-    """Returns the rule: the first of these keys that a body holds, and not as null, gives its tag; else `otherwise`."""
+    """Returns a discriminator: the first of these keys with a value other than null gives the tag, else `otherwise`."""
 
     def tag_of(body: Any) -> str:
         if not isinstance(body, dict):

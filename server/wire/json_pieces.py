@@ -54,12 +54,12 @@ class WrittenRows:
         self._start, self._between, self._end = start, between, end
 
     def pieces(self) -> Iterator[bytes]:
-        """Returns what is written, in parts."""
+        """Returns the written bytes in parts."""
         yield self._start
         if self._rows.ndim < 2:
             yield self._write(self._rows)
         else:
-            # Three rows, or twice three, ... are whole groups of base64, whatever their width.
+            # A multiple of three rows has whole groups of base64 at every width.
             step = 3 * max(_PIECE_VALUES // (3 * max(self._rows.shape[1], 1)), 1)
             for first in range(0, len(self._rows), step):
                 if first:
@@ -73,7 +73,7 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
 
     Args:
         rows: [N, D] or [D].
-        convert: Makes what is written of some rows.
+        convert: Converts some rows before they are written.
     """
 
     def write(part: NDArray[Any]) -> bytes:
@@ -103,7 +103,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     """Returns the JSON of a value in parts that are small, where its texts and its innermost lists are.
 
     Args:
-        value: What orjson takes; in its objects and lists arrays and WrittenRows, and iterators for lists.
+        value: A value for orjson; its objects and lists may hold arrays, WrittenRows, and iterators as lists.
     """
     if isinstance(value, dict):
         opening = b"{"
@@ -164,7 +164,7 @@ def _is_written_apart(value: Any) -> bool:
 
 
 class PiecewiseResponse(Response):
-    """An answer whose body is made while it goes out.
+    """A response with a body that is made while it is sent.
 
     Args:
         pieces: The body, in parts of any size.

@@ -1,4 +1,4 @@
-"""JSON Schema of what the parsers of bodies take, which pydantic cannot read off them, and examples of bodies."""
+"""JSON Schema of rules that pydantic cannot derive from the parsers of bodies, and examples of bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXT_PART: Final[JsonSchema] = {
 
 
 def list_of(*entries: JsonSchema) -> JsonSchema:
-    """Returns the schema of a list of one entry or more, each of which is one of `entries`."""
+    """Returns the schema of a non-empty list; each entry matches one of `entries`."""
     return {"type": "array", "minItems": 1, "items": one_of(*entries)}
 
 
@@ -77,12 +77,12 @@ CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 def documented(
     *examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
 ) -> ConfigDict:
-    """Returns what the document shows of a body beside its fields.
+    """Returns the part of the OpenAPI document about a body beside its fields.
 
     Args:
         examples: Bodies.
-        one_of: Fields, or groups of fields, of which a body has exactly one. Null counts as absent.
-        named_by: Texts of which a body has one or more. Empty counts as absent.
+        one_of: Fields, or groups of fields; a body has exactly one. Null counts as absent.
+        named_by: Texts; a body has one or more. Empty counts as absent.
     """
     groups = [(choice,) if isinstance(choice, str) else choice for choice in one_of]
     rules: list[JsonValue] = []

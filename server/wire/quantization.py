@@ -1,7 +1,7 @@
-"""Embeddings as int8, uint8 and packed bits, the same for a vector whatever else is in its request.
+"""Embeddings as int8, uint8 and packed bits, independent of the other vectors of a request.
 
 * `int8` is the direction of a vector: it is scaled to length 1, then RANGE standard deviations of a component, which is
-  RANGE / sqrt(D) or 1 if that is less, are spread over -127..127; what lies outside is clipped. The range depends on
+  RANGE / sqrt(D) or 1 if that is less, are spread over -127..127; larger ones are clipped. The range depends on
   the width alone, so cosine, dot product and Euclidean distance rank the integers as they rank the unit vectors, and
   nothing need be calibrated. 8 clips no component of the models that were measured (the largest was at 7.1), and is
   twice as fine as 127 steps per unit; a scale for each vector is finer still, but spoils the dot product.

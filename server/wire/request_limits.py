@@ -1,4 +1,4 @@
-"""What the headers of a request say about its time and its turn, and whose turn it is."""
+"""Deadline and priority of a request from its headers, and its client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 """Levels that the header may call by name, the first to go first."""
 PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 TIMEOUT_PATTERN: Final = r"^([1-9][0-9]{0,14}(\.[0-9]{1,20})?|0\.[0-9]{0,19}[1-9][0-9]{0,19})$"
-"""What the headers hold: numbers as JSON writes them, and not the 1_0 that Python would read as well."""
+"""The format of the headers: numbers as in JSON, without the underscores that Python accepts."""
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 
@@ -30,7 +30,7 @@ class RequestLimits:
     Attributes:
         timeout_s: Seconds after which its answer is of no use; None: it does not say.
         priority: A ChunkPriority or another level; lower goes first.
-        client: Who shares the device with others as one; "" where nobody is told apart.
+        client: The client in fair queueing; "" where clients are not told apart.
         namespace: Cached vectors and prefixes of this namespace alone may be used; "" without API keys.
     """
 

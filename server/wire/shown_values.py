@@ -19,7 +19,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = MAX_CHARS
 
 
 def shown(value: object) -> str:
-    """Returns a JSON value, written as JSON where it is a word and as Python otherwise."""
+    """Returns a JSON value, written as JSON if it is a word and as Python otherwise."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = _REPR.repr(value)
