@@ -8,15 +8,16 @@ import torch
 
 from penstock.kernels.cpu import CpuEncoder, Format, Machine, Pages, Past
 
+from ...conftest import ISAS
 from ..assertions import assert_close
+from ..parameters import every_pair
 from .chunked import ChunkedDecoder
 from .reference import encode
 from .specs import DECODERS, LONGEST, Shape, Texts, make_spec, make_texts, ways
 
 shapes = pytest.mark.parametrize("shape", DECODERS, ids=lambda shape: shape.name)
-causal = pytest.mark.parametrize(
-    "shape", [s for s in DECODERS if s.window is not None and s.window[1] == 0], ids=lambda shape: shape.name
-)
+CAUSAL = [shape for shape in DECODERS if shape.window is not None and shape.window[1] == 0]
+causal = pytest.mark.parametrize("shape", CAUSAL, ids=lambda shape: shape.name)
 TOLERANCE = 5e-6
 LENGTHS = [1, 31, 300, 2, 513, 64, 257]
 
@@ -64,13 +65,9 @@ FAR_APART = [(256, 1), (300, 128)]
 """Chunks of many pages, and of parts of pages, whatever computes them."""
 
 
-@causal
-@pytest.mark.parametrize(
-    ("size", "page_size"),
-    [(1, 16), (7, 3), (100, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in FAR_APART)],
-)
-def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
-    check_chunks(machine, shape, size, page_size)
+@every_pair(indirect=["machine"], machine=ISAS, shape=CAUSAL, sizes=[(1, 16), (7, 3), (100, 16), *FAR_APART])
+def test_chunks_give_the_whole_to_the_bit(machine: Machine, shape: Shape, sizes: tuple[int, int]) -> None:
+    check_chunks(machine, shape, *sizes)
 
 
 @causal
