@@ -103,6 +103,19 @@ def long_load(num_blocks: int) -> Scheduler:
     )
 
 
+def test_long_prompts_of_two_clients_get_the_same() -> None:
+    scheduler, tokens = long_load(1_000), Counter[str]()
+    for number in range(20):
+        scheduler.add(make_request(number, [320], client="a"))
+    for number in range(20, 25):
+        scheduler.add(make_request(number, [1280], client="b"))
+    for step in range(60):
+        for chunk in run(scheduler, 0.1 * step).chunks:
+            tokens[chunk.sequence.request.client] += chunk.num_tokens
+        assert abs(tokens["a"] - tokens["b"]) <= 64
+    assert tokens.total() == 60 * 64
+
+
 @pytest.mark.parametrize("num_blocks", [60, 1_000])  # enough for three of them, and for all
 @pytest.mark.parametrize("key", ["", "a"])
 def test_priority_does_not_delay_long_prompts_of_another_key(key: str, num_blocks: int) -> None:
