@@ -281,7 +281,7 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
     def receive(message: FromCore, frames: list[Frame]) -> None:
         nonlocal num_parts
         assert isinstance(message, StepResults)
-        num_parts += sum(block.num_seqs for block in message.blocks)
+        num_parts += sum(len(block.request_ids) for block in message.blocks)
         dispatcher.replicas[0].receive_rows(message, frames)
 
     async def ask(*places: int, priority: int) -> list[np.ndarray]:
@@ -464,7 +464,7 @@ def test_memory_that_runs_short_makes_chunks_smaller(
 def embedding_of(model: PackedModel) -> torch.Tensor:
     """The memory of the token embedding, to be written over."""
     if model.machine is None:
-        held = list(vars(model).values())
+        held = list(vars(getattr(model, "embedding", model)).values())
     else:
         arrays = model._encoder._encoder._memory.arrays  # type: ignore[attr-defined]
         held = [torch.from_numpy(a) for a in arrays if isinstance(a, np.ndarray)]
