@@ -1,9 +1,9 @@
-"""What outlives the process on disk: whose it is is looked at before it is trusted, and its secret.
+"""Checks the owner and mode of files and folders that outlive the process, before they are trusted; and the secret.
 
-Another user of the machine may have made a folder before we did, or may write to it. Nobody but this user and root can
-make a file that belongs to this user, or open one of ours to others: so the files are looked at, each when it is
-opened, and of the folder only that not everybody may exchange what is in it. What a group may do was granted by this
-user or by root, as Kubernetes does with volumes at every start (fsGroup), and is no fault.
+Another user of the machine may have made a folder before this server did, or may write to it. Only this user and root
+can make a file of this user, or change its mode. So each file is checked when it is opened, and its folder must not let
+every user replace files. Rights of a group were granted by this user or by root, as Kubernetes does with volumes at
+every start (fsGroup), and are accepted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ELSEWHERE: Final = "or name another folder"
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder in which others may exchange files. Raises PermissionError, whose `strerror` has the way out.
+    """Raises PermissionError for a folder in which other users may replace files; `strerror` says what to do.
 
-    It may belong to root, or to whoever gives a group of this process the right to write.
+    The folder may belong to root, or to a user that gives a group of this process the right to write.
     """
     status = folder.stat()
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
