@@ -188,7 +188,7 @@ class EngineCore:
                     self._finish(running)
             return not is_last
 
-    def receive(self, turn: ClientMessage, frame: Frame) -> None:
+    def receive(self, message: ClientMessage, frame: Frame) -> None:
         """Handles a message of a client: new requests, cancellations, and orders to clear the prefix cache.
 
         Raises:
@@ -196,13 +196,13 @@ class EngineCore:
         """
         now_s = time.monotonic()
         # Built before the lock is taken: the block keys of long inputs take time.
-        requests = [self._build_request(each, now_s) for each in unpack_client_message(turn, frame)]
+        requests = [self._build_request(each, now_s) for each in unpack_client_message(message, frame)]
         with self._lock:
             for request in requests:
                 self._submit(request)
-            for request_id in turn.cancels:
+            for request_id in message.cancels:
                 self._cancel(request_id)
-            for request_id in turn.clears:
+            for request_id in message.clears:
                 self._clear_prefixes(request_id)
             is_awaited = self._wants_work or self._has_released
         if is_awaited:

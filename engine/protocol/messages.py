@@ -142,11 +142,6 @@ class ChunkMetrics(msgspec.Struct, array_like=True):
     preemptions: int = 0
     run_s: float = 0.0
 
-    @property
-    def mean_chunk_tokens(self) -> float:
-        """Average tokens of a completed chunk; 0 without completed chunks."""
-        return self.completed_tokens / self.completed_chunks if self.completed_chunks else 0.0
-
 
 class CacheUse(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The memory of sequences that run in chunks, and their chunks.

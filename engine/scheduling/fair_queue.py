@@ -34,7 +34,7 @@ from .sequence import QueuedSequence, QueueEntry, Request
 SLOWDOWN: Final = 8
 """Service of a client, as a multiple of the tokens of a request, during which new requests may pass it."""
 _BATCHES_PER_LANE: Final = 2
-"""Batches into which what waits is divided for each lane."""
+"""The queue is divided into so many batches for each lane."""
 _MIN_BATCH_TOKENS: Final = 48
 _MAX_FRONT: Final = 4096
 """Entries of a sorted list at most: an insertion moves those behind it."""

@@ -172,7 +172,7 @@ class SequencePool:
         if kv is None:
             return ssm is not None
         num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
-        # A block becomes free or can be evicted if nobody but `after` and the prefix cache holds it.
+        # A block becomes free or can be evicted if only `after` and the prefix cache hold it.
         held = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
         num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in held.items())
         return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed

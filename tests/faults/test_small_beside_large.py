@@ -1,4 +1,4 @@
-"""Small requests beside large ones, on a model that is slow: they wait for forwards, never for whole requests.
+"""Small requests beside large ones, on a model that is slow: they wait for forwards, never for whole large requests.
 
 `pytest -s tests/faults/test_small_beside_large.py` prints the figures.
 """
@@ -17,7 +17,7 @@ import pytest
 LARGE = {"input": ["word " * 248] * 100}
 """100 texts of 250 tokens."""
 MAX_FORWARDS = 3
-"""A small request comes while one runs, may be passed over by it likes once, and runs."""
+"""A small request waits for the running forward, may be passed over once by texts of similar length, and runs."""
 
 
 @pytest.fixture(scope="module")
