@@ -1,8 +1,8 @@
 """Tensors in, tensors out: the operations that the engine's layers and poolers call.
 
-Knows torch, triton and the standard library; knows no engine type. Each folder is one operation: `__init__.py` is the
-public function, `_reference.py` the float32 truth, `_triton.py` the CUDA kernels (the only place that imports
-triton), `_torch.py` the path for every other device.
+Imports torch, triton and the standard library, but nothing of the engine. Each folder is one operation: `__init__.py`
+has the public function, `_triton.py` the CUDA kernels (only such files import triton), `_torch.py` the path for every
+other device, `_reference.py` the formula in float32. `cpu/` is the C library.
 
 Shape letters, here for all folders:
     T  packed tokens of a batch          N  sequences of a batch        L  tokens of one sequence

@@ -1,4 +1,4 @@
-"""What kernels have in common: arguments, their checks, and the choice of a backend."""
+"""Checks of arguments and the choice of a backend, for all kernels."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ Backend = Literal["triton", "torch", "reference"]
 
 
 class Recurrence(NamedTuple):
-    """What a recurrence of state space models takes; `selective_scan` and `ssd` say the shapes."""
+    """Arguments of a recurrence of state space models; `selective_scan` and `ssd` state the shapes."""
 
     x: Tensor
     dt: Tensor
@@ -74,7 +74,7 @@ def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
     """Checks that the rows of `x` are floats and as many as the sequences say.
 
     Raises:
-        ValueError: They are not; the message says what they are.
+        ValueError: They are not.
     """
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")

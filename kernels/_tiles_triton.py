@@ -10,7 +10,7 @@ def find_tile(cu_seqlens_ptr, tile, num_seqs, SIZE: tl.constexpr, ROWS_PER_TOKEN
 
     The tiles of sequence n begin at number cu_seqlens[n] * ROWS_PER_TOKEN // SIZE + n. No two sequences share a number,
     and T * ROWS_PER_TOKEN // SIZE + N numbers are enough, so that the host need not know where sequences lie; a tile
-    that begins past its sequence's end belongs to nobody.
+    that begins past its sequence's end has no rows.
     """
     low = 0
     high = num_seqs - 1

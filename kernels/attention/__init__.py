@@ -114,7 +114,7 @@ def _check(
     max_seqlen: int,
     relative_bias: Tensor | None,
 ) -> None:
-    """Checks what can be checked on the host, in a few microseconds: this runs once a layer."""
+    """Checks shapes, types and lengths. Runs once a layer and takes a few microseconds."""
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q must be [T, H, K], k and v [T, Hkv, K], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"

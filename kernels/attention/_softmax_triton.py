@@ -1,4 +1,4 @@
-"""One tile of keys in flash attention: its scores, and what they add to the running softmax of a tile of rows."""
+"""One tile of keys in flash attention: its scores, and their share of the running softmax of a tile of rows."""
 
 import triton
 import triton.language as tl

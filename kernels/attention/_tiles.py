@@ -1,7 +1,7 @@
 """Tiles of the triton attention: a table instead of trials in traffic. Unmeasured: no GPU has run them yet.
 
 A warp group of Hopper (4 warps) multiplies 64 rows at once, so 64 rows want 4 warps and 128 rows 8. Larger tiles read
-keys and values less often and need more registers: none is known to spill in what models ask for on sm_80 and sm_90;
+keys and values less often and need more registers: none is known to spill for the shapes of models on sm_80 and sm_90;
 test_attention_compiled.py lists a spread of it.
 """
 

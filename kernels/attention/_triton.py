@@ -66,7 +66,7 @@ def _attention_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """out[rows] = softmax(scores) v. `scale` and `cap` are times log2(e); `left` and `right` are the reach."""
-    # Batches ascend in length, and the last rows of a causal sequence see most: what takes longest begins first.
+    # Batches ascend in length, and the last rows of a causal sequence see most: the longest work begins first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program // num_kv_heads
     kv_head = program % num_kv_heads
@@ -158,8 +158,8 @@ def _attention_kernel(
                 )
 
         rows = rows / total[:, None]
-        # Where they go is worked out anew from what is read again: kept since the beginning, it would take registers
-        # from the loops.
+        # The addresses are computed again from values that are read again: kept since the beginning, they would take
+        # registers from the loops.
         start = tl.load(cu_seqlens_ptr + n, volatile=True)
         num_rows = (tl.load(cu_seqlens_ptr + n + 1, volatile=True) - start) * GROUP_SIZE
         r = tile_row - start * GROUP_SIZE + tl.arange(0, BLOCK_M)

@@ -34,7 +34,7 @@ def takes_varlen(q: Tensor, relative_bias: Tensor | None) -> bool:
 
 @cache
 def has_flash_operator() -> bool:
-    """Whether this torch's operator takes what is passed to it here."""
+    """Whether this version of torch has the operator with these parameters."""
     arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     return tuple(argument.name for argument in arguments[: len(_PARAMETERS)]) == _PARAMETERS
 

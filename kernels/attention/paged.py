@@ -74,7 +74,7 @@ def attention_paged(
     sequence give the rows that `attention` gives for the whole of it, to the rounding of sums. Nothing is read that
     the chunks do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
     anything, NaN included. Held to the float32 reference within 1e-5 (float32) and 3e-2 (bfloat16, float16) of the
-    largest absolute value of what is seen of `v_cache`.
+    largest absolute value of `v_cache` that is seen.
 
     Args:
         q: [T, H, K], float32/bfloat16/float16: the rows of the chunks, packed. Rows may be strided. Not modified.
@@ -147,7 +147,7 @@ def _check(
     lengths: PagedLengths,
     softcap: float | None,
 ) -> None:
-    """Checks what can be checked on the host, in a few microseconds: this runs once a layer."""
+    """Checks shapes, types, devices and lengths. Runs once a layer and takes a few microseconds."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
             f"q must be [T, H, K], the caches [P, block_size, Hkv, K], "

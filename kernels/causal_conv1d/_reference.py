@@ -1,4 +1,4 @@
-"""The truth of the causal convolution: one sequence after the other, one token after the other, in float32."""
+"""Reference of the causal convolution: one sequence after the other, one token after the other, in float32."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Convolution(NamedTuple):
-    """What `causal_conv1d` takes."""
+    """Arguments of `causal_conv1d`."""
 
     x: Tensor
     weight: Tensor

@@ -1,10 +1,10 @@
 """Whole encoders and decoders on a CPU, in C: products with packed weights, attention, norms and pooling in one call.
 
-`csrc/` is the code, `build.py` compiles it, and torch is the truth that it is tested against. Knows numpy and no torch.
+`csrc/` is the C code, `build.py` compiles it, and tests compare it with torch. Imports numpy, but not torch.
 """
 
 from .encoder import CpuEncoder, CpuForward
-from .machine import Activation, CpuKernelError, Format, Machine, Pooling, shared_machine
+from .machine import Activation, CpuKernelError, Format, Machine, Pooling, multiplies_right, shared_machine
 from .pages import Pages, Past
 from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
 
@@ -22,5 +22,6 @@ __all__ = [
     "Pages",
     "Past",
     "Pooling",
+    "multiplies_right",
     "shared_machine",
 ]

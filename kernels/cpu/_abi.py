@@ -151,7 +151,7 @@ def load(path: str, sources: str | None) -> ctypes.CDLL:
 
     Args:
         path: The file.
-        sources: What it must have been compiled from; None where nobody knows.
+        sources: Hash of the sources that it must have been compiled from; None skips the check.
 
     Raises:
         OSError: It cannot be loaded, or was compiled from something else.

@@ -113,11 +113,11 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)  # noqa: S603 (the compiler of whoever builds)
+    subprocess.run(command, check=True)  # noqa: S603 (the user's compiler)
 
 
 def main() -> int:
-    """Builds the library, or says in one line why it cannot be, and what that costs."""
+    """Builds the library, or writes one line with the reason why not and the consequence."""
     try:
         sys.stdout.write(f"native kernels: {build(LIBRARY)}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:

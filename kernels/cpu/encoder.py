@@ -36,13 +36,13 @@ class _Memory:
 
 
 class CpuForward:
-    """A forward that lanes work on, until somebody asks for its result.
+    """A forward that runs on lanes until its result is requested.
 
     Args:
         machine: Runs it.
         handle: What the machine knows it by.
         hidden_TD: [T, D] float32, to be filled.
-        weights_TH: [T, H] float32, to be filled; None: nobody asked.
+        weights_TH: [T, H] float32, to be filled; None if not requested.
         inputs: What it reads, to be kept until the end.
     """
 
@@ -266,6 +266,6 @@ class CpuEncoder:
 
 
 def _check_rows(name: str, rows_T: NDArray[Any], num_tokens: int, count: int) -> None:
-    """Refuses what has no row in a table: the library would read beyond its memory."""
+    """Raises ValueError for numbers without a row in a table: the library would read outside its memory."""
     if len(rows_T) != num_tokens or rows_T.view(np.uint64).max() >= count:  # as such, negative ones are large
         raise ValueError(f"{name} must be {num_tokens} numbers from 0 to {count - 1}")

@@ -43,12 +43,12 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Past:
-    """What chunks of sequences find in pages, and leave there.
+    """The pages that chunks of sequences read and write.
 
     Attributes:
         pages: The memory.
         lengths: [N] int32, tokens of each sequence before its chunk.
-        tables: [N, B] int32, the page of every `page_size` of these tokens; what follows them is not looked at.
+        tables: [N, B] int32, the page of every `page_size` of these tokens; further entries are ignored.
         slots: [T] int64, page * page size + place where the keys and values of each token are kept; -1: nowhere.
     """
 
@@ -58,7 +58,7 @@ class Past:
     slots: NDArray[np.int64]
 
     def check(self, num_seqs: int, num_tokens: int) -> None:
-        """Refuses what would lead the library beyond its memory, with a ValueError."""
+        """Raises ValueError for values that would make the library read or write outside its memory."""
         pages, lengths_N, tables_NB = self.pages, self.lengths, self.tables
         if lengths_N.shape != (num_seqs,) or (lengths_N < 0).any():
             raise ValueError(f"past lengths must be {num_seqs} numbers from 0")
@@ -73,7 +73,7 @@ class Past:
             raise ValueError(f"slots must be {num_tokens} numbers from -1 to {num_slots - 1}")
 
     def struct(self) -> tuple[_abi.Pages, tuple[NDArray[Any], ...]]:
-        """Returns what the library reads, and the arrays that it points to."""
+        """Returns the struct for the library, and the arrays that it points to."""
         arrays = (
             np.ascontiguousarray(self.lengths, np.int32),
             np.ascontiguousarray(self.tables, np.int32),

@@ -57,7 +57,7 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        attention_norm: None: what comes is not normalised.
+        attention_norm: None: the input is not normalised.
         qkv: D to (H + 2 * G) * K, the scale of the scores in the rows of q, or in `query_norm`.
         attention_out: H * K to D.
         mlp_norm: As its name says.
@@ -68,8 +68,8 @@ class LayerSpec:
         bias: [H, 2 * L + 1] float32, added to the scores of a key by its distance to the query, -L .. L; None for none.
         query_norm: [K], of decoders alone, as is what follows: of every head before it turns; None for none.
         key_norm: As `query_norm`.
-        after_attention: Of what attention gives, before it is added; None for none.
-        after_mlp: Of what the MLP gives.
+        after_attention: Norm of the output of attention, before it is added; None for none.
+        after_mlp: Norm of the output of the MLP.
         softcap: c: scores s become c * tanh(s / c); 0 for none.
     """
 

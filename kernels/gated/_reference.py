@@ -1,4 +1,4 @@
-"""The truth of the gates: their formulas, in float32."""
+"""Reference of the gates: their formulas in float32."""
 
 import math
 

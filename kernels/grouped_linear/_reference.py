@@ -1,4 +1,4 @@
-"""The truth of grouped_linear: one group after the other, in float32."""
+"""Reference of grouped_linear: one group after the other, in float32."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The truth of maxsim: one document after the other, one token of its query after the other, in float32."""
+"""Reference of maxsim: one document and one query token after the other, in float32."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Normalisation of rows together with what comes before it: the sum with a residual, or the look-up of embeddings.
+"""Normalisation of rows together with the step before it: the sum with a residual, or the look-up of embeddings.
 
 Statistics, sums and products are float32 whatever the tensors are, and every result is rounded once.
 Sources: Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, Root Mean Square Layer Normalization

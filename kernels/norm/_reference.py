@@ -1,4 +1,4 @@
-"""The truth of the norms: their formulas, in float32."""
+"""Reference of the norms: their formulas in float32."""
 
 from typing import Literal, NamedTuple
 
@@ -9,7 +9,7 @@ NormKind = Literal["layer", "rms"]
 
 
 class Norm(NamedTuple):
-    """What rows are normalised by.
+    """Kind, weight and bias of a norm.
 
     Attributes:
         kind: "layer" or "rms".

@@ -16,7 +16,7 @@ MAX_BLOCK_ROWS = 16
 
 @triton.jit
 def _normalise(s, weight_ptr, bias_ptr, columns, width, eps, IS_RMS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Normed rows of [ROWS, BLOCK_D] float32 that is 0 from column `width` on; what it holds there is not defined."""
+    """Normed rows of [ROWS, BLOCK_D] float32 that is 0 from column `width` on; from there the result is undefined."""
     is_column = columns < width
     if not IS_RMS:
         mean = tl.sum(s, axis=1) / width

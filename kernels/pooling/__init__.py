@@ -61,7 +61,7 @@ def pool(
         weighted        sum w_i h_i / max(sum w_i, 1e-9)
 
     then the columns from `dimensions` on are dropped, and the row is divided by max(its L2 norm, 1e-12) where
-    `normalize` says so. This is what sentence-transformers computes. A sequence without rows (L <= s, an empty one
+    `normalize` says so. sentence-transformers computes the same. A sequence without rows (L <= s, an empty one
     included) gives a row of zeros, for every kind. A NaN or an infinity in the rows of one sequence never reaches the
     row of another.
 
@@ -93,7 +93,7 @@ def pool(
 
     Raises:
         ValueError: An argument has the wrong kind, shape, dtype or device, or `dimensions` is outside 1..D; the
-            message says which and what it was.
+            message names it and its value.
     """
     if pooling not in POOLING_KINDS:
         raise ValueError(f"pooling must be one of {POOLING_KINDS}, got {pooling!r}")

@@ -1,4 +1,4 @@
-"""The truth of pooling: one sequence after the other in plain float32 torch, as the formulas of `pool` read."""
+"""Reference of pooling: the formulas of `pool` in float32, one sequence after the other."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,7 @@ MAX_TRITON_WIDTH = 8192
 
 
 class Pooling(NamedTuple):
-    """What `pool` takes; `width` is the number of columns of the result."""
+    """Arguments of `pool`; `width` is the number of columns of the result."""
 
     hidden_states: Tensor
     cu_seqlens: Tensor

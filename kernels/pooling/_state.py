@@ -172,7 +172,7 @@ def finish(
     normalize: bool | Tensor = False,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The pooled rows of a state: what `pool` gives for the whole sequences. Does not modify `state`.
+    """Returns the pooled rows of a state: those of `pool` for the whole sequences. Does not modify `state`.
 
     Args:
         state: Of N sequences, with all their tokens.

@@ -32,7 +32,7 @@ def rotary(
 
     A head x of the first `num_turned` becomes x / sqrt(mean(x^2) + eps) * weight where there is a norm. Then, of its
     columns, a = x[:J] and b = x[J : 2 J] become a cos - b sin and b cos + a sin; the others stay. The arithmetic is
-    float32, and what is written is rounded once. Every backend is held to the reference within 1e-5 of the largest
+    float32, and each result is rounded once. Every backend is held to the reference within 1e-5 of the largest
     value for float32, and 1e-2 otherwise.
 
     Args:
@@ -44,7 +44,7 @@ def rotary(
         norm: Norm of these heads before the rotation; None has none.
         store: Slots of the cache that keys and values are copied to; None stores nothing.
         backend: None takes "triton" for CUDA tensors where it is installed, else "reference": layers on other devices
-            call what they have for each step instead.
+            call a function for each step instead.
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit together; the message says which.
@@ -65,7 +65,7 @@ def rotary(
 def _check(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_turned: int, norm: HeadNorm | None, store: KvSlots | None
 ) -> None:
-    """Checks what the host knows, in a few microseconds: this runs once a layer."""
+    """Checks shapes, types and strides. Runs once a layer and takes a few microseconds."""
     if qkv.dim() != 3 or qkv.dtype not in FLOAT_DTYPES or qkv.stride()[1:] != (qkv.shape[2], 1):
         raise ValueError(
             f"qkv must be [T, U, K] float32, bfloat16 or float16 with its last two axes contiguous, "

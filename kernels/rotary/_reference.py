@@ -1,4 +1,4 @@
-"""The truth of rotary: one step after the other in float32, and one row after the other into the cache."""
+"""Reference of rotary: step by step in float32, and row by row into the cache."""
 
 from typing import NamedTuple
 

@@ -36,7 +36,7 @@ def _rotary_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Heads in pieces: the first of each pair of columns, the second, and, with BLOCK_REST, what does not turn."""
+    """Heads in pieces: the first of each pair of columns, the second, and, with BLOCK_REST, the other columns."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     slot = token

@@ -1,4 +1,4 @@
-"""The selective scan on CUDA, in three passes: what each chunk adds to the state, the states between chunks, the rows.
+"""The selective scan on CUDA, in three passes: states of single chunks, states between chunks, rows.
 
 Within a chunk one program walks along the rows for a block of channels, states in registers. The first two passes are
 left out where no sequence is longer than a chunk.
@@ -55,7 +55,7 @@ def _chunk_states_kernel(
 ):
     """states[chunk] = what its rows leave of a state that was 0; steps[chunk] = sum_t dt_t.
 
-    Not for the last chunk of a sequence, which nobody comes after.
+    Not for the last chunk of a sequence.
     """
     chunk = tl.program_id(0)
     _, _, row, end = find_tile(cu_seqlens_ptr, chunk, num_seqs, SIZE)
@@ -96,7 +96,7 @@ def _pass_states_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces what each chunk of a sequence leaves by the state that comes into it."""
+    """Replaces the share of each chunk of a sequence by the state before the chunk."""
     n = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_columns = num_channels * state_size

@@ -1,4 +1,4 @@
-"""The truth of state space duality: the recurrence, one sequence and one token after the other, in float32."""
+"""Reference of state space duality: the recurrence, one sequence and one token after the other, in float32."""
 
 import torch
 from torch import Tensor

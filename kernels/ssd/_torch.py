@@ -46,11 +46,11 @@ class _Decays:
 
     Attributes:
         row_log: [Z, H, Q], log_i rounded to float32.
-        row_rest: [Z, H, Q], 2 ** (what that rounding lost).
+        row_rest: [Z, H, Q], 2 ** (the rounding error).
         column_log: [Z, H, Q], log_j - log2(dt_j) rounded to float32.
-        column_rest: [Z, H, Q], 2 ** -(what that rounding lost).
-        from_start: [Z, Q, H], 2 ** log_i: what is left of the incoming state at row i.
-        to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): what is left of row j at the end of the chunk.
+        column_rest: [Z, H, Q], 2 ** -(the rounding error).
+        from_start: [Z, Q, H], 2 ** log_i: the share of the incoming state that is left at row i.
+        to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): the share of row j that is left at the end of the chunk.
         whole: [Z, H], 2 ** log_last.
     """
 
@@ -116,7 +116,7 @@ def _run_block(scan: Recurrence, block: Block, state_GSK: Tensor, final_NHPS: Te
 
 
 def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor | None, decays: _Decays) -> Tensor:
-    """[Z, Q, H, P], float32: what the rows of a chunk get from rows of the same chunk."""
+    """[Z, Q, H, P], float32: the contribution of the rows of a chunk to each other."""
     num_chunks, size, num_groups, _ = b_ZQGS.shape
     num_heads, head_size = x_ZQHP.shape[2:]
     device, dtype = x_ZQHP.device, x_ZQHP.dtype
@@ -156,9 +156,9 @@ def _run_recurrence(
     final_NHPS: Tensor | None,
     out_QHP: Tensor,
 ) -> None:
-    """Adds to the rows of chunk `z` what they get from the state before it, and carries the state over it.
+    """Adds the contribution of the state before chunk `z` to its rows, and updates the state.
 
-    The state is neither read nor written where nobody needs it.
+    The state is read and written only if it is needed.
     """
     num_heads, head_size = x_QHP.shape[1:]
     num_groups, state_size = b_QGS.shape[1:]

@@ -1,7 +1,7 @@
-"""State space duality on CUDA, in three passes: what each chunk adds to the state, the states between chunks, the rows.
+"""State space duality on CUDA, in three passes: states of single chunks, states between chunks, rows.
 
 Letters beside those of the layer: Q rows of a chunk, P head size. Chunks are numbered as `find_tile` numbers tiles; a
-number that belongs to nobody is neither written nor read. README.md has the derivation.
+number without a chunk is neither written nor read. README.md has the derivation.
 """
 
 import math
@@ -58,7 +58,7 @@ def _chunk_states_kernel(
 ):
     """states[chunk, h] = sum_j dt_j 2 ** (log_last - log_j) x_j b_j^T; whole[chunk, h] = 2 ** log_last.
 
-    Not for the last chunk of a sequence whose final state nobody wants.
+    Not for the last chunk of a sequence whose final state is not requested.
     """
     chunk = tl.program_id(0)
     head = tl.program_id(1)
@@ -103,7 +103,7 @@ def _pass_states_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces what each chunk adds by the state that comes into it; `head_states` is P * S."""
+    """Replaces the share of each chunk by the state before the chunk; `head_states` is P * S."""
     n = tl.program_id(0)
     head = tl.program_id(1)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuKernelError, Format, Machine
-from penstock.kernels.cpu.self_check import multiplies_right
+from penstock.kernels.cpu import CpuKernelError, Format, Machine, multiplies_right
 
 from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine
-from penstock.kernels.cpu.self_check import multiplies_right
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, multiplies_right
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts

@@ -5,7 +5,7 @@
  * that one configuration serves all. A sum runs over its inputs in blocks of 64 bytes, whatever the number of rows.
  *
  * The tests pass on an Intel Xeon with AMX. On other processors they run the instructions in C (AMX_MODEL, amx_model.h).
- * When a model is loaded, a processor with AMX is checked (self_check.py). Nothing fetches the next panel ahead, as the
+ * When a model is loaded, a processor with AMX is checked (multiplies_right in machine.py). Nothing fetches the next panel ahead, as the
  * loops of tile.h do: that was slower on the Xeon.
  */
 #ifndef PENSTOCK_AMX_H
