@@ -68,7 +68,7 @@ async def test_a_model_that_cannot_load_disturbs_no_other(engine) -> None:
     assert engine.is_closed
 
 
-async def test_a_failed_start_is_handed_to_whoever_serves() -> None:
+async def test_failed_start_is_reported_to_the_caller() -> None:
     async def fail():
         raise ModelLoadError("The folder x is not a model.")
 

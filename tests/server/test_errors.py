@@ -202,7 +202,7 @@ async def test_long_values_are_cut_in_messages(client: httpx.AsyncClient) -> Non
         ("/" + "z" * 10_000, {}),
     ],
 )
-async def test_what_a_client_named_is_cut_in_messages(client: httpx.AsyncClient, path: str, body: dict) -> None:
+async def test_names_from_clients_are_cut_in_messages(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json=body)
     assert 400 <= response.status_code < 500
     assert len(response.json()["message"]) < 400

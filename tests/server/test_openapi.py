@@ -99,7 +99,7 @@ async def test_examples_are_answered_as_the_document_says(suited) -> None:
             check_answer("post", path, response)
 
 
-async def test_what_is_read_is_as_the_document_says(serving, engine) -> None:
+async def test_get_responses_fit_the_document(serving, engine) -> None:
     async with serving(engine, names=("served", "other")) as client:
         for path in (path for method, path in OPERATIONS if method == "get"):
             response = await client.get(path.replace("{name}", "served"))
@@ -168,7 +168,7 @@ async def test_the_headers_of_a_request_are_those_that_are_read(suited) -> None:
                 check_answer("post", path, response)
 
 
-async def test_keys_are_in_the_document_where_they_are_asked_for(serving, make_engine) -> None:
+async def test_document_lists_keys_of_routes_that_need_one(serving, make_engine) -> None:
     assert "securitySchemes" not in DOCUMENT["components"]
     assert not any("security" in operation or "401" in operation["responses"] for operation in OPERATIONS.values())
     document = document_of(api_key=("k",))
@@ -279,7 +279,7 @@ FORBIDDEN = [
     [(*case, True) for case in ALLOWED] + [(*case, False) for case in FORBIDDEN],
     ids=[f"{path} {body}" for path, body in ALLOWED + FORBIDDEN],
 )
-async def test_the_document_allows_what_is_taken(serving, make_engine, path: str, body: dict, is_allowed: bool) -> None:
+async def test_document_allows_accepted_bodies(serving, make_engine, path: str, body: dict, is_allowed: bool) -> None:
     schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
     assert Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(body) is is_allowed
     engine = make_engine("sequence_classifier", ("good", "bad")) if path == "/predict" else make_engine()

@@ -97,7 +97,7 @@ async def test_fastapi_calls_the_route_that_the_table_finds(full_app: Applicatio
         assert called is table.find(method, path), (method, path)
 
 
-def test_unknown_paths_and_methods_are_answered_in_the_dialect_of_their_path() -> None:
+def test_unknown_paths_get_the_dialect_of_their_prefix() -> None:
     table: RouteTable = make_app().state.routes
     for method, path, dialect in (
         ("GET", "/nowhere", OPENAI),

@@ -126,7 +126,7 @@ def test_single_adapter_leaves_tasks_open(make_engine) -> None:
         (E5, {"instruction": "Find"}, "instruction", "takes no instruction"),
     ],
 )
-def test_what_cannot_be_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
+def test_impossible_purpose_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))
     assert caught.value.param == param

@@ -43,7 +43,7 @@ def test_keys_of_the_settings_and_of_the_file(tmp_path: Path) -> None:
     assert keys.client_of([b"wrong", b"two"]) == keys.client_of([b"two"])
 
 
-def test_clients_are_told_apart_without_their_keys() -> None:
+def test_clients_have_identities_without_their_keys() -> None:
     keys = ApiKeys(("one", "two"))
     first, second = keys.client_of([b"one"]), keys.client_of([b"two"])
     assert first != second
@@ -78,7 +78,7 @@ def namespace(keys: ApiKeys, key: bytes) -> str:
     return keys.namespace_of(owner)
 
 
-def test_with_one_salt_a_key_has_one_namespace_whatever_other_keys_there_are(tmp_path: Path) -> None:
+def test_namespace_of_a_key_depends_on_the_salt_only(tmp_path: Path) -> None:
     write(tmp_path / "keys", "two\n")
     salt = bytes(range(32))
     both, alone = ApiKeys(("one", "two"), namespace_salt=salt), ApiKeys(("one",), namespace_salt=salt)

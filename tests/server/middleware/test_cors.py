@@ -31,7 +31,7 @@ async def test_answers_and_errors_can_be_read(open_to_a_page: httpx.AsyncClient,
     assert "access-control-allow-credentials" not in response.headers
 
 
-async def test_other_pages_are_not_told_anything(open_to_a_page: httpx.AsyncClient) -> None:
+async def test_other_origins_get_no_cors_headers(open_to_a_page: httpx.AsyncClient) -> None:
     other = {"origin": "https://elsewhere.example.com"}
     assert (await open_to_a_page.options("/v1/embeddings", headers={**other, **PREFLIGHT})).status_code == 400
     response = await open_to_a_page.get("/v1/models", headers=other)

@@ -42,7 +42,7 @@ async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, sta
             assert not engine.calls
 
 
-async def test_dense_bodies_share_what_their_values_may_take(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dense_bodies_share_the_memory_of_values(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.gate = asyncio.Event()
     monkeypatch.setattr("penstock.server.admission._DENSE_VALUE_BYTES", 1_000_000)
     dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}

@@ -103,7 +103,7 @@ def test_one_that_fails_stops_none_behind_it(clock: Clock) -> None:
     assert sizes(released(pace, clock, 3)) == [3]
 
 
-async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
+async def test_cancelled_request_is_skipped() -> None:
     pace = RefusalPace(max_waiting=1000)
 
     async def take() -> None:
@@ -116,7 +116,7 @@ async def test_a_turn_whose_request_was_cancelled_is_passed_over() -> None:
     assert tasks[0].cancelled()
 
 
-async def test_turns_are_counted_unless_their_request_was_cancelled(clock: Clock) -> None:
+async def test_cancelled_requests_are_not_counted(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
     turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * PER_TICK + 1)]
     turns[0].cancel()
@@ -127,14 +127,14 @@ async def test_turns_are_counted_unless_their_request_was_cancelled(clock: Clock
 
 
 @pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
-def test_what_did_not_go_out_takes_nobodys_place(clock: Clock, num_left: int) -> None:
+def test_refusal_that_was_not_sent_takes_no_place(clock: Clock, num_left: int) -> None:
     pace = RefusalPace(max_waiting=1000)
     for _ in range(num_left):
         pace.add(lambda: False)
     assert sizes(released(pace, clock, PER_TICK)) == [PER_TICK]
 
 
-def test_who_can_wait_for_less_goes_first(clock: Clock) -> None:
+def test_refusal_with_the_earliest_limit_goes_first(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
     order: list[float] = []
 

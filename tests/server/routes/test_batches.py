@@ -87,7 +87,7 @@ async def test_a_batch_from_its_file_to_its_answers(client, engine) -> None:
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
 
 
-async def test_what_a_route_refuses_goes_to_the_error_file(client) -> None:
+async def test_refused_lines_go_to_the_error_file(client) -> None:
     lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="nobody"), embedding(4, bad=1)]
     lines.append(embedding(5, encoding_format="bytes"))
     batch = await ended(client, await begin(client, lines))
@@ -128,7 +128,7 @@ async def test_a_wrong_file_fails_with_the_line(client, engine, lines, code, num
     assert not engine.calls
 
 
-async def test_all_faults_of_a_file_are_told_up_to_a_hundred(client) -> None:
+async def test_up_to_100_errors_of_a_file_are_listed(client) -> None:
     file = (await upload(client, b"{\n\n" + b"no\n" * 500)).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
     batch = await ended(client, (await client.post("/v1/batches", json=body)).json())
@@ -320,7 +320,7 @@ async def test_an_output_is_no_input(client) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input_file_id")
 
 
-async def test_nobody_has_more_than_32_batches_under_way(client, engine) -> None:
+async def test_33rd_unfinished_batch_of_an_owner_is_refused(client, engine) -> None:
     engine.gate = asyncio.Event()
     file = (await upload(client, jsonl([embedding(1)]))).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
@@ -350,7 +350,7 @@ async def test_figures(client) -> None:
     assert not any(line.startswith("penstock_http_requests_total") and "embeddings" in line for line in lines)
 
 
-async def test_without_a_folder_the_flag_is_told(serving, engine) -> None:
+async def test_error_without_a_data_folder_names_the_flag(serving, engine) -> None:
     async with serving(engine) as client:
         for method, path in (
             *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/file-1"), ("DELETE", "/v1/files/file-1")),
@@ -424,7 +424,7 @@ async def test_names_of_files_may_be_any_text(client) -> None:
     assert "filename*=" in content.headers["content-disposition"]
 
 
-async def test_every_route_that_runs_a_model_is_open_to_lines_or_left_out_on_purpose(client) -> None:
+async def test_lines_may_call_every_model_route_except_listed_ones(client) -> None:
     table = client._transport.app.state.routes
     routes = {route.path for route in table.routes if route.runs_model}
     spellings = {"/embeddings", "/v1/pooling"}
@@ -489,7 +489,7 @@ async def test_a_line_takes_no_model_from_clients(make_engine, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("window", ["1d", "24", "0h", "24 h", ""])
-async def test_wrong_completion_window_is_told_in_plain_words(window: str, client) -> None:
+async def test_wrong_completion_window_has_a_plain_message(window: str, client) -> None:
     body = {"input_file_id": "file-none", "endpoint": "/v1/embeddings", "completion_window": window}
     message = (await client.post("/v1/batches", json=body)).json()["error"]["message"]
     assert message == f"completion_window must be 1h to 168h, such as 24h, not {window!r}."

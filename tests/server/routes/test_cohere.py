@@ -200,7 +200,7 @@ CLIENT_BODIES = [
 @pytest.mark.parametrize(
     ("path", "body", "is_by_type"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
 )
-async def test_every_client_gets_what_its_parser_needs(
+async def test_response_fits_the_parser_of_every_client(
     client: httpx.AsyncClient, path: str, body: dict, is_by_type: bool
 ) -> None:
     response = await client.post(path, json={"model": MODEL, "texts": TEXTS, **body})

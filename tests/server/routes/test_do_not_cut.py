@@ -45,7 +45,7 @@ SILENT = [
 
 @pytest.mark.parametrize("auto_truncate", [True, False])
 @pytest.mark.parametrize(("path", "body", "words"), REFUSING, ids=[f"{path} {words}" for path, _, words in REFUSING])
-async def test_who_forbids_it_is_refused(
+async def test_request_that_forbids_cutting_is_refused(
     serving: Serving, make_engine: type[FakeEngine], auto_truncate: bool, path: str, body: dict, words: dict
 ) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate, tasks=SPARSE)) as client:
@@ -58,7 +58,7 @@ async def test_who_forbids_it_is_refused(
 
 
 @pytest.mark.parametrize(("path", "body"), SILENT)
-async def test_who_says_nothing_gets_what_the_server_does(
+async def test_request_without_the_option_gets_the_servers_default(
     serving: Serving, make_engine: type[FakeEngine], path: str, body: dict
 ) -> None:
     for auto_truncate, status in ((True, 200), (False, 400)):

@@ -20,7 +20,7 @@ async def test_the_page_takes_everything_from_this_server(client: httpx.AsyncCli
     assert "://" not in page.text
 
 
-async def test_its_policy_lets_it_ask_nobody_else(client: httpx.AsyncClient) -> None:
+async def test_its_policy_allows_requests_to_this_server_only(client: httpx.AsyncClient) -> None:
     policy = (await client.get("/docs")).headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self' 'sha256-")
     assert "://" not in policy

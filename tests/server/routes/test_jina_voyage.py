@@ -46,7 +46,7 @@ EMBEDDING_BODIES = [
 @pytest.mark.parametrize(
     ("body", "prompt"), [case[1:] for case in EMBEDDING_BODIES], ids=[case[0] for case in EMBEDDING_BODIES]
 )
-async def test_every_client_gets_what_its_parser_needs(
+async def test_response_fits_the_parser_of_every_client(
     client: httpx.AsyncClient, engine, body: dict, prompt: str | None
 ) -> None:
     response = await client.post("/v1/embeddings", json=body)

@@ -64,9 +64,7 @@ async def test_the_older_route_takes_one_prompt(client: httpx.AsyncClient, engin
         ({"options": {"num_ctx": "many"}}, -1, False),
     ],
 )
-async def test_what_is_too_long_is_cut(
-    client: httpx.AsyncClient, engine, body: dict, limit: int, refuses: bool
-) -> None:
+async def test_long_texts_are_cut(client: httpx.AsyncClient, engine, body: dict, limit: int, refuses: bool) -> None:
     response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
     assert response.status_code == 200, response.text
     params = engine.calls[-1][1][1]
@@ -122,7 +120,7 @@ async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_who_wants_text_is_told_what_there_is(client: httpx.AsyncClient, path: str) -> None:
+async def test_request_for_text_is_refused_with_the_routes(client: httpx.AsyncClient, path: str) -> None:
     response = await client.post(path, json={"model": "gpt", "messages": [{"role": "user", "content": "Hi"}], "n": 1})
     assert response.status_code == 400
     error = response.json()["error"]

@@ -93,7 +93,7 @@ def decoded(embedding: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
 )
-async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient, path: str, body: dict) -> None:
+async def test_response_fits_the_parser_of_every_client(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
@@ -238,7 +238,7 @@ async def test_models_are_listed(client: httpx.AsyncClient, path: str) -> None:
     assert card["status"] == {"value": "loaded", "state": "ready"}
 
 
-async def test_a_card_says_what_the_model_is(serving, make_engine) -> None:
+async def test_card_describes_the_model(serving, make_engine) -> None:
     async with serving(make_engine(), default_prompt_name="query") as client:
         facts = (await client.get("/v1/models/alias")).json()["facts"]
     assert facts == {

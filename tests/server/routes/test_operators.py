@@ -27,7 +27,7 @@ async def test_they_need_a_key_where_there_are_any(serving, engine, method: str,
         assert path in (await client.get("/openapi.json")).json()["paths"]
 
 
-async def test_tokenizer_info_is_that_of_the_model_that_is_asked_for(serving, engine) -> None:
+async def test_tokenizer_info_is_of_the_named_model(serving, engine) -> None:
     async with serving(engine, operator_routes=True) as client:
         for params in ({}, {"model": "alias"}):
             assert (await client.get("/tokenizer_info", params=params)).json() == engine.tokenizer_config
@@ -66,7 +66,7 @@ async def test_a_reset_says_whether_there_is_a_cache(
     assert answer.json() == {"success": True, "models": {"fake-model": cleared}}
 
 
-async def test_a_full_server_can_be_asked(serving, engine) -> None:
+async def test_full_server_answers_operators(serving, engine) -> None:
     engine.failure = EngineOverloadedError("full", retry_after_s=2.0, reason="queue_tokens")
     async with serving(engine, operator_routes=True) as client:
         for method, path in ROUTES:

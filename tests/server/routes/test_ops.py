@@ -59,7 +59,7 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     assert sample(text, "penstock_engine_ready", model="fake-model") == 1
 
 
-async def test_replicas_are_told_apart_where_there_are_several(client: httpx.AsyncClient, engine) -> None:
+async def test_health_lists_several_replicas(client: httpx.AsyncClient, engine) -> None:
     before = (await client.get("/metrics")).text
     assert "replica=" not in before
     assert "replicas" not in (await client.get("/health")).json()

@@ -136,7 +136,7 @@ async def test_headers(client: httpx.AsyncClient) -> None:
     assert headers["etag"] == ETAG
 
 
-async def test_a_browser_that_has_the_page_is_told_so(client: httpx.AsyncClient) -> None:
+async def test_browser_with_a_cached_page_gets_304(client: httpx.AsyncClient) -> None:
     for known in (ETAG, f'"other", W/{ETAG}'):
         response = await client.get("/", headers={**HTML, "if-none-match": known})
         assert (response.status_code, response.content) == (304, b"")
@@ -164,7 +164,7 @@ def test_the_page_keeps_its_own_policy() -> None:
     assert re.findall(r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|\beval\b|new Function", SCRIPT) == []
 
 
-def test_the_page_names_what_it_has() -> None:
+def test_page_names_its_parts() -> None:
     labelled = {attributes["for"] for tag, attributes in ELEMENTS if tag == "label" and "for" in attributes}
     named = {*re.findall(r'\$\("([\w-]+)"\)', SCRIPT), *re.findall(r'(?:texts|number|chosen)\("([\w-]+)"\)', SCRIPT)}
     named |= labelled
@@ -195,7 +195,7 @@ async def test_the_page_asks_routes_that_are_there(client: httpx.AsyncClient) ->
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_the_routes_take_what_the_page_sends(serving, make_engine, path: str, body: dict[str, Any]) -> None:
+async def test_routes_accept_the_requests_of_the_page(serving, make_engine, path: str, body: dict[str, Any]) -> None:
     assert [name for name in body if not re.search(rf"\b{name}\b", SCRIPT)] == []
     engine = make_engine(
         tasks=(PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED),

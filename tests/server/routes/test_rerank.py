@@ -73,7 +73,7 @@ CLIENT_BODIES = [
 @pytest.mark.parametrize(
     ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
 )
-async def test_every_client_gets_what_its_parser_needs(client: httpx.AsyncClient, path: str, body: dict) -> None:
+async def test_response_fits_the_parser_of_every_client(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json={"query": QUERY, "documents": DOCUMENTS, **body})
     assert response.status_code == 200, response.text
     answer = response.json()
@@ -210,7 +210,7 @@ async def test_of_enormous_texts_that_are_to_be_cut_a_part_is_read(client: httpx
 
 
 @pytest.mark.parametrize("returns", [False, True])
-async def test_what_documents_hold_beside_their_text_waits_only_where_it_is_sent_back(
+async def test_other_fields_of_documents_are_freed_unless_sent_back(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, returns: bool
 ) -> None:
     held: list[object] = []

@@ -26,7 +26,7 @@ DOCUMENTS = [
     ("document", "fields", "text"), [case[1:] for case in DOCUMENTS], ids=[case[0] for case in DOCUMENTS]
 )
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
-async def test_what_of_a_document_is_ranked(
+async def test_ranked_text_of_a_document(
     client: httpx.AsyncClient, engine, path: str, document: object, fields: list[str] | None, text: str
 ) -> None:
     body = {"query": QUERY, "documents": [document], "rank_fields": fields, "return_documents": True}
@@ -106,7 +106,9 @@ async def test_documents_that_cannot_be_written_back_are_400(client: httpx.Async
 
 @pytest.mark.parametrize("depth", range(247, 256))
 @pytest.mark.parametrize("filling", ["", "x" * 7_000_000], ids=["small", "large"])
-async def test_what_is_taken_is_written_back_however_deep(client: httpx.AsyncClient, depth: int, filling: str) -> None:
+async def test_accepted_documents_are_written_back_at_any_depth(
+    client: httpx.AsyncClient, depth: int, filling: str
+) -> None:
     deep = b"[" * depth + b"]" * depth
     body = b'{"query": "a", "documents": [{"text": "a", "filling": "%b", "deep": %b}]}' % (filling.encode(), deep)
     response = await client.post("/rerank", content=body)

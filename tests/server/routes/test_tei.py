@@ -73,7 +73,7 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine) -> No
     assert (params.normalize, params.dimensions, options.prompt_name) == (True, 8, "query")
 
 
-async def test_vectors_are_normalised_whatever_the_model_says(serving, make_engine) -> None:
+async def test_vectors_are_normalised_independent_of_the_model(serving, make_engine) -> None:
     engine = make_engine(normalize=False)
     async with serving(engine) as client:
         await client.post("/embed", json={"inputs": "a"})

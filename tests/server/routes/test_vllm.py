@@ -82,7 +82,7 @@ async def test_pooling_of_classifiers(serving, make_engine, kind: str, task: str
             assert engine.calls[-1][0] == task
 
 
-async def test_a_late_interaction_model_gives_token_vectors_unasked(serving, make_engine) -> None:
+async def test_late_interaction_model_gives_token_vectors_by_default(serving, make_engine) -> None:
     from penstock.engine.protocol.tasks import PoolingTask
 
     async with serving(make_engine(tasks=(PoolingTask.TOKEN_EMBED,))) as client:
@@ -299,7 +299,7 @@ async def test_a_chat_is_tokenized_with_the_head_of_an_answer(client: httpx.Asyn
         assert engine.calls[-1][1][1] is False
 
 
-async def test_the_body_says_whose_tokens_they_are(client: httpx.AsyncClient) -> None:
+async def test_key_of_the_body_tells_the_dialect_of_tokens(client: httpx.AsyncClient) -> None:
     own = (await client.post("/tokenize", json={"prompt": "one two"})).json()["tokens"]
     cohere = (await client.post("/tokenize", json={"text": "one two", "model": "alias"})).json()
     assert cohere["tokens"] == own

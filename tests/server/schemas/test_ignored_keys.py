@@ -86,7 +86,7 @@ def test_the_table_is_the_servers() -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "dialects"), BODIES, ids=IDS)
-async def test_only_what_the_dialects_let_pass_passes(
+async def test_only_ignored_keys_of_the_dialects_are_accepted(
     client: httpx.AsyncClient, engine, path: str, body: dict, dialects: tuple[str, ...]
 ) -> None:
     passed = {key for dialect in dialects for key in TABLE[dialect]}
@@ -157,7 +157,7 @@ async def test_a_prompt_for_classes_is_refused_on_pooling(serving, make_engine, 
         assert (await client.post("/pooling", json={"input": "a", "prompt_name": "", "input_type": None})).is_success
 
 
-async def test_a_misspelt_parameter_is_told_how_it_is_spelt(client: httpx.AsyncClient) -> None:
+async def test_misspelt_parameter_gets_a_hint(client: httpx.AsyncClient) -> None:
     assert await _refused(client, "/v1/embeddings", {"input": "a", "dimension": 8}) == (
         "dimension",
         "dimension is not known here; did you mean dimensions? Otherwise leave it out.",
@@ -194,7 +194,7 @@ async def test_no_vector_has_a_width_of_0(client: httpx.AsyncClient, path: str, 
     assert (await _refused(client, path, {**body, field: 0}))[0] == field
 
 
-async def test_infinitys_client_sends_a_width_of_0_unasked(client: httpx.AsyncClient) -> None:
+async def test_width_of_0_from_infinitys_client_is_accepted(client: httpx.AsyncClient) -> None:
     body = {"input": "a", "dimensions": 0, "modality": "text"}
     assert (await client.post("/embeddings", json=body)).status_code == 200
 
