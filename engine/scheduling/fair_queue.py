@@ -9,9 +9,9 @@ Within a client: the request with the smallest `due` runs first, which is fixed 
 
     due = start time of the client + SLOWDOWN x tokens of the request + priority x tokens of one second
 
-So equal requests run in the order of arrival, short requests run before long ones, and a priority level is worth one
-second of waiting. All inputs of a request have one `due`: a small request passes a large one, and its inputs run
-together.
+So equal requests run in the order of arrival, short requests run before long ones, and a priority level is worth the
+tokens that the device runs in a second. All inputs of a request have one `due`: a small request passes a large one,
+and its inputs run together.
 
 Bound: a request of n tokens is passed only by requests (of its priority) that arrive while its client gets
 SLOWDOWN x n tokens of service. The requests that wait at that moment are the last that can run before it, so no request

@@ -18,6 +18,8 @@ from .fair_queue import FairQueue, group_by_length
 from .sequence import Batch, Chunk, ForwardBudget, PrefillChunk, QueuedSequence, Request, Status
 from .sequence_pool import Allocation, SequencePool
 
+_FORWARD_S: Final = 1.0
+"""Seconds that a full forward is assumed to take before one was measured."""
 _WINDOW_BATCHES: Final = 4
 """Sequences of similar length are looked for among the tokens of so many batches, and the sequences of half as many."""
 MAX_SHRINKAGE: Final = 32
@@ -118,7 +120,7 @@ class Scheduler:
             sequence.is_long = is_cut and self._pool.can_hold(num_tokens)
         self.requests[request.request_id] = request
         request.num_unfinished = len(request.sequences)
-        token_s = self.chunk_sizes.token_s or self._max_wait_s / self._full_budget
+        token_s = self.chunk_sizes.token_s or _FORWARD_S / self._full_budget
         self.waiting.add(request, self.prefill.config.ageing_s / token_s)
 
     def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:

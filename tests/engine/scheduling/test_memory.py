@@ -79,11 +79,11 @@ def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
 @pytest.mark.parametrize("budget", [32, 128])  # it would go on from batch to batch, and within one
 def test_sequences_of_two_clients_do_not_preempt_in_a_circle(budget: int) -> None:
     checked = CheckedScheduler(Setup(prefixes=False, budget=budget, chunk_size=32))  # two of them have room
-    checked.add(70, priority=2, client="a")
+    checked.add(70, priority=20, client="a")
     checked.step()
-    checked.add(70, priority=2, client="b")  # came after the first
+    checked.add(70, priority=20, client="b")  # came after the first
     checked.step()
-    checked.add(70, priority=-2, client="a")  # came after the second, and is more urgent than the first
+    checked.add(70, priority=-20, client="a")  # came after the second, and is more urgent than the first
     assert [number for batch in checked.run_all() for number in preempted(batch)] == [0, 1]
 
 

@@ -98,7 +98,7 @@ def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:
     assert not scheduler.requests
 
 
-@given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=8))
+@given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(8, MAX_SEQ_LEN), min_size=1, max_size=8))
 def test_no_request_starves_under_endless_traffic(seq_len: int, others: list[int]) -> None:
     scheduler = make(max_wait_s=1.0)
     scheduler.add(make_request(0, [seq_len], priority=2))
@@ -138,8 +138,9 @@ def test_sequences_that_were_passed_over_for_too_long_go_first() -> None:
     assert order([], 3.0) == []
 
 
-def test_priority_goes_first() -> None:
-    scheduler = make(budget=64)
+@pytest.mark.parametrize("max_wait_s", [0.0, 1.0])
+def test_priority_goes_first(max_wait_s: float) -> None:
+    scheduler = make(budget=64, max_wait_s=max_wait_s)
     scheduler.add(make_request(1, [60]))
     scheduler.add(make_request(2, [60], priority=-1))
     assert request_ids(scheduler.schedule(0.0)) == {2}
