@@ -13,7 +13,7 @@ from .parameters import PLACES, Place, every_place
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills with NaN what torch and numpy would leave unwritten, so that an element that a kernel forgets is seen."""
+    """Fills new memory with NaN, so that a test sees an element that a kernel did not write."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def compile_kernel(
     function: Any, dtype: str, constants: dict[str, Any], options: dict[str, int | None], capability: int, folder: Path
 ) -> tuple[str, str]:
-    """(PTX, what ptxas says about it), for tensors and strides that are multiples of 16 where launches look."""
+    """Returns the PTX and the report of ptxas, for addresses and strides that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""No kernel is compiled anew because a batch has other lengths: what varies from batch to batch is not specialised.
+"""No kernel is compiled anew because a batch has other lengths: arguments that vary by batch are not specialised.
 
 triton compiles one variant of a kernel for an integer argument that is 1, one for multiples of 16 and one for the rest,
 and as many for pointers by their alignment. That pays for what a model fixes, such as the stride of a row, and costs a
@@ -41,7 +41,7 @@ INDICES = (
     *("cu_seqlens", "context_lens", "block_tables", "bounds", "rows", "slots"),
     *("ids", "positions", "types", "dimensions", "normalize", "skip"),
 )
-"""Pointers to what is read one by one, which may be part of a larger buffer, at any place in it."""
+"""Pointers to values that are read one by one; they may begin anywhere in a larger buffer."""
 VALUES = (1, 16, 17, 2, 48, -1)
 
 
@@ -66,7 +66,7 @@ def test_all_modules_with_kernels_are_found() -> None:
     assert len(kernels()) >= 11
 
 
-def test_what_varies_from_batch_to_batch_is_not_specialised() -> None:
+def test_arguments_that_vary_by_batch_are_not_specialised() -> None:
     wrong = [
         f"{kernel.module} {kernel.__name__}: {param.name}"
         for kernel in kernels()

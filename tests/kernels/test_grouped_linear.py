@@ -85,7 +85,7 @@ def test_no_rows_and_no_columns(place: Place) -> None:
         assert grouped_linear(*given, backend=backend).shape == (sum(sizes), num_out)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     x, weight, ends = make([2, 3], 16, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="x must be"):
         grouped_linear(x[0], weight, ends)

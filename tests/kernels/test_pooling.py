@@ -112,7 +112,7 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
 
 
 def knows(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
-    """Torch pools what is not float32 for the library; the interpreter takes milliseconds for a row."""
+    """The library pools float32 only; the interpreter takes milliseconds for a row."""
     if place.backend in ISAS:
         return dtype == torch.float32
     return not IS_INTERPRETED or (case.is_quick and dtype != torch.float16)
@@ -315,7 +315,7 @@ def test_single_token_chunks_of_a_long_sequence(kind: PoolingKind) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "mean_sqrt_len"])
 @pytest.mark.parametrize("values", [(1.0, 1e8, 1.0, -1e8), (1e8, 1.0, -1e8, 1.0), (1.0, -1e8, 1e8, 1.0)])
-def test_what_an_addition_rounds_away_is_kept(kind: PoolingKind, values: tuple[float, ...]) -> None:
+def test_rounding_errors_of_sums_are_kept(kind: PoolingKind, values: tuple[float, ...]) -> None:
     """Whichever of sum and chunk is the larger: float32 alone would give 0 or 1 for the sum, not 2."""
     state = PoolingState.empty(kind, 1, 8)
     for value in values:
@@ -332,7 +332,7 @@ def test_what_an_addition_rounds_away_is_kept(kind: PoolingKind, values: tuple[f
 def test_rows_that_come_again_are_left_out(
     kind: PoolingKind, chunks: list[tuple[int, int]], skips: tuple[int, int]
 ) -> None:
-    """Of the first sequence, chunks begin up to 12 rows before the end of what was added; the second goes on."""
+    """Chunks of the first sequence repeat up to 12 rows that were added before; the second goes on."""
     sizes = [again + 5 for again, _ in chunks]
     lengths = (5 * len(chunks), sum(size for _, size in chunks))
     inputs = make_pooling_inputs(PoolingCase("", lengths, 24))
@@ -413,7 +413,7 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
         pool(**arguments)
 
 
-def test_states_name_what_does_not_fit() -> None:
+def test_wrong_arguments_of_states_are_named() -> None:
     state = PoolingState.empty("mean", 2, 8)
     with pytest.raises(ValueError, match=r"cu_seqlens must be \[3\]"):
         pool_partial(state, HIDDEN, make_cu_seqlens((4,)))

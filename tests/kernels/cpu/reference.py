@@ -1,4 +1,4 @@
-"""The truth of kernels/cpu: an encoder in plain torch and float64, one sequence and one head after the other."""
+"""Reference of kernels/cpu: an encoder in plain torch and float64, one sequence and one head after the other."""
 
 import numpy as np
 import torch

@@ -157,7 +157,7 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
 
 @dataclass(frozen=True)
 class Texts:
-    """A packed batch: what CpuEncoder takes."""
+    """A packed batch, as arguments of CpuEncoder."""
 
     ids: np.ndarray
     places: np.ndarray

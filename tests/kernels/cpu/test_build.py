@@ -1,4 +1,4 @@
-"""Building the library: without a compiler, with one that fails, and what is told of a library that does not fit."""
+"""Building the library: without a compiler, with one that fails, and the messages about a library that does not fit."""
 
 import os
 import platform
@@ -138,7 +138,7 @@ def test_without_sources_there_is_no_word(tmp_path: Path) -> None:
     assert digest(tmp_path) is None
 
 
-def test_what_is_no_library_is_refused(widest: Machine, tmp_path: Path) -> None:
+def test_other_files_are_refused_as_library(widest: Machine, tmp_path: Path) -> None:
     whole = build_module.LIBRARY.read_bytes()
     library = tmp_path / "library.so"
     for size in (0, 10):

@@ -37,7 +37,7 @@ def test_equals_float64(machine: Machine, shape: Shape) -> None:
 
 @shapes
 def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
-    """BF16 rounds weights alone and is held to that; DOT and INT8 round what they multiply, and so the scores."""
+    """BF16 rounds weights alone and is held to that; DOT and INT8 round both factors, and so the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
     for form, attention in ways(machine):
         expected, _ = encode(spec, texts, form)

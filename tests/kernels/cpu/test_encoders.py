@@ -50,7 +50,7 @@ def test_equals_float64(machine: Machine, shape: Shape) -> None:
 
 @shapes
 def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
-    """BF16 rounds weights alone and is held to that; DOT and INT8 round what they multiply, and so the scores."""
+    """BF16 rounds weights alone and is held to that; DOT and INT8 round both factors, and so the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
     for form, attention in ways(machine):
         expected, _ = encode(spec, texts, form)
@@ -117,7 +117,7 @@ def test_nan_touches_no_other_text(machine: Machine, shape: Shape) -> None:
             assert weights[31:38].isnan().all()
 
 
-def test_attention_that_is_not_here_is_refused() -> None:
+def test_unknown_attention_format_is_refused() -> None:
     spec = make_spec(SHAPES[0])
     with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain has no attention in DOT"):
         CpuEncoder(plain, spec, Format.F32, attention=Format.DOT)
@@ -211,7 +211,7 @@ LONG = make_texts([3, LONGEST + 2])
         (SHAPES[7], vars(LONG), "515 tokens, of at most 513"),
     ],
 )
-def test_what_the_library_could_not_read_is_refused(
+def test_values_outside_the_tables_are_refused(
     widest: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
 ) -> None:
     encoder = CpuEncoder(widest, make_spec(shape), Format.F32)

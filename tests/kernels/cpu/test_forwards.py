@@ -1,4 +1,4 @@
-"""Forwards that lanes work on side by side: the same rows as alone, whoever ends first and whoever forgets them."""
+"""Forwards that run side by side give the same rows as alone, in any order, also if some are dropped."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
 
 
 def wait_for_lanes(machine: Machine) -> None:
-    """Lanes that begin, or were woken for what others took, are free a moment later."""
+    """Lanes that start, or were woken for work that others took, are free a moment later."""
     until_s = time.monotonic() + 120
     while machine.num_free < machine.num_lanes:
         assert time.monotonic() < until_s
@@ -35,7 +35,7 @@ def wait_for_lanes(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 5])
-def test_many_at_once_give_what_each_gives_alone(num_lanes: int) -> None:
+def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
     batches = [make_texts(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     with Machine(num_lanes) as machine:
         encoder = CpuEncoder(machine, SPEC, Format.F32)

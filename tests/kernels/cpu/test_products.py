@@ -121,7 +121,7 @@ def test_rows_that_are_not_finite_touch_no_other(machine: Machine) -> None:
 
 
 def test_int8_holds_rows_of_any_size(machine: Machine) -> None:
-    """Within what 8 bits hold: a hundredth of the largest value, here of all sums."""
+    """Within the resolution of 8 bits: a hundredth of the largest value, here of all sums."""
     if Format.INT8 not in machine.formats:
         pytest.skip(f"{machine.isa} has no INT8")
     for size in (0.0, 1e-44, 1e-38, 1e-30, 1e30, 1e35):
@@ -145,7 +145,7 @@ def test_a_weight_that_is_nan_stays_nan(machine: Machine) -> None:
         assert np.isfinite(result[:, [0, 2, 3]]).all(), form
 
 
-def test_what_does_not_fit_is_refused(widest: Machine) -> None:
+def test_wrong_arguments_are_refused(widest: Machine) -> None:
     packed = widest.pack(np.ones((3, 4), np.float32), None, Format.F32)
     with pytest.raises(ValueError, match=r"x must be \[R, 4\], got \[2, 5\]"):
         widest.product(packed, np.ones((2, 5), np.float32))

@@ -45,7 +45,7 @@ def test_nothing_is_found(
     monkeypatch: pytest.MonkeyPatch,
     build_amx_model: Callable[..., Path],
 ) -> None:
-    """Memory that nobody owns or has written, undefined behaviour; two lanes at one place at a time."""
+    """Reads of foreign or unwritten memory, undefined behaviour, and races between lanes."""
     preload = runtime("libasan.so" if flags is ADDRESSES else "libtsan.so")
     monkeypatch.setenv("CC", "gcc")
     try:
