@@ -19,9 +19,8 @@ from ..executors.cpu.heads import ArrayHead
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .heads import Cut
-from .metadata import PoolingMetadata
+from .metadata import PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler
-from .packing import PickedRows
 
 _POOLINGS: Final = {
     PoolingType.CLS: Pooling.CLS,

@@ -17,8 +17,7 @@ from penstock.kernels.upload import upload
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .heads import token_rows
-from .metadata import PoolingCursor, PoolingMetadata
-from .packing import prefix_sums, rows_between
+from .metadata import PoolingCursor, PoolingMetadata, prefix_sums, rows_between
 from .states import PoolingStates, Strategy, finalize_states, update_states
 from .tensor_ops import TensorOps, on_device
 
@@ -293,9 +292,9 @@ class ChunkedPoolingManager:
         return done, finalize_states([metadata.states[i] for i in done])
 
     def commit(self, metadata: PoolingMetadata) -> None:
-        """Takes over what a batch has pooled. Complete sequences are forgotten.
+        """Keeps the cursors and states of a batch, and forgets complete sequences.
 
-        Until then nothing has changed, so that a batch that failed can run again.
+        Before this call nothing has changed, so that a failed batch can run again.
         """
         if metadata.chunks is None:
             return
@@ -313,7 +312,7 @@ class ChunkedPoolingManager:
         return PoolingStates.initialize(self._hidden_dim, self._types, self._device)
 
     def _states_of(self, seq_id: Hashable) -> PoolingStates:
-        """A copy of a sequence's states, which a batch may change; new ones where it has none."""
+        """Returns a copy of the states of a sequence; new states if it has none."""
         sequence = self._running.get(seq_id)
         states = None if sequence is None else sequence.states
         return (

@@ -20,12 +20,11 @@ from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from ..protocol.vectors import MultiVector
-from .metadata import PoolingMetadata
-from .packing import IntArray, PickedRows, kept_rows, prefix_sums, ranges
+from .metadata import IntArray, PickedRows, PoolingMetadata, kept_rows, prefix_sums, ranges
 
 
 class Rows(Protocol):
-    """What numpy arrays and tensors have in common here."""
+    """The common part of numpy arrays and tensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +54,7 @@ class Cut:
 
     @classmethod
     def of(cls, params: Sequence[PoolingParams], width: int) -> Cut:
-        """Returns what resolved parameters ask for.
+        """Returns the cut for resolved parameters.
 
         Args:
             params: One per row.
@@ -84,7 +83,7 @@ class Cut:
         )
 
     def among(self, indices: Sequence[int], num_rows: int) -> Cut:
-        """Returns the cut of `num_rows` rows, given the cut of those `indices`; the others get any."""
+        """Returns a cut of `num_rows` rows in which the rows `indices` have this cut, and the others any."""
         widths, normalize = self.widths, self.normalize
         if widths is not None:
             own, widths = widths, np.ones(num_rows, np.int32)
@@ -260,7 +259,7 @@ def token_rows(pooling_type: PoolingType, metadata: PoolingMetadata) -> TokenRow
 
 
 class VectorFilter:
-    """Leaves out the vectors of tokens that mean nothing by themselves, such as punctuation in a document.
+    """Drops the vectors of tokens without a meaning of their own, such as punctuation in a document.
 
     Args:
         recipe: Of the model; None keeps all.
@@ -277,7 +276,7 @@ class VectorFilter:
         """Returns the rows that are kept.
 
         Raises:
-            ValueError: Some may have to go and the batch has no token ids.
+            ValueError: Some rows may be dropped, and the batch has no token ids.
         """
         if self._drops_first:
             bounds = prefix_sums(metadata.seq_lens)

@@ -1,4 +1,4 @@
-"""What the poolers know about a batch besides its rows: which rows belong to which sequence, and its parameters."""
+"""The description of a batch for the poolers: its sequences, their parameters, and the position of chunks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .packing import IntArray, PickedRows, prefix_sums, rows_between
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..executors.torch.packed_batch import PackedBatch
     from .states import PoolingStates
+
+IntArray = NDArray[np.int64]
+PickedRows = slice | IntArray
+"""Packed rows of some sequences: a slice where they lie together, which copies nothing, else [R] int64."""
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class PoolingCursor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkSpans:
-    """Which part of its sequence each chunk of a batch is.
+    """The position of each chunk of a batch in its sequence.
 
     Attributes:
         seq_ids: N keys of the sequences in the ChunkedPoolingManager.
@@ -90,6 +93,29 @@ class ChunkSpans:
     ends: IntArray
     prompt_lens: IntArray
     num_pooled: IntArray
+
+    @classmethod
+    def of(
+        cls, seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], prompt_lens: Sequence[int] | None
+    ) -> ChunkSpans:
+        """Returns the spans of chunks of `seq_lens` tokens from `starts` on, of sequences that are not pooled yet.
+
+        Args:
+            seq_ids: N keys of the sequences.
+            starts: [N], place of each chunk in its sequence.
+            seq_lens: [N], tokens of each chunk.
+            prompt_lens: [N], tokens of each sequence; None: it ends with its chunk.
+
+        Raises:
+            ValueError: A chunk does not lie in its sequence.
+        """
+        ends = starts + np.asarray(seq_lens, np.int64)
+        whole = ends if prompt_lens is None else np.asarray(prompt_lens, np.int64)
+        misfits = np.flatnonzero((starts < 0) | (ends < starts) | (ends > whole))
+        if len(misfits):
+            n = misfits[0]
+            raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} do not lie in a sequence of {whole[n]} tokens")
+        return cls(seq_ids=seq_ids, starts=starts, ends=ends, prompt_lens=whole, num_pooled=np.zeros_like(starts))
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
@@ -116,7 +142,7 @@ class ChunkSpans:
         """Returns [N+1]: where the attention weights of each sequence begin, those before its chunk included.
 
         Raises:
-            ValueError: There are not `num_weights` of them.
+            ValueError: Their number is not `num_weights`.
         """
         bounds = prefix_sums(self.ends)
         if num_weights != bounds[-1]:
@@ -134,13 +160,13 @@ class PoolingMetadata:
         params: N resolved parameters; tasks may be mixed.
         seq_lens: Rows of each sequence in this batch, on the host.
         cu_seqlens: [N+1] int32, prefix sums of `seq_lens`, on the device of the rows or on the host.
-        token_ids: [T] int64 on the host, for answers that depend on a token; None where none do.
-        skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence that are left out; None for none.
-        chunks: Which parts of their sequences the batch holds; None where it holds whole sequences only.
+        token_ids: [T] int64 on the host; None if no result depends on tokens.
+        skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence to leave out; None for none.
+        chunks: The position of each chunk in its sequence; None if the batch holds whole sequences only.
         cursors: By index, of the parts of sequences; `ChunkedPoolingManager.schedule` sets them.
         states: By index, running states that `ChunkedPoolingManager.commit` will keep.
-        queries: Per sequence [Q, W] float32 on the host: the vectors that its own are compared with, if any; None where
-            no sequence has some.
+        queries: Per sequence [Q, W] float32 on the host: query vectors to compare its vectors with, or None. None if no
+            sequence has any.
     """
 
     params: Sequence[PoolingParams]
@@ -181,7 +207,7 @@ class PoolingMetadata:
             starts = np.array([0] * len(seq_ids) if cache is None else cache.context_lens, np.int64)
             if prompt_lens is None and cache is not None:
                 prompt_lens = cache.prompt_lens
-            chunks = chunk_spans(seq_ids, starts, batch.seq_lens, prompt_lens)
+            chunks = ChunkSpans.of(seq_ids, starts, batch.seq_lens, prompt_lens)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -198,7 +224,7 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True where the batch holds parts of sequences, or sequences of which something was pooled before."""
+        """True if the batch holds parts of sequences, or sequences with tokens that were pooled before."""
         chunks = self.chunks
         return chunks is not None and bool(
             chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.prompt_lens).any()
@@ -238,29 +264,6 @@ class PoolingMetadata:
         )
 
 
-def chunk_spans(
-    seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], prompt_lens: Sequence[int] | None
-) -> ChunkSpans:
-    """Returns the spans of chunks of `seq_lens` tokens from `starts` on, none of them pooled before.
-
-    Args:
-        seq_ids: N keys of the sequences.
-        starts: [N], place of each chunk in its sequence.
-        seq_lens: [N], tokens of each chunk.
-        prompt_lens: [N], tokens of each sequence; None: it ends with its chunk.
-
-    Raises:
-        ValueError: A chunk does not lie in its sequence.
-    """
-    ends = starts + np.asarray(seq_lens, np.int64)
-    whole = ends if prompt_lens is None else np.asarray(prompt_lens, np.int64)
-    misfits = np.flatnonzero((starts < 0) | (ends < starts) | (ends > whole))
-    if len(misfits):
-        n = misfits[0]
-        raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} do not lie in a sequence of {whole[n]} tokens")
-    return ChunkSpans(seq_ids=seq_ids, starts=starts, ends=ends, prompt_lens=whole, num_pooled=np.zeros_like(starts))
-
-
 def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:
     for name, values in lists.items():
         if values is not None and len(values) != num_seqs:
@@ -278,3 +281,32 @@ def check_gap(pooling_types: Sequence[PoolingType], chunk_start: int, num_pooled
         raise ValueError(
             f"{names} pooling needs every row, but a chunk begins at {chunk_start} and {num_pooled} tokens were pooled"
         )
+
+
+def prefix_sums(lengths: Sequence[int] | NDArray[np.integer] | NDArray[np.bool_]) -> IntArray:
+    """Returns [N+1]: where each sequence begins, and the end."""
+    bounds = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def ranges(firsts: IntArray, ends: IntArray) -> IntArray:
+    """Returns firsts[0] to ends[0], firsts[1] to ends[1] and so on, end to end."""
+    lengths = ends - firsts
+    bounds = prefix_sums(lengths)
+    return np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], lengths)
+
+
+def rows_between(firsts: IntArray, ends: IntArray) -> PickedRows:
+    """Returns the rows firsts[n] to ends[n] of N sequences, in order."""
+    if len(firsts) == 0:
+        return slice(0, 0)
+    if np.array_equal(firsts[1:], ends[:-1]):
+        return slice(int(firsts[0]), int(ends[-1]))
+    return ranges(firsts, ends)
+
+
+def kept_rows(is_kept: NDArray[np.bool_], seq_lens: Sequence[int]) -> tuple[IntArray, tuple[int, ...]]:
+    """Returns the rows that are kept [R], and how many of each sequence, given [T] bool of packed rows."""
+    kept_before = prefix_sums(is_kept)
+    return np.flatnonzero(is_kept), tuple(np.diff(kept_before[prefix_sums(seq_lens)]).tolist())

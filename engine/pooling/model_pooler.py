@@ -27,9 +27,8 @@ from .heads import (
     check_attention_head,
     token_rows,
 )
-from .metadata import ChunkSpans, PoolingMetadata, check_gap
+from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
 from .output import OutputBlock, PoolerOutput
-from .packing import rows_between
 
 R_co = TypeVar("R_co", covariant=True)
 SparsePool = Callable[[R, PoolingMetadata], tuple[R, tuple[int, ...]]]
@@ -39,7 +38,7 @@ Compare = Callable[[R, Sequence[int], Sequence[NDArray[np.float32] | None]], tup
 
 
 class ForwardOutput(Protocol[R_co]):
-    """What a model gives for a batch; see models.base.ModelOutput."""
+    """The output of a forward: ModelOutput or ArrayOutput."""
 
     @property
     def hidden_states(self) -> R_co:
@@ -73,7 +72,7 @@ class ChunkPooling(Protocol[R]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMaps(Generic[R]):
-    """What a model has for single tokens, apart from class scores.
+    """Heads for single tokens, except class scores.
 
     Attributes:
         vectors: Maps token rows [R, D] to vectors, of all tokens but the first; None where the Dense modules do.
@@ -89,7 +88,7 @@ class TokenMaps(Generic[R]):
 
 
 class ModelPooler(Generic[R]):
-    """Pools what the model gives and runs the heads. Stateless: a ChunkedPoolingManager keeps what chunks need.
+    """Pools the output of the model and runs the heads. Stateless: a ChunkedPoolingManager keeps the states of chunks.
 
     Args:
         info: The resolved model.
@@ -153,8 +152,8 @@ class ModelPooler(Generic[R]):
         Args:
             output: Of the batch's forward. Not modified.
             metadata: Of the batch.
-            manager: Keeps what chunks need. It changes only when the caller calls `manager.commit(metadata)`, so that a
-                batch that fails can run again.
+            manager: Keeps the states of chunks. It changes only when the caller calls `manager.commit(metadata)`, so
+                that a failed batch can run again.
 
         Raises:
             ValueError: Chunks without a manager, or of a model that pools by itself; or rows are missing before one.

@@ -1,4 +1,4 @@
-"""What pooling a batch gives, and its way off the device."""
+"""The results of pooling a batch, and their copy from the device."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def _to_host(values: Rows) -> NDArray[np.float32]:
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """Whether all values are finite, [] bool on their device: times 0, what is not becomes NaN, which a sum keeps."""
+    """Whether all values are finite, [] bool on their device: 0 times inf or NaN is NaN, and a sum keeps it."""
     return values.mul(0.0).sum() == 0.0

@@ -164,7 +164,7 @@ class PoolerFactory:
             num_heads: ATTENTION: heads of the model, where they are known.
 
         Raises:
-            ValueError: There is no such type, and the message lists those that there are; or no such head.
+            ValueError: There is no such type (the message lists the types), or no such head.
         """
         pooling_type = PoolingType(strategy)
         if pooling_type is PoolingType.ATTENTION:

@@ -18,9 +18,8 @@ from ..executors.torch.heads import BLOCK_ROWS
 from ..protocol.model_info import ModelInfo
 from ..protocol.vectors import SparseKind, SparsePooling
 from .heads import RowMap
-from .metadata import PoolingMetadata
+from .metadata import IntArray, PoolingMetadata, prefix_sums
 from .model_pooler import TokenMaps
-from .packing import IntArray, prefix_sums
 
 # Numbers held at once, 4 bytes each: rows over the whole vocabulary.
 _MAX_VALUES: Final = 1 << 25

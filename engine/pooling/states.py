@@ -21,10 +21,10 @@ Strategy = str | Sequence[str]
 
 
 def types_of(strategy: object) -> tuple[PoolingType, ...]:
-    """Returns the pooling types that a name, or several, stand for.
+    """Returns the pooling types with these names.
 
     Raises:
-        ValueError: One of them is unknown; the message names it.
+        ValueError: A name is unknown. The message names it.
     """
     names: Sequence[Any] = (strategy,)
     if isinstance(strategy, Sequence) and not isinstance(strategy, str):

@@ -22,9 +22,8 @@ from ..executors.torch.base import PackedModel
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .heads import Cut, RowMap
-from .metadata import PoolingMetadata
+from .metadata import PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
-from .packing import PickedRows
 from .sparse import SparsePooler
 
 KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
