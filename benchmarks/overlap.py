@@ -177,7 +177,7 @@ def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[s
         device.sleep()
         return []
 
-    load.core._bell.wait = sleep  # type: ignore[method-assign]
+    load.core._waker.wait = sleep  # type: ignore[method-assign]
     for part_s in (_WARM_S, seconds):
         device.reset()
         load.num_done = 0
@@ -190,7 +190,7 @@ def measure_counted(device: CountedDevice, load: Load, seconds: float) -> dict[s
 
 def measure_wall(device: WallDevice, load: Load, seconds: float) -> dict[str, float]:
     """Runs the loop in a thread for some seconds; returns the device's times."""
-    device.open(load.core._bell.fd)
+    device.open(load.core._waker.fd)
 
     def run() -> None:
         while load.core.step():

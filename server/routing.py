@@ -228,7 +228,14 @@ class Router:
                 shown_here = in_schema and place == path
                 if place != path:
                     options["batch_use"] = BatchUse.NONE
-                self.routes.append(Route(place, endpoint, methods=[*methods], include_in_schema=shown_here, **options))
+                route = Route(
+                    place,
+                    endpoint,
+                    methods=[*methods],
+                    include_in_schema=shown_here,
+                    **options,  # pyright: ignore[reportCallIssue]
+                )
+                self.routes.append(route)
             return endpoint
 
         return declare

@@ -48,6 +48,7 @@ class Result(Protocol):
     @property
     def num_tokens(self) -> Sequence[int]:
         """Tokens of each input."""
+        ...
 
 
 R = TypeVar("R", bound=Result)

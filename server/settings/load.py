@@ -52,7 +52,9 @@ class DeclaredSetting(NamedTuple):
     @property
     def metavar(self) -> str:
         """Word for its value, or its choices; empty for true or false."""
-        return self.setting.metavar or (self.setting.choices and "{" + ",".join(self.setting.choices) + "}") or ""
+        if self.setting.metavar:
+            return self.setting.metavar
+        return "{" + ",".join(self.setting.choices) + "}" if self.setting.choices else ""
 
     @property
     def shown_default(self) -> str:
@@ -201,16 +203,16 @@ def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
 
 def _in_type(value: Any, kind: type) -> Any:
     """Returns a value in a type. Raises ValueError that says what it must be."""
-    is_text, is_number = isinstance(value, str), isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         if isinstance(value, bool):
             return value
-        if is_text and (word := _WORDS.get(value.strip().lower())) is not None:
+        if isinstance(value, str) and (word := _WORDS.get(value.strip().lower())) is not None:
             return word
         raise ValueError("must be true or false")
     if kind in (int, float):
         try:
-            number = kind(value) if is_text or is_number else None
+            number = kind(value) if isinstance(value, str) or is_number else None
         except (ValueError, OverflowError):
             number = None
         if number is None or (is_number and number != value):

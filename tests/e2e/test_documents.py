@@ -34,4 +34,4 @@ def test_python(program: str, server, tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(tmp_path / "example.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert done.stdout.strip() or "print(" not in program, "a program that prints must show something"

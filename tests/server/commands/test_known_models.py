@@ -16,9 +16,9 @@ models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.
 
 
 @models
-def test_its_family_is_native_and_compared_with_transformers(model) -> None:
+def test_its_family_is_packed_and_compared_with_transformers(model) -> None:
     assert model.family in FAMILIES
-    text = "".join((PARITY / name).read_text() for name in ("test_native_models.py", "test_decoders.py"))
+    text = "".join((PARITY / name).read_text() for name in ("test_encoders.py", "test_decoders.py"))
     compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
     assert model.family.replace("-", "") in compared
 
