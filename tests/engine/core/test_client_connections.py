@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -209,6 +210,7 @@ def test_one_that_goes_before_it_is_accepted_is_nobody(clients: ClientConnection
 @pytest.fixture
 def taken_files() -> Iterator[list[int]]:
     """Descriptors: with them this process has as many open files as it may have. Those that a test closes are free."""
+    gc.collect()  # a collection during the test would close files of earlier tests
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     try:
