@@ -28,21 +28,19 @@ _LARGE: Final = 1 / 16
 """Share of the limit in seconds for which one request counts at most. Small requests run beside a larger request, so
 they do not wait for all of it."""
 _FEW_LARGE: Final = 8
-"""So many requests larger than that are admitted however long they take. They fill half of the queue; the other half is
-for small requests."""
-
-
+"""Requests above `_LARGE` that are admitted however long they take. They fill half of the queue; small requests use the
+other half."""
 _LOOKUPS_PER_S: Final = 150.0
 """Fruitless lookups of short texts: less than a tenth of a core."""
 _TOKENS_PER_LOOKUP: Final = 250
-"""Tokens that take as long to make as everything else that is done for a request."""
+"""Tokenizing this many tokens takes as long as all other work for a request."""
 
 
 class LookupRateLimit:
     """Limits fruitless cache lookups while the queue is full. Belongs to one event loop.
 
-    To look a text up, its body has to be read and tokenized. A request that is refused afterwards uses up an allowance;
-    while there is none, requests are refused unread. Requests that find all their texts cost nothing.
+    A lookup reads and tokenizes the body. A request that is refused after its lookup uses up an allowance. Without
+    allowance, requests are refused unread. Requests whose texts are all cached cost nothing.
 
     Args:
         clock_s: Monotonic time.
@@ -74,7 +72,7 @@ class Admission:
     """Counts the tokens in the queue. Belongs to one event loop.
 
     Attributes:
-        stats: Figures of this process.
+        stats: Metrics of this process.
         closed_because: Why every request is refused; None while the engine works.
         closed_reason: The reason that metrics count meanwhile.
         lookups: Bounds cache lookups while the queue is full.
@@ -133,7 +131,7 @@ class Admission:
         self._check_capacity(client)
 
     def check_open(self) -> None:
-        """Refuses a request that may need no room. Raises EngineUnavailableError while the engine is not ready."""
+        """Refuses a request whose texts may be cached. Raises EngineUnavailableError while the engine is not ready."""
         if self.closed_because is not None:
             raise EngineUnavailableError(self.closed_because, reason=self.closed_reason)
 
@@ -157,7 +155,7 @@ class Admission:
         self._num_by_client[client] += 1
 
     def leave(self, num_tokens: int, client: str = "") -> None:
-        """Counts a request no more."""
+        """Removes a request from the queue."""
         self.stats.leave(num_tokens)
         self._in_flight[client, num_tokens] -= 1
         if not self._in_flight[client, num_tokens]:

@@ -77,7 +77,7 @@ def linear(
     is_gated: bool = False,
     is_below_base: bool = False,
 ) -> LinearSpec:
-    """Returns a map. `rows` are those of each part; one name stands for all of them."""
+    """Returns a linear map. `rows` holds the rows of each part. A single name is the name of all parts together."""
     names = (names,) if isinstance(names, str) else tuple(names)
     return LinearSpec(
         names=names,

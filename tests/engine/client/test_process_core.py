@@ -1,4 +1,4 @@
-"""An engine process: one that hangs is told from one that works for long, and from a pause of everything."""
+"""A core in a process: a hang is distinguished from long work and from a suspended machine."""
 
 from __future__ import annotations
 

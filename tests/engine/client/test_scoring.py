@@ -1,4 +1,4 @@
-"""Scores of pairs, with the core played by the test: what is run, what is compared with what, what is counted."""
+"""Score and rerank: the pairs that run, the vectors that are compared, and the token counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine thread: what it is handed, what it says on the event loop, and how its end is told."""
+"""A core in a thread: its messages, its callbacks on the event loop, and its end."""
 
 from __future__ import annotations
 

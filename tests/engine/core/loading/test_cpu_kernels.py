@@ -1,4 +1,4 @@
-"""Which kernels run a model, and in which type: what the operator says, what the model is, what is measured."""
+"""The choice between the C library and torch depends on settings, model and measurement."""
 
 from __future__ import annotations
 

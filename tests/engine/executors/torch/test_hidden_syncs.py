@@ -1,7 +1,7 @@
-"""Packing, forward, pooling and the begun copy out never wait for the device; what they give is what the CPU gives.
+"""Packing, forward, pooling and copies out never wait for the device, and the results equal those on a CPU.
 
-Here on the device that is not there (see device/pretend_cuda.py), which needs triton's interpreter for kernels and so
-runs in a process of its own (test_hidden_syncs_interpreted.py); on a machine with a GPU under torch's own watch.
+Without a GPU the tests simulate a device (device/pretend_cuda.py). This needs triton's interpreter, so they run in a
+process of their own (test_hidden_syncs_interpreted.py). With a GPU, torch reports every wait.
 """
 
 from __future__ import annotations
