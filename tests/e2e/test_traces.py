@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import pytest
+
 import penstock.engine
 import penstock.kernels
 import penstock.server
-import pytest
 
 LOOPS = ("server/commands/serve.py serve", "engine/core/core.py EngineCore.run")
 """Functions in which the processes wait for work."""
@@ -127,7 +128,8 @@ Record = Callable[..., tuple[Trace, Trace]]
 @pytest.fixture
 def record(launch, tmp_path: Path) -> Record:
     """Starts a server, sends it a request, and returns the traces of its own process and of the engine's."""
-    roots = [os.path.dirname(package.__file__) for package in (penstock.server, penstock.engine, penstock.kernels)]
+    packages = (penstock.server, penstock.engine, penstock.kernels)
+    roots = [str(Path(str(package.__file__)).parent) for package in packages]
 
     def signal_all(processes: list[int], number: int, suffix: str) -> list[Path]:
         """Sends a signal and returns the files that the processes write then."""
