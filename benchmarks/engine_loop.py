@@ -63,7 +63,7 @@ class PackingRunner(Runner):
         forward_s: Seconds that a forward sleeps.
     """
 
-    has_room = True
+    can_begin = True
 
     def __init__(self, forward_s: float) -> None:
         self.info = ModelInfo(
@@ -96,7 +96,7 @@ class PackingRunner(Runner):
         values = np.full((len(chunks), WIDTH), WIDTH**-0.5, np.float32)
         return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:

@@ -94,11 +94,11 @@ class SimulatedRunner(Runner):
         self._num_under_way = num_under_way
         self._num_begun = 0
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner."""
 
     @property
-    def has_room(self) -> bool:
+    def can_begin(self) -> bool:
         """See Runner."""
         return self._num_begun - self.device.num_ended() < self._num_under_way
 

@@ -20,7 +20,7 @@ _FORWARD: Final = b"f"
 _RESET: Final = b"r"
 
 
-def simulate(forward_ms: float, jobs: int, done: int, bell: int) -> None:
+def simulate(forward_ms: float, jobs: int, done: int, wakeup_fd: int) -> None:
     """The device: runs the forwards that come through `jobs`, says each one's end, and at the end prints its times."""
     with contextlib.suppress(PermissionError):
         os.nice(-20)  # a device waits for no processor
@@ -38,7 +38,7 @@ def simulate(forward_ms: float, jobs: int, done: int, bell: int) -> None:
         busy_s += ended_s - began_s
         num_forwards += 1
         os.write(done, b"d")
-        os.write(bell, b"\0")
+        os.write(wakeup_fd, b"\0")
     print(json.dumps({"busy_s": busy_s, "idle_s": idle_s, "num_forwards": num_forwards}))
 
 
@@ -54,13 +54,13 @@ class WallDevice:
         self._num_ended = 0
         self._process: subprocess.Popen[str] | None = None
 
-    def open(self, bell: int) -> None:
+    def open(self, wakeup_fd: int) -> None:
         """Starts it; it rings when a forward ends."""
         jobs, self._jobs = os.pipe()
         self._done, done = os.pipe()
-        arguments = [str(self._forward_ms), *map(str, (jobs, done, bell))]
+        arguments = [str(self._forward_ms), *map(str, (jobs, done, wakeup_fd))]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], pass_fds=(jobs, done, bell), stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *arguments], pass_fds=(jobs, done, wakeup_fd), stdout=subprocess.PIPE, text=True
         )
         os.close(jobs)
         os.close(done)

@@ -33,7 +33,7 @@ _WORKER: Final = "penstock.engine.core.worker"
 class IdleRunner(Runner):
     """A Runner that knows its model's files, and none of its weights."""
 
-    has_room = True
+    can_begin = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = with_device(resolve_model(config), "cpu", "float32")
@@ -50,7 +50,7 @@ class IdleRunner(Runner):
         values = np.repeat(self._row, len(chunks), axis=0)
         return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:

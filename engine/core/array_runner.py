@@ -95,13 +95,13 @@ class ArrayRunner(Runner):
             return cls(info, tokenizer, load_array_encoder(info, machine), load_dense(info, machine))
 
     @property
-    def has_room(self) -> bool:
+    def can_begin(self) -> bool:
         """See Runner."""
         return self._encoder.machine.num_free > 0
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner."""
-        self._encoder.machine.ring(bell)
+        self._encoder.machine.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[Chunk]) -> ArrayForward:
         """See Runner. All chunks are whole sequences, as the model attends both ways."""

@@ -133,12 +133,12 @@ class EngineCore:
             return
         with self._watch.running():
             try:
-                self._runner.ring(self._waker.fd)
+                self._runner.set_wakeup_fd(self._waker.fd)
                 while self.step():
                     pass
             finally:
                 with self._watch.during(Step()):
-                    self._runner.ring(None)
+                    self._runner.set_wakeup_fd(None)
 
     def load(self) -> None:
         """Loads the model and sends Ready.
@@ -229,7 +229,7 @@ class EngineCore:
             with self._lock:
                 if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
                     return
-                self._wants_work = self._has_room()
+                self._wants_work = self._fits_another()
             with self._watch.idle():
                 callbacks = self._waker.wait()
             with self._lock:
@@ -237,7 +237,7 @@ class EngineCore:
 
     def _can_begin(self) -> bool:
         """Whether a batch should be started now. The caller holds the lock."""
-        return (self._has_released or (not self._found_nothing and self._has_use())) and self._has_room()
+        return (self._has_released or (not self._found_nothing and self._has_use())) and self._fits_another()
 
     def _has_use(self) -> bool:
         """Whether a batch of the waiting sequences should be started now, if there is room for one.
@@ -249,7 +249,7 @@ class EngineCore:
         waits = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
         return scheduler.has_work and (not waits or scheduler.has_much)
 
-    def _has_room(self) -> bool:
+    def _fits_another(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock.
 
         A batch with chunks may if the device keeps the order of batches: the chunks of a prompt build on each other.
@@ -257,7 +257,7 @@ class EngineCore:
         if not self._running:
             return True
         runner, scheduler = self._runner, self._scheduler
-        if not runner.has_room or (scheduler.has_long and (not runner.keeps_order or scheduler.awaits_quiet)):
+        if not runner.can_begin or (scheduler.has_long and (not runner.keeps_order or scheduler.awaits_quiet)):
             return False
         num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget

@@ -159,16 +159,16 @@ class ModelRunner(Runner):
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @property
-    def has_room(self) -> bool:
+    def can_begin(self) -> bool:
         """See Runner. The device has the next forward before it has ended one."""
         with device_errors():
             while self._under_way and self._under_way[0].is_reached:
                 self._under_way.popleft()
         return len(self._under_way) < _MOST_UNDER_WAY
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner."""
-        self._watch.ring(bell)
+        self._watch.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
         """See Runner. On CUDA the batch is packed, and all that it needs asked for, while others may run."""

@@ -85,12 +85,12 @@ class Runner(Protocol):
         """
 
     @property
-    def has_room(self) -> bool:
+    def can_begin(self) -> bool:
         """Whether a forward may start beside those under way, because a part of the device is or will soon be idle."""
         ...
 
-    def ring(self, bell: int | None) -> None:
-        """Sets the file descriptor that is written to when a forward ends or `has_room` becomes true; None for none.
+    def set_wakeup_fd(self, fd: int | None) -> None:
+        """Sets the file descriptor that is written to when a forward ends or `can_begin` becomes true; None for none.
 
         The runner no longer writes to the previous one after this call.
         """

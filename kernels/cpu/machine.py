@@ -205,12 +205,12 @@ class Machine:
         """Lanes that have nothing to do."""
         return int(self._library.penstock_free_lanes(self._with_lanes))
 
-    def ring(self, bell: int | None) -> None:
-        """Names the descriptor that is written to where a forward ends, and where a lane has nothing more to do.
+    def set_wakeup_fd(self, fd: int | None) -> None:
+        """Sets the file descriptor that is written to when a forward ends or a lane becomes idle; None for none.
 
-        After a call with None the library no longer writes to the last one.
+        The library no longer writes to the previous one after this call.
         """
-        self._library.penstock_ring(self._with_lanes, -1 if bell is None else bell)
+        self._library.penstock_ring(self._with_lanes, -1 if fd is None else fd)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
         """Begins a forward; see CpuEncoder. What the structs point to lives until `end` has returned.

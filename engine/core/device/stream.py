@@ -229,14 +229,14 @@ class EventWatcher:
         if self._error is not None:
             raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
 
-    def ring(self, bell: int | None) -> None:
-        """See Runner.ring."""
+    def set_wakeup_fd(self, fd: int | None) -> None:
+        """See Runner.set_wakeup_fd."""
         if self._thread is not None:
             self._events.put(None)
             self._thread.join()
             self._thread = None
-        if bell is not None:
-            self._thread = Thread(target=self._run, args=(bell,), name="device-events", daemon=True)
+        if fd is not None:
+            self._thread = Thread(target=self._run, args=(fd,), name="device-events", daemon=True)
             self._thread.start()
 
     def add(self, event: DeviceEvent) -> None:
@@ -244,7 +244,7 @@ class EventWatcher:
         if self._thread is not None:
             self._events.put(event)
 
-    def _run(self, bell: int) -> None:
+    def _run(self, fd: int) -> None:
         try:
             make_current(self._device)
         except Exception as error:
@@ -257,4 +257,4 @@ class EventWatcher:
                 logger.exception("waiting for the end of a forward failed")
                 self._error = error  # raised by `check`, which the loop calls after the wake-up below
             with contextlib.suppress(BlockingIOError):  # the pipe is full, so the loop will wake up anyway
-                os.write(bell, b"\0")
+                os.write(fd, b"\0")

@@ -25,7 +25,7 @@ FORWARD_S = 0.05
 class WaitingRunner(Runner):
     """See Runner."""
 
-    has_room = True
+    can_begin = True
 
     def __init__(self) -> None:
         self.info = ModelInfo(
@@ -54,7 +54,7 @@ class WaitingRunner(Runner):
         sums = np.array([[chunk.sequence.prompt.token_ids.sum()] for chunk in chunks], np.float32)
         return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=sums)]))
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """Nothing is ever waited for."""
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:

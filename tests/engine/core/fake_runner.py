@@ -74,7 +74,7 @@ class FakeRunner(Runner):
         saved: Sequences that lost their memory.
     """
 
-    has_room = True
+    can_begin = True
 
     def __init__(self, sequence_pool: SequencePool | None = None, max_model_len: int = 4096) -> None:
         self.info = model(max_model_len)
@@ -94,7 +94,7 @@ class FakeRunner(Runner):
     def warm_up(self) -> None:
         self.is_warm = True
 
-    def ring(self, bell: int | None) -> None:
+    def set_wakeup_fd(self, fd: int | None) -> None:
         """Nothing is ever waited for."""
 
     def begin(self, chunks: Sequence[Chunk]) -> Forward:
@@ -174,7 +174,7 @@ class StreamRunner(FakeRunner):
         self.queue: list[QueuedForward] = []
 
     @property
-    def has_room(self) -> bool:  # type: ignore[override]
+    def can_begin(self) -> bool:  # type: ignore[override]
         return len(self.queue) < 2
 
     def begin(self, chunks: Sequence[Chunk]) -> QueuedForward:

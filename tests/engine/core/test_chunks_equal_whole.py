@@ -161,7 +161,7 @@ class Client:
         self.core.load()
         self.most_under_way = 0
         if stream is not None or loaded.info.device != "cpu":
-            self.core._runner.ring(self.core._waker.fd)
+            self.core._runner.set_wakeup_fd(self.core._waker.fd)
         if stream is not None:
             wait = self.core._waker.wait
 
@@ -371,7 +371,7 @@ def test_chunks_in_flight_change_nothing(
     tight.submit((1, inputs[1]), task=task, priority=0)
     tight.submit(*enumerate(inputs[2:], 2), task=task)
     tight.run()
-    tight.core._runner.ring(None)
+    tight.core._runner.set_wakeup_fd(None)
     if stream is not None:
         stream.close()
     assert not tight.failures

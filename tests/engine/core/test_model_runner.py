@@ -180,25 +180,25 @@ def test_two_forwards_are_under_way_and_no_more(stream: PlayedStream) -> None:
     stream.gate.clear()
     forwards = []
     for tokens in ((7, 8), (9,)):
-        assert made.has_room
+        assert made.can_begin
         forwards.append(made.begin([ids(*tokens)]))
-    assert not made.has_room
+    assert not made.can_begin
     assert not any(forward.is_done for forward in forwards)
     assert made.take_times() == []
     stream.gate.set()
     assert rows_of(forwards[0].outputs()) == [[8.0, 1.0]]  # LAST
     assert rows_of(forwards[1].outputs()) == [[9.0, 0.0]]
-    assert made.has_room
+    assert made.can_begin
     assert [time.whole_tokens for time in made.take_times()] == [2, 1]
 
 
 def test_end_of_a_forward_wakes_the_thread(stream: PlayedStream) -> None:
     made, waker = flying(Counting(), stream), Waker()
-    made.ring(waker.fd)
+    made.set_wakeup_fd(waker.fd)
     forward = made.begin([ids(5)])
     while not forward.is_done:
         waker.wait()
-    made.ring(None)
+    made.set_wakeup_fd(None)
     assert rows_of(forward.outputs()) == [[5.0, 0.0]]
 
 
@@ -208,13 +208,13 @@ def test_forward_fails_when_its_event_cannot_be_awaited(stream: PlayedStream, mo
 
     monkeypatch.setattr(PlayedEvent, "wait", fail)
     made, waker = flying(Counting(), stream), Waker()
-    made.ring(waker.fd)
+    made.set_wakeup_fd(waker.fd)
     stream.gate.clear()
     forward = made.begin([ids(5)])
     waker.wait()
     with pytest.raises(DeviceLostError, match="made up"):
         _ = forward.is_done
-    made.ring(None)
+    made.set_wakeup_fd(None)
 
 
 def test_on_a_cpu_a_forward_has_ended_when_it_has_begun() -> None:
@@ -222,7 +222,7 @@ def test_on_a_cpu_a_forward_has_ended_when_it_has_begun() -> None:
     for _ in range(3):
         forward = made.begin([ids(5)])
         assert isinstance(forward, EndedForward)
-        assert made.has_room
+        assert made.can_begin
     assert len(made.take_times()) == 3
 
 
@@ -234,7 +234,7 @@ def test_a_forward_without_memory_beside_another_leaves_that_alone(stream: Playe
     counting.error = torch.OutOfMemoryError("none")
     with pytest.raises(DeviceMemoryError):
         made.begin([ids(6)])
-    assert made.has_room
+    assert made.can_begin
     second = made.begin([ids(7)])
     stream.gate.set()
     assert rows_of(first.outputs()) == [[5.0, 0.0]]
@@ -249,7 +249,7 @@ def test_a_device_that_is_lost_while_forwards_run_is_told_by_all_of_them(stream:
     for ask in (
         lambda: forward.is_done,
         forward.outputs,
-        lambda: made.has_room,
+        lambda: made.can_begin,
         lambda: made.begin([ids(6)]),
         lambda: made.execute([ids(6)]),
     ):
@@ -316,7 +316,7 @@ def test_on_a_gpu_batches_in_flight_give_what_one_at_a_time_gives(encoders: Call
     under_way = deque[Any]()
     found = []
     for batch in batches:
-        if not gpu.has_room:
+        if not gpu.can_begin:
             found.append(vectors(under_way.popleft().outputs()))
         under_way.append(gpu.begin(batch))
     found += [vectors(forward.outputs()) for forward in under_way]

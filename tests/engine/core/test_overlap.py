@@ -35,14 +35,14 @@ class LaneRunner(FakeRunner):
         self.keeps_order = False
         self.running: list[SlowForward] = []
         self.began: list[list[int]] = []
-        self.bell: int | None = None
+        self.wakeup_fd: int | None = None
 
     @property
-    def has_room(self) -> bool:  # type: ignore[override]
+    def can_begin(self) -> bool:  # type: ignore[override]
         return sum(not forward.is_done for forward in self.running) < self.num_lanes
 
-    def ring(self, bell: int | None) -> None:
-        self.bell = bell
+    def set_wakeup_fd(self, fd: int | None) -> None:
+        self.wakeup_fd = fd
 
     def begin(self, chunks: Sequence[Chunk]) -> SlowForward | EndedForward:
         self.began.append([chunk.sequence.request.request_id for chunk in chunks])
@@ -183,7 +183,7 @@ def test_tokens_under_way_are_bounded_by_two_budgets() -> None:
         steps.run()
     runner.num_lanes = 3
     steps.submit(3, 8)
-    assert runner.has_room
+    assert runner.can_begin
     assert not steps.core._can_begin()
     runner.end(0)
     steps.run()
@@ -252,8 +252,8 @@ def test_what_runs_is_answered_when_the_core_stops(lanes: tuple[LaneRunner, Step
 
 def test_an_arrival_wakes_a_device_with_room_and_not_a_full_one(lanes: tuple[LaneRunner, Steps]) -> None:
     _, steps = lanes
-    rings: list[str] = []
-    steps.core._waker.wake = lambda: rings.append("ring")  # type: ignore[method-assign]
+    wakes: list[str] = []
+    steps.core._waker.wake = lambda: wakes.append("wake")  # type: ignore[method-assign]
     steps.core._waker.wait = lambda: (_ for _ in ()).throw(TimeoutError)  # type: ignore[method-assign]
 
     def sleep() -> None:
@@ -262,12 +262,12 @@ def test_an_arrival_wakes_a_device_with_room_and_not_a_full_one(lanes: tuple[Lan
 
     sleep()
     steps.submit(1, 40)
-    assert rings == ["ring"]
+    assert wakes == ["wake"]
     steps.run()
     sleep()  # one lane is free
     steps.submit(2, 40)
-    assert rings == ["ring"] * 2
+    assert wakes == ["wake"] * 2
     steps.run()
     sleep()  # none is
     steps.submit(3, 40)
-    assert rings == ["ring"] * 2
+    assert wakes == ["wake"] * 2

@@ -50,26 +50,26 @@ def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
 
 
 def test_the_bell_rings_where_a_forward_ends_and_a_lane_is_free() -> None:
-    waiting, bell = os.pipe()
+    waiting, fd = os.pipe()
     with Machine(2) as machine:
         encoder = CpuEncoder(machine, SPEC, Format.F32)
-        machine.ring(bell)
+        machine.set_wakeup_fd(fd)
         forward = begin(encoder, make_texts([300, 300, 300]))
         while not forward.is_done:
-            assert select.select([waiting], [], [], 10)[0], "it has ended without a ring"
+            assert select.select([waiting], [], [], 10)[0], "it has ended without a wake-up"
             os.read(waiting, 100)
         while not machine.num_free:  # the first that is free rings for both
-            assert select.select([waiting], [], [], 10)[0], "a lane is free without a ring"
+            assert select.select([waiting], [], [], 10)[0], "a lane is free without a wake-up"
             os.read(waiting, 100)
         forward.result()
         wait_for_lanes(machine)
-        machine.ring(None)
+        machine.set_wakeup_fd(None)
         while select.select([waiting], [], [], 0)[0]:
             os.read(waiting, 100)
         begin(encoder, make_texts([30])).result()
         assert not select.select([waiting], [], [], 0.1)[0]
     os.close(waiting)
-    os.close(bell)
+    os.close(fd)
 
 
 def test_a_forward_takes_the_lanes_until_it_ends() -> None:

@@ -59,7 +59,7 @@ def test_machine_without_lanes_starts_no_thread() -> None:
         with pytest.raises(CpuKernelError, match="opened with 0 lanes, and a forward needs at least 1"):
             forward(encoder, make_texts([3]))
         with pytest.raises(CpuKernelError, match="0 lanes"):
-            machine.ring(None)
+            machine.set_wakeup_fd(None)
 
 
 def status_of(thread: Path) -> dict[str, str]:

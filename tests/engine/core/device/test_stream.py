@@ -37,7 +37,7 @@ def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
 def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) -> None:
     waker, watch = Waker(), EventWatcher()
     watch.add(stream.record_event())  # nobody hears it
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     stream.gate.clear()
     events = [stream.record_event(), stream.record_event()]
     for event in events:
@@ -46,32 +46,32 @@ def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) ->
     stream.gate.set()
     while not all(event.is_reached for event in events):
         waker.wait()
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
     assert events[1].at_ms(events[0]) >= 0
 
 
 def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) -> None:
     old, new, watch = Waker(), Waker(), EventWatcher()
-    watch.ring(old.fd)
+    watch.set_wakeup_fd(old.fd)
     watch.add(stream.record_event())
-    watch.ring(new.fd)  # waits for what was added before
+    watch.set_wakeup_fd(new.fd)  # waits for what was added before
     old.wait()
     del old
     watch.add(stream.record_event())
     new.wait()
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
 
 
 def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: PlayedStream) -> None:
     waker, watch = Waker(), EventWatcher()
     event = stream.record_event()
     stream.error = torch.AcceleratorError("gone")
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     watch.add(event)
     waker.wait()
     with pytest.raises(torch.AcceleratorError):
         _ = event.is_reached
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_the_device_of_the_marks_is_current_in_the_thread(
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append((current_thread().name, index)))
     waker, watch = Waker(), EventWatcher(torch.device(device))
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     watch.add(stream.record_event())
     waker.wait()
     assert calls == [("device-events", index) for index in expected]
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_error_of_the_device_does_not_end_the_thread(
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
     waker, watch = Waker(), EventWatcher(torch.device("cuda"))
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     watch.add(stream.record_event())
     waker.wait()
     with pytest.raises(DeviceLostError, match="gone"):
         watch.check()
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
 
 
 class FailingEvent(HostEvent):
@@ -122,14 +122,14 @@ class FailingEvent(HostEvent):
 def test_watch_survives_a_mark_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     waker, watch = Waker(), EventWatcher()
     watch.check()
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     for _ in range(2):
         watch.add(FailingEvent())
         waker.wait()
         with pytest.raises(DeviceLostError, match="made up"):
             watch.check()
     assert "waiting for the end of a forward failed" in caplog.text
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
 
 
 @pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
@@ -183,7 +183,7 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
         assert copy.is_pinned() or not copy.numel()
         assert torch.equal(copy, value.cpu())
     waker, watch = Waker(), EventWatcher()
-    watch.ring(waker.fd)
+    watch.set_wakeup_fd(waker.fd)
     watch.add(stream.record_event())
     waker.wait()
-    watch.ring(None)
+    watch.set_wakeup_fd(None)
