@@ -38,7 +38,6 @@ from .routes import (
     classify,
     cohere,
     encode,
-    invocations,
     models as model_routes,
     ollama,
     openai,
@@ -46,7 +45,6 @@ from .routes import (
     pages,
     rerank,
     tei,
-    tokenize,
     vllm,
 )
 from .routing import JsonDispatcher, RouteTable
@@ -185,7 +183,7 @@ def create_app(
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
     """Returns the routes that the settings switch on."""
     modules = (
-        *(openai, cohere, rerank, classify, vllm, tokenize, invocations, tei, ollama, encode),
+        *(openai, cohere, rerank, classify, vllm, tei, ollama, encode),
         *(model_routes, operations, pages),
     )
     routers = [module.router for module in modules]

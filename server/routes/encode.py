@@ -2,20 +2,131 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Final, Literal
 
 from fastapi import Request, Response
+from pydantic import BaseModel, Field
 
-from penstock.engine import PoolingTask
+from penstock.engine import ModelInfo, PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..calls.call import EMBEDDERS, Call
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.vectors import check_encodings, vector_width
-from ..dialects import PENSTOCK
+from ..dialects import PENSTOCK, keys_ignored_by
 from ..routing import BatchUse, Router
-from ..schemas.encode import TASKS, EncodeRequest, EncodeResponse
-from ..wire.encoding import written_rows
+from ..schemas.chat import InputFields
+from ..schemas.encodings import EncodingOptions
+from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Listed
+from ..wire.encoding import Encoding, written_rows
+from ..wire.json_schema import documented
+
+Output = Literal["dense", "sparse", "multi_vector"]
+
+TASKS: Final[dict[Output, PoolingTask]] = {
+    "dense": PoolingTask.EMBED,
+    "sparse": PoolingTask.SPARSE_EMBED,
+    "multi_vector": PoolingTask.TOKEN_EMBED,
+}
+
+
+def trained_outputs(model: ModelInfo) -> list[Output]:
+    """Returns the vectors that a model was trained to give; a token of any embedding model has one, trained or not."""
+    heads = model.token_heads
+    has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
+    given: dict[Output, bool] = {
+        "dense": PoolingTask.EMBED in model.tasks,
+        "sparse": model.sparse is not None,
+        "multi_vector": has_vectors,
+    }
+    return [output for output, is_given in given.items() if is_given]
+
+
+class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
+    """Body of POST /v1/encode."""
+
+    model_config = documented(
+        {"input": ["A gate holds the water."]},
+        {"input": ["A dam."], "outputs": ["dense", "multi_vector"], "input_type": "document"},
+        one_of=("input", "messages"),
+    )
+
+    ignored_keys: ClassVar = keys_ignored_by(PENSTOCK)
+    prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "instruction")
+
+    outputs: Listed[Output] | None = Field(
+        None,
+        min_length=1,
+        description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
+    )
+    instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
+    return_token_ids: Flag | None = Field(
+        None, description="Answer with the ids of the tokens that the rows of `multi_vector` stand for as well."
+    )
+
+    def wanted(self, model: ModelInfo) -> list[Output]:
+        """Returns the outputs to answer with, always in one order: together they name the task in the metrics.
+
+        Raises:
+            UnsupportedTaskError: The model does not give one of `outputs`.
+            InvalidRequestError: The ids of tokens are asked for without their vectors.
+        """
+        if self.outputs is None:
+            wanted: list[Output] = trained_outputs(model) or ["dense"]
+        else:
+            lacking = [output for output in self.outputs if TASKS[output] not in model.tasks]
+            if lacking:
+                has = [output for output, task in TASKS.items() if task in model.tasks]
+                raise UnsupportedTaskError(
+                    f"outputs holds {lacking[0]!r}, but {model.name} gives {', '.join(has) or 'no vectors'}.",
+                    param="outputs",
+                )
+            wanted = [output for output in TASKS if output in self.outputs]
+        if self.return_token_ids and "multi_vector" not in wanted:
+            raise InvalidRequestError(
+                "return_token_ids names the tokens of multi_vector, which the answer does not hold; ask for it in "
+                "outputs, or leave return_token_ids out.",
+                param="return_token_ids",
+            )
+        return wanted
+
+    def encoding(self) -> Encoding:
+        """Returns how dense vectors and those of tokens are written.
+
+        Raises:
+            InvalidRequestError: As bytes, which carry one output alone; or fields that contradict each other.
+        """
+        encoding = super().encoding()
+        if encoding.is_bytes:
+            raise InvalidRequestError(
+                f"encoding_format is {encoding.format.value!r}, which carries one output; ask for 'float' or 'base64'.",
+                param="encoding_format",
+            )
+        return encoding
+
+
+class SparseRow(BaseModel):
+    """A sparse vector: what is not listed is 0."""
+
+    indices: list[int] = Field(description="Token ids, in ascending order.")
+    values: list[float]
+
+
+class EncodeRow(BaseModel):
+    """The outputs of one input. Present only on request: each of them."""
+
+    object: Literal["encoding"]
+    index: int
+    dense: list[float] | list[int] | str | None = None
+    sparse: SparseRow | None = None
+    multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="A row per token.")
+    token_ids: list[int] | None = Field(None, description="Of the rows of multi_vector; with return_token_ids only.")
+
+
+class EncodeResponse(ListAnswer[EncodeRow]):
+    """Answer of POST /v1/encode, in the order of the inputs."""
+
 
 router = Router(PENSTOCK, tag="penstock")
 

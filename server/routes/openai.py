@@ -4,19 +4,166 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar, Final, Literal
 
 from fastapi import Request, Response
+from pydantic import BaseModel, Field
 
 from penstock.engine import PoolingParams, PoolingTask, RequestOptions
+from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.call import EMBEDDERS, Call
 from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
-from ..dialects import OPENAI
+from ..dialects import INFINITY, JINA, OPENAI, VLLM, VOYAGE, keys_ignored_by
 from ..routing import BatchUse, Router
-from ..schemas.openai import EmbeddingRequest, EmbeddingResponse, MultiVectorResponse
+from ..schemas.chat import InputFields
+from ..schemas.encodings import EmbeddingTypeOptions
+from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
 from ..wire.encoding import Encoding
+from ..wire.json_schema import documented
+
+_PLAIN_PARAMS: Final = PoolingParams()
+_PARAM_FIELDS: Final = frozenset(
+    {
+        *("truncate_prompt_tokens", "truncation_side", "use_activation", "truncate", "truncation"),
+        *("dimensions", "output_dimension", "normalize", "normalized"),
+    }
+)
+"""Fields that `pooling_params` reads: most bodies have none of them."""
+
+
+class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
+    """Body of POST /v1/embeddings."""
+
+    model_config = documented(
+        {"model": "all-MiniLM-L6-v2", "input": ["A gate holds the water.", "A pipe carries it."]},
+        {"input": "One text is fine too.", "encoding_format": "base64"},
+        {"input": [101, 7592, 2088, 102]},
+        {"input": ["Berlin is a city.", " It lies on the Spree."], "late_chunking": True},
+        {"input": [{"text": "A dam."}], "task": "retrieval.passage", "embedding_type": "ubinary"},
+        {"input": ["A dam."], "input_type": "document", "output_dtype": "int8", "truncation": True},
+        one_of=("input", "messages"),
+    )
+
+    ignored_keys: ClassVar = keys_ignored_by(OPENAI, JINA, VOYAGE, VLLM, INFINITY)
+    prompt_fields: ClassVar = (*EmbeddingBody.prompt_fields, "task", "instruction")
+
+    dimensions: WidthOrZero | None = Field(
+        None,
+        description=(
+            "Width of the embeddings (Matryoshka). 0 is refused, unless it stands beside `modality`, as Infinity's "
+            "client sends it unasked."
+        ),
+    )
+    modality: Literal["text"] | None = Field(None, description="Infinity's; the served models embed text.")
+    output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
+    normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
+    truncate: Truncate | None = Field(
+        None,
+        description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
+    )
+    truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
+    prefix: str | None = Field(
+        None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
+    )
+    task: str | None = Field(
+        None,
+        description=(
+            "Jina's name of `input_type`, such as `retrieval.query`. Refused for models that have a LoRA adapter for "
+            "each task: adapters are not applied."
+        ),
+    )
+    instruction: str | None = Field(
+        None,
+        description="For queries, and models with a prompt of the form `Instruct: ...`: replaces its instruction.",
+    )
+    late_chunking: Flag | None = Field(
+        None,
+        description=(
+            "Run all inputs as one text, in their order and with nothing put between them, and answer each with the "
+            "mean of its own tokens, so that every vector knows the whole text. For models that pool by MEAN; the "
+            "inputs together must fit the model's maximum, or truncate_prompt_tokens cuts the text as a whole. The "
+            "prompt is put once before the first text."
+        ),
+    )
+
+    return_multivector: Flag | None = Field(
+        None, description="Jina's: answer with a vector per token, in `embeddings` in place of `embedding`."
+    )
+
+    def check_given(self) -> None:
+        """Raises InvalidRequestError for nothing to embed, chats as parts of one text, and two kinds of vectors."""
+        super().check_given()
+        if self.late_chunking and self.messages is not None:
+            raise InvalidRequestError(
+                "late_chunking joins the parts of one text; send them as input, or leave late_chunking out.",
+                param="late_chunking",
+            )
+        if self.late_chunking and self.return_multivector:
+            raise InvalidRequestError(
+                "late_chunking gives one vector for each input, return_multivector one for each token; ask for one.",
+                param="return_multivector",
+            )
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns the pooling parameters. Raises InvalidRequestError where `dimensions` is 0."""
+        if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
+            return _PLAIN_PARAMS
+        if self.dimensions == 0 and self.modality is None:
+            raise InvalidRequestError("dimensions must be at least 1, not 0.", param="dimensions")
+        dimensions = self.output_dimension if self.dimensions is None else self.dimensions or None
+        params = PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            dimensions=dimensions,
+            normalize=self.normalized if self.normalize is None else self.normalize,
+            use_activation=self.use_activation,
+        )
+        truncate = self.truncation if self.truncate is None else self.truncate
+        return params if truncate is None else truncated(params, truncate)
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody: names of options are those that the request used."""
+        names = dict(super().field_names())
+        if self.dimensions is None and self.output_dimension is not None:
+            names["dimensions"] = "output_dimension"
+        if self.normalize is None and self.normalized is not None:
+            names["normalize"] = "normalized"
+        return names
+
+
+class EmbeddingRow(BaseModel):
+    """One embedding, in the order of the inputs."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | list[int] | str | dict[str, list[float] | list[int] | str] = Field(
+        description="Numbers, their base64, or both and more by name where embedding_type holds several."
+    )
+
+
+Rows = list[list[float]] | list[list[int]] | str
+
+
+class MultiVectorRow(BaseModel):
+    """The vectors of one input, in the order of its tokens."""
+
+    object: Literal["embeddings"]
+    index: int
+    embeddings: Rows | dict[str, Rows] = Field(
+        description="A row per token, the base64 of all rows, or both and more by name."
+    )
+
+
+class MultiVectorResponse(ListAnswer[MultiVectorRow]):
+    """Answer of POST /v1/multi-vector."""
+
+
+class EmbeddingResponse(ListAnswer[EmbeddingRow]):
+    """Answer of POST /v1/embeddings."""
+
 
 router = Router(OPENAI, tag="openai")
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import to_jsonable_python
 
 from penstock.engine.model_files.resolve import resolved_table
@@ -19,7 +19,6 @@ from ..calls.call import Call
 from ..calls.context import context_of
 from ..dialects import PENSTOCK, Responses
 from ..routing import Access, Router
-from ..schemas.vllm import PrefixCacheReset, ServerInfo, TokenizerInfo
 from ..settings import ServerSettings, public_values
 from ..wire.json_pieces import json_response
 from ..wire.version import penstock_version
@@ -48,6 +47,48 @@ class Version(BaseModel):
     """The version of penstock."""
 
     version: str = Field(examples=["0.1.0"])
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of GET /tokenizer_info: what tokenizer_config.json holds, special tokens and chat template among it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str = Field(examples=["BertTokenizer"])
+
+
+class ResolvedField(BaseModel):
+    """What was resolved of a model, and the file and key that it was read from."""
+
+    value: str
+    source: str
+
+
+class ServerInfo(BaseModel):
+    """Answer of GET /server_info."""
+
+    version: str = Field(examples=["0.1.0"])
+    settings: dict[str, JsonValue] = Field(description="Flags by their names, without API keys and other secrets.")
+    models: dict[str, dict[str, ResolvedField]] = Field(description="By shown name.")
+    places: dict[str, list[str]] = Field(
+        description="Where each replica of a model runs, by its shown name; empty where one has all of the machine.",
+        examples=[{"all-MiniLM-L6-v2": ["cores 0-3", "cores 4-7"]}],
+    )
+    system: dict[str, JsonValue] = Field(description="Python, machine and cores.")
+
+
+class ClearedPrefixes(BaseModel):
+    """What POST /reset_prefix_cache did to one model."""
+
+    prefix_caching: bool = Field(description="False: the model keeps no prefixes, or prefix caching is off.")
+    cleared_blocks: int = Field(description="Blocks that the cache held.")
+
+
+class PrefixCacheReset(BaseModel):
+    """Answer of POST /reset_prefix_cache, when it has happened."""
+
+    success: bool
+    models: dict[str, ClearedPrefixes] = Field(description="By shown name.")
 
 
 _UNHEALTHY: Final[Responses] = {503: {"model": Health, "description": "Not healthy."}}

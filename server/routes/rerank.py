@@ -3,25 +3,243 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from fastapi import Request, Response
-from pydantic import Tag
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, Tag, WithJsonSchema
 
-from penstock.engine import PoolingTask
+from penstock.engine import PoolingParams, PoolingTask
+from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.call import RERANKERS, Call
 from ..calls.inputs import cut_texts
 from ..calls.sizes import size_of_scores, size_of_texts
-from ..dialects import COHERE, TEI, VLLM
+from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..routing import BatchUse, RouteOptions, Router
-from ..schemas.rerank import RerankRequest, RerankResponse
-from ..schemas.score import ScoreRequest, ScoreResponse
+from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts
+from ..schemas.options import Count, Flag, FlagOrWord, ListAnswer, Listed, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei import TeiRank, TeiRerankRequest
+from ..wire import json_schema
 from ..wire.json_bodies import OWN_TAG, TEI_TAG, by_keys
+from ..wire.json_schema import documented
 from .tei import RERANK, TEI_HEADERS, rerank_texts
+
+_NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
+"""Keys of dialects that return documents on request only: Cohere's and Voyage's."""
+
+
+class RerankRequest(PairBody):
+    """Body of POST /rerank, /v1/rerank and /v2/rerank."""
+
+    model_config = documented(
+        {
+            "model": "all-MiniLM-L6-v2",
+            "query": "What holds back the water?",
+            "documents": ["A gate.", "A song.", {"text": "A dam."}],
+            "top_n": 2,
+            "return_documents": True,
+        },
+        {
+            "query": "Who wrote about water?",
+            "documents": [
+                {"title": "Of dams", "author": "A. Lock"},
+                {"title": "Of songs", "author": "B. Flat"},
+            ],
+            "rank_fields": ["author", "title"],
+        },
+    )
+
+    own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
+    ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE)
+
+    query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
+    documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
+    rank_fields: Listed[str] | None = Field(
+        None, description="Fields of documents that are objects: their values are read as lines, in this order."
+    )
+    top_n: Count | None = Field(None, description="Results to return; absent, 0 or more than there are documents: all.")
+    top_k: Count | None = Field(
+        None, description="Voyage's name of `top_n`. A request that has it, be it null, gets Voyage's `data` as well."
+    )
+    truncation: Flag | None = Field(
+        None, description="False refuses a document that is too long with its query; absent: it is cut to fit."
+    )
+    raw_scores: Flag | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
+    return_documents: FlagOrWord | None = Field(
+        None,
+        description=(
+            "Return each document: its text, and what else it was sent with. Absent: yes, as Jina and vLLM do; no on "
+            "/v2/rerank, and where the request has a key of Cohere's or Voyage's alone: rank_fields, "
+            "max_chunks_per_doc or top_k."
+        ),
+    )
+    max_chunks_per_doc: Count | None = Field(
+        None,
+        description=(
+            "Read a document that does not fit in up to this many pieces, of which the best counts; 0, 1 or absent: "
+            "cut it to fit."
+        ),
+    )
+
+    instruct: str | None = Field(None, description="SGLang's name of `instruction`, which wins.")
+
+    def wanted_instruction(self) -> str | None:
+        """Returns the instruction of the request, in whichever place it stands."""
+        wanted = super().wanted_instruction()
+        return wanted if wanted or self.instruct is None else self.instruct
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody: the instruction is named as the request did."""
+        names = dict(super().field_names())
+        if self.instruct is not None and self.wanted_instruction() is self.instruct:
+            names["instruction"] = "instruct"
+        return names
+
+    def texts(self) -> list[str]:
+        """Returns the text to rank of each document; see `document_texts`."""
+        return document_texts(self.documents, self.rank_fields)
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns the pooling parameters. Documents are cut to fit unless the request sets a limit."""
+        params = super().pooling_params()
+        if self.raw_scores and params.use_activation is None:
+            params = params.clone(use_activation=False)
+        return truncated(params, self.truncation is not False)
+
+    def num_results(self) -> int | None:
+        """Returns how many results to return; None: all."""
+        return self.top_n or self.top_k or None
+
+    def wants_documents(self, path: str) -> bool:
+        """Returns whether the answer holds the documents: as asked for, or as the dialect of the request does unasked.
+
+        Args:
+            path: Of the request. /v2/rerank is Cohere's alone.
+        """
+        if self.return_documents is not None:
+            return self.return_documents
+        return not (path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
+
+    def is_voyage(self) -> bool:
+        """Returns whether a client of Voyage asks, which sends `top_k` always."""
+        return "top_k" in self.model_fields_set
+
+
+class RerankDocument(BaseModel):
+    """A document as it was sent; of one without `text`, what was ranked of it stands there."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+class RerankResult(BaseModel):
+    """One document's place."""
+
+    index: int = Field(description="Place of the document in the request.")
+    relevance_score: float
+    document: RerankDocument | None = Field(None, description="Unless return_documents, or its default, says no.")
+
+
+class VoyageResult(BaseModel):
+    """One document's place as Voyage writes it. Present only on request: `document`."""
+
+    index: int
+    relevance_score: float
+    document: str | None = Field(None, description="With return_documents only.")
+
+
+class SearchUnits(BaseModel):
+    """Cohere's unit: a query with up to 100 documents."""
+
+    search_units: int
+
+
+class RerankMeta(VersionMeta):
+    """Cohere's meta object."""
+
+    billed_units: SearchUnits
+
+
+class RerankResponse(BaseModel):
+    """Answer of the rerank routes, best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    data: list[VoyageResult] | None = Field(None, description="The results again; only where the request has top_k.")
+    meta: RerankMeta
+    usage: Usage
+
+
+_PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+def parse_score_side(value: Any) -> list[str]:
+    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too."""
+    return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
+
+
+def _content(entry: Any) -> Any:
+    return content_text(entry["content"]) if isinstance(entry, dict) and "content" in entry else entry
+
+
+ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchema(json_schema.SCORE_SIDE)]
+
+
+class ScoreRequest(PairBody):
+    """Body of POST /score: one pair of fields, 1 to 1, 1 to N or N to N."""
+
+    model_config = documented(
+        {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
+        {"queries": ["red", "blue"], "documents": ["a red door", "a blue door"]},
+        one_of=(*_PAIRS,),
+    )
+
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
+
+    text_1: ScoreSide | None = Field(None, description="Queries. Together with `text_2`.")
+    text_2: ScoreSide | None = Field(None, description="Documents.")
+    queries: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `documents` or `items`.")
+    documents: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    items: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    data_1: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `data_2`.")
+    data_2: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    encoding_format: Literal["float"] | None = Field(
+        None, description="Scores are numbers; vLLM's documentation shows it."
+    )
+
+    def field_names(self) -> Mapping[str, str]:
+        """See JsonBody."""
+        given = self._given()
+        return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
+
+    def sides(self) -> tuple[str, str]:
+        """Returns the names of the fields of the two sides. Raises InvalidRequestError unless one pair is there."""
+        given = self._given()
+        if len(given) != 1:
+            names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
+            raise InvalidRequestError(f"Give exactly one of these pairs of fields: {names}.", param="text_1")
+        return given[0]
+
+    def _given(self) -> list[tuple[str, str]]:
+        return [(a, b) for a, b in _PAIRS if getattr(self, a) and getattr(self, b)]
+
+
+class ScoreRow(BaseModel):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ListAnswer[ScoreRow]):
+    """Answer of POST /score, in the order of the pairs."""
+
 
 router = Router(COHERE, tag="rerank")
 
@@ -37,7 +255,7 @@ _RERANK: Final[RouteOptions] = {
     "responses": TEI_HEADERS,
 }
 DOCUMENTS_PER_SEARCH_UNIT: Final = 100
-_NO_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents to false."
+_FEWER_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents to false."
 
 
 @router.task("/v2/rerank", **_RERANK)
@@ -55,7 +273,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     call.reserve(size_of_scores(len(texts)), param="documents")
     if with_documents:
         size = size_of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
-        call.reserve(size, param="documents", way_out=_NO_DOCUMENTS)
+        call.reserve(size, param="documents", way_out=_FEWER_DOCUMENTS)
     else:
         body.documents[:] = (
             texts  # free the other fields of documents early: the body may stay in the queue for seconds

@@ -36,7 +36,6 @@ from ..calls.sizes import (
 from ..calls.vectors import vector_width
 from ..dialects import TEI
 from ..routing import Access, BatchUse, Router, answer_as
-from ..schemas.cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
@@ -54,6 +53,7 @@ from ..wire.json_pieces import json_array, json_response
 from ..wire.shown_values import shown
 from ..wire.version import penstock_version
 from . import cohere
+from .cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 
 RERANK: Final = "rerank"
 """Name of the task in metrics and logs, which tells rankings from scores of pairs."""
@@ -263,7 +263,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
-    """Returns the tokens of each text with their places. Other dialects share its path: see tokenize.py."""
+    """Returns the tokens of each text with their places. Other dialects share its path: see vllm.py."""
     call = await Call.start(request, body.model)
     call.check_count(body.inputs, "inputs")
     prompt = _prompt(call.info, body.prompt_name)

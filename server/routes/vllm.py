@@ -1,11 +1,15 @@
-"""vLLM: the outputs of the model for texts or for their tokens, and the load of the server."""
+"""vLLM: the outputs of the model, tokens, the load of the server, and SageMaker's route for all bodies.
+
+The keys of a body tell the dialects apart that share /tokenize and /invocations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from fastapi import Request, Response
+from fastapi import Body, Request, Response
+from pydantic import BaseModel, Field, JsonValue, Tag
 
 from penstock.engine import (
     AsyncEngine,
@@ -17,19 +21,184 @@ from penstock.engine import (
     TokenResult,
 )
 from penstock.engine.protocol.errors import InvalidRequestError
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.templates import ChatOptions
 
 from ..calls.call import Call
 from ..calls.context import context_of
-from ..calls.inputs import check_inputs, engine_inputs
-from ..calls.sizes import size_of_numbers
+from ..calls.inputs import check_inputs, check_messages, engine_inputs
+from ..calls.sizes import (
+    FEWER_IDS,
+    check_num_chars,
+    check_num_ids,
+    check_num_tokens,
+    size_of_numbers,
+    size_of_texts,
+    size_of_tokens,
+)
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
-from ..dialects import VLLM
-from ..routing import BatchUse, Router
-from ..schemas.inputs import Text
-from ..schemas.vllm import Load, PoolingRequest, PoolingResponse
+from ..dialects import TEI, VLLM, keys_ignored_by
+from ..routing import BatchUse, Router, answer_as
+from ..schemas.chat import ChatFields, InputFields
+from ..schemas.encodings import EncodingOptions
+from ..schemas.inputs import Text, TokenIds
+from ..schemas.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
+from ..schemas.tei import (
+    TeiEmbedRequest,
+    TeiPredictRequest,
+    TeiRerankRequest,
+    TeiSimilarityRequest,
+    TeiToken,
+    TeiTokenizeRequest,
+)
 from ..wire.encoding import Encoding, Rows
+from ..wire.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
 from ..wire.json_pieces import json_response
+from ..wire.json_schema import documented
 from ..wire.quantization import check_width
+from ..wire.shown_values import shown_names
+from . import classify, cohere, openai, rerank, tei
+from .classify import ClassifyRequest
+from .cohere import CohereTokenizeRequest, CohereTokenizeResponse
+from .openai import EmbeddingRequest
+from .rerank import RerankRequest, ScoreRequest
+
+_EXAMPLE_CHAT: Final[list[JsonValue]] = [{"role": "user", "content": "What holds back the water?"}]
+
+
+class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
+    """Body of POST /pooling."""
+
+    model_config = documented(
+        {"input": ["A gate holds the water."], "task": "token_embed"},
+        {"input": "A gate.", "encoding_format": "base64", "embed_dtype": "float16"},
+        {"messages": _EXAMPLE_CHAT},
+        one_of=("input", "messages"),
+    )
+
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
+        None,
+        description=(
+            "One vector or one row of class scores for each input, or one for each of its tokens. Absent: the first of "
+            "these that the model serves."
+        ),
+    )
+    step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
+    returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
+
+    def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
+        """Returns the task, given those that the model serves; one that it refuses where it has none of this route."""
+        if self.task is not None:
+            return PoolingTask(self.task)
+        order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
+        return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
+
+    def check_prompt(self, task: PoolingTask) -> None:
+        """Raises InvalidRequestError where a task for texts as they are is asked for with a prompt."""
+        for name in self.prompt_fields:
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
+                    f"are. Leave {name} out.",
+                    param=name,
+                )
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns the pooling parameters."""
+        return (
+            super()
+            .pooling_params()
+            .clone(
+                step_tag_id=self.step_tag_id,
+                returned_token_ids=tuple(self.returned_token_ids) if self.returned_token_ids else None,
+            )
+        )
+
+
+class PoolingRow(BaseModel):
+    """What the model makes of one input."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | list[int] | list[list[int]] | str = Field(
+        description="One row, one row per token, or the base64 of either, flattened: `bytes` tells the shape."
+    )
+
+
+class PoolingResponse(ListAnswer[PoolingRow]):
+    """Answer of POST /pooling, in the order of the inputs."""
+
+
+class TokenizeRequest(ChatFields):
+    """vLLM's body of POST /tokenize."""
+
+    model_config = documented(
+        {"prompt": "A gate holds the water.", "return_token_strs": True},
+        {"messages": _EXAMPLE_CHAT, "add_generation_prompt": False},
+        one_of=("prompt", "messages"),
+    )
+
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
+
+    prompt: str | None = Field(None, description="The text.")
+    return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
+    tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
+
+    def check_given(self) -> None:
+        """Raises InvalidRequestError unless there is one text to tokenize: `prompt`, or `messages` of one chat."""
+        if (self.prompt is None) == (self.messages is None):
+            has = "neither" if self.prompt is None else "both"
+            raise InvalidRequestError(
+                f"Give one of prompt and messages (or TEI's inputs, or Cohere's text); the body has {has}.",
+                param="prompt",
+            )
+        if self.messages is not None and len(self.messages) > 1:
+            raise InvalidRequestError("messages holds several chats; send one.", param="messages")
+
+    def chat_options(self) -> ChatOptions:
+        """Returns how the messages are to be rendered; here the head of an answer is added unless it is refused."""
+        options = super().chat_options()
+        adds = not options.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return ChatOptions(
+            add_generation_prompt=adds,
+            continue_final_message=options.continue_final_message,
+            arguments={**options.arguments, "tools": self.tools} if self.tools else options.arguments,
+        )
+
+
+class TokenizeResponse(BaseModel):
+    """vLLM's answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int = Field(description="Tokens. Longest input that the model takes.")
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="With return_token_strs only.")
+
+
+class DetokenizeRequest(RequestBody):
+    """Body of POST /detokenize."""
+
+    model_config = documented({"tokens": [7592, 2088]})
+
+    own_names: ClassVar = {"input": "tokens"}
+    ignored_keys: ClassVar = keys_ignored_by(VLLM)
+
+    tokens: TokenIds = Field(description="Token ids of the served model.")
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of POST /detokenize."""
+
+    prompt: str = Field(description="The text, with special tokens as they are spelled.")
+
+
+class Load(BaseModel):
+    """Answer of GET /load."""
+
+    server_load: int = Field(description="Requests under way in the engines.")
+
 
 router = Router(VLLM, tag="vllm")
 
@@ -105,3 +274,107 @@ def _rows(result: PoolingResult) -> Rows:
             return result.scores
         case TokenResult():
             return result.rows
+
+
+TokenizeBody = Annotated[
+    Annotated[TokenizeRequest, Tag(OWN_TAG)]
+    | Annotated[TeiTokenizeRequest, Tag(TEI_TAG)]
+    | Annotated[CohereTokenizeRequest, Tag(COHERE_TAG)],
+    by_keys({"inputs": TEI_TAG, "text": COHERE_TAG}, otherwise=OWN_TAG),
+]
+
+
+@router.post(
+    "/tokenize",
+    tags=["tokenize"],
+    by_key={"inputs": TEI},
+    response_model=TokenizeResponse | list[list[TeiToken]] | CohereTokenizeResponse,
+)
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
+    match body:
+        case TeiTokenizeRequest():
+            return await tei.tokenize_texts(body, request)
+        case CohereTokenizeRequest():
+            return await cohere.tokenize(body, request)
+    call = await Call.start(request, body.model)
+    body.check_given()
+    check_messages(call, body)
+    ids, strings = await call.watch(_tokens(call.engine, body))
+    call.reserve(size_of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
+    content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
+    return call.respond(content)
+
+
+@router.post("/detokenize", tags=["tokenize"], response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
+    call = await Call.start(request, body.model)
+    check_num_ids(len(body.tokens), "tokens")
+    text = ""
+    if body.tokens:
+        (text,) = await call.watch(call.engine.detokenize([body.tokens], skip_special_tokens=False))
+    call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    return call.respond({"prompt": text})
+
+
+async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Returns the ids and, if they are asked for, the strings of the tokens."""
+    text, adds_special = body.prompt or "", body.add_special_tokens is not False
+    if body.messages is not None:
+        (text,) = await engine.render_chats(body.messages, body.chat_options())
+        adds_special = bool(body.add_special_tokens)
+    param = "prompt" if body.messages is None else "messages"
+    check_num_chars(len(text), param)
+
+    def check(num_tokens: int) -> None:
+        check_num_tokens(num_tokens, param)
+
+    if not body.return_token_strs:
+        (ids,) = await engine.tokenize([text], add_special_tokens=adds_special, on_count=check)
+        return ids, None
+    (details,) = await engine.tokenize_details([text], add_special_tokens=adds_special, on_count=check)
+    return details.token_ids, details.tokens
+
+
+_EXAMPLES: Final = [{"input": ["A gate holds the water."]}, {"query": "What?", "documents": ["A gate.", "A song."]}]
+_LEFT_SIDES: Final = ("text_1", "queries", "data_1")
+_BODIES: Final = (EmbeddingRequest, PoolingRequest, ClassifyRequest, RerankRequest, ScoreRequest)
+_TEI_BODIES: Final = (TeiEmbedRequest, TeiPredictRequest, TeiRerankRequest, TeiSimilarityRequest)
+_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [{"$ref": f"#/components/schemas/{body.__name__}"} for body in (*_BODIES, *_TEI_BODIES)]
+}
+
+
+@router.task(
+    "/invocations",
+    by_key={"inputs": TEI, "texts": TEI},
+    response_model=dict[str, Any] | list[Any],
+    responses={200: BYTES_RESPONSE},
+)
+async def invocations(
+    body: Annotated[dict[str, Any], Body(examples=_EXAMPLES, json_schema_extra=_SCHEMA)], request: Request
+) -> Response:
+    """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
+    has = {key for key, value in body.items() if value is not None}
+    if has & {"inputs", "texts"}:
+        return await tei.by_model(body, request)
+    if "query" in has:
+        return await answer_as(rerank.rerank, RerankRequest, body, request)
+    if has.intersection(_LEFT_SIDES):
+        return await answer_as(rerank.score, ScoreRequest, body, request)
+    if not has & {"input", "messages"}:
+        raise InvalidRequestError(
+            "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
+            f"it has {shown_names(body)}.",
+            param="input",
+        )
+    if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
+        return await answer_as(pooling, PoolingRequest, body, request)
+    model = body.get("model")
+    info = (await Call.start(request, model if isinstance(model, str) else None)).info
+    if info.kind is ModelKind.TOKEN_CLASSIFIER:
+        return await answer_as(pooling, PoolingRequest, body, request)
+    if info.kind is ModelKind.EMBEDDING:
+        return await answer_as(openai.create_embeddings, EmbeddingRequest, body, request)
+    return await answer_as(classify.classify, ClassifyRequest, body, request)

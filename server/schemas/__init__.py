@@ -1,1 +1,1 @@
-"""Request and response models, one file per dialect, or per task where dialects share a path."""
+"""Fields of request and response bodies that several dialects share, and the bodies of batches and of TEI."""

@@ -208,6 +208,18 @@ class ListAnswer(Answer, Generic[Entry]):
     data: list[Entry]
 
 
+class ApiVersion(BaseModel):
+    """Cohere's API version."""
+
+    version: str
+
+
+class VersionMeta(BaseModel):
+    """Cohere's meta object where nothing is billed."""
+
+    api_version: ApiVersion
+
+
 class CohereTruncate(StrEnum):
     """Cohere's choice of the side of an over-long input that is cut away."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.server.schemas.classify import TokenClassifyResponse
-from penstock.server.schemas.encode import EncodeResponse
-from penstock.server.schemas.models import ModelList
+from penstock.server.routes.classify import TokenClassifyResponse
+from penstock.server.routes.encode import EncodeResponse
+from penstock.server.routes.models import ModelList
 
 from .browser import Page
 

@@ -13,7 +13,7 @@ from penstock.server.calls.call import Call
 from penstock.server.calls.context import ServerContext
 from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, Target
-from penstock.server.schemas.openai import EmbeddingRequest
+from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
 REQUEST = Request({"type": "http", "headers": []})

@@ -6,8 +6,8 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.schemas.openai import EmbeddingRequest
-from penstock.server.schemas.rerank import RerankRequest
+from penstock.server.routes.openai import EmbeddingRequest
+from penstock.server.routes.rerank import RerankRequest
 
 from ..conftest import FakeEngine, Serving
 

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.server.schemas.models import ModelCard
+from penstock.server.routes.models import ModelCard
 
 HELLO = ["hello world", "goodbye"]
 

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.server.schemas.rerank import RerankRequest
+from penstock.server.routes.rerank import RerankRequest
 
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
 QUERY = "one two three red"
