@@ -1,8 +1,9 @@
 """Tensors in, tensors out: the operations that the engine's layers and poolers call.
 
 Imports torch, triton and the standard library, but nothing of the engine. Each folder is one operation: `__init__.py`
-has the public function, `_triton.py` the CUDA kernels (only such files import triton), `_torch.py` the path for every
-other device, `_reference.py` the formula in float32. `cpu/` is the C library.
+has the public function, the path for every device in torch, and the float32 reference of the tests; `_triton.py` has
+the CUDA kernels (only modules whose names end so import triton). The torch paths of attention and pooling are long and
+have a `_torch.py`. `cpu/` is the C library.
 
 Shape letters, here for all folders:
     T  packed tokens of a batch          N  sequences of a batch        L  tokens of one sequence

@@ -104,16 +104,19 @@ def test_the_face_of_the_engine_names_what_is_there() -> None:
         penstock.engine.Nothing  # noqa: B018
 
 
-# Where the host asks for values, or copies them and waits: the truth of kernels, plain torch, which runs on a CPU and
-# where triton is not installed, what is for a CPU alone, and models that run through transformers.
+# Code that asks the device for values, or copies them and waits: references, plain torch, which runs on a CPU and where
+# triton is not installed, code for a CPU alone, and models that run through transformers.
 MAY_WAIT = (
-    "_reference.py",
     "_torch.py",
     "kernels/cpu/",
     "kernels/pooling/_native.py",
     "engine/executors/torch/transformers/",
 )
 WAITS_IN = {
+    "kernels/causal_conv1d/__init__.py": {"causal_conv1d_torch", "_final_states"},
+    "kernels/grouped_linear/__init__.py": {"_loop", "grouped_linear_reference"},
+    "kernels/rotary/__init__.py": {"rotary_reference"},
+    "kernels/selective_scan/__init__.py": {"_scan_group"},
     "engine/executors/torch/packed_batch.py": {"PackedBatch"},  # of arrays on the host
     "engine/executors/torch/layers/experts.py": {"OneByOneExperts"},  # on a CPU
     "engine/executors/torch/spec_model.py": {"Embedding"},  # at load

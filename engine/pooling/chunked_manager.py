@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.upload import upload
+from penstock.kernels.backends import upload
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.backends import upload
 from penstock.kernels.pooling import MAX_TRITON_WIDTH, pool
-from penstock.kernels.upload import upload
 
 from ..executors.torch.base import PackedModel
 from ..executors.torch.heads import BLOCK_ROWS

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.backends import upload
 from penstock.kernels.pooling import PoolingState, finish, pool, pool_partial
-from penstock.kernels.upload import upload
 
 from ..protocol.tasks import PoolingType
 from .metadata import check_gap

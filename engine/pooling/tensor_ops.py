@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.backends import upload
 from penstock.kernels.cpu import Machine
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.pooling import PoolingKind, pool
-from penstock.kernels.upload import upload
 
 from ..executors.torch.base import PackedModel
 from ..protocol.model_info import Activation, ModelInfo

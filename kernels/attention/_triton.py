@@ -7,18 +7,191 @@ the tiles that all of its rows see whole, without masks, then those at a border.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import capability_of, on_device
 from .._tiles_triton import find_tile
-from ._softmax_triton import add_tile
-from ._tiles import MAX_HEAD_SIZE, Tile, padded_head, tile_of
+from ..backends import capability_of, on_device
+from . import MAX_HEAD_SIZE
 
 LOG2_E = math.log2(math.e)
+SHORT_ROWS = 64
+
+
+class Tile(NamedTuple):
+    """Rows of queries and keys that a program holds at once, its warps, and how many tiles of keys are under way.
+
+    Also the registers of a thread: None leaves them to ptxas.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+# Tiles by the width of a head, a power of two: a table instead of trials in traffic.
+# A warp group of Hopper (4 warps) multiplies 64 rows at once, so 64 rows want 4 warps and 128 rows 8. Larger tiles read
+# keys and values less often and need more registers: none is known to spill for the shapes of models on sm_80 and
+# sm_90; test_attention_compiled.py lists a spread of it.
+
+# Without tensor cores; ptxas spills to get by with 72 or 80 registers, if let:
+_EXACT = {
+    16: Tile(32, 32, 4, 2, 128),
+    32: Tile(32, 32, 4, 2, 128),
+    64: Tile(32, 32, 8, 2),
+    128: Tile(16, 16, 4, 2, 128),
+    256: Tile(16, 16, 4, 2),
+}
+# 16 bits, and 16 bits with the shared memory of Hopper:
+_HALF = {
+    16: Tile(128, 32, 8, 2),
+    32: Tile(128, 32, 8, 2),
+    64: Tile(128, 64, 8, 2),
+    128: Tile(128, 32, 8, 2),
+    256: Tile(64, 32, 8, 2),
+}
+_HALF_ON_HOPPER = {
+    16: Tile(128, 64, 8, 3),
+    32: Tile(128, 64, 8, 3),
+    64: Tile(128, 64, 8, 3),
+    128: Tile(128, 64, 8, 3),
+    256: Tile(128, 32, 8, 2),
+}
+# Where the tile of a bias, or the tanh of a cap, takes registers too:
+_LOADED = _HALF | {64: Tile(128, 32, 8, 2), 128: Tile(64, 64, 8, 2)}
+_LOADED_ON_HOPPER = _HALF | {64: Tile(128, 32, 8, 2)}
+
+
+def padded_head(head_size: int) -> int:
+    """The width that a head is computed at: a power of two from 16."""
+    return max(16, 1 << (head_size - 1).bit_length())
+
+
+def tile_of(
+    dtype: torch.dtype, head_size: int, capability: tuple[int, int], *, num_rows: int, is_loaded: bool = False
+) -> Tile:
+    """Returns the tile for a call.
+
+    Args:
+        dtype: Of q, k and v.
+        head_size: K, at most MAX_HEAD_SIZE.
+        capability: Of the device.
+        num_rows: Tokens of the longest sequence times the query heads of a key head.
+        is_loaded: Whether the scores get a bias or a cap.
+    """
+    width = padded_head(head_size)
+    if dtype == torch.float32:
+        return _EXACT[width]
+    # From 12.0 on there are devices with as little shared memory as 8.6 has.
+    if (9, 0) <= capability < (12, 0):
+        tile = (_LOADED_ON_HOPPER if is_loaded else _HALF_ON_HOPPER)[width]
+    else:
+        tile = (_LOADED if is_loaded else _HALF)[width]
+    if num_rows > SHORT_ROWS:
+        return tile
+    if width == MAX_HEAD_SIZE:
+        return _HALF[width]
+    block_n = 32 if is_loaded else tile.block_n
+    # At 128 ptxas spills on sm_80 to get by with 168 registers, if let.
+    return Tile(SHORT_ROWS, block_n, 4, tile.num_stages, 255 if width == 128 else None)
+
+
+@triton.jit
+def add_tile(
+    q,
+    maximum,
+    total,
+    rows,
+    k_ptr,
+    v_ptr,
+    stride_k_row,
+    stride_v_row,
+    start,
+    table,
+    bias_rows,
+    position,
+    j0,
+    end,
+    left,
+    right,
+    scale,
+    cap,
+    IS_BORDER: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Adds the keys from j0 on to (maximum, total, rows) of the softmax; without IS_BORDER every row sees them all."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_K)
+    is_key = j < end
+    if IS_PAGED:
+        if IS_BORDER:
+            block = tl.load(table + j // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            block = tl.load(table + j // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + j % BLOCK_SIZE
+    else:
+        slot = (start + j).to(tl.int64)
+    k_addresses = k_ptr + (slot * stride_k_row)[:, None] + d[None, :]
+    v_addresses = v_ptr + (slot * stride_v_row)[:, None] + d[None, :]
+    if IS_BORDER:
+        mask = is_key[:, None] & (d < HEAD_SIZE)[None, :]
+        k = tl.load(k_addresses, mask=mask, other=0.0)
+    elif HEAD_SIZE == BLOCK_K:
+        k = tl.load(k_addresses)
+    else:
+        k = tl.load(k_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # With a cap or a bias the scores are made here; else the scale is part of the exponent.
+    factor = scale
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores arrive divided by the cap, times 2 log2(e).
+        scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+        factor = 1.0
+    if HAS_BIAS:
+        if IS_BORDER:
+            bias = tl.load(bias_rows[:, None] + j[None, :], mask=is_key[None, :], other=0.0)
+        else:
+            bias = tl.load(bias_rows[:, None] + j[None, :])
+        scores = scores * factor + bias.to(tl.float32) * LOG2_E
+        factor = 1.0
+    if IS_BORDER:
+        is_seen = is_key[None, :]
+        if HAS_LEFT:
+            is_seen = is_seen & (j[None, :] >= position[:, None] - left)
+        if HAS_RIGHT:
+            is_seen = is_seen & (j[None, :] <= position[:, None] + right)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+    shift = new_maximum
+    if IS_BORDER or HAS_BIAS:
+        # A row that has seen nothing yet must not subtract infinities.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    shrink = tl.exp2(maximum - shift)
+    total = total * shrink + tl.sum(weights, 1)
+    if IS_BORDER:
+        v = tl.load(v_addresses, mask=is_key[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
+    elif HEAD_SIZE == BLOCK_K:
+        v = tl.load(v_addresses)
+    else:
+        v = tl.load(v_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
+    rows = tl.dot(weights.to(v.dtype), v, rows * shrink[:, None], input_precision="ieee")
+    return new_maximum, total, rows
 
 
 @triton.jit(

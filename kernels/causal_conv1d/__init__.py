@@ -4,17 +4,34 @@ Comes before the recurrence in the Mamba models. Knows nothing about models, nor
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from itertools import accumulate
+from typing import Literal, NamedTuple, get_args
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._packed import Backend, check_rows, check_tensor, choose, describe
-from ._reference import Convolution, causal_conv1d_reference
-from ._torch import causal_conv1d_torch
+from ..backends import Backend, check_rows, check_tensor, choose, describe
 
 Activation = Literal["silu"]
 
 __all__ = ["Activation", "Backend", "causal_conv1d"]
+
+# Elements of a block of rows: 1 MiB in float32.
+BLOCK_ELEMENTS = 1 << 18
+
+
+class Convolution(NamedTuple):
+    """Arguments of `causal_conv1d`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    cu_seqlens: Tensor
+    seq_lens: Sequence[int]
+    activation: str | None
+    initial_states: Tensor | None
+    return_final_states: bool
 
 
 def causal_conv1d(
@@ -76,3 +93,97 @@ def causal_conv1d(
 
         return causal_conv1d_triton(given)
     return causal_conv1d_torch(given) if backend == "torch" else causal_conv1d_reference(given)
+
+
+@torch.no_grad()
+def causal_conv1d_torch(given: Convolution) -> tuple[Tensor, Tensor | None]:
+    """Same as `causal_conv1d`: one multiply-add over a block of rows for each column of the weight.
+
+    The packed rows are convolved as if they were one sequence. Then the first W - 1 rows of every sequence, the only
+    ones that saw foreign rows, are computed again from their own past and written over.
+    """
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
+    num_rows, channels = x.shape
+    width = weight.shape[1]
+    y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    weight_WC = weight.float().t().contiguous()
+    bias_C = torch.zeros(channels, device=x.device) if bias is None else bias.float()
+    block_rows = max(width, BLOCK_ELEMENTS // max(channels, 1))
+    for start in range(0, num_rows, block_rows):
+        end = min(start + block_rows, num_rows)
+        first = max(0, start - (width - 1))
+        inputs = x[first:end]
+        if x.dtype != torch.float32:
+            inputs = inputs.float()
+        out = torch.empty((end - start, channels), dtype=torch.float32, device=x.device)
+        y_TC[start:end] = _convolve(inputs, weight_WC, bias_C, activation, out)
+    if width == 1 or num_rows == 0:
+        return y_TC, _final_states(x, seq_lens, initial_states, width) if return_final_states else None
+
+    # The first rows of every sequence, behind its past.
+    lengths_N1 = torch.tensor(seq_lens, device=x.device)[:, None]
+    starts_N1 = torch.tensor(list(accumulate(seq_lens, initial=0))[:-1], device=x.device)[:, None]
+    heads_1W = torch.arange(width - 1, device=x.device)
+    is_true_NW = heads_1W < lengths_N1
+    rows_NW = (starts_N1 + heads_1W).clamp(max=num_rows - 1)
+    window_NWC = torch.zeros(len(seq_lens), 2 * (width - 1), channels, device=x.device)
+    if initial_states is not None:
+        window_NWC[:, : width - 1] = initial_states.transpose(1, 2)
+    window_NWC[:, width - 1 :] = x[rows_NW]
+    heads_NWC = _convolve(window_NWC, weight_WC, bias_C, activation, torch.empty_like(window_NWC[:, width - 1 :]))
+    y_TC[rows_NW[is_true_NW]] = heads_NWC[is_true_NW].to(y_TC.dtype)
+    return y_TC, _final_states(x, seq_lens, initial_states, width) if return_final_states else None
+
+
+def _convolve(inputs: Tensor, weight_WC: Tensor, bias_C: Tensor, activation: str | None, out: Tensor) -> Tensor:
+    """Writes the last rows of `inputs` [..., rows, C], convolved, to `out` [..., rows of out, C]; both float32.
+
+    Inputs before the first count as zeros.
+    """
+    width, num_rows, num_before = weight_WC.shape[0], out.shape[-2], inputs.shape[-2] - out.shape[-2]
+    torch.addcmul(bias_C, inputs[..., num_before:, :], weight_WC[width - 1], out=out)
+    for shift in range(1, width):
+        # Rows without an input `shift` rows above.
+        skipped = max(0, shift - num_before)
+        if skipped < num_rows:
+            above = inputs[..., num_before + skipped - shift : inputs.shape[-2] - shift, :]
+            out[..., skipped:, :].addcmul_(above, weight_WC[width - 1 - shift])
+    return F.silu(out, inplace=True) if activation == "silu" else out
+
+
+def _final_states(x: Tensor, seq_lens: Sequence[int], initial_states: Tensor | None, width: int) -> Tensor:
+    """[N, C, W-1], dtype of x: the last W - 1 inputs of each sequence, its initial state included."""
+    num_seqs, channels = len(seq_lens), x.shape[1]
+    past_NCW = x.new_zeros(num_seqs, channels, width - 1) if initial_states is None else initial_states
+    if width == 1 or num_seqs == 0 or x.shape[0] == 0:
+        return past_NCW.clone()
+    lengths_N1 = torch.tensor(seq_lens, device=x.device)[:, None]
+    ends_N1 = torch.tensor(list(accumulate(seq_lens)), device=x.device)[:, None]
+    tails_1W = torch.arange(width - 1, device=x.device)
+    # Position of each kept input; negative where it lies before the rows of this call.
+    positions_NW = lengths_N1 - (width - 1) + tails_1W
+    rows_NW = (ends_N1 - (width - 1) + tails_1W).clamp(min=0)
+    kept_NCW = x[rows_NW].transpose(1, 2)
+    columns_NW = (lengths_N1 + tails_1W).clamp(max=width - 2)
+    older_NCW = past_NCW.gather(2, columns_NW[:, None, :].expand(num_seqs, channels, width - 1))
+    return torch.where((positions_NW >= 0)[:, None, :], kept_NCW, older_NCW).contiguous()
+
+
+def causal_conv1d_reference(given: Convolution) -> tuple[Tensor, Tensor | None]:
+    """Same as `causal_conv1d`."""
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
+    channels, width = weight.shape
+    y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_NCW = torch.empty(len(seq_lens), channels, width - 1, dtype=x.dtype, device=x.device)
+    start = 0
+    for n, length in enumerate(seq_lens):
+        past_CW = x.new_zeros(channels, width - 1) if initial_states is None else initial_states[n]
+        inputs_CL = torch.cat([past_CW, x[start : start + length].t()], dim=1)
+        for t in range(length):
+            row_C = (inputs_CL[:, t : t + width].float() * weight.float()).sum(1)
+            if bias is not None:
+                row_C = row_C + bias.float()
+            y_TC[start + t] = F.silu(row_C) if activation == "silu" else row_C
+        final_NCW[n] = inputs_CL[:, length:]
+        start += length
+    return y_TC, final_NCW if return_final_states else None

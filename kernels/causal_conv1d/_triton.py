@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
 from .._tiles_triton import find_tile
-from ._reference import Convolution
+from ..backends import on_device
+from . import Convolution
 
 TILE_ROWS = 128
 BLOCK_ROWS = 16

@@ -7,11 +7,10 @@ Sources: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202); Dao and G
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, Backend, check_tensor, choose, describe
-from ._reference import gated_norm_reference, gated_reference
-from ._torch import gated_norm_torch, gated_torch
+from ..backends import FLOAT_DTYPES, Backend, check_tensor, choose, describe
 
 GateActivation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -36,7 +35,7 @@ def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = No
     Args:
         x: [T, 2 * I], float32/bfloat16/float16, last axis contiguous: gate beside up. Not modified.
         activation: See above.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "torch".
+        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". "reference" is "torch".
 
     Returns:
         [T, I], type of x.
@@ -55,7 +54,7 @@ def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = No
         from ._triton import gated_triton
 
         return gated_triton(x, activation)
-    return gated_torch(x, activation) if backend == "torch" else gated_reference(x, activation)
+    return _gated_torch(x, activation)
 
 
 def gated_norm(
@@ -73,7 +72,7 @@ def gated_norm(
         num_groups: Neighbouring groups of equal width that C is cut into.
         eps: Added to the mean square.
         backend: None takes "triton" for CUDA tensors where it is installed (and groups are at most 8192 wide), else
-            "torch".
+            "torch". "reference" is "torch".
 
     Returns:
         [T, C], type of gate, contiguous.
@@ -98,5 +97,20 @@ def gated_norm(
         from ._triton import gated_norm_triton
 
         return gated_norm_triton(x, gate, weight, num_groups, eps)
-    run = gated_norm_torch if backend == "torch" else gated_norm_reference
-    return run(x, gate, weight, num_groups, eps)
+    return _gated_norm_torch(x, gate, weight, num_groups, eps)
+
+
+def _gated_torch(x: Tensor, activation: str) -> Tensor:
+    """Same as `gated`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate).mul_(up).to(x.dtype)
+    return F.gelu(gate, approximate="none" if activation == "gelu" else "tanh").mul_(up).to(x.dtype)
+
+
+def _gated_norm_torch(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
+    """Same as `gated_norm`."""
+    groups = (x * F.silu(gate.float())).unflatten(1, (num_groups, -1))
+    inverse = torch.rsqrt(groups.square().mean(-1, keepdim=True).add_(eps))
+    normed: Tensor = groups.mul_(inverse).flatten(1)
+    return normed.mul_(weight).to(gate.dtype)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
+from ..backends import on_device
 
 # Elements of a tile, and its most columns: the last tile of a row is cut, and a narrow one wastes less.
 BLOCK_SIZE = 2048

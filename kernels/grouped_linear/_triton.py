@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
+from ..backends import on_device
 
 BLOCK_O = 128
 # From as many rows for a group on the tiles are higher.

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
-from ..upload import upload
+from ..backends import on_device, upload
 
 # tl.dot takes no fewer rows or columns than 16.
 MIN_BLOCK_Q = 16

@@ -5,17 +5,50 @@ Sources: Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, 
 (arXiv 1910.07467).
 """
 
+from typing import Literal, NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, Backend, choose, describe
-from ._reference import Embeddings, Norm, NormKind, embed_norm_reference, norm_reference
-from ._torch import embed_norm_torch, norm_torch
+from ..backends import FLOAT_DTYPES, Backend, choose, describe
 
 __all__ = ["MAX_TRITON_WIDTH", "Backend", "Embeddings", "Norm", "NormKind", "add_norm", "embed_norm"]
 
 # One program holds a whole row.
 MAX_TRITON_WIDTH = 8192
+
+NormKind = Literal["layer", "rms"]
+
+
+class Norm(NamedTuple):
+    """Kind, weight and bias of a norm.
+
+    Attributes:
+        kind: "layer" or "rms".
+        weight: [D], float32/bfloat16/float16, contiguous.
+        bias: [D], as `weight`; None for 0.
+        eps: Added to the variance, or to the mean square.
+    """
+
+    kind: NormKind
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+class Embeddings(NamedTuple):
+    """The tables of rows that make a token's embedding; of any float type, contiguous.
+
+    Attributes:
+        word: [V, D], by token id.
+        place: [Y * P, D], by token type and position: row y * P + p. None where there is none.
+        num_positions: P.
+    """
+
+    word: Tensor
+    place: Tensor | None = None
+    num_positions: int = 0
 
 
 def add_norm(
@@ -40,6 +73,7 @@ def add_norm(
         residual: [T, D], any of these types, last axis contiguous; may be wider than `x`. Not modified. None for 0.
         return_sum: Whether the sum is wanted too.
         backend: None takes "triton" for CUDA tensors where it is installed (and D <= 8192), else "torch".
+            "reference" is "torch".
 
     Returns:
         The normed rows [T, D], type of x; and the sum [T, D], type of `residual` (of x where that is None), or None.
@@ -61,8 +95,7 @@ def add_norm(
         from ._triton import norm_triton
 
         return norm_triton(x, norm, residual, return_sum)
-    run = norm_torch if backend == "torch" else norm_reference
-    return run(x, norm, residual, return_sum)
+    return _norm_torch(x, norm, residual, return_sum)
 
 
 def embed_norm(
@@ -119,5 +152,39 @@ def embed_norm(
         from ._triton import embed_norm_triton
 
         return embed_norm_triton(input_ids, tables, norm, positions, token_type_ids, out_dtype)
-    run = embed_norm_torch if backend == "torch" else embed_norm_reference
-    return run(input_ids, tables, norm, positions, token_type_ids, out_dtype)
+    return _embed_norm_torch(input_ids, tables, norm, positions, token_type_ids, out_dtype)
+
+
+def _norm_torch(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """Same as `add_norm`."""
+    sum_TD = x.float()
+    if residual is not None:
+        sum_TD = sum_TD + residual
+    normed_TD = _normalise(sum_TD, norm).to(x.dtype)
+    return normed_TD, sum_TD.to(x.dtype if residual is None else residual.dtype) if return_sum else None
+
+
+def _embed_norm_torch(
+    input_ids: Tensor,
+    tables: Embeddings,
+    norm: Norm,
+    positions: Tensor | None,
+    token_type_ids: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Same as `embed_norm`."""
+    sum_TD = F.embedding(input_ids, tables.word).float()
+    if tables.place is not None and positions is not None:
+        places_T = positions if token_type_ids is None else positions + token_type_ids * tables.num_positions
+        sum_TD = sum_TD + F.embedding(places_T, tables.place)
+    return _normalise(sum_TD, norm).to(out_dtype)
+
+
+def _normalise(sum_TD: Tensor, norm: Norm) -> Tensor:
+    """Returns the normed rows of float32 rows, float32."""
+    kind, weight, bias, eps = norm
+    bias = None if bias is None else bias.float()
+    if kind == "layer":
+        return F.layer_norm(sum_TD, weight.shape, weight.float(), bias, eps)
+    normed_TD = F.rms_norm(sum_TD, weight.shape, weight.float(), eps)
+    return normed_TD if bias is None else normed_TD + bias

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
-from ._reference import Embeddings, Norm
+from ..backends import on_device
+from . import Embeddings, Norm
 
 MAX_WIDTH = 8192
 # Elements of the rows of one program, and the most rows: weights are read once for all of them.

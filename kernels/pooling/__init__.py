@@ -9,12 +9,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._packed import FLOAT_DTYPES, Backend, choose, describe
+from ..backends import FLOAT_DTYPES, Backend, choose, describe
 from ..cpu import Machine
 from ._native import pool_native, pool_on_machine
-from ._reference import MAX_TRITON_WIDTH, Pooling, pool_reference
-from ._state import PoolingState, finish, pool_partial
-from ._torch import pool_torch
+from ._torch import MAX_TRITON_WIDTH, Pooling, PoolingState, finish, pool_partial, pool_reference, pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
 

@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .._packed import choose
+from ..backends import choose
 from ..cpu import Machine, Pooling as Kind, shared_machine
-from ._reference import MAX_TRITON_WIDTH, Pooling
-from ._torch import pool_torch
+from ._torch import MAX_TRITON_WIDTH, Pooling, pool_torch
 
 Array = NDArray[Any]
 Integers = Tensor | Array | list[int] | tuple[int, ...]

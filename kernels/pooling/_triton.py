@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
-from ._reference import Pooling
+from ..backends import on_device
+from ._torch import Pooling
 
 BLOCK_ROWS = 256
 # Empty programs cost little, but not nothing: past this many, each sequence stays with one program.

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import on_device
-from ._reference import HeadNorm, KvSlots
+from ..backends import on_device
+from . import HeadNorm, KvSlots
 
 # Elements that a program holds.
 BLOCK_SIZE = 2048

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import Recurrence, on_device
 from .._tiles_triton import find_tile
+from ..backends import Recurrence, on_device
 
 # Rows that one program walks along. By nothing else: were it by the lengths, a sequence's last bits would depend on its
 # batch.

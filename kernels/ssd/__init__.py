@@ -3,18 +3,25 @@
 Knows nothing about projections, convolutions or gates, nor about where states are kept.
 """
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .._packed import Backend, Recurrence, check_rows, check_tensor, choose, describe
-from ._reference import ssd_reference
-from ._torch import ssd_torch
+from ..backends import Backend, Recurrence, check_rows, check_tensor, choose, describe
 
 __all__ = ["Backend", "ssd"]
 
 DEFAULT_CHUNK_SIZE = 64
+MIN_SIZE = 16
+# Weights of a block: 1 MiB in float32.
+MAX_WEIGHTS = 1 << 18
+# Below every power of two that float32 can hold, so that a step size of zero weighs nothing.
+MIN_LOG_DT = -300.0
 
 
 def ssd(
@@ -93,3 +100,325 @@ def ssd(
 
         return ssd_triton(scan, chunk_size)
     return ssd_torch(scan, chunk_size or DEFAULT_CHUNK_SIZE) if backend == "torch" else ssd_reference(scan)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of one sequence.
+
+    Attributes:
+        sequence: Its number in the batch.
+        start: First packed row.
+        length: Rows, at most the size of its block.
+        is_first: Whether it begins its sequence.
+        is_last: Whether it ends its sequence.
+    """
+
+    sequence: int
+    start: int
+    length: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Chunks that are computed together, each padded to `size` rows.
+
+    Attributes:
+        size: Rows of a chunk, padding included.
+        chunks: Those of one sequence are in their order.
+        start: First packed row of a block without padding.
+        end: Row after its last.
+        rows: [chunks * size], int64, on the host: the packed row that each row is read from; padding reads the last row
+            of its own sequence. None where the block is rows `start` to `end`.
+        is_padding: [chunks, size], bool, on the host. None likewise.
+    """
+
+    size: int
+    chunks: tuple[Chunk, ...]
+    start: int
+    end: int
+    rows: Tensor | None
+    is_padding: Tensor | None
+
+    @property
+    def num_chunks(self) -> int:
+        """Z."""
+        return len(self.chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decays:
+    """The decays of a block, float32. Below, log_i is the sum of dt * rate up to row i of its chunk.
+
+    Attributes:
+        row_log: [Z, H, Q], log_i rounded to float32.
+        row_rest: [Z, H, Q], 2 ** (the rounding error).
+        column_log: [Z, H, Q], log_j - log2(dt_j) rounded to float32.
+        column_rest: [Z, H, Q], 2 ** -(the rounding error).
+        from_start: [Z, Q, H], 2 ** log_i: the share of the incoming state that is left at row i.
+        to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): the share of row j that is left at the end of the chunk.
+        whole: [Z, H], 2 ** log_last.
+    """
+
+    row_log: Tensor
+    row_rest: Tensor
+    column_log: Tensor
+    column_rest: Tensor
+    from_start: Tensor
+    to_end: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, dt_ZQH: Tensor, rate_H: Tensor) -> "_Decays":
+        log_ZQH = (dt_ZQH.double() * rate_H).cumsum(1)
+        source_ZQH = log_ZQH - dt_ZQH.double().log2().clamp_(min=MIN_LOG_DT)
+        last_Z1H = log_ZQH[:, -1:]
+        row_log, column_log = log_ZQH.float(), source_ZQH.float()
+        return cls(
+            row_log=_by_head(row_log),
+            row_rest=_by_head((log_ZQH - row_log).float().exp2_()),
+            column_log=_by_head(column_log),
+            column_rest=_by_head((column_log - source_ZQH).float().exp2_()),
+            from_start=row_log.exp2(),
+            to_end=(last_Z1H - source_ZQH).float().exp2_(),
+            whole=last_Z1H[:, 0].float().exp2_(),
+        )
+
+
+@torch.no_grad()
+def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+    """Same as `ssd`: chunks of rows by products of matrices, a state from chunk to chunk.
+
+    Within a chunk the recurrence is written as masked attention whose weights are decays. Rows before the chunk reach
+    it through one state per head. README.md has the derivation, and the reason for decays as powers of two in two
+    parts.
+
+    Letters beside those of the layer: Z chunks of a block, Q rows of a chunk, G groups, P head size.
+    """
+    x, initial_states = scan.x, scan.initial_states
+    _, num_heads, head_size = x.shape
+    y_THP = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_NHPS = None
+    if scan.return_final_states:
+        final_NHPS = torch.zeros(len(scan.seq_lens), num_heads, head_size, scan.b.shape[2], device=x.device)
+        if initial_states is not None:
+            final_NHPS.copy_(initial_states)
+    scan = scan._replace(a=scan.a.double() * math.log2(math.e), d=None if scan.d is None else scan.d.float())
+    num_groups, state_size = scan.b.shape[1:]
+    # Of the sequence at hand, K the columns of all heads of a group: rows of K are what both products want.
+    state_GSK = torch.empty(num_groups, state_size, num_heads // num_groups * head_size, device=x.device)
+    for block in make_blocks(scan.seq_lens, chunk_size, num_heads):
+        _run_block(scan, block, state_GSK, final_NHPS, y_THP)
+    return y_THP, final_NHPS
+
+
+def _by_head(rows_ZQH: Tensor) -> Tensor:
+    return rows_ZQH.transpose(1, 2).contiguous()
+
+
+def _run_block(scan: Recurrence, block: Block, state_GSK: Tensor, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
+    """Writes the rows of the block to `y_THP`, and the final states of its sequences to `final_NHPS`.
+
+    `state_GSK` is the state of the sequence that goes on from the block before, then of that which goes on after it.
+    `scan.a` [H] is float64 here, and in powers of two; `scan.d` is float32.
+    """
+    shape = (block.num_chunks, block.size)
+    rows = None if block.rows is None else block.rows.to(scan.x.device)
+    picked = slice(block.start, block.end) if rows is None else rows
+    x, dt, b, c = scan.x[picked], scan.dt[picked], scan.b[picked], scan.c[picked]
+    # Products of bfloat16 are several times as fast; torch sums them in float32.
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    x_ZQHP, dt_ZQH = x.to(dtype).unflatten(0, shape), dt.unflatten(0, shape)
+    b_ZQGS, c_ZQGS = b.to(dtype).unflatten(0, shape), c.to(dtype).unflatten(0, shape)
+    if block.is_padding is not None:
+        dt_ZQH = dt_ZQH.masked_fill(block.is_padding.to(dt.device)[:, :, None], 0.0)
+    decays = _Decays.of(dt_ZQH, scan.a)
+    out_ZQHP = _within_chunks(x_ZQHP, b_ZQGS, c_ZQGS, scan.d, decays)
+    for z, chunk in enumerate(block.chunks):
+        of_chunk = (chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z)
+        _run_recurrence(scan.initial_states, *of_chunk, state_GSK, final_NHPS, out_ZQHP[z])
+    out = out_ZQHP.flatten(0, 1)
+    if rows is None:
+        y_THP[block.start : block.end] = out
+    else:
+        assert block.is_padding is not None
+        is_true = ~block.is_padding.to(out.device).flatten()
+        y_THP[rows[is_true]] = out[is_true].to(y_THP.dtype)
+
+
+def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor | None, decays: _Decays) -> Tensor:
+    """[Z, Q, H, P], float32: the contribution of the rows of a chunk to each other."""
+    num_chunks, size, num_groups, _ = b_ZQGS.shape
+    num_heads, head_size = x_ZQHP.shape[2:]
+    device, dtype = x_ZQHP.device, x_ZQHP.dtype
+    is_exact = dtype == torch.float32
+    # weights_ij = dt_j 2 ** (log_i - log_j) c_i b_j for j <= i.
+    weights_ZHQQ = torch.empty((num_chunks, num_heads, size, size), dtype=torch.float32, device=device)
+    torch.sub(decays.row_log[:, :, :, None], decays.column_log[:, :, None, :], out=weights_ZHQQ)
+    weights_ZHQQ.add_(torch.full((size, size), float("-inf"), device=device).triu_(1)).exp2_()
+    products_ZGQQ = torch.matmul(c_ZQGS.transpose(1, 2), b_ZQGS.permute(0, 2, 3, 1)).float()
+    weights_ZHQQ.view(num_chunks, num_groups, -1, size, size).mul_(products_ZGQQ[:, :, None])
+    if d_H is not None:
+        rest = decays.row_rest * decays.column_rest if is_exact else 1.0
+        weights_ZHQQ.diagonal(dim1=2, dim2=3).add_(d_H[:, None] / rest)
+    x_ZHQP = torch.empty((num_chunks, num_heads, size, head_size), dtype=dtype, device=device)
+    out_ZHQP = torch.empty(x_ZHQP.shape, dtype=dtype, device=device)
+    out_ZQHP = torch.empty(x_ZQHP.shape, dtype=torch.float32, device=device)
+    if is_exact:
+        torch.mul(x_ZQHP.transpose(1, 2), decays.column_rest[..., None], out=x_ZHQP)
+    else:
+        x_ZHQP.copy_(x_ZQHP.transpose(1, 2))
+        weights_ZHQQ = weights_ZHQQ.to(dtype)
+    torch.bmm(weights_ZHQQ.flatten(0, 1), x_ZHQP.flatten(0, 1), out=out_ZHQP.flatten(0, 1))
+    if is_exact:
+        return torch.mul(out_ZHQP.transpose(1, 2), decays.row_rest.transpose(1, 2)[..., None], out=out_ZQHP)
+    return out_ZQHP.copy_(out_ZHQP.transpose(1, 2))
+
+
+def _run_recurrence(
+    initial_NHPS: Tensor | None,
+    chunk: Chunk,
+    x_QHP: Tensor,
+    b_QGS: Tensor,
+    c_QGS: Tensor,
+    decays: _Decays,
+    z: int,
+    state_GSK: Tensor,
+    final_NHPS: Tensor | None,
+    out_QHP: Tensor,
+) -> None:
+    """Adds the contribution of the state before chunk `z` to its rows, and updates the state.
+
+    The state is read and written only if it is needed.
+    """
+    num_heads, head_size = x_QHP.shape[1:]
+    num_groups, state_size = b_QGS.shape[1:]
+    by_group = (num_groups, num_heads // num_groups * head_size, state_size)
+    has_past = not chunk.is_first or initial_NHPS is not None
+    if chunk.is_first and initial_NHPS is not None:
+        state_GSK.copy_(initial_NHPS[chunk.sequence].view(by_group).transpose(1, 2))
+    if has_past:
+        _add_past(out_QHP, c_QGS, decays.from_start[z], state_GSK)
+    if not chunk.is_last or final_NHPS is not None:
+        if not has_past:
+            state_GSK.zero_()
+        _move_state(state_GSK, x_QHP, b_QGS, decays.to_end[z], decays.whole[z])
+    if chunk.is_last and final_NHPS is not None:
+        final_NHPS[chunk.sequence].view(by_group).copy_(state_GSK.transpose(1, 2))
+
+
+def _add_past(out_QHP: Tensor, c_QGS: Tensor, from_start_QH: Tensor, state_GSK: Tensor) -> None:
+    size, num_groups, _ = c_QGS.shape
+    device, dtype = c_QGS.device, c_QGS.dtype
+    if dtype != torch.float32:
+        state_GSK = state_GSK.to(dtype)
+    past_GQK = torch.empty((num_groups, size, state_GSK.shape[2]), dtype=dtype, device=device)
+    torch.bmm(c_QGS.transpose(0, 1), state_GSK, out=past_GQK)
+    past_QGK = past_GQK.transpose(0, 1)
+    if num_groups > 1 or dtype != torch.float32:
+        past_QGK = past_QGK.float().contiguous()
+    out_QHP.addcmul_(past_QGK.view(out_QHP.shape), from_start_QH[:, :, None])
+
+
+def _move_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tensor, whole_H: Tensor) -> None:
+    size, num_groups, state_size = b_QGS.shape
+    device, dtype = b_QGS.device, b_QGS.dtype
+    b_GSQ = b_QGS.permute(1, 2, 0)
+    left_QHP = torch.empty(x_QHP.shape, dtype=torch.float32, device=device)
+    state_GSHP = state_GSK.view(num_groups, state_size, -1, x_QHP.shape[2])
+    whole_G1H1 = whole_H.view(num_groups, 1, -1, 1)
+    if dtype == torch.float32:
+        left_QGK = torch.mul(x_QHP, to_end_QH[:, :, None], out=left_QHP).view(size, num_groups, -1)
+        state_GSHP.mul_(whole_G1H1)
+        state_GSK.baddbmm_(b_GSQ, left_QGK.transpose(0, 1))
+        return
+    left_QHP.copy_(x_QHP).mul_(to_end_QH[:, :, None])
+    left_QGK = left_QHP.to(dtype).view(size, num_groups, -1)
+    new_GSK = torch.empty(state_GSK.shape, dtype=dtype, device=device)
+    torch.bmm(b_GSQ, left_QGK.transpose(0, 1), out=new_GSK)
+    new_GSHP = new_GSK.view(state_GSHP.shape).float()
+    torch.addcmul(new_GSHP, state_GSHP, whole_G1H1, out=state_GSHP)
+
+
+def make_blocks(seq_lens: Sequence[int], chunk_size: int, num_heads: int) -> Iterator[Block]:
+    """Yields the blocks of a batch, those of a sequence in order and with none of another between.
+
+    Chunks begin at their sequence's first row, and their sizes depend on its length alone, so that the rows of a
+    sequence do not depend on its neighbours. Sequences of a single chunk share blocks with others of their size.
+    """
+    short: dict[int, list[Chunk]] = defaultdict(list)
+    for n, (start, length) in enumerate(zip(accumulate(seq_lens, initial=0), seq_lens, strict=False)):
+        if length == 0:
+            continue
+        if length <= chunk_size:
+            short[size_of(length, chunk_size)].append(Chunk(n, start, length, True, True))
+            continue
+        end = start + length
+        chunks = [
+            Chunk(n, row, min(chunk_size, end - row), row == start, row + chunk_size >= end)
+            for row in range(start, end, chunk_size)
+        ]
+        num_whole = length // chunk_size
+        yield from _split(chunks[:num_whole], chunk_size, num_heads)
+        for chunk in chunks[num_whole:]:
+            yield _make_block([chunk], size_of(chunk.length, chunk_size))
+    for size, chunks in short.items():
+        yield from _split(chunks, size, num_heads)
+
+
+def size_of(length: int, chunk_size: int) -> int:
+    """Rows to compute for a chunk of `length` rows: a power of two."""
+    return min(chunk_size, max(MIN_SIZE, 1 << (length - 1).bit_length()))
+
+
+def _split(chunks: list[Chunk], size: int, num_heads: int) -> Iterator[Block]:
+    """Blocks of a power of two of chunks.
+
+    NOTE: oneDNN compiles a product for each new number of matrices, and keeps a limited number.
+    """
+    most = 1 << max(0, (MAX_WEIGHTS // (num_heads * size * size)).bit_length() - 1)
+    first = 0
+    while first < len(chunks):
+        count = min(most, 1 << ((len(chunks) - first).bit_length() - 1))
+        yield _make_block(chunks[first : first + count], size)
+        first += count
+
+
+def _make_block(chunks: list[Chunk], size: int) -> Block:
+    start = chunks[0].start
+    end = chunks[-1].start + chunks[-1].length
+    if all(chunk.length == size and chunk.start == start + z * size for z, chunk in enumerate(chunks)):
+        return Block(size, tuple(chunks), start, end, None, None)
+    starts_Z1 = torch.tensor([chunk.start for chunk in chunks])[:, None]
+    lengths_Z1 = torch.tensor([chunk.length for chunk in chunks])[:, None]
+    offsets_1Q = torch.arange(size)
+    rows_ZQ = starts_Z1 + torch.minimum(offsets_1Q, lengths_Z1 - 1)
+    return Block(size, tuple(chunks), start, end, rows_ZQ.flatten(), offsets_1Q >= lengths_Z1)
+
+
+def ssd_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
+    """Same as `ssd`."""
+    x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
+    _, num_heads, head_size = x.shape
+    _, num_groups, state_size = b.shape
+    heads_per_group = num_heads // num_groups
+    y_THP = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_NHPS = torch.empty(len(seq_lens), num_heads, head_size, state_size, device=x.device)
+    start = 0
+    for n, length in enumerate(seq_lens):
+        state_HPS = torch.zeros_like(final_NHPS[n]) if initial_states is None else initial_states[n]
+        for t in range(start, start + length):
+            x_HP = x[t].float()
+            b_HS = b[t].float().repeat_interleave(heads_per_group, dim=0)
+            c_HS = c[t].float().repeat_interleave(heads_per_group, dim=0)
+            decay_H = torch.exp(dt[t] * a)
+            state_HPS = decay_H[:, None, None] * state_HPS + (dt[t][:, None] * x_HP)[:, :, None] * b_HS[:, None, :]
+            row_HP = (state_HPS * c_HS[:, None, :]).sum(2)
+            if d is not None:
+                row_HP = row_HP + d.float()[:, None] * x_HP
+            y_THP[t] = row_HP
+        final_NHPS[n] = state_HPS
+        start += length
+    return y_THP, final_NHPS if return_final_states else None

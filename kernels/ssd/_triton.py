@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._packed import Recurrence, on_device
 from .._tiles_triton import find_tile
+from ..backends import Recurrence, on_device
 
 # More rows need more registers than a thread has; without tensor cores, half as many do.
 MAX_CHUNK_SIZE = 128

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.attention import _reach, _sdpa, attention
-from penstock.kernels.attention._tiles import Tile, tile_of
-from penstock.kernels.attention._varlen import has_flash_operator, takes_varlen
+from penstock.kernels.attention import _reach, _torch, attention
+from penstock.kernels.attention._torch import has_flash_operator, takes_varlen
 
-from ..interpreter import IS_INTERPRETED
+from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
 from .attention_reference import attention_reference
 from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
@@ -107,10 +106,10 @@ def test_softcap(place: Place, case: AttentionCase, mask: str, dtype: torch.dtyp
 
 @interpreted_only
 @pytest.mark.parametrize("mask", ["full", "left", "causal_local"])
-@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)], ids=str)
-def test_triton_takes_any_tile(tile: Tile, mask: str) -> None:
+@pytest.mark.parametrize("tile", [(16, 16, 4, 2), (16, 32, 4, 2), (32, 16, 4, 2)], ids=str)
+def test_triton_takes_any_tile(tile: tuple[int, int, int, int], mask: str) -> None:
     """Tiles at every kind of border: of the causal limit, of the window, of the sequence, and between them."""
-    from penstock.kernels.attention._triton import attention_triton
+    from penstock.kernels.attention._triton import Tile, attention_triton
 
     case = AttentionCase("", (1, 0, 47, 48, 97), 1, 1, 16)
     inputs = make_attention_inputs(case)
@@ -121,14 +120,17 @@ def test_triton_takes_any_tile(tile: Tile, mask: str) -> None:
         *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, 97, 0.25, _reach(window, is_causal, 97)),
         softcap=5.0,
         relative_bias=inputs.relative_bias,
-        tile=tile,
+        tile=Tile(*tile),
     )
     assert_close("attended", expected, actual, 1e-5, inputs.v.abs().max().item())
 
 
+@needs_triton
 @pytest.mark.parametrize("head_size", [8, 16, 33, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_tiles_are_of_sizes_that_products_take(dtype: torch.dtype, head_size: int) -> None:
+    from penstock.kernels.attention._triton import tile_of
+
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         for num_rows in (1, 64, 65, 5000):
             tile = tile_of(dtype, head_size, capability, num_rows=num_rows)
@@ -150,7 +152,7 @@ def test_softcap_changes_scores_before_the_bias() -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_blocks_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, mask: str, softcap: float | None) -> None:
     """A few rows at a time, as for a sequence of tens of thousands."""
-    monkeypatch.setattr(_sdpa, "MAX_BLOCK_SCORES", 1 << 14)
+    monkeypatch.setattr(_torch, "MAX_BLOCK_SCORES", 1 << 14)
     case = AttentionCase("", (515, 12), 4, 2, 32)
     inputs = make_attention_inputs(case)
     for options in (MASKS[mask], MASKS[mask] | {"relative_bias": inputs.relative_bias}):

@@ -87,11 +87,11 @@ def test_attention_compiles_without_spills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    from penstock.kernels.attention import _tiles, _triton
+    from penstock.kernels.attention import _triton
 
     is_loaded = "HAS_BIAS" in features or "HAS_CAP" in features
     device = (capability // 10, capability % 10)
-    tile = _tiles.tile_of(DTYPES[dtype], head_size, device, num_rows=num_rows, is_loaded=is_loaded)
+    tile = _triton.tile_of(DTYPES[dtype], head_size, device, num_rows=num_rows, is_loaded=is_loaded)
     flags = ("IS_PAGED", "HAS_LEFT", "HAS_RIGHT", "HAS_CAP", "HAS_BIAS")
     constants = {flag: flag in features for flag in flags} | {
         "LOG2_E": _triton.LOG2_E,
@@ -100,7 +100,7 @@ def test_attention_compiles_without_spills(
         "HEAD_SIZE": head_size,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": _tiles.padded_head(head_size),
+        "BLOCK_K": _triton.padded_head(head_size),
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers}
     ptx, report = compile_kernel(_triton._attention_kernel, dtype, constants, options, capability, tmp_path)

@@ -123,12 +123,10 @@ def test_poisoned_sequence_touches_no_other(place: Place) -> None:
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.kernels.causal_conv1d import _torch
-
     case = CONV_CASES[0]
     inputs = make_conv_inputs(case)
     expected, _ = convolve(case, inputs, True, backend="torch")
-    monkeypatch.setattr(_torch, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("penstock.kernels.causal_conv1d.BLOCK_ELEMENTS", 1)
     actual, _ = convolve(case, inputs, True, backend="torch")
     assert_close("y", expected, actual, 1e-6)
 

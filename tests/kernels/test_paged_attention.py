@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.kernels._packed import capability_of
-from penstock.kernels.attention import PagedLengths, attention, attention_paged, paged
+from penstock.kernels.attention import PagedLengths, attention, attention_paged
+from penstock.kernels.backends import capability_of
 
 from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
@@ -156,7 +156,7 @@ def test_wide_heads_and_old_devices_take_sdpa(
 
     taken: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(paged, "attention_paged_sdpa", lambda *_: taken.append("sdpa"))
+    monkeypatch.setattr("penstock.kernels.attention.attention_paged_sdpa", lambda *_: taken.append("sdpa"))
     monkeypatch.setattr(_triton, "attention_triton", lambda *_: taken.append("triton"))
     capability_of.cache_clear()
     with FakeTensorMode():

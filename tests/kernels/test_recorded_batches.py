@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels import _packed, attention as kernel
-from penstock.kernels.attention import Backend, _varlen, attention
+from penstock.kernels import attention as kernel, backends
+from penstock.kernels.attention import Backend, _torch, attention
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from ..interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
@@ -115,9 +115,9 @@ def test_attention_on_cuda_reads_lengths_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From Ampere on, with heads of up to 256: in every type, with and without a bias; see docs/operating.md."""
-    monkeypatch.setattr(_packed, "capability_of", lambda device: capability)
-    monkeypatch.setattr(_varlen, "capability_of", lambda device: capability)
-    monkeypatch.setattr(_packed, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(backends, "capability_of", lambda device: capability)
+    monkeypatch.setattr(_torch, "capability_of", lambda device: capability)
+    monkeypatch.setattr(backends, "has_triton", lambda: has_triton)
     if is_recordable is None:  # what is left without triton is flash attention
         is_recordable = dtype != torch.float32 and not has_bias
     q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(9, 2, head_size))

@@ -166,13 +166,11 @@ def test_poisoned_sequence_touches_no_other(place: Place, monkeypatch: pytest.Mo
 
 
 def test_blocks_and_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.kernels.selective_scan import _torch
-
     case = SCAN_CASES[0]
     inputs = make_scan_inputs(case)
     expected, expected_final = scan(case, inputs, True, backend="torch")
-    monkeypatch.setattr(_torch, "GROUP_ELEMENTS", 3 * case.channels * case.state_size)
-    monkeypatch.setattr(_torch, "BLOCK_ELEMENTS", 12 * case.channels * case.state_size)
+    monkeypatch.setattr("penstock.kernels.selective_scan.GROUP_ELEMENTS", 3 * case.channels * case.state_size)
+    monkeypatch.setattr("penstock.kernels.selective_scan.BLOCK_ELEMENTS", 12 * case.channels * case.state_size)
     actual, final = scan(case, inputs, True, backend="torch")
     assert_close("y", expected, actual, 1e-6)
     assert_close("final", expected_final, final, 1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import _packed
+from penstock.kernels import backends
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
 
 from .pretend_cuda import DEVICE, PretendCuda, pretend_cuda
@@ -19,7 +19,7 @@ SKIPS = (0, 1, 2, 5, 0, 4, 1)
 
 @pytest.fixture
 def mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendCuda]:
-    monkeypatch.setattr(_packed, "has_triton", lambda: False)
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
     with pretend_cuda() as mode:
         yield mode
 

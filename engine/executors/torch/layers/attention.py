@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import PagedLengths, attention, attention_paged
+from penstock.kernels.backends import upload
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
-from penstock.kernels.upload import upload
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch

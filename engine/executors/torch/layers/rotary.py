@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.kernels.upload import upload
+from penstock.kernels.backends import upload
 
 from ....families.rope import RopeSpec
 

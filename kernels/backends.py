@@ -1,4 +1,4 @@
-"""Checks of arguments and the choice of a backend, for all kernels."""
+"""Choice of a backend, checks of arguments and uploads to a device, for all kernels."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -114,3 +114,14 @@ def check_tensor(
 def describe(tensor: Tensor) -> str:
     """Dtype and shape, for messages."""
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Returns a tensor on `device`: itself where it is there.
+
+    On CUDA the host goes on at once. The copy runs through pinned memory, which torch keeps until it has been made: one
+    out of memory that is not pinned may wait for all that the stream has to do before it.
+    """
+    if values.is_cuda or torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import _packed, grouped_linear, maxsim, ssd
+from penstock.kernels import backends, grouped_linear, maxsim, ssd
 
 from ..engine.device.pretend_cuda import DEVICE, pretend_cuda
 
@@ -19,28 +19,28 @@ CAPABILITIES = ((7, 5), (8, 0), (9, 0), (12, 0))
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
     found: tuple[int, int] = request.param
     with pretend_cuda():
-        monkeypatch.setattr(_packed, "has_triton", lambda: True)
-        monkeypatch.setattr(_packed, "capability_of", lambda device: found)
+        monkeypatch.setattr(backends, "has_triton", lambda: True)
+        monkeypatch.setattr(backends, "capability_of", lambda device: found)
         yield found
 
 
 def test_kernels_with_products_run_from_ampere_on(capability: tuple[int, int]) -> None:
     x = torch.zeros(2, 3, device=DEVICE)
-    assert _packed.choose(None, x, has_products=True) == ("triton" if capability >= (8, 0) else "torch")
+    assert backends.choose(None, x, has_products=True) == ("triton" if capability >= (8, 0) else "torch")
 
 
 def test_kernels_without_products_run_on_any_gpu(capability: tuple[int, int]) -> None:
-    assert _packed.choose(None, torch.zeros(2, 3, device=DEVICE)) == "triton"
+    assert backends.choose(None, torch.zeros(2, 3, device=DEVICE)) == "triton"
 
 
 def test_a_backend_that_is_asked_for_is_taken(capability: tuple[int, int]) -> None:
-    assert _packed.choose("triton", torch.zeros(2, 3, device=DEVICE), has_products=True) == "triton"
+    assert backends.choose("triton", torch.zeros(2, 3, device=DEVICE), has_products=True) == "triton"
 
 
 def test_without_triton_torch_is_taken(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packed, "has_triton", lambda: False)
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
     x = torch.zeros(2, 3, device=DEVICE)
-    assert _packed.choose(None, x) == _packed.choose(None, x, has_products=True) == "torch"
+    assert backends.choose(None, x) == backends.choose(None, x, has_products=True) == "torch"
 
 
 def numbers(*shape: int) -> Tensor:
@@ -50,9 +50,9 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("kernel", ["ssd", "maxsim", "grouped_linear", "grouped_linear of odd widths"])
 def test_before_ampere_kernels_with_products_run_in_torch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their triton kernels would be launched otherwise, which nothing here can run."""
-    monkeypatch.setattr(_packed, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(backends, "capability_of", lambda device: (7, 5))
     monkeypatch.setattr(grouped_linear, "capability_of", lambda device: (7, 5))
-    monkeypatch.setattr(_packed, "has_triton", lambda: True)
+    monkeypatch.setattr(backends, "has_triton", lambda: True)
 
     def run(device: torch.device) -> Tensor:
         if kernel == "ssd":
@@ -93,9 +93,9 @@ def test_grouped_products_take_torch_where_it_does_not_wait(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (_packed, grouped_linear):
+    for module in (backends, grouped_linear):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    monkeypatch.setattr(_packed, "has_triton", lambda: True)
+    monkeypatch.setattr(backends, "has_triton", lambda: True)
     with pretend_cuda():
         x = torch.zeros(3, 32, dtype=dtype, device=DEVICE)
         weight = torch.zeros(2, width, 32, dtype=dtype, device=DEVICE)
