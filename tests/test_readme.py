@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
+from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands.cli import main
 from penstock.server.settings import (
     EmbedSettings,

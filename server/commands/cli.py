@@ -20,12 +20,11 @@ from penstock.engine.client.engine_process import EngineProcess
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
 from ..wire.shown_values import short_count
 from ..wire.version import penstock_version
-from .cluster import add_ray
 from .default_model import model_and_names
-from .flags import OneLineParser, add_flags
+from .flags import OneLineParser, add_flags, translated
 from .known_models import TASKS, as_json, as_table, models_for
 from .model_plans import planned
-from .vllm_flags import translated
+from .ray_commands import add_ray
 
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143

@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.engine.protocol.setting import parse_size, shown_size
 
-from ..cluster.settings import RayEmbedSettings, RayServeSettings
+from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from ..settings import (
     GROUPS,
     DeclaredSetting,
@@ -62,8 +62,8 @@ the file over the default. Flags without a value have an opposite: `--no-access-
 sizes are numbers of bytes or texts such as 2GiB and 500MB.
 
 This page is generated from the declarations in `engine/protocol/config.py`, `server/settings/declarations.py` and
-`server/cluster/settings.py` by `make reference`. Settings for which no command is named belong to all commands with a
-model.
+`server/cluster/ray_settings.py` by `make reference`. Settings for which no command is named belong to all commands
+with a model.
 """
 _TABLES_HEAD: Final = """\
 ## Tables of models

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .input import BadRowError, InputFile, Row
+from .input_file import BadRowError, InputFile, Row
 
 _EXACT: Final = 1 << 53
 """Integers up to here are exact as float64."""

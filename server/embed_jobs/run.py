@@ -25,9 +25,9 @@ from penstock.engine.protocol.errors import (
 
 from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
 from .columns import JsonColumns
-from .input import BadRow, BadRowError, InputFile, Row, Survey, open_input
+from .input_file import BadRow, BadRowError, InputFile, Row, Survey, open_input
 from .job_folder import JobFolder, Shard, ShardVectors, model_digest
-from .output import Results, Writer, check_names, columns_of, report_path, write_output, writer_for
+from .output_file import Results, Writer, check_names, columns_of, report_path, write_output, writer_for
 from .progress import Progress
 
 logger = logging.getLogger(__name__)

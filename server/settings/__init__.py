@@ -6,14 +6,17 @@ the default. Starts nothing and imports no torch.
 """
 
 from .declarations import GROUPS, CommandSettings, EmbedSettings, InfoSettings, ModelSettings, ServerSettings
-from .errors import CommandError, UsageError, exit_code_of, load_failure
 from .load import (
     ENV_PREFIX,
+    CommandError,
     DeclaredSetting,
+    UsageError,
     declared_settings,
     environment_variable,
+    exit_code_of,
     flag_of,
     load,
+    load_failure,
     near_name,
     public_values,
     unknown_variables,

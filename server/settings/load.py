@@ -1,4 +1,7 @@
-"""Reads settings from the command line, the environment and a file into the dataclasses that declare them."""
+"""Reads settings from the command line, the environment and a file into the dataclasses that declare them.
+
+Also the errors of commands: one line and an exit code.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from penstock.engine.model_files.hub import is_local
+from penstock.engine.protocol.errors import MachineError, ModelLoadError
 from penstock.engine.protocol.setting import Setting, parse_size, setting_of, shown_size
-
-from .errors import UsageError
 
 ENV_PREFIX: Final = "PENSTOCK_"
 _WORDS: Final = {
@@ -20,6 +23,18 @@ _WORDS: Final = {
     **dict.fromkeys(("false", "f", "0", "no", "n", "off"), False),
 }
 SettingsT = TypeVar("SettingsT")
+
+
+class CommandError(Exception):
+    """The command could not do its work; the message is one line that says what to do."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """The command line or the environment holds a wrong value."""
+
+    exit_code = 2
 
 
 class DeclaredSetting(NamedTuple):
@@ -171,6 +186,25 @@ def unknown_variables(kinds: Collection[type]) -> list[str]:
     """Returns the PENSTOCK_ variables of the environment that are no settings of `kinds`, such as misspelt ones."""
     known = {environment_variable(name) for kind in kinds for name in declared_settings(kind)}
     return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def exit_code_of(error: Exception, model: str, revision: str | None, otherwise: int) -> int:
+    """Returns the exit code of a command that cannot load its model: 2 if a local folder is missing or broken.
+
+    Args:
+        error: Why the model cannot be loaded.
+        model: Local folder or hub id.
+        revision: Of a hub id.
+        otherwise: The code for a hub id, a machine that lacks something, or an unexpected error.
+    """
+    is_of_files = isinstance(error, ModelLoadError) and not isinstance(error, MachineError)
+    return UsageError.exit_code if is_of_files and is_local(model, revision) else otherwise
+
+
+def load_failure(error: ModelLoadError, model: str, revision: str | None) -> CommandError:
+    """Returns the error of a command that cannot load its model; see exit_code_of."""
+    code = exit_code_of(error, model, revision, CommandError.exit_code)
+    return (UsageError if code == UsageError.exit_code else CommandError)(error.message)
 
 
 def _is_set(variable: str, declared: DeclaredSetting) -> bool:

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 from ray import serve
 
-from penstock.server.cluster.connection import connected
-from penstock.server.cluster.mounts import mounts_of
-from penstock.server.cluster.serving import deploy, start_proxies, take_down
-from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.cluster.ray_connection import connected
+from penstock.server.cluster.ray_replica import mounts_of
+from penstock.server.cluster.ray_serve import deploy, start_proxies, take_down
+from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.commands.cli import _parser
 from penstock.server.commands.model_plans import planned
 
@@ -26,7 +26,7 @@ def waiting_app(seconds_per_token, settings, mount):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import EndedForward, ForwardTime
     from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
-    from penstock.server.cluster.replica import build_app
+    from penstock.server.cluster.ray_replica import build_app
 
     def begin(self, chunks):
         ids = [np.asarray(chunk.sequence.prompt.token_ids, np.int32) for chunk in chunks]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
+from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
 from penstock.server.commands.default_model import model_and_names
 from penstock.server.settings import (

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.server.embed_jobs import input as input_module, run as module
-from penstock.server.embed_jobs.input import PARQUET_ROWS_AT_ONCE
+from penstock.server.embed_jobs import input_file as input_module, run as module
+from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
 from penstock.server.embed_jobs.run import embed_file
 from penstock.server.settings import CommandError, EmbedSettings, load
 

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectors
-from penstock.server.embed_jobs.output import with_vectors
+from penstock.server.embed_jobs.output_file import with_vectors
 from penstock.server.settings import CommandError, UsageError
 
 IDENTITY = {"input": "i", "model": "m", "dimensions": None}

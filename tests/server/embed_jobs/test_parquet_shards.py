@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.server.embed_jobs.input import ParquetRows, parquet_inputs, stat_digest
+from penstock.server.embed_jobs.input_file import ParquetRows, parquet_inputs, stat_digest
 from penstock.server.embed_jobs.job_folder import Shard
 from penstock.server.settings import CommandError, UsageError
 

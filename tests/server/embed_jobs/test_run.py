@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.embed_jobs import input as input_module, output as output_module, run as module
-from penstock.server.embed_jobs.input import InputFile, JsonLines
+from penstock.server.embed_jobs import input_file as input_module, output_file as output_module, run as module
+from penstock.server.embed_jobs.input_file import InputFile, JsonLines
 from penstock.server.embed_jobs.job_folder import MANIFEST
 from penstock.server.embed_jobs.run import embed_file
 from penstock.server.settings import CommandError, EmbedSettings, UsageError, load

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.protocol.setting import parse_size, shown_size
-from penstock.server.cluster.settings import RayEmbedSettings, RayServeSettings
+from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
 from penstock.server.commands.settings_text import reference_page
 from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, declared_settings

@@ -22,11 +22,10 @@ from ray.serve.context import _get_global_client  # the version is pinned: there
 
 from ..settings import CommandError, UsageError
 from .balancing import QueuePolicy
-from .connection import connected
-from .mounts import Mount
-from .replica import Replica, build_app
-from .router import LeastTokensRouter
-from .settings import RayServeSettings
+from .ray_connection import connected
+from .ray_replica import Mount, RayReplica, build_app
+from .ray_router import LeastTokensRouter
+from .ray_settings import RayServeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -
     Raises:
         CommandError: It cannot be served.
     """
-    replica: Any = serve.ingress()(Replica)
+    replica: Any = serve.ingress()(RayReplica)
     deployment = serve.deployment(replica, name="model").options(**deployment_options(settings))
     application = deployment.bind(partial(build, settings, mount))
     try:

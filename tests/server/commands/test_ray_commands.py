@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine import logs
-from penstock.server.cluster.settings import _NOT_HERE, RayEmbedSettings, RayServeSettings
-from penstock.server.commands import cli, cluster
+from penstock.server.cluster.ray_settings import _NOT_HERE, RayEmbedSettings, RayServeSettings
+from penstock.server.commands import cli, ray_commands
 from penstock.server.settings import InfoSettings, ServerSettings, declared_settings, load
 
 HEEDED = {
@@ -52,7 +52,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("words", [("serve",), ("embed", "in", "out")])
 def test_without_ray_it_says_how_to_install_it(said, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: None)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: None)
     code, line = said(*words)
     assert (code, line) == (2, "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n")
 
@@ -115,7 +115,7 @@ def test_models_that_come_and_go_are_refused(said, tmp_path: Path) -> None:
 def test_a_broken_model_is_told_before_a_cluster_is_asked(
     said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     (tmp_path / "config.json").write_text("{")
     code, line = said("serve", str(tmp_path))
     assert code == 2
@@ -125,7 +125,7 @@ def test_a_broken_model_is_told_before_a_cluster_is_asked(
 def test_an_input_that_is_none_is_told_before_a_cluster_is_asked(
     said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     parquet.write_table(pa.table({"body": ["a"]}), tmp_path / "in.parquet")
     code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
     assert code == 2
@@ -134,7 +134,7 @@ def test_an_input_that_is_none_is_told_before_a_cluster_is_asked(
 
 
 def test_an_input_within_the_output_is_kept(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     folder = tmp_path / "both"
     (folder / "below").mkdir(parents=True)
     (tmp_path / "links").mkdir()
@@ -152,7 +152,7 @@ def test_an_input_within_the_output_is_kept(said, tmp_path: Path, monkeypatch: p
 
 
 def test_a_column_that_would_be_replaced_is_told(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     parquet.write_table(pa.table({"text": ["a"], "embedding": [[1.0]]}), tmp_path / "in.parquet")
     code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
     assert code == 2
@@ -183,16 +183,19 @@ def test_engines_of_a_cluster_do_not_choose_a_type_each(
 
 
 def test_the_manifest_says_in_which_numbers(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     runs = []
-    stub = SimpleNamespace(embed_on_ray=lambda _, recipe, identity, settings: runs.append((recipe, identity)))
-    monkeypatch.setitem(sys.modules, "penstock.server.cluster.embedding", stub)
+    stub = SimpleNamespace(
+        Recipe=lambda config, *_: config,
+        embed_on_ray=lambda _, config, identity, settings: runs.append((config, identity)),
+    )
+    monkeypatch.setitem(sys.modules, "penstock.server.cluster.ray_embed", stub)
     parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
     words = ("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
     assert said(*words)[0] == said(*words, "--dtype", "bfloat16")[0] == 0
     (first, one), (_, other) = runs
     assert (one["dtype"], one["arithmetic"], other["dtype"]) == ("float32", None, "bfloat16")
-    assert first.config.dtype == "float32"
+    assert first.dtype == "float32"
     assert one["model"] != other["model"]
 
 
@@ -201,3 +204,11 @@ def test_an_engine_takes_the_cores_that_are_reserved_for_it() -> None:
     assert settings.on_replica(settings.engine_config("m")).num_threads == 3
     settings = load(RayServeSettings, {"replica_cpus": 2.5, "num_threads": 1})
     assert settings.on_replica(settings.engine_config("m")).num_threads == 1
+
+
+def test_local_model_folder_is_absolute_on_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = RayServeSettings()
+    assert settings.on_replica(settings.engine_config("model")).model == str(tmp_path / "model")
+    assert settings.on_replica(settings.engine_config("owner/model")).model == "owner/model"

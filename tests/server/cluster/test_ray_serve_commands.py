@@ -16,12 +16,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from penstock.engine import EngineConfig
-from penstock.server.cluster.mounts import mounts_of
-from penstock.server.cluster.settings import RayServeSettings
+from penstock.server.cluster.ray_replica import mounts_of
+from penstock.server.cluster.ray_settings import RayServeSettings
 from penstock.server.settings import CommandError, load
 
 PACKAGE = "penstock.server.cluster"
-IMPORT_RAY = (f"{PACKAGE}.serving", f"{PACKAGE}.connection")
+IMPORT_RAY = (f"{PACKAGE}.ray_serve", f"{PACKAGE}.ray_connection")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -64,7 +64,7 @@ def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=http_config))
     ray = MagicMock(serve=stub)
     modules = {"ray": ray, "ray.serve": stub, "ray.serve.config": config, "ray.serve.context": context}
-    modules[f"{PACKAGE}.router"] = SimpleNamespace(LeastTokensRouter=object)
+    modules[f"{PACKAGE}.ray_router"] = SimpleNamespace(LeastTokensRouter=object)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in IMPORT_RAY:
@@ -89,7 +89,7 @@ def handlers() -> Iterator[None]:
 @pytest.fixture
 def serve_models(ray_serve: Serve):
     """Run the command with models by their names."""
-    serving = importlib.import_module(f"{PACKAGE}.serving")
+    serving = importlib.import_module(f"{PACKAGE}.ray_serve")
 
     def run(*names: str, **settings: Any) -> None:
         mounts = mounts_of([(EngineConfig(model=name), (name,), None) for name in names])

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from penstock.engine import EngineConfig
@@ -50,9 +51,12 @@ class ClusterSettings(CommandSettings):
     def on_replica(self, config: EngineConfig) -> EngineConfig:
         """Returns the configuration of an engine on the cluster.
 
+        A local folder is an absolute path, because replicas run in other working directories.
         It takes no more cores than Ray reserves for it. On a CPU `--dtype auto` is float32: each engine would measure
         for itself what is faster, and vectors of one model, or of one output, could be of two types.
         """
+        if Path(config.model).is_dir():
+            config = dataclasses.replace(config, model=str(Path(config.model).resolve()))
         if not config.num_threads:
             config = dataclasses.replace(config, num_threads=math.ceil(self.replica_cpus))
         places = config.devices or (config.device,)

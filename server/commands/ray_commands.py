@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from ..cluster.settings import RayEmbedSettings, RayServeSettings, check_flags
+from ..cluster.ray_settings import RayEmbedSettings, RayServeSettings, check_flags
 from ..settings import UsageError, load, load_failure
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags
@@ -46,24 +45,16 @@ def _serve(given: dict[str, Any]) -> int:
     require_ray()
     from penstock.engine.logs import configure_logging
 
-    from ..cluster.mounts import everywhere, mounts_of
-    from .serve import check_certificate
-    from .served_models import resolved
+    from ..cluster.ray_replica import mounts_of
+    from .serve import check_certificate, resolved
 
     configure_logging(settings.log_level, settings.log_format)
-    models = [
-        (
-            settings.on_replica(replace(plan.config, model=everywhere(plan.config.model))),
-            plan.names,
-            plan.default_prompt_name,
-        )
-        for plan in plans
-    ]
+    models = [(settings.on_replica(plan.config), plan.names, plan.default_prompt_name) for plan in plans]
     for config, _, default_prompt_name in models:
         resolved(config, default_prompt_name)
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     mounts = mounts_of(models)
-    from ..cluster.serving import serve_on_ray
+    from ..cluster.ray_serve import serve_on_ray
 
     serve_on_ray(mounts, settings)
     return 0
@@ -87,14 +78,12 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     from penstock.engine.model_files.resolve import resolve_model
     from penstock.engine.protocol.errors import ModelLoadError
 
-    from ..cluster.embedder import Recipe
-    from ..cluster.mounts import everywhere
-    from ..embed_jobs.input import parquet_inputs, stat_digest
+    from ..embed_jobs.input_file import parquet_inputs, stat_digest
     from ..embed_jobs.job_folder import JobFolder, Shard, model_digest
     from ..embed_jobs.run import check_options, pooling_params, row_options
 
     configure_logging(settings.log_level, settings.log_format)
-    config = settings.on_replica(settings.engine_config(everywhere(model), name))
+    config = settings.on_replica(settings.engine_config(model, name))
     try:
         info = resolve_model(config)
     except ModelLoadError as error:
@@ -106,6 +95,8 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     shards: list[Shard] = []
     for each in inputs:
         shards += each.shards(settings.piece_rows, len(shards))
+    from ..cluster.ray_embed import Recipe, embed_on_ray
+
     recipe = Recipe(
         config,
         settings.field,
@@ -118,8 +109,6 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as asked for: no engine runs yet
     options = {**row_options(settings), "piece_rows": settings.piece_rows}
     identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
-    from ..cluster.embedding import embed_on_ray
-
     embed_on_ray(shards, recipe, identity, settings)
 
 

@@ -1,16 +1,17 @@
-"""A replica as Ray calls it, without Ray: the real application over an engine that answers by arithmetic."""
+"""Mounts of models and a replica as Ray calls it, without Ray: the real application over a fake engine."""
 
 import math
 
 import httpx
 import pytest
 
+from penstock.engine import EngineConfig
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
-from penstock.server.cluster.replica import Replica
+from penstock.server.cluster.ray_replica import RayReplica, mounts_of
 from penstock.server.models.served_model import ServedModel
-from penstock.server.settings import ServerSettings
+from penstock.server.settings import ServerSettings, UsageError
 
 
 class Lifespan:
@@ -26,7 +27,7 @@ class Lifespan:
             self.app = create_app([ServedModel(("fake",), start)], ServerSettings())
             return self.app
 
-        self.replica = Replica(build)
+        self.replica = RayReplica(build)
         self.asgi = self.replica.__serve_build_asgi_app__()
 
     async def __aenter__(self) -> "Lifespan":
@@ -73,7 +74,7 @@ async def test_busy_is_the_share_of_the_time_since_it_was_asked_last(
     engine, now_s = make_engine(), [100.0]
     stats = engine.stats()
     monkeypatch.setattr(engine, "stats", lambda: stats)
-    monkeypatch.setattr("penstock.server.cluster.replica.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("penstock.server.cluster.ray_replica.time.monotonic", lambda: now_s[0])
     lifespan = Lifespan(engine)
     monkeypatch.undo()  # the application has timers of its own
     monkeypatch.setattr(engine, "stats", lambda: stats)
@@ -84,7 +85,7 @@ async def test_busy_is_the_share_of_the_time_since_it_was_asked_last(
             now_s[0] += passed_s
             stats.step_s_total += worked_s
             with monkeypatch.context() as patched:
-                patched.setattr("penstock.server.cluster.replica.time.monotonic", lambda: now_s[0])
+                patched.setattr("penstock.server.cluster.ray_replica.time.monotonic", lambda: now_s[0])
                 shares.append(running.replica.record_autoscaling_stats()["busy"])
     assert shares == [pytest.approx(0.4), 0.0, 1.0]
 
@@ -99,3 +100,25 @@ async def test_its_paths_are_found_wherever_it_is_mounted(make_engine, prefix: s
             assert (await client.post(f"{prefix}/v1/embeddings", json=body)).status_code == 200
             assert (await client.get(f"{prefix}/health")).status_code == 200
             assert (await client.get(f"{prefix}/nowhere")).status_code == 404
+
+
+def config(model: str) -> EngineConfig:
+    return EngineConfig(model=model)
+
+
+def test_a_single_model_is_at_the_root() -> None:
+    (mount,) = mounts_of([(config("owner/name"), ("owner/name",), None)])
+    assert (mount.prefix, mount.app) == ("/", "penstock-name")
+
+
+def test_several_are_below_the_last_part_of_their_names() -> None:
+    models = [(config("owner/bge m3"), ("owner/bge m3", "x"), "query"), (config("b"), ("/models/b/",), None)]
+    mounts = mounts_of(models)
+    assert [mount.prefix for mount in mounts] == ["/bge-m3", "/b"]
+    assert mounts[0].names == ("owner/bge m3", "x")
+    assert mounts[0].default_prompt_name == "query"
+
+
+def test_no_two_are_at_one_place() -> None:
+    with pytest.raises(UsageError, match="two models would be served at /name"):
+        mounts_of([(config("a/name"), ("a/name",), None), (config("b/name"), ("b/name",), None)])

@@ -17,7 +17,7 @@ from penstock.engine.model_files.json_files import one_line
 
 from ..settings import CommandError, UsageError
 from .columns import JsonColumns
-from .input import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
+from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
 from .job_folder import COLUMN, ShardVectors, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.server.commands.vllm_flags import translated
+from penstock.server.commands.flags import translated
 from penstock.server.settings import UsageError
 
 

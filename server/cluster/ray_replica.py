@@ -1,24 +1,64 @@
-"""One replica of a model in Ray Serve: the whole application with an engine process of its own."""
+"""One replica of a model in Ray Serve: the whole application with an engine process of its own. Imports no Ray."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.engine import AsyncEngine
+from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.client.supervisor import EngineState
 from penstock.engine.logs import configure_logging
 
 from ..app import create_app
 from ..models.served_model import ServedModel
-from ..settings import ServerSettings
+from ..settings import ServerSettings, UsageError
 from .balancing import BUSY, QUEUE_S, LoadReport
-from .mounts import Mount
+
+
+class Mount(NamedTuple):
+    """A model and its path.
+
+    Attributes:
+        config: Of its engines.
+        names: Served names, the shown one first.
+        default_prompt_name: As the setting of that name.
+        app: Name of its Ray Serve application.
+        prefix: Prefix of its paths.
+    """
+
+    config: EngineConfig
+    names: tuple[str, ...]
+    default_prompt_name: str | None
+    app: str
+    prefix: str
+
+
+def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
+    """Returns the paths of models, each given as configuration, names and default prompt.
+
+    A single model is at the root. Several are each below the last part of their shown name, so that clients choose by
+    their base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a process would have to read and
+    hold the body before the one that answers.
+
+    Raises:
+        UsageError: Two models would have the same path.
+    """
+    places = [re.sub(r"[^\w.-]+", "-", names[0].rstrip("/").rpartition("/")[2]) for _, names, _ in models]
+    twice = [place for place, count in Counter(places).items() if count > 1]
+    if twice:
+        raise UsageError(f"MODEL: two models would be served at /{twice[0]}; give one another `name` in --config FILE")
+    return [
+        Mount(*model, f"penstock-{place}", "/" if len(models) == 1 else f"/{place}")
+        for model, place in zip(models, places, strict=True)
+    ]
 
 
 def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
@@ -47,7 +87,7 @@ class WithoutPrefix:
         await self._app(scope, receive, send)
 
 
-class Replica:
+class RayReplica:
     """The class that Ray Serve runs as a replica; `deploy` wraps it with `ray.serve.ingress`.
 
     Args:
