@@ -36,7 +36,7 @@ def num_requests(url: str) -> float:
 
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) -> None:
-    server = launch("--dtype", "float32")
+    server = launch("--dtype", "float32", "--drain-timeout-s", "120")
     children = children_of(server.process.pid)
     answers = []
 
@@ -81,7 +81,8 @@ def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, 
 
 def test_a_closed_terminal_stops_the_server_in_peace(launch, default_model, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("t")  # short: the path of a socket has at most 107 letters
-    flags = ("--max-num-batched-tokens", "64", "--log-format", "json")  # a budget that the engine process warns of
+    # The engine process warns of the budget.
+    flags = ("--max-num-batched-tokens", "64", "--log-format", "json", "--drain-timeout-s", "120")
     server = launch(*flags, TMPDIR=str(folder))
     children = children_of(server.process.pid)
     assert list(folder.iterdir())

@@ -86,12 +86,12 @@ def held_by(pid: int) -> int:
 
 def test_each_answers_as_alone_to_the_bit(launch, folders: dict[str, Path], config: Path) -> None:
     server = launch("--config", str(config))
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         together = {name: ask(client, name) for name in folders}
     server.stop()
     for name, folder in folders.items():
         alone = launch(str(folder), "--served-model-name", name, "--dtype", "float32")
-        with httpx.Client(base_url=alone.url, timeout=60) as client:
+        with httpx.Client(base_url=alone.url, timeout=240) as client:
             assert ask(client, name) == together[name]
         alone.stop()
 
