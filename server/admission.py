@@ -33,7 +33,7 @@ VALUE_BYTES: Final = 8
 MAX_RESPONSE_BYTES: Final = 256 * 1024 * 1024
 """JSON of one response: about 22 million numbers."""
 LARGE_RESPONSE_BYTES: Final = 6_000_000
-"""JSON from which on a response goes out in pieces: half a million numbers, which take 50 ms to write at once."""
+"""JSON from which on a response is sent in parts: half a million numbers, which take 50 ms to write at once."""
 _SMALL_RESPONSE_BYTES: Final = 1024 * 1024
 """Responses up to this size are not counted: the connections are bounded."""
 _BODIES_IN_MEMORY: Final = 32
@@ -114,7 +114,7 @@ class AnswerSize(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether it is written piece by piece while the client reads it."""
+        """Whether it is written a part at a time while the client reads it."""
         return self.written >= LARGE_RESPONSE_BYTES
 
     @property
@@ -222,7 +222,7 @@ class AdmissionController:
 
 
 def has_large_response(scope: Scope) -> bool:
-    """Returns whether the response to a request is written piece by piece."""
+    """Returns whether the response to a request is written a part at a time."""
     size: AnswerSize | None = scope.get(_RESPONSE_SIZE)
     return size is not None and size.is_large
 

@@ -14,14 +14,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.client.vector_cache.cache import VectorCache
 
+from . import penstock_version
 from .admission import AdmissionController
 from .batches.internal_client import InternalClient
 from .batches.service import Batches, BatchMetrics
 from .batches.window import LiveTrafficMiddleware
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
+from .http.connection import SHEDDER
+from .http.connection_limits import file_limit
+from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
-from .middleware.refusal_pace import RefusalPace
+from .middleware.load_shedding import LoadShedder, RefusalPace
 from .middleware.requests import (
     BodyLimitMiddleware,
     RequestMiddleware,
@@ -49,11 +53,6 @@ from .routes import (
 )
 from .routing import JsonDispatcher, RouteTable
 from .settings import ServerSettings
-from .transport.connection import SHEDDER
-from .transport.connection_limits import file_limit
-from .transport.load_shedding import LoadShedder
-from .wire.json_reader import JsonReader
-from .wire.version import penstock_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from .errors import (
     shown_error,
     status_kind,
 )
-from .wire.shown_values import shown
+from .http.shown_values import shown
 
 Responses = dict[int | str, dict[str, Any]]
 

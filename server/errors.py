@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from penstock.engine.protocol import errors as engine_errors
 from penstock.engine.protocol.errors import EngineError, EngineOverloadedError
 
-from .wire.json_bodies import MAX_SHOWN_ERRORS, TAGS
-from .wire.shown_values import shown, shown_names
+from .http.json_bodies import MAX_SHOWN_ERRORS, TAGS
+from .http.shown_values import shown, shown_names
 
 logger = logging.getLogger(__name__)
 

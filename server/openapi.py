@@ -12,8 +12,8 @@ from typing import Any, Final
 import orjson
 from fastapi import FastAPI
 
+from .http.request_head import MAX_PRIORITY, PRIORITY_NAMES, PRIORITY_PATTERN, TIMEOUT_PATTERN
 from .routing import Access, Route, RouteTable
-from .wire.request_limits import MAX_PRIORITY, PRIORITY_NAMES, PRIORITY_PATTERN, TIMEOUT_PATTERN
 
 Json = dict[str, Any]
 

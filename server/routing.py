@@ -24,9 +24,9 @@ from penstock.engine.protocol.request import CLIENT
 
 from .admission import BODY_MEMORY
 from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Responses
-from .wire.json_bodies import JsonBody, invalid_body, parsed, tag_rule
-from .wire.json_reader import JsonReader
-from .wire.shown_values import shown
+from .http.json_bodies import JsonBody, invalid_body, parsed, tag_rule
+from .http.json_reader import JsonReader
+from .http.shown_values import shown
 
 ACCESS: Final = "penstock.access"
 """The key of a request's scope that holds its Access."""

@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Message, Scope
 from penstock.engine.protocol.errors import drop_tracebacks
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..calls.context import CONNECTION_LOST
 from ..dialects import OPENAI
 from ..errors import HIDDEN_MESSAGE
+from ..http.connection import CONNECTION_LOST
+from ..http.request_head import MAX_PRIORITY
 from ..models.table import IS_PATIENT
 from ..observability.timing import REQUEST, RequestRecord
 from ..routing import RouteTable
-from ..wire.request_limits import MAX_PRIORITY
 
 logger = logging.getLogger(__name__)
 

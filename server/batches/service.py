@@ -23,10 +23,10 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..admission import ServerRefusalReason
+from ..http.shown_values import shown
 from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
-from ..wire.shown_values import shown
 from .batch_run import BatchRun, RunContext
 from .file_store import DataDir, Files
 from .input_lines import BatchInput

@@ -17,8 +17,8 @@ import msgspec
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
+from ..http.shown_values import shown
 from ..settings import UsageError
-from ..wire.shown_values import shown
 from .records import BatchRecord, FileRecord
 
 Record = TypeVar("Record", FileRecord, BatchRecord)

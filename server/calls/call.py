@@ -25,11 +25,11 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import AnswerSize
+from ..http.json_responses import json_answer
+from ..http.request_head import limits_of
 from ..models.table import Target
 from ..routing import runs_model
 from ..schemas.options import RequestBody
-from ..wire.json_pieces import json_answer
-from ..wire.request_limits import limits_of
 from .context import ClientWatch, ServerContext, context_of
 from .prompts import prompt_for
 from .sizes import check_num_ids, size_of_token_rows
@@ -198,5 +198,5 @@ class Call:
         }
 
     def respond(self, content: Any) -> Response:
-        """Returns the JSON of a response for which memory has been reserved; `content` is what `json_pieces` takes."""
+        """Returns the JSON of a response for which memory has been reserved; `content` is what `iter_json` takes."""
         return json_answer(self.request, content)

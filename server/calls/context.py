@@ -19,16 +19,15 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..admission import AdmissionController
+from ..http.connection import CONNECTION_LOST
+from ..http.request_head import RequestLimits, limits_of
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
 from ..observability.timing import REQUEST
 from ..routing import runs_model
 from ..settings import ServerSettings
-from ..wire.request_limits import RequestLimits, limits_of
 
-CONNECTION_LOST: Final = "penstock.connection_lost"
-"""The key of a request's scope that holds a future, done when the connection has ended. Other servers set none."""
 WATCH_AFTER_S: Final = 0.02
 """Seconds. Requests that are answered sooner are not watched."""
 

@@ -12,9 +12,8 @@ from penstock.engine import ModelInfo, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import has_large_response
-from ..wire.encoding import Encoding, EncodingFormat, Rows, encode_rows, wire_rows, wire_shape, written_rows
-from ..wire.json_pieces import PiecewiseResponse, json_answer
-from ..wire.quantization import check_width
+from ..http.encoding import Encoding, EncodingFormat, Rows, check_width, encode_rows, lazy_rows, wire_rows, wire_shape
+from ..http.json_responses import IncrementalResponse, json_answer
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
@@ -49,10 +48,10 @@ def vectors_response(
         name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
     """
     (first, *others) = encodings.values()
-    in_pieces = has_large_response(request.scope)
+    incremental = has_large_response(request.scope)
     if first.is_bytes:
-        return (_large_bytes_response if in_pieces else _bytes_response)(head, rows, first)
-    encode = written_rows if in_pieces else encode_rows
+        return (_large_bytes_response if incremental else _bytes_response)(head, rows, first)
+    encode = lazy_rows if incremental else encode_rows
     if others:
         columns = [encode(rows, encoding) for encoding in encodings.values()]
         values: list[Any] = [dict(zip(encodings, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -106,8 +105,8 @@ def _large_bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encodin
     shapes = [wire_shape(row, encoding) for row in rows]
     headers = _bytes_headers(head, shapes, encoding)
     headers["content-length"] = str(sum(num_bytes for _, num_bytes in shapes))
-    pieces = (piece for row in written_rows(rows, encoding) for piece in row.pieces())
-    return PiecewiseResponse(pieces, headers)
+    parts = (part for row in lazy_rows(rows, encoding) for part in row.parts())
+    return IncrementalResponse(parts, headers)
 
 
 def _bytes_headers(

@@ -7,10 +7,10 @@ from typing import Final
 
 from penstock.engine import EngineConfig, ModelInfo
 
+from ..http.shown_values import short_count
 from ..models.served_model import ModelEntry
 from ..models.weight_files import WeightFiles
 from ..settings import ServerSettings
-from ..wire.shown_values import short_count
 
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from penstock.engine.client.engine_process import EngineProcess
 
+from .. import penstock_version
+from ..http.shown_values import short_count
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
-from ..wire.shown_values import short_count
-from ..wire.version import penstock_version
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, translated
 from .known_models import TASKS, as_json, as_table, models_for

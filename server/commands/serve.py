@@ -31,13 +31,12 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 from ..admission import ServerRefusalReason
 from ..app import create_app
+from ..http.connection_limits import TransferLimits, raise_file_limit
+from ..http.http_server import HttpServer, freeze, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
 from ..settings import EmbedSettings, ServerSettings, UsageError, exit_code_of, unknown_variables
-from ..transport.connection_limits import TransferLimits, raise_file_limit
-from ..transport.http_server import HttpServer, freeze, uvicorn_config
-from ..wire.shown_values import shown_bytes
 from .announcement import announcement, exposure
 from .model_plans import ModelPlan
 
@@ -240,8 +239,8 @@ def _served_model(
     num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
         raise UsageError(
-            f"--model-memory: {plan.names[0]} alone takes {shown_bytes(num_bytes)}, and the limit is "
-            f"{shown_bytes(settings.model_memory)}; raise the limit, or leave the model out"
+            f"--model-memory: {plan.names[0]} alone takes {num_bytes / 2**20:.1f} MiB, and the limit is "
+            f"{settings.model_memory / 2**20:.1f} MiB; raise the limit, or leave the model out"
         )
     started = [] if process is None else [process]
 

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import re
 import sys
 import time
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Final
-from urllib.parse import quote
+from collections.abc import Awaitable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,48 +31,14 @@ from ..admission import (
 )
 from ..dialects import dialect_of
 from ..errors import HIDDEN_MESSAGE
+from ..http.connection import SLOW_BODY
+from ..http.json_responses import PART_BYTES
+from ..http.request_head import RequestIds, canonical_path
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..routing import RouteTable, route_of
-from ..wire.json_pieces import PIECE_BYTES
-from .refusal_pace import LONGEST_S, RefusalPace, longest_wait_s
+from .load_shedding import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
-
-_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
-SLOW_BODY: Final = "penstock.slow_body"
-"""The key of a request's scope under which the connection notes why its body comes too slowly, as a sentence for the
-client. The next message of the body then raises the error."""
-
-
-class RequestIds:
-    """Makes the ids of requests."""
-
-    def __init__(self) -> None:
-        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
-
-    def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Returns the client's x-request-id, or a new one."""
-        given = b""
-        for name, value in headers:
-            if name == b"x-request-id":
-                given = value
-                break
-        return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
-
-
-def canonical_path(path: str) -> str:
-    """Returns the path that `path` is an alias of, or `path`.
-
-    A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
-    `/v2/rerank`. Unprintable characters are quoted again: the router takes a path with a line end behind it for the
-    path itself, which keys and tables do not.
-    """
-    if not path.isprintable():
-        path = quote(path)
-    if len(path) > 1 and path.endswith("/"):
-        path = path.rstrip("/") or "/"
-    return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path
 
 
 class RequestMiddleware:
@@ -117,8 +79,8 @@ class RequestMiddleware:
                 held.append(message)
             elif is_head:
                 await send(_started(message, record))
-            elif len(message.get("body", b"")) > PIECE_BYTES:
-                await _send_pieces(message, send)
+            elif len(message.get("body", b"")) > PART_BYTES:
+                await _send_in_parts(message, send)
             else:
                 await send(message)
 
@@ -160,11 +122,11 @@ def _started(head: Message, record: RequestRecord) -> Message:
     return {**head, "headers": [*head.get("headers", ()), *own]}
 
 
-async def _send_pieces(message: Message, send: Send) -> None:
-    """Sends a large part of a body in pieces, so that a slow reader counts as reading."""
+async def _send_in_parts(message: Message, send: Send) -> None:
+    """Sends a large part of a body in smaller parts, so that a slow reader counts as reading."""
     body = memoryview(message["body"])
-    for start in range(0, len(body), PIECE_BYTES):
-        end = start + PIECE_BYTES
+    for start in range(0, len(body), PART_BYTES):
+        end = start + PART_BYTES
         is_followed = end < len(body) or message.get("more_body", False)
         await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
 

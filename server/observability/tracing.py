@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ..wire.version import penstock_version
+from .. import penstock_version
 from .timing import UNKNOWN_ROUTE, RequestRecord, loggable
 
 _PARENT_HEADERS: Final = (b"traceparent", b"tracestate")

@@ -20,10 +20,10 @@ from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody
+from ..http.json_responses import json_response
+from ..http.shown_values import shown
 from ..routing import Router, is_from_other_origin
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
-from ..wire.json_pieces import json_response
-from ..wire.shown_values import shown
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {

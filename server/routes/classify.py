@@ -21,6 +21,7 @@ from ..dialects import COHERE, INFINITY, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.inputs import Text, TextOrTexts
+from ..schemas.json_schema import documented
 from ..schemas.options import (
     Answer,
     CohereTruncate,
@@ -33,7 +34,6 @@ from ..schemas.options import (
     truncated,
 )
 from ..schemas.tei import TeiPrediction
-from ..wire.json_schema import documented
 from .tei import prediction_rows
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs, which are compared on the event loop.

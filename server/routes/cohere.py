@@ -26,14 +26,13 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import vector_width
 from ..dialects import COHERE, keys_ignored_by
+from ..http.encoding import base64_row, check_width, quantize
+from ..http.json_bodies import COHERE_TAG
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.inputs import Contents, SomeTokenIds, Texts
+from ..schemas.json_schema import documented
 from ..schemas.options import PRIORITY, CohereTruncate, Count, Priority, RequestBody, VersionMeta, Width
-from ..wire.encoding import base64_row
-from ..wire.json_bodies import COHERE_TAG
-from ..wire.json_schema import documented
-from ..wire.quantization import check_width, quantize
 
 _ENDPOINTS: Final = {
     "embed": (PoolingTask.EMBED,),

@@ -15,12 +15,12 @@ from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK, keys_ignored_by
+from ..http.encoding import Encoding, lazy_rows
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EncodingOptions
+from ..schemas.json_schema import documented
 from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Listed
-from ..wire.encoding import Encoding, written_rows
-from ..wire.json_schema import documented
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -151,12 +151,12 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     result = await call.run("+".join(tasks), call.engine.embed_combined(texts, tasks, params, options))
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
-        columns["dense"] = written_rows(result.embeddings, encoding)
+        columns["dense"] = lazy_rows(result.embeddings, encoding)
     if result.sparse is not None:
         call.reserve(size_beyond_expected(result.sparse))
         columns["sparse"] = [{"indices": vector.indices, "values": vector.values} for vector in result.sparse]
     if result.vectors is not None:
-        columns["multi_vector"] = written_rows(result.vectors, encoding)
+        columns["multi_vector"] = lazy_rows(result.vectors, encoding)
     if result.token_ids is not None and body.return_token_ids:
         columns["token_ids"] = result.token_ids
     data = [

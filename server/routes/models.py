@@ -15,11 +15,11 @@ from penstock.engine.protocol.model_info import ModelKind
 
 from ..calls.context import ServerContext, context_of
 from ..dialects import OPENAI, PENSTOCK
+from ..http.json_bodies import JsonBody
+from ..http.json_responses import json_response
 from ..models.table import ModelDescription
 from ..routing import Access, Router
-from ..wire.json_bodies import JsonBody
-from ..wire.json_pieces import json_response
-from ..wire.json_schema import documented
+from ..schemas.json_schema import documented
 from .cohere import cohere_endpoints
 from .encode import Output, trained_outputs
 

@@ -20,21 +20,21 @@ from pydantic import BaseModel, BeforeValidator, Field
 from penstock.engine import ModelInfo, PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
+from .. import penstock_version
 from ..calls.call import EMBEDDERS, Call
 from ..calls.context import ServerContext, context_of
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
+from ..http.json_bodies import JsonBody
+from ..http.json_responses import json_response
+from ..http.shown_values import short_count, shown
 from ..models.served_model import ModelEntry
 from ..models.weight_files import WeightFiles
 from ..routing import Access, Router, answer_as
 from ..schemas.inputs import TextOrTexts
+from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, RequestBody, Width
-from ..wire.json_bodies import JsonBody
-from ..wire.json_pieces import json_response
-from ..wire.json_schema import documented
-from ..wire.shown_values import short_count, shown
-from ..wire.version import penstock_version
 from .operations import Version
 
 _UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

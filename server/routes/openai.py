@@ -17,12 +17,12 @@ from ..calls.inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import BYTES_RESPONSE, check_encodings, vector_width, vectors_response
 from ..dialects import INFINITY, JINA, OPENAI, VLLM, VOYAGE, keys_ignored_by
+from ..http.encoding import Encoding
 from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
+from ..schemas.json_schema import documented
 from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
-from ..wire.encoding import Encoding
-from ..wire.json_schema import documented
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(

@@ -15,13 +15,13 @@ from pydantic_core import to_jsonable_python
 
 from penstock.engine.model_files.resolve import resolved_table
 
+from .. import penstock_version
 from ..calls.call import Call
 from ..calls.context import context_of
 from ..dialects import PENSTOCK, Responses
+from ..http.json_responses import json_response
 from ..routing import Access, Router
 from ..settings import ServerSettings, public_values
-from ..wire.json_pieces import json_response
-from ..wire.version import penstock_version
 
 router = Router(PENSTOCK, tag="operations", responses={})
 

@@ -18,13 +18,13 @@ from ..calls.call import RERANKERS, Call
 from ..calls.inputs import cut_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
+from ..http.json_bodies import OWN_TAG, TEI_TAG, by_keys
 from ..routing import BatchUse, RouteOptions, Router
+from ..schemas import json_schema
 from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts
+from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, FlagOrWord, ListAnswer, Listed, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei import TeiRank, TeiRerankRequest
-from ..wire import json_schema
-from ..wire.json_bodies import OWN_TAG, TEI_TAG, by_keys
-from ..wire.json_schema import documented
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}

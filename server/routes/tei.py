@@ -18,6 +18,7 @@ from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.engine.protocol.vectors import SparseVector
 
+from .. import penstock_version
 from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call
 from ..calls.context import context_of
 from ..calls.sizes import (
@@ -35,6 +36,9 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import vector_width
 from ..dialects import TEI
+from ..http.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
+from ..http.json_responses import json_array, json_response
+from ..http.shown_values import shown
 from ..routing import Access, BatchUse, Router, answer_as
 from ..schemas.tei import (
     TeiDecodeRequest,
@@ -48,10 +52,6 @@ from ..schemas.tei import (
     TeiTokenEmbedRequest,
     TeiTokenizeRequest,
 )
-from ..wire.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
-from ..wire.json_pieces import json_array, json_response
-from ..wire.shown_values import shown
-from ..wire.version import penstock_version
 from . import cohere
 from .cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 
@@ -306,7 +306,7 @@ def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
 
     Args:
         call: The call that computed it.
-        content: What `json_pieces` takes.
+        content: What `iter_json` takes.
         num_chars: Characters of the inputs.
     """
     compute_ms = _elapsed_ms(call.began_s)

@@ -38,10 +38,15 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import TEI, VLLM, keys_ignored_by
+from ..http.encoding import Encoding, Rows, check_width
+from ..http.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
+from ..http.json_responses import json_response
+from ..http.shown_values import shown_names
 from ..routing import BatchUse, Router, answer_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions
 from ..schemas.inputs import Text, TokenIds
+from ..schemas.json_schema import documented
 from ..schemas.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
 from ..schemas.tei import (
     TeiEmbedRequest,
@@ -51,12 +56,6 @@ from ..schemas.tei import (
     TeiToken,
     TeiTokenizeRequest,
 )
-from ..wire.encoding import Encoding, Rows
-from ..wire.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
-from ..wire.json_pieces import json_response
-from ..wire.json_schema import documented
-from ..wire.quantization import check_width
-from ..wire.shown_values import shown_names
 from . import classify, cohere, openai, rerank, tei
 from .classify import ClassifyRequest
 from .cohere import CohereTokenizeRequest, CohereTokenizeResponse

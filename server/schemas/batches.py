@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
-from ..wire.json_bodies import JsonBody
-from ..wire.json_schema import documented
-from ..wire.shown_values import shown
+from ..http.json_bodies import JsonBody
+from ..http.shown_values import shown
+from .json_schema import documented
 from .options import Count
 
 LEAST_EXPIRY_S: Final = 3600

@@ -10,8 +10,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..wire import json_schema
-from ..wire.shown_values import shown
+from ..http.shown_values import shown
+from . import json_schema
 from .inputs import Inputs, Text
 from .options import Flag, RequestBody
 

@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..errors import EMPTY_TEXT
-from ..wire import json_schema
-from ..wire.shown_values import shown, shown_names
+from ..http.shown_values import shown, shown_names
+from . import json_schema
 from .options import Listed
 
 Text = str | list[int]

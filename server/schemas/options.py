@@ -12,10 +12,10 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSche
 
 from penstock.engine import PoolingParams
 
-from ..wire import json_schema
-from ..wire.json_bodies import JsonBody
-from ..wire.request_limits import MAX_PRIORITY
-from ..wire.shown_values import shown, shown_names
+from ..http.json_bodies import JsonBody
+from ..http.request_head import MAX_PRIORITY
+from ..http.shown_values import shown, shown_names
+from . import json_schema
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]

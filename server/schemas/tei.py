@@ -15,8 +15,7 @@ from pydantic_core import CoreSchema
 from penstock.engine import PoolingParams
 
 from ..dialects import TEI, keys_ignored_by
-from ..wire.json_bodies import TEI_TAG
-from ..wire.json_schema import documented
+from ..http.json_bodies import TEI_TAG
 from .inputs import (
     FullInputs,
     FullText,
@@ -28,6 +27,7 @@ from .inputs import (
     Texts,
     TruncationSide,
 )
+from .json_schema import documented
 from .options import PRIORITY, Count, Flag, Priority, RequestBody, Width
 
 

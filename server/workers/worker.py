@@ -32,13 +32,13 @@ from penstock.engine.protocol.messages import ModelReady, first_request_id
 
 from ..admission import ServerRefusalReason
 from ..app import Common, create_app
+from ..http.connection import Connection
+from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
+from ..http.http_server import HttpServer, freeze, uvicorn_config
 from ..models import manager
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
 from ..settings import UsageError
-from ..transport.connection import Connection
-from ..transport.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
-from ..transport.http_server import HttpServer, freeze, uvicorn_config
 from .messages import (
     COUNT_BYTES,
     Channel,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.server.middleware.refusal_pace import LONGEST_S, PER_TICK, TICK_S
+from penstock.server.middleware.load_shedding import LONGEST_S, PER_TICK, TICK_S
 
 from .load import Load
 

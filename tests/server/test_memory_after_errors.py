@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import (
     ModelExecutionError,
     drop_tracebacks,
 )
-from penstock.server.calls.context import CONNECTION_LOST
+from penstock.server.http.connection import CONNECTION_LOST
 
 KEY = "a-key"
 MAX_BODY = 20_000

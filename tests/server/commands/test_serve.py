@@ -218,5 +218,5 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     big = model(tmp_path / "big")
     text = json.dumps({"a": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}}).encode()
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
-    with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 512\.0 KiB"):
+    with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 0\.5 MiB"):
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)

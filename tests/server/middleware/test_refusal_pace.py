@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.server.middleware import refusal_pace
-from penstock.server.middleware.refusal_pace import LONGEST_S, PER_TICK, TICK_S, RefusalPace, longest_wait_s
+from penstock.server.middleware import load_shedding
+from penstock.server.middleware.load_shedding import LONGEST_S, PER_TICK, TICK_S, RefusalPace, longest_wait_s
 
 
 class Clock:
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(refusal_pace, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
+    monkeypatch.setattr(load_shedding, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     return clock
 
 

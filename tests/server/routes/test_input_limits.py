@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.server.admission import AdmissionController
+from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
-from penstock.server.wire.json_reader import JsonReader
 
 from .test_tei import SPLADE
 

@@ -16,7 +16,7 @@ from penstock.server.models import weight_files
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
-from ..transport.sockets import running
+from ..http.sockets import running
 
 TEXTS = ["hello", "hello world"]
 

@@ -7,6 +7,7 @@ import pytest
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
+from penstock.server.http.connection_limits import TransferLimits
 from penstock.server.settings import (
     EmbedSettings,
     ServerSettings,
@@ -17,7 +18,6 @@ from penstock.server.settings import (
     load,
     unknown_variables,
 )
-from penstock.server.transport.connection_limits import TransferLimits
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import contextlib
 import socket
 from typing import Any
 
+from penstock.server.http.http_server import uvicorn_config
 from penstock.server.settings import ServerSettings
-from penstock.server.transport.http_server import uvicorn_config
 from penstock.server.workers.handover import ConnectionSender
 from penstock.server.workers.worker import PassedConnectionServer
 

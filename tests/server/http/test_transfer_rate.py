@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from penstock.server.transport.connection import Owed, Part
-from penstock.server.transport.connection_limits import ConnectionLimits, TransferLimits
-from penstock.server.transport.http_server import HttpServer
+from penstock.server.http.connection import Owed, Part
+from penstock.server.http.connection_limits import ConnectionLimits, TransferLimits
+from penstock.server.http.http_server import HttpServer
 
 from ...waiting import until
 from ..conftest import FakeEngine

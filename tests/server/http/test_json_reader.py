@@ -13,8 +13,8 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
 from penstock.server.admission import AdmissionController
+from penstock.server.http.json_reader import SLICE_BYTES, WEIGHT, JsonReader, count_values
 from penstock.server.settings import ServerSettings
-from penstock.server.wire.json_reader import SLICE_BYTES, WEIGHT, JsonReader, count_values
 
 CHARS = ["a", '"', "\\", "é", "я", "😀", "\n", ",", "[", "]", "{", "}", ":", '\\"', "\\\\", " "]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from penstock.server.app import create_app
+from penstock.server.http.connection import Connection
+from penstock.server.http.http_server import HttpServer
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
-from penstock.server.transport.connection import Connection
-from penstock.server.transport.http_server import HttpServer
 
 from ..conftest import FakeEngine
 

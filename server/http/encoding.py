@@ -2,6 +2,17 @@
 
 JSON numbers are written by orjson from the array itself. base64 and bytes are little-endian float32 unless the request
 names another `embed_dtype` or `endianness`.
+
+Embeddings become int8, uint8 or packed bits independently of the other vectors of a request:
+
+* `int8` is the direction of a vector: it is scaled to length 1, then 8 standard deviations of a component, which is
+  8 / sqrt(D) or 1 if that is less, are spread over -127..127; larger ones are clipped. The range depends on
+  the width alone, so cosine, dot product and Euclidean distance rank the integers as they rank the unit vectors, and
+  nothing need be calibrated. 8 clips no component of the models that were measured (the largest was at 7.1), and is
+  twice as fine as 127 steps per unit; a scale for each vector is finer still, but spoils the dot product.
+  `uint8` is the same number plus 128.
+* `ubinary` has a bit for each component, 1 where it is above 0, packed eight to a byte with the first one highest.
+  `binary` is that byte minus 128, as sentence-transformers, Cohere, Jina and Voyage give it.
 """
 
 from __future__ import annotations
@@ -17,12 +28,16 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .json_pieces import WrittenRows, json_array
-from .quantization import Quantization, quantize
+from penstock.engine.protocol.errors import InvalidRequestError
+
+from .json_responses import LazyRows, json_array
 
 Rows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
+Quantization = Literal["int8", "uint8", "binary", "ubinary"]
 
 _SIGN_BIT: Final = 0x80
+_RANGE: Final = 8.0
+_BITS_PER_BYTE: Final = 8
 
 
 class EncodingFormat(StrEnum):
@@ -104,12 +119,12 @@ def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
     return list(_quantized(rows, encoding.quantization))
 
 
-def written_rows(rows: Rows, encoding: Encoding) -> list[WrittenRows]:
-    """Returns the same as `encode_rows`, or bytes, to be written piece by piece. [N, D] float32, or N arrays."""
+def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyRows]:
+    """Returns the same as `encode_rows`, or bytes, to be written a part at a time. [N, D] float32, or N arrays."""
     if encoding.is_bytes:
-        return [WrittenRows(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
+        return [LazyRows(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
     if encoding.format is EncodingFormat.BASE64:
-        return [WrittenRows(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
+        return [LazyRows(row, lambda part: _base64(part, encoding), start=b'"', end=b'"') for row in rows]
     if (kind := encoding.quantization) is None:
         return [json_array(row) for row in rows]
     convert = partial(_quantized_part, kind=kind)
@@ -193,3 +208,32 @@ def _float8_middles(num_mantissa_bits: int) -> NDArray[np.float32]:
     values = np.ldexp(significands, np.maximum(exponents, 1) - bias).astype(np.float32)
     middles: NDArray[np.float32] = ((values[:-1] + values[1:]) / 2).astype(np.float32)
     return middles
+
+
+def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "embedding_type") -> NDArray[Any]:
+    """Returns the rows in the asked type: int8 and uint8 as [N, D], binary and ubinary as [N, D / 8].
+
+    Args:
+        rows: [N, D] float32; need not be normalised.
+        kind: The type.
+        param: Name of the request field that asked for it; see `check_width`.
+    """
+    check_width(rows.shape[1], kind, param=param)
+    if kind in ("binary", "ubinary"):
+        packed: NDArray[np.uint8] = np.packbits(rows > 0, axis=1)
+        return packed if kind == "ubinary" else (packed ^ 0x80).view(np.int8)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    scale = 127 / min(1.0, _RANGE / math.sqrt(rows.shape[1]))
+    steps = np.rint(rows / np.maximum(lengths, np.finfo(np.float32).tiny) * scale)
+    signed: NDArray[np.int8] = np.clip(steps, -127, 127).astype(np.int8)
+    return signed if kind == "int8" else signed.view(np.uint8) ^ 0x80
+
+
+def check_width(width: int, kind: Quantization, *, param: str = "embedding_type") -> None:
+    """Raises InvalidRequestError if vectors of this width cannot be packed eight components to a byte."""
+    if kind in ("binary", "ubinary") and width % _BITS_PER_BYTE:
+        raise InvalidRequestError(
+            f"{param} is {kind!r}, which packs 8 dimensions into a byte, but the embeddings have {width} dimensions; "
+            "ask for a width that is a multiple of 8, or for int8 or float.",
+            param=param,
+        )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.server.transport import http_server
-from penstock.server.transport.http_server import HttpServer
+from penstock.server.http import http_server
+from penstock.server.http.http_server import HttpServer
 
 from .sockets import exchange, running
 

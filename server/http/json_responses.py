@@ -1,7 +1,7 @@
-"""JSON responses, large ones written piece by piece while the client reads them.
+"""JSON responses, large ones written a part at a time while the client reads them.
 
 orjson holds the interpreter while it writes a value, and the JSON of vectors takes three times their memory. So a large
-response is written while it is sent: other requests are served between two pieces, and a response whose client reads
+response is written while it is sent: other requests are served between two parts, and a response whose client reads
 slowly holds only the arrays that it is made from.
 """
 
@@ -20,16 +20,16 @@ from starlette.types import Receive, Scope, Send
 from ..admission import has_large_response
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
-PIECE_BYTES: Final = 64 * 1024
-_PIECE_VALUES: Final = 8_192
+PART_BYTES: Final = 64 * 1024
+_PART_VALUES: Final = 8_192
 """Numbers that are written at once."""
 _TOGETHER: Final = 64
 """Entries of a list of texts or numbers that are written at once."""
-_PIECE_CHARS: Final = 32_768
+_PART_CHARS: Final = 32_768
 """Characters that are written at once."""
 
 
-class WrittenRows:
+class LazyRows:
     """Rows of an array that are written some at a time.
 
     Args:
@@ -53,14 +53,14 @@ class WrittenRows:
         self._write = write
         self._start, self._between, self._end = start, between, end
 
-    def pieces(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes]:
         """Returns the written bytes in parts."""
         yield self._start
         if self._rows.ndim < 2:
             yield self._write(self._rows)
         else:
             # A multiple of three rows has whole groups of base64 at every width.
-            step = 3 * max(_PIECE_VALUES // (3 * max(self._rows.shape[1], 1)), 1)
+            step = 3 * max(_PART_VALUES // (3 * max(self._rows.shape[1], 1)), 1)
             for first in range(0, len(self._rows), step):
                 if first:
                     yield self._between
@@ -68,7 +68,7 @@ class WrittenRows:
         yield self._end
 
 
-def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> WrittenRows:
+def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> LazyRows:
     """Returns an array as JSON numbers.
 
     Args:
@@ -81,29 +81,29 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
         written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
         return written if rows.ndim < 2 else written[1:-1]
 
-    return WrittenRows(rows, write) if rows.ndim < 2 else WrittenRows(rows, write, start=b"[", between=b",", end=b"]")
+    return LazyRows(rows, write) if rows.ndim < 2 else LazyRows(rows, write, start=b"[", between=b",", end=b"]")
 
 
 def json_bytes(value: Any) -> bytes:
-    """Returns the JSON of a value as a whole, of what `json_pieces` takes."""
+    """Returns the JSON of a value as a whole, of what `iter_json` takes."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_whole)
 
 
 def _whole(value: Any) -> Any:
     if isinstance(value, Iterator):
         return list(value)
-    if isinstance(value, WrittenRows):
-        return orjson.Fragment(b"".join(value.pieces()))
+    if isinstance(value, LazyRows):
+        return orjson.Fragment(b"".join(value.parts()))
     if isinstance(value, np.ndarray):  # not contiguous
         return np.ascontiguousarray(value)
     raise TypeError(type(value).__name__)
 
 
-def json_pieces(value: Any) -> Iterator[bytes]:
+def iter_json(value: Any) -> Iterator[bytes]:
     """Returns the JSON of a value in parts that are small, where its texts and its innermost lists are.
 
     Args:
-        value: A value for orjson; its objects and lists may hold arrays, WrittenRows, and iterators as lists.
+        value: A value for orjson; its objects and lists may hold arrays, LazyRows, and iterators as lists.
     """
     if isinstance(value, dict):
         opening = b"{"
@@ -124,14 +124,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
             yield from _entry(entry)
             opening = b","
         yield b"[]" if opening == b"[" else b"]"
-    elif isinstance(value, WrittenRows):
-        yield from value.pieces()
-    elif isinstance(value, np.ndarray) and value.size > _PIECE_VALUES:
-        yield from json_array(value).pieces()
-    elif isinstance(value, str) and len(value) > _PIECE_CHARS:
+    elif isinstance(value, LazyRows):
+        yield from value.parts()
+    elif isinstance(value, np.ndarray) and value.size > _PART_VALUES:
+        yield from json_array(value).parts()
+    elif isinstance(value, str) and len(value) > _PART_CHARS:
         yield b'"'
-        for start in range(0, len(value), _PIECE_CHARS):
-            yield orjson.dumps(value[start : start + _PIECE_CHARS])[1:-1]
+        for start in range(0, len(value), _PART_CHARS):
+            yield orjson.dumps(value[start : start + _PART_CHARS])[1:-1]
         yield b'"'
     else:
         yield json_bytes(value)
@@ -139,10 +139,10 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
     """Returns entries of a list: in one call unless texts among them are large."""
-    if any(isinstance(entry, str) and len(entry) > _PIECE_CHARS // _TOGETHER for entry in entries):
+    if any(isinstance(entry, str) and len(entry) > _PART_CHARS // _TOGETHER for entry in entries):
         for i, entry in enumerate(entries):
             yield b"," if i else before
-            yield from json_pieces(entry)
+            yield from iter_json(entry)
     else:
         yield before + json_bytes(entries)[1:-1]
 
@@ -152,29 +152,29 @@ def _entry(value: Any) -> Iterator[bytes]:
     if isinstance(value, dict) and not any(map(_is_written_apart, value.values())):
         yield json_bytes(value)
     else:
-        yield from json_pieces(value)
+        yield from iter_json(value)
 
 
 def _is_written_apart(value: Any) -> bool:
     if isinstance(value, str):
-        return len(value) > _PIECE_CHARS
+        return len(value) > _PART_CHARS
     if isinstance(value, np.ndarray):
-        return value.size > _PIECE_VALUES
-    return isinstance(value, dict | list | tuple | Iterator | WrittenRows)
+        return value.size > _PART_VALUES
+    return isinstance(value, dict | list | tuple | Iterator | LazyRows)
 
 
-class PiecewiseResponse(Response):
+class IncrementalResponse(Response):
     """A response with a body that is made while it is sent.
 
     Args:
-        pieces: The body, in parts of any size.
+        parts: The body, in parts of any size.
         headers: Of the answer.
     """
 
-    def __init__(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
         self.status_code = 200
         self.background = None
-        self._pieces = pieces
+        self._parts = parts
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,8 +182,8 @@ class PiecewiseResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         leaving = asyncio.create_task(_hang_up(receive))
         try:
-            for piece in _gathered(self._pieces):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            for part in _gathered(self._parts):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
                 if leaving.done():
                     return
@@ -198,14 +198,14 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Returns the same bytes in pieces of about PIECE_BYTES."""
+def _gathered(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Returns the same bytes in parts of about PART_BYTES."""
     waiting: list[bytes] = []
     num_bytes = 0
-    for piece in pieces:
-        waiting.append(piece)
-        num_bytes += len(piece)
-        if num_bytes >= PIECE_BYTES:
+    for part in parts:
+        waiting.append(part)
+        num_bytes += len(part)
+        if num_bytes >= PART_BYTES:
             yield b"".join(waiting)
             waiting.clear()
             num_bytes = 0
@@ -213,15 +213,15 @@ def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield b"".join(waiting)
 
 
-def json_response(content: Any, *, in_pieces: bool = False) -> Response:
+def json_response(content: Any, *, incremental: bool = False) -> Response:
     """Returns `content` as JSON; numpy arrays and numbers are written as they are, without a Python list between.
 
     Args:
-        content: What `json_pieces` takes.
-        in_pieces: It is written piece by piece as it goes out.
+        content: What `iter_json` takes.
+        incremental: Encode and send the body a part at a time.
     """
-    if in_pieces:
-        return PiecewiseResponse(json_pieces(content), JSON_HEADERS)
+    if incremental:
+        return IncrementalResponse(iter_json(content), JSON_HEADERS)
     return Response(json_bytes(content), headers=JSON_HEADERS)
 
 
@@ -230,6 +230,6 @@ def json_answer(request: Request, content: Any) -> Response:
 
     Args:
         request: The request.
-        content: What `json_pieces` takes.
+        content: What `iter_json` takes.
     """
-    return json_response(content, in_pieces=has_large_response(request.scope))
+    return json_response(content, incremental=has_large_response(request.scope))

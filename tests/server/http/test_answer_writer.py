@@ -7,7 +7,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from penstock.server.transport.streams import AnswerWriter
+from penstock.server.http.streams import AnswerWriter
 
 HEAD, BODY, REST = b"HTTP/1.1 200 OK\r\n\r\n", b"some", b"more"
 

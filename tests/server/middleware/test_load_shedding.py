@@ -17,14 +17,14 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
 from penstock.server.app import create_app
-from penstock.server.middleware import refusal_pace
+from penstock.server.http.connection import Part
+from penstock.server.http.http_server import HttpServer
+from penstock.server.middleware import load_shedding
 from penstock.server.settings import ServerSettings
-from penstock.server.transport.connection import Part
-from penstock.server.transport.http_server import HttpServer
 
 from ...waiting import until
 from ..conftest import FakeEngine
-from .sockets import ask, read_answer, request, served
+from ..http.sockets import ask, read_answer, request, served
 
 FULL = EngineOverloadedError("The server has 9 tokens under way.", retry_after_s=2.5, reason="queue_tokens")
 TEXTS: dict[str, Any] = {"texts": ["a"]}
@@ -82,7 +82,7 @@ async def at_work(server: HttpServer) -> Any:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_pace, "TICK_S", 0.02)
+    monkeypatch.setattr(load_shedding, "TICK_S", 0.02)
 
 
 def in_process(server: HttpServer) -> httpx.AsyncClient:
@@ -301,7 +301,7 @@ async def test_a_large_body_is_thrown_away(engine: FakeEngine) -> None:
 
 
 async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_pace, "TICK_S", 60.0)
+    monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     async with served(engine) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -362,7 +362,7 @@ async def test_one_that_does_not_read_is_not_written_to(engine: FakeEngine) -> N
 async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusal_pace, "TICK_S", 60.0)
+    monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     sent = request("/v1/embeddings", {"input": "z" * 900_000, "model": "fake-model"})
     options = {"timeout_graceful_shutdown": 0}
     async with served(engine, FakeEngine(), max_body_bytes=1_000_000, options=options) as (server, port):
@@ -381,8 +381,8 @@ async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
 async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_pace, "PER_TICK", 1)
-    monkeypatch.setattr(refusal_pace, "LONGEST_S", 600.0)
+    monkeypatch.setattr(load_shedding, "PER_TICK", 1)
+    monkeypatch.setattr(load_shedding, "LONGEST_S", 600.0)
     async with served(engine) as (_, port):
         engine.failure = FULL
         patient = "X-Request-Timeout: 1200"
@@ -418,7 +418,7 @@ async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
 async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusal_pace, "TICK_S", 0.5)
+    monkeypatch.setattr(load_shedding, "TICK_S", 0.5)
     sent = request("/v1/embeddings", {"input": "a"})
     engine.gate = asyncio.Event()
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):

@@ -14,20 +14,17 @@ import fcntl
 import re
 import termios
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import httptools
 from fastapi import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from ..calls.context import CONNECTION_LOST
-from ..middleware.requests import SLOW_BODY
-from .load_shedding import LoadShedder, Refusal
-from .streams import ASK_AFTER_S, INTERIM, PIECE_BYTES, AnswerWriter, CloseDelimited, HalfClose, ReadAhead
+from .streams import ASK_AFTER_S, INTERIM, PARSE_BYTES, AnswerWriter, CloseDelimited, HalfClose, ReadAhead
 
 
 class Part(StrEnum):
@@ -65,11 +62,41 @@ def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
 """Bytes between two bytes of bodies: a head, trailers, the frames of chunks."""
+CONNECTION_LOST: Final = "penstock.connection_lost"
+"""The key of a request's scope that holds a future, done when the connection has ended. Other servers set none."""
+SLOW_BODY: Final = "penstock.slow_body"
+"""The key of a request's scope that holds the reason why its body comes too slowly, as a sentence for the client. The
+next message of the body then raises the error."""
 SHEDDER: Final = "load_shedder"
 """Where the state of the application's lifespan has its LoadShedder, if it has one."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
 _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class RefusedRequest(Protocol):
+    """A request that was refused at its head; see Refusal in middleware/load_shedding.py."""
+
+    def look(self, body: bytes) -> None:
+        """Looks for the dialect in a part of the body."""
+        ...
+
+    def send(self) -> bool:
+        """Sends the response unless that has happened. Returns whether it did."""
+        ...
+
+
+class HeadRefuser(Protocol):
+    """Refuses requests at their head; see LoadShedder in middleware/load_shedding.py."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `refusal` may refuse anything."""
+        ...
+
+    def refusal(self, target: bytes, scope: Scope, answer: Callable[[Response], None]) -> RefusedRequest | None:
+        """Refuses a POST whose head has been read, or returns None."""
+        ...
 
 
 class Connection(HttpToolsProtocol):
@@ -84,13 +111,13 @@ class Connection(HttpToolsProtocol):
         self._is_in_body = False
         self._is_parsing = False
         self._is_upgrade = False
-        self._refusal: Refusal | None = None  # until it has been sent
+        self._refusal: RefusedRequest | None = None  # until it has been sent
         self._is_refused = False  # the request whose body is being read
         self._has_said_all = False  # the last response has been sent; further bytes are discarded
         self._has_heard_all = False  # the client sends no more
         self._fault = "Invalid HTTP request received."
         self._whole_s = 0.0  # when the last request was whole
-        self._shedder: LoadShedder | None = self.app_state.get(SHEDDER)
+        self._shedder: HeadRefuser | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._answered: RequestResponseCycle | None = None  # the request whose answer is being made, or was the last
 
@@ -102,13 +129,13 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses bytes, or keeps them until the requests before them are answered."""
-        is_much = len(data) > PIECE_BYTES and len(data) > self._num_body_left()
+        is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
         if is_much or self._ahead or self._is_busy:
             self._ahead.put(data)
             self._read_on()
         else:
             self._unset_keepalive_if_required()
-            self._parse_piece(data)
+            self._parse_part(data)
 
     def _read_on(self) -> None:
         """Parses the bytes that were read ahead, up to the end of the next request."""
@@ -116,13 +143,13 @@ class Connection(HttpToolsProtocol):
             return
         while self._ahead and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
-            self._parse_piece(self._ahead.take(max(PIECE_BYTES, self._num_body_left())))
+            self._parse_part(self._ahead.take(max(PARSE_BYTES, self._num_body_left())))
         if self._has_heard_all:
             self._say_refusal()
             if not self._is_busy:
                 self.transport.close()
 
-    def _parse_piece(self, data: bytes) -> None:
+    def _parse_part(self, data: bytes) -> None:
         """Parses bytes. Refuses heads and trailers that are too large, and invalid HTTP."""
         self._num_received += len(data)
         self._num_overhead += len(data)
@@ -162,14 +189,14 @@ class Connection(HttpToolsProtocol):
             return
         if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
             self._fault = fault
-            raise ValueError(fault)  # ends the parser, see `_parse_piece`
+            raise ValueError(fault)  # ends the parser, see `_parse_part`
         self._refusal = None if self._is_upgrade else self._shed()
         self._is_refused = self._refusal is not None
         if not self._is_upgrade and not self._is_refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of a body; that of a request which was refused is thrown away."""
+        """Takes a part of a body; that of a request which was refused is thrown away."""
         self._num_overhead = 0
         self._num_body += len(body)
         if not self._is_refused:
@@ -302,7 +329,7 @@ class Connection(HttpToolsProtocol):
                     return int(value) - self._num_body
         return 0
 
-    def _shed(self) -> Refusal | None:
+    def _shed(self) -> RefusedRequest | None:
         """Refuses a POST that there is no room for, if nothing before it is unanswered or unread."""
         if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
             return None

@@ -131,17 +131,17 @@ def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Ite
 
 
 async def _whole(receive: Receive) -> bytes | bytearray:
-    """Returns a whole body, which mostly comes in one piece. A large one grows in place: to join it would take long."""
+    """Returns a whole body, which mostly is one message. A large one grows in place: to join it would take long."""
     body: bytes | bytearray = b""
     while (message := await receive())["type"] == "http.request":
-        piece: bytes = message.get("body", b"")
+        part: bytes = message.get("body", b"")
         if not body:
-            body = piece
+            body = part
         elif isinstance(body, bytearray):
-            body += piece
+            body += part
         else:
             body = bytearray(body)
-            body += piece
+            body += part
         if not message.get("more_body", False):
             return body
     raise HTTPException(400, "The body has not come whole.")

@@ -17,12 +17,12 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
+from penstock.server.http import streams
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Owed, Part
+from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
+from penstock.server.http.http_server import HttpServer
 from penstock.server.middleware.requests import BodyLimitMiddleware
 from penstock.server.settings import ServerSettings
-from penstock.server.transport import streams
-from penstock.server.transport.connection import MAX_OVERHEAD_BYTES, Owed, Part
-from penstock.server.transport.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
-from penstock.server.transport.http_server import HttpServer
 
 from ...waiting import turns, until
 from .sockets import exchange, running

@@ -7,8 +7,6 @@ import reprlib
 from collections.abc import Collection
 from typing import Final
 
-from pydantic import ByteSize
-
 MAX_CHARS: Final = 60
 MAX_NAMES: Final = 20
 
@@ -31,11 +29,6 @@ def shown_names(names: Collection[str]) -> str:
     few = itertools.islice(names, MAX_NAMES)
     first = [name if len(name) <= MAX_CHARS else name[:MAX_CHARS] + "..." for name in few]
     return ", ".join(first if len(names) <= MAX_NAMES else [*first, "..."]) or "nothing"
-
-
-def shown_bytes(num_bytes: int) -> str:
-    """Returns "126.7 MiB" for 132,848,640."""
-    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 def short_count(count: int) -> str:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_AHEAD_BYTES: Final = 64 * 1024
 """Bytes of later requests. With more, nothing is read until the running request is answered."""
-PIECE_BYTES: Final = 2048
+PARSE_BYTES: Final = 2048
 """Bytes that are parsed at once, except in bodies of known length: at most a hundred requests."""
 
 
@@ -43,14 +43,14 @@ class ReadAhead(FlowControl):
             self.pause_reading()
 
     def take(self, num_bytes: int) -> bytes:
-        """Returns the next piece."""
+        """Returns the next part."""
         was_full = self._is_full
         with memoryview(self._ahead) as view:
-            piece = bytes(view[:num_bytes])
+            part = bytes(view[:num_bytes])
         del self._ahead[:num_bytes]
         if was_full:
             self.resume_reading()
-        return piece
+        return part
 
     def resume_reading(self) -> None:
         """Reads on, unless much waits."""
@@ -105,7 +105,7 @@ class AnswerWriter:
             self._transport.writelines((self._head, data))
             self.num_written += len(self._head) + len(data)
             self._head = b""
-        else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty piece among several
+        else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty part among several
             self.flush()
             self._transport.write(data)
             self.num_written += len(data)
@@ -159,7 +159,7 @@ class CloseDelimited:
                 is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
                 if is_unframed:
                     cycle.chunked_encoding, cycle.keep_alive = False, False
-            elif is_unframed:  # uvicorn compares each piece with the length that is left
+            elif is_unframed:  # uvicorn compares each part with the length that is left
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

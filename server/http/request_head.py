@@ -1,10 +1,13 @@
-"""Deadline and priority of a request from its headers, and its client."""
+"""The head of a request: its path, its id, and its deadline and priority."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -19,6 +22,8 @@ PRIORITY_NAMES: Final = ", ".join(_LEVELS)
 PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 TIMEOUT_PATTERN: Final = r"^([1-9][0-9]{0,14}(\.[0-9]{1,20})?|0\.[0-9]{0,19}[1-9][0-9]{0,19})$"
 """The format of the headers: numbers as in JSON, without the underscores that Python accepts."""
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_DOUBLED_VERSION: Final = re.compile(r"^/v[12](?=/v[12]/)")
 _TIMEOUT: Final = b"x-request-timeout"
 _PRIORITY: Final = b"x-priority"
 
@@ -72,3 +77,33 @@ def _level(text: str) -> int:
             param="x-priority",
         )
     return _LEVELS[text] if text in _LEVELS else int(text)
+
+
+class RequestIds:
+    """Makes the ids of requests."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
+
+    def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """Returns the client's x-request-id, or a new one."""
+        given = b""
+        for name, value in headers:
+            if name == b"x-request-id":
+                given = value
+                break
+        return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
+
+
+def canonical_path(path: str) -> str:
+    """Returns the path that `path` is an alias of, or `path`.
+
+    A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
+    `/v2/rerank`. Unprintable characters are quoted again: the router takes a path with a line end behind it for the
+    path itself, which keys and tables do not.
+    """
+    if not path.isprintable():
+        path = quote(path)
+    if len(path) > 1 and path.endswith("/"):
+        path = path.rstrip("/") or "/"
+    return _DOUBLED_VERSION.sub("", path) if path.startswith(("/v1/v", "/v2/v")) else path

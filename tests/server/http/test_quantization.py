@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.server.wire.quantization import check_width, quantize
+from penstock.server.http.encoding import check_width, quantize
 
 
 def unit_rows(num_rows: int, width: int, seed: int = 0) -> np.ndarray:

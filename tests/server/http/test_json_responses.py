@@ -1,4 +1,4 @@
-"""Large answers are written in pieces, with the same bytes as small ones."""
+"""Large answers are written in parts, with the same bytes as small ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fastapi import Request
 from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController
 from penstock.server.calls.sizes import AnswerSize
 from penstock.server.calls.vectors import vectors_response
-from penstock.server.settings import ServerSettings
-from penstock.server.wire.encoding import EmbedDtype, Encoding, EncodingFormat
-from penstock.server.wire.json_pieces import (
-    PIECE_BYTES,
-    PiecewiseResponse,
+from penstock.server.http.encoding import EmbedDtype, Encoding, EncodingFormat
+from penstock.server.http.json_responses import (
+    PART_BYTES,
+    IncrementalResponse,
+    iter_json,
     json_array,
     json_bytes,
-    json_pieces,
     json_response,
 )
+from penstock.server.settings import ServerSettings
 
 HEAD = {"id": "i", "object": "list", "created": 1, "model": "m", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
 FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY]
@@ -41,16 +41,16 @@ def request_for(written: int) -> Request:
 async def sent(
     response: Any, *, version: str = "1.1", gone_after: int | None = None
 ) -> tuple[dict[str, str], list[bytes]]:
-    """Return the headers and the pieces of an answer; the client hangs up after some of them."""
+    """Return the headers and the parts of an answer; the client hangs up after some of them."""
     headers: dict[str, str] = {}
-    pieces: list[bytes] = []
+    parts: list[bytes] = []
     gone = asyncio.Event()
 
     async def send(message: dict[str, Any]) -> None:
         headers.update({name.decode(): value.decode() for name, value in message.get("headers", ())})
         if message.get("body"):
-            pieces.append(bytes(message["body"]))
-        if len(pieces) == gone_after:
+            parts.append(bytes(message["body"]))
+        if len(parts) == gone_after:
             gone.set()
 
     async def receive() -> dict[str, Any]:
@@ -58,7 +58,7 @@ async def sent(
         return {"type": "http.disconnect"}
 
     await response({"type": "http", "http_version": version}, receive, send)
-    return headers, pieces
+    return headers, parts
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ async def sent(
         *(list(range(1000)), ["x"] * 1000, [{"a": 1}] * 1000, [None, 1], [[1, 2], [3]], {"": [{"b": {"c": [1]}}]}),
     ],
 )
-def test_pieces_are_the_json_of_a_value(value: Any) -> None:
-    assert b"".join(json_pieces(value)) == json_bytes(value) == orjson.dumps(value)
+def test_parts_are_the_json_of_a_value(value: Any) -> None:
+    assert b"".join(iter_json(value)) == json_bytes(value) == orjson.dumps(value)
 
 
 def test_iterators_are_lists() -> None:
     rows = ({"i": i, "tokens": iter([{"t": 1}] * i)} for i in range(3))
-    assert orjson.loads(b"".join(json_pieces({"data": rows, "none": iter(())}))) == {
+    assert orjson.loads(b"".join(iter_json({"data": rows, "none": iter(())}))) == {
         "data": [{"i": i, "tokens": [{"t": 1}] * i} for i in range(3)],
         "none": [],
     }
@@ -86,8 +86,8 @@ def test_iterators_are_lists() -> None:
 def test_arrays_are_written_by_their_rows(shape: tuple[int, ...]) -> None:
     rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     whole = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)
-    assert b"".join(json_array(rows).pieces()) == whole
-    assert b"".join(json_pieces(rows)) == whole
+    assert b"".join(json_array(rows).parts()) == whole
+    assert b"".join(iter_json(rows)) == whole
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -108,29 +108,29 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
     encoding = {"x": Encoding(format=form, quantization=kind, dtype=dtype)}
     large = vectors_response(request_for(LARGE_RESPONSE_BYTES), HEAD, rows, encoding, name="pooling")
     small = vectors_response(request_for(LARGE_RESPONSE_BYTES - 1), HEAD, rows, encoding, name="pooling")
-    assert isinstance(large, PiecewiseResponse)
-    assert not isinstance(small, PiecewiseResponse)
-    headers, pieces = await sent(large)
+    assert isinstance(large, IncrementalResponse)
+    assert not isinstance(small, IncrementalResponse)
+    headers, parts = await sent(large)
     small_headers, (body,) = await sent(small)
-    assert b"".join(pieces) == body
-    assert max(map(len, pieces)) < 4 * PIECE_BYTES
+    assert b"".join(parts) == body
+    assert max(map(len, parts)) < 4 * PART_BYTES
     assert headers["content-type"] == small_headers["content-type"]
     assert headers.get("metadata") == small_headers.get("metadata")
 
 
-async def test_http_1_0_clients_get_pieces_too() -> None:
-    headers, pieces = await sent(json_response(np.full((1_000, 1_000), 1.5), in_pieces=True), version="1.0")
+async def test_http_1_0_clients_get_parts_too() -> None:
+    headers, parts = await sent(json_response(np.full((1_000, 1_000), 1.5), incremental=True), version="1.0")
     assert "content-length" not in headers
-    assert len(pieces) > 10
-    assert max(map(len, pieces)) < 4 * PIECE_BYTES
+    assert len(parts) > 10
+    assert max(map(len, parts)) < 4 * PART_BYTES
 
 
 async def test_nothing_is_written_for_a_client_that_has_gone() -> None:
-    def pieces() -> Any:
+    def parts() -> Any:
         for _ in range(1_000):
-            yield b"x" * PIECE_BYTES
+            yield b"x" * PART_BYTES
 
-    _, seen = await sent(PiecewiseResponse(pieces(), {}), gone_after=3)
+    _, seen = await sent(IncrementalResponse(parts(), {}), gone_after=3)
     assert len(seen) < 6
 
 

@@ -1,1 +1,0 @@
-"""Connections: parsing, time limits, and refusals at the head of a request."""

@@ -1,1 +1,0 @@
-"""Request and response values: JSON bodies, encodings of vectors, headers."""
