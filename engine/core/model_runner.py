@@ -114,8 +114,8 @@ class ModelRunner(Runner):
         self._device = torch.device(info.device)
         self._model = model
         self._pooler = tensor_pooler(info, model, dense, maps)
-        self._chunks = ChunkedPoolingManager(
-            info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, device=self._device
+        self._chunks = ChunkedPoolingManager[torch.Tensor](
+            info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=self._pooler.ops
         )
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)

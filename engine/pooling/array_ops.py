@@ -6,7 +6,7 @@ Shape letters: T packed tokens of N sequences, R rows, D model width, H heads, W
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,9 +68,26 @@ class ArrayOps:
         places = np.arange(len(rows), dtype=np.int32)
         return self._pool(rows, places, np.ones_like(places), Pooling.CLS, cut)
 
+    def rows_of(self, values: Any) -> Floats:
+        """See RowOps."""
+        rows: Floats = np.asarray(values)
+        return np.ascontiguousarray(rows, np.float32) if rows.dtype.kind == "f" else rows
+
     def floats(self, rows: Floats) -> Floats:
         """See RowOps."""
-        return rows
+        return rows.astype(np.float32, copy=False)
+
+    def doubles(self, rows: Floats) -> Floats:
+        """See RowOps."""
+        return rows.astype(np.float64)
+
+    def copied(self, rows: Floats) -> Floats:
+        """See RowOps."""
+        return rows.copy()
+
+    def maximum(self, rows: Floats, others: Floats) -> Floats:
+        """See RowOps."""
+        return np.maximum(rows, others)
 
     def pick(self, rows: Floats, picked: PickedRows) -> Floats:
         """See RowOps."""
@@ -83,6 +100,10 @@ class ArrayOps:
     def join(self, parts: Sequence[Floats]) -> Floats:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def concat(self, parts: Sequence[Floats]) -> Floats:
+        """See RowOps."""
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def row_weights(self, attention: Floats, head: int | None) -> Floats:
         """See RowOps."""

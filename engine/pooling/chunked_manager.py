@@ -5,49 +5,45 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, cast
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from penstock.kernels.backends import upload
 
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .heads import token_rows
-from .metadata import PoolingCursor, PoolingMetadata, prefix_sums, rows_between
+from .heads import R, RowOps, token_rows
+from .metadata import PoolingCursor, PoolingMetadata, prefix_sums
 from .states import PoolingStates, Strategy, finalize_states, update_states
-from .tensor_ops import TensorOps, on_device
 
-_FLOAT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT_TYPES: Final = ("float32", "bfloat16", "float16")
 _MAX_PREFETCHED: Final = 2
 """Chunks of a sequence: while one is pooled, the next one is copied."""
-Rows = Tensor | NDArray[Any]
 
 
 class _Prefetched(NamedTuple):
-    """Rows as the caller gave them, and on the device."""
+    """Rows as the caller gave them, and where they are pooled."""
 
-    given: Rows
-    rows: Tensor
+    given: Any
+    rows: Any
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
+class _Sequence(Generic[R]):
     """One sequence. `states` is None until its first chunk, and for token-level answers."""
 
     cursor: PoolingCursor
-    states: PoolingStates | None = None
+    states: PoolingStates[R] | None = None
     prefetched: list[_Prefetched] = field(default_factory=list)
 
 
-class ChunkedPoolingManager:
+class ChunkedPoolingManager(Generic[R]):
     """Owns the cursors and running states of sequences whose chunks may come interleaved.
 
-    The engine's ModelRunner pools its batches through `schedule`, `process_batch` and `commit`. Code that runs a model
-    itself uses the same states by sequence:
+    The runners of the engine pool their batches through `schedule`, `process_batch` and `commit`. Code that runs a
+    model itself uses the same states by sequence:
 
         manager = ChunkedPoolingManager(hidden_dim=768, strategy="mean")
         manager.start_sequence("a", seq_len=5000)
@@ -57,7 +53,7 @@ class ChunkedPoolingManager:
             manager.process_chunk("a", rows)
         vector = manager.finalize("a")  # [768]
 
-    Sequence-level types keep two rows of a sequence, ATTENTION all of them (see `PoolingStates`), until `finalize` or
+    Sequence-level types keep one row of a sequence, ATTENTION all of them (see `PoolingStates`), until `finalize` or
     `cancel`. Token-level types keep none: `process_chunk` returns the rows of the chunk.
 
     `start_sequence` to `get_pending_count` may be called from several threads; calls run one at a time. The chunks of
@@ -68,8 +64,9 @@ class ChunkedPoolingManager:
         max_chunk_size: Rows pooled at once; longer chunks are split, which bounds the memory of the float32 copies
             that are made of other types. None never splits.
         strategy: The pooling type or its name; or several sequence-level ones, whose rows are concatenated.
-        device: Where rows are pooled; chunks are moved there.
+        device: Where rows are pooled as tensors; chunks are moved there.
         step_tag_id: STEP: keep the rows of tokens with this id; None keeps all.
+        ops: Arithmetic of the rows, such as ArrayOps; None takes tensors on `device`.
 
     Raises:
         ValueError: A size below 1, an unknown type, or types that do not go together.
@@ -83,16 +80,21 @@ class ChunkedPoolingManager:
         *,
         device: torch.device | str = "cpu",
         step_tag_id: int | None = None,
+        ops: RowOps[R] | None = None,
     ) -> None:
         if max_chunk_size is not None and max_chunk_size < 1:
             raise ValueError(f"max_chunk_size is {max_chunk_size}; it must be at least 1")
+        if ops is None:
+            from .tensor_ops import TensorOps  # imports torch, which arrays do not need
+
+            ops = cast("RowOps[R]", TensorOps(device))
+        self._ops = ops
         self._hidden_dim = hidden_dim
         self._max_chunk_size = max_chunk_size
-        self._device = torch.device(device)
-        self._types = PoolingStates.initialize(hidden_dim, strategy).pooling_types
+        self._types = PoolingStates.initialize(hidden_dim, strategy, ops).pooling_types
         self._params = PoolingParams(step_tag_id=step_tag_id)
         self._lock = RLock()
-        self._running: dict[Hashable, _Sequence] = {}
+        self._running: dict[Hashable, _Sequence[R]] = {}
 
     def start_sequence(self, seq_id: Hashable, seq_len: int) -> None:
         """Begins a sequence of `seq_len` tokens.
@@ -107,7 +109,7 @@ class ChunkedPoolingManager:
                 raise ValueError(f"sequence {seq_id!r} is running already")
             self._running[seq_id] = _Sequence(PoolingCursor(seq_len), self._new_states())
 
-    def prefetch(self, seq_id: Hashable, hidden_states: Rows) -> None:
+    def prefetch(self, seq_id: Hashable, hidden_states: Any) -> None:
         """Starts the copy of later rows of a sequence to the device; on CUDA returns before it has ended.
 
         `process_chunk` with the same object then finds them there. Two chunks of a sequence are kept, so the next chunk
@@ -125,17 +127,17 @@ class ChunkedPoolingManager:
         with self._lock:
             prefetched = self._find(seq_id).prefetched
             if all(chunk.given is not hidden_states for chunk in prefetched):
-                prefetched.append(_Prefetched(hidden_states, self._to_tensor(hidden_states)))
+                prefetched.append(_Prefetched(hidden_states, self._ops.rows_of(hidden_states)))
                 del prefetched[:-_MAX_PREFETCHED]
 
     def process_chunk(
         self,
         seq_id: Hashable,
-        hidden_states: Rows,
-        attention_weights: Rows | None = None,
+        hidden_states: Any,
+        attention_weights: Any = None,
         *,
-        token_ids: Rows | None = None,
-    ) -> bool | Tensor:
+        token_ids: Any = None,
+    ) -> bool | R:
         """Adds the next rows of a sequence. If it raises, the sequence stays as it was.
 
         Args:
@@ -156,18 +158,20 @@ class ChunkedPoolingManager:
             sequence = self._find(seq_id)
             cursor, states = sequence.cursor, sequence.states
             found = next((chunk for chunk in sequence.prefetched if chunk.given is hidden_states), None)
-            rows = self._to_tensor(hidden_states) if found is None else found.rows
-            if rows.dim() != 2 or rows.shape[1] != self._hidden_dim or rows.dtype not in _FLOAT_DTYPES:
+            rows: R = self._ops.rows_of(hidden_states) if found is None else found.rows
+            is_float = str(rows.dtype).removeprefix("torch.") in _FLOAT_TYPES
+            if len(rows.shape) != 2 or rows.shape[1] != self._hidden_dim or not is_float:
                 raise ValueError(
                     f"a chunk must be [L, {self._hidden_dim}] of a float type, got {rows.dtype} {list(rows.shape)}"
                 )
-            end = cursor.start + len(rows)
+            num_rows = rows.shape[0]
+            end = cursor.start + num_rows
             if end > cursor.prompt_len:
                 raise ValueError(
-                    f"sequence {seq_id!r}: a chunk of {len(rows)} rows, but {cursor.remaining} of "
+                    f"sequence {seq_id!r}: a chunk of {num_rows} rows, but {cursor.remaining} of "
                     f"{cursor.prompt_len} tokens remain"
                 )
-            weights = None if attention_weights is None else self._to_tensor(attention_weights).float()
+            weights = None if attention_weights is None else self._ops.rows_of(attention_weights)
             if weights is not None and weights.shape != (end,):
                 raise ValueError(
                     f"sequence {seq_id!r}: attention weights must be [{end}], those of all tokens "
@@ -178,14 +182,16 @@ class ChunkedPoolingManager:
                 kept = self._kept_rows(rows, token_ids)
             else:
                 states = states.copy()
-                for part in rows.split(self._max_chunk_size or max(len(rows), 1)):
-                    states.update(part, weights if states.num_tokens + len(part) == end else None)
-            cursor.advance(len(rows))
+                step = self._max_chunk_size or max(num_rows, 1)
+                for first in range(0, max(num_rows, 1), step):
+                    part = self._ops.pick(rows, slice(first, min(first + step, num_rows)))
+                    states.update(part, weights if states.num_tokens + part.shape[0] == end else None)
+            cursor.advance(num_rows)
             sequence.states = states
             sequence.prefetched = [chunk for chunk in sequence.prefetched if chunk is not found]
             return cursor.is_complete if kept is None else kept
 
-    def finalize(self, seq_id: Hashable) -> Tensor:
+    def finalize(self, seq_id: Hashable) -> R:
         """Ends a complete sequence and forgets it.
 
         Returns:
@@ -203,7 +209,7 @@ class ChunkedPoolingManager:
                 raise ValueError(
                     f"sequence {seq_id!r} is incomplete: {cursor.remaining} of {cursor.prompt_len} tokens remain"
                 )
-            row = torch.empty(0, self._hidden_dim, device=self._device) if states is None else states.finalize()
+            row = self._no_rows() if states is None else states.finalize()
             del self._running[seq_id]
             return row
 
@@ -239,12 +245,8 @@ class ChunkedPoolingManager:
             )
 
     def process_batch(
-        self,
-        metadata: PoolingMetadata,
-        hidden_states: Tensor,
-        attention_weights: Tensor | None,
-        indices: Sequence[int],
-    ) -> tuple[list[int], Tensor]:
+        self, metadata: PoolingMetadata, hidden_states: R, attention_weights: R | None, indices: Sequence[int]
+    ) -> tuple[list[int], R]:
         """Adds chunks to copies of their sequences' states, with one kernel call for each pooling type.
 
         Rows that were pooled before and come again after a preemption are left out. LAST alone allows a gap, which a
@@ -265,30 +267,30 @@ class ChunkedPoolingManager:
         """
         chunks = metadata.chunks
         assert chunks is not None, "a batch of whole sequences needs no states"
-        cursors = [metadata.cursors[i] for i in indices]
+        picked = np.array(indices)
         states = [self._states_of(chunks.seq_ids[i]) for i in indices]
-        firsts, ends = (np.array(rows) for rows in zip(*((c.global_start, c.global_end) for c in cursors), strict=True))
-        weights: list[Tensor | None] = [None] * len(indices)
+        weights: list[R | None] = [None] * len(indices)
         if attention_weights is not None:
-            weight_bounds = chunks.weight_bounds(attention_weights.shape[0])
+            bounds = chunks.weight_bounds(attention_weights.shape[0]).tolist()
             weights = [
-                attention_weights[weight_bounds[i] : weight_bounds[i + 1]] if chunks.is_complete[i] else None
+                self._ops.pick(attention_weights, slice(bounds[i], bounds[i + 1])) if chunks.is_complete[i] else None
                 for i in indices
             ]
-        skip_tokens, device = metadata.skip_tokens, hidden_states.device
+        row_bounds = prefix_sums(metadata.seq_lens)
+        skips = np.zeros(metadata.num_seqs, np.int64) if metadata.skip_tokens is None else metadata.skip_tokens
         update_states(
             states,
-            TensorOps().pick(hidden_states, rows_between(firsts, ends)),
-            (ends - firsts).tolist(),
-            on_device(prefix_sums(ends - firsts).astype(np.int32), device),
-            chunks.starts[list(indices)].tolist(),
+            hidden_states,
+            row_bounds[picked],
+            row_bounds[picked + 1],
+            chunks.starts[picked],
+            skips[picked].astype(np.int64),
             weights,
-            skip_tokens=None if skip_tokens is None else on_device(skip_tokens[list(indices)], device),
         )
         metadata.states = dict(zip(indices, states, strict=True))
         done = [i for i in indices if chunks.is_complete[i]]
         if not done:
-            return [], hidden_states.new_empty((0, 0))
+            return [], self._no_rows()
         return done, finalize_states([metadata.states[i] for i in done])
 
     def commit(self, metadata: PoolingMetadata) -> None:
@@ -306,34 +308,31 @@ class ChunkedPoolingManager:
             else:
                 self._running[seq_ids[place]] = _Sequence(cursor, metadata.states.get(place))
 
-    def _new_states(self) -> PoolingStates | None:
-        if self._types[0].is_token_level:
-            return None
-        return PoolingStates.initialize(self._hidden_dim, self._types, self._device)
+    def _new_states(self) -> PoolingStates[R] | None:
+        return None if self._types[0].is_token_level else self._states_of(None)
 
-    def _states_of(self, seq_id: Hashable) -> PoolingStates:
+    def _states_of(self, seq_id: Hashable) -> PoolingStates[R]:
         """Returns a copy of the states of a sequence; new states if it has none."""
         sequence = self._running.get(seq_id)
-        states = None if sequence is None else sequence.states
-        return (
-            PoolingStates.initialize(self._hidden_dim, self._types, self._device) if states is None else states.copy()
-        )
+        if sequence is None or sequence.states is None:
+            return PoolingStates.initialize(self._hidden_dim, self._types, self._ops)
+        return sequence.states.copy()
 
-    def _kept_rows(self, rows: Tensor, token_ids: Rows | None) -> Tensor:
-        ids = None if token_ids is None else np.asarray(token_ids.cpu() if isinstance(token_ids, Tensor) else token_ids)
-        if ids is not None and ids.shape != rows.shape[:1]:
-            raise ValueError(f"token_ids must be [{rows.shape[0]}] like the chunk, got {list(ids.shape)}")
+    def _no_rows(self) -> R:
+        return self._ops.rows_of(np.zeros((0, self._hidden_dim), np.float32))
+
+    def _kept_rows(self, rows: R, token_ids: Any) -> R:
+        num_rows = rows.shape[0]
+        ids = None if token_ids is None else np.asarray(token_ids.cpu() if hasattr(token_ids, "cpu") else token_ids)
+        if ids is not None and ids.shape != (num_rows,):
+            raise ValueError(f"token_ids must be [{num_rows}] like the chunk, got {list(ids.shape)}")
         metadata = PoolingMetadata(
-            params=[self._params], seq_lens=(len(rows),), cu_seqlens=np.array([0, len(rows)], np.int32), token_ids=ids
+            params=[self._params], seq_lens=(num_rows,), cu_seqlens=np.array([0, num_rows], np.int32), token_ids=ids
         )
         kept, _ = token_rows(self._types[0], metadata)
-        return rows.clone() if kept is None else rows[on_device(kept, self._device)]
+        return self._ops.copied(rows) if kept is None else self._ops.pick(rows, kept)
 
-    def _to_tensor(self, values: Rows) -> Tensor:
-        tensor = upload(values.detach() if isinstance(values, Tensor) else torch.tensor(values), self._device)
-        return tensor.float() if tensor.dtype is torch.float64 else tensor
-
-    def _find(self, seq_id: Hashable) -> _Sequence:
+    def _find(self, seq_id: Hashable) -> _Sequence[R]:
         if seq_id not in self._running:
             raise KeyError(f"no sequence {seq_id!r} is running: never started, or finalized or cancelled before")
         return self._running[seq_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,27 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the numbers."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Returns one row."""
+        ...
+
+    def __add__(self, other: Any, /) -> Any:
+        """Adds rows."""
+        ...
+
+    def __mul__(self, other: Any, /) -> Any:
+        """Multiplies with a number."""
+        ...
+
+    def __truediv__(self, other: Any, /) -> Any:
+        """Divides by a number."""
         ...
 
 
@@ -130,8 +151,27 @@ class RowOps(Protocol[R]):
         """Returns rows [R, D] of any float type cut and normalised, [R, W] float32. Always a copy."""
         ...
 
+    def rows_of(self, values: Any) -> R:
+        """Returns rows or weights that a caller gave as an array or a tensor, where rows are pooled.
+
+        They have no gradient, may share memory with `values`, and float64 becomes float32.
+        """
+        ...
+
     def floats(self, rows: R) -> R:
         """Returns rows of any float type as float32; themselves if they are."""
+        ...
+
+    def doubles(self, rows: R) -> R:
+        """Returns rows as float64."""
+        ...
+
+    def copied(self, rows: R) -> R:
+        """Returns a copy."""
+        ...
+
+    def maximum(self, rows: R, others: R) -> R:
+        """Returns the larger numbers of two equal shapes; NaN where one is."""
         ...
 
     def pick(self, rows: R, picked: PickedRows) -> R:
@@ -144,6 +184,10 @@ class RowOps(Protocol[R]):
 
     def join(self, parts: Sequence[R]) -> R:
         """Returns the columns of all parts side by side."""
+        ...
+
+    def concat(self, parts: Sequence[R]) -> R:
+        """Returns the rows of all parts, one part after another."""
         ...
 
     def row_weights(self, attention: R, head: int | None) -> R:

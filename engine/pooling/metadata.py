@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,7 +176,7 @@ class PoolingMetadata:
     skip_tokens: NDArray[np.int32] | None = None
     chunks: ChunkSpans | None = None
     cursors: dict[int, PoolingCursor] = field(default_factory=dict)
-    states: dict[int, PoolingStates] = field(default_factory=dict)
+    states: dict[int, PoolingStates[Any]] = field(default_factory=dict)
     queries: Sequence[NDArray[np.float32] | None] | None = None
 
     @classmethod

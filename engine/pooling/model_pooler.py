@@ -16,6 +16,7 @@ from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
+from .chunked_manager import ChunkedPoolingManager
 from .heads import (
     ClassifierPoolerHead,
     Cut,
@@ -56,20 +57,6 @@ class ForwardOutput(Protocol[R_co]):
         ...
 
 
-class ChunkPooling(Protocol[R]):
-    """The part of ChunkedPoolingManager that pools batches."""
-
-    def schedule(self, metadata: PoolingMetadata) -> None:
-        """See ChunkedPoolingManager."""
-        ...
-
-    def process_batch(
-        self, metadata: PoolingMetadata, hidden_states: R, attention_weights: R | None, indices: Sequence[int]
-    ) -> tuple[list[int], R]:
-        """See ChunkedPoolingManager."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMaps(Generic[R]):
     """Heads for single tokens, except class scores.
@@ -92,7 +79,7 @@ class ModelPooler(Generic[R]):
 
     Args:
         info: The resolved model.
-        ops: Arithmetic of its rows.
+        ops: Arithmetic of its rows, also an attribute.
         classify: Pooled rows [N, D] to class logits [N, C].
         classify_tokens: Token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
@@ -118,7 +105,7 @@ class ModelPooler(Generic[R]):
     ) -> None:
         maps = maps or TokenMaps()
         self._info = info
-        self._ops = ops
+        self.ops = ops
         self._types = info.sequence_pooling
         self._has_attention = PoolingType.ATTENTION in info.sequence_pooling
         if self._has_attention:
@@ -142,7 +129,7 @@ class ModelPooler(Generic[R]):
         return any(not group.is_token_level for p in distinct_params(params) for group in OutputGroup.all_of(p))
 
     def pool(
-        self, output: ForwardOutput[R], metadata: PoolingMetadata, manager: ChunkPooling[R] | None = None
+        self, output: ForwardOutput[R], metadata: PoolingMetadata, manager: ChunkedPoolingManager[R] | None = None
     ) -> PoolerOutput[R]:
         """Answers every sequence of a batch.
 
@@ -182,7 +169,7 @@ class ModelPooler(Generic[R]):
             return self._pool_tokens(group, output.hidden_states, metadata, indices)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
         if group.name == "scores" and output.logits is not None:
-            logits = output.logits if indices is None else self._ops.pick(output.logits, np.array(indices))
+            logits = output.logits if indices is None else self.ops.pick(output.logits, np.array(indices))
             return OutputBlock(name=group.name, values=self._classifier_head.activate(logits, params), indices=indices)
         hidden_states = output.hidden_states
         weights = self._row_weights(output.attention_weights if weights is None else weights)
@@ -191,13 +178,13 @@ class ModelPooler(Generic[R]):
             own = weights if pooling_type is PoolingType.ATTENTION else None
             if pooling_type is PoolingType.ATTENTION and own is None:
                 raise ValueError("ATTENTION pooling needs the attention weights of the model")
-            return self._ops.pool(hidden_states, metadata, pooling_type, cut, weights=own, indices=indices)
+            return self.ops.pool(hidden_states, metadata, pooling_type, cut, weights=own, indices=indices)
 
         if group.name == "embedding" and self._is_fused:
             cut = Cut.of(params, hidden_states.shape[1])
             values = pooled(self._types[0], cut)
             return OutputBlock(name=group.name, values=values, indices=indices, widths=cut.columns())
-        rows = self._ops.join([pooled(pooling_type, Cut()) for pooling_type in self._types])
+        rows = self.ops.join([pooled(pooling_type, Cut()) for pooling_type in self._types])
         return self._from_pooled(group, rows, params, indices)
 
     def _from_pooled(
@@ -216,7 +203,7 @@ class ModelPooler(Generic[R]):
         if indices is not None or metadata.chunks is not None:
             members = range(metadata.num_seqs) if indices is None else indices
             rows, metadata = metadata.select(members, new_only=True)
-            hidden_states = self._ops.pick(hidden_states, rows)
+            hidden_states = self.ops.pick(hidden_states, rows)
         if group.name == "sparse":
             assert self._sparse is not None, "PoolingParams.verify refuses tasks that the model lacks"
             values, row_lens = self._sparse(hidden_states, metadata)
@@ -226,7 +213,7 @@ class ModelPooler(Generic[R]):
             self._vector_filter.select(metadata) if has_vectors else token_rows(self._info.token_pooling, metadata)
         )
         if kept is not None:
-            hidden_states = self._ops.pick(hidden_states, kept)
+            hidden_states = self.ops.pick(hidden_states, kept)
         widths = None
         if has_vectors:
             values, widths = self._token_embedding_head(hidden_states, metadata.params, row_lens)
@@ -243,7 +230,7 @@ class ModelPooler(Generic[R]):
         output: ForwardOutput[R],
         metadata: PoolingMetadata,
         chunks: ChunkSpans,
-        manager: ChunkPooling[R],
+        manager: ChunkedPoolingManager[R],
     ) -> list[OutputBlock[R]]:
         """Answers the sequences of a batch that holds chunks. Sequences that need no state are pooled as whole ones."""
         is_stateless = chunks.needs_no_state(is_last_only=self._types == (PoolingType.LAST,)).tolist()
@@ -280,7 +267,7 @@ class ModelPooler(Generic[R]):
             places = [place for place, i in enumerate(done) if members is None or i in members]
             if places and not group.is_token_level:
                 own = [done[place] for place in places]
-                picked = rows if len(places) == len(done) else self._ops.pick(rows, np.array(places))
+                picked = rows if len(places) == len(done) else self.ops.pick(rows, np.array(places))
                 blocks.append(self._from_pooled(group, picked, [metadata.params[i] for i in own], own))
         return blocks
 
@@ -289,11 +276,11 @@ class ModelPooler(Generic[R]):
         if not self._has_attention or attention is None:
             return None
         check_attention_head(self._info.attention_head, attention.shape[1])
-        return self._ops.row_weights(attention, self._info.attention_head)
+        return self.ops.row_weights(attention, self._info.attention_head)
 
     def _chunk_weights(self, attention: R | None, chunks: ChunkSpans) -> R | None:
         """The attention weights [T, H] for the rows of the chunks alone."""
         if not self._has_attention or attention is None:
             return None
         bounds = chunks.weight_bounds(attention.shape[0])
-        return self._ops.pick(attention, rows_between(bounds[:-1] + chunks.starts, bounds[1:]))
+        return self.ops.pick(attention, rows_between(bounds[:-1] + chunks.starts, bounds[1:]))

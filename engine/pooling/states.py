@@ -1,23 +1,24 @@
-"""The running state of a sequence that is pooled chunk by chunk. ChunkedPoolingManager keeps these."""
+"""The running state of a sequence that is pooled chunk by chunk. ChunkedPoolingManager keeps these.
+
+The arithmetic is that of a RowOps, so the states are numpy arrays or tensors on any device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Generic, cast
 
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from penstock.kernels.backends import upload
-from penstock.kernels.pooling import PoolingState, finish, pool, pool_partial
+import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .metadata import check_gap
-from .tensor_ops import KERNEL_KINDS, as_rows
+from .heads import Cut, R, RowOps
+from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 
 Strategy = str | Sequence[str]
+
+_MEANS: Final = (PoolingType.MEAN, PoolingType.MEAN_SQRT_LEN, PoolingType.WEIGHTED_MEAN)
 
 
 def types_of(strategy: object) -> tuple[PoolingType, ...]:
@@ -33,38 +34,44 @@ def types_of(strategy: object) -> tuple[PoolingType, ...]:
 
 
 @dataclass(slots=True, eq=False)
-class PoolingStates:
+class PoolingStates(Generic[R]):
     """The running state of one sequence. Lives from its first chunk to its last.
 
-    Sequence-level types keep two float32 rows, 8 * D bytes each on the device of the rows, however long the sequence
-    is. Token-level types keep nothing but the number of tokens, because their rows are streamed out. ATTENTION is the
-    one type whose state grows: the weights of the rows are known with the last chunk, so it keeps every row in the
-    type that it came in, D * 2 or D * 4 bytes a token.
+    A sequence-level type keeps one row, at most 8 * D bytes, however long the sequence is. Token-level types keep
+    nothing but the number of tokens, because their rows are streamed out. ATTENTION is the one type whose state grows:
+    the weights of the rows are known with the last chunk, so it keeps every row in the type that it came in, D * 2 or
+    D * 4 bytes a token.
 
     Attributes:
+        hidden_dim: D, the width of the rows.
         pooling_types: Sequence-level types, concatenated in this order; or one token-level type.
-        num_tokens: Tokens pooled so far.
-        running: The kernel's state of every sequence-level type but ATTENTION.
+        ops: Arithmetic of the rows.
+        num_tokens: Tokens pooled so far, skipped ones included.
+        skip_tokens: Tokens at the head of the whole sequence that are left out.
+        running: [1, D] for every sequence-level type but ATTENTION, from its first row on: the first row of CLS, the
+            newest of LAST, the maximum of MAX, float32; of the means the sum in float64, so that the number of chunks
+            does not matter.
         rows: [L_i, D] each, any float type: for ATTENTION, the chunks so far.
         weights: [num_tokens], float32: for ATTENTION, the newest row weights; None until a chunk brings some.
-        skip_tokens: [1], int32: the tokens at the head that ATTENTION leaves out; None for none.
     """
 
+    hidden_dim: int
     pooling_types: tuple[PoolingType, ...]
+    ops: RowOps[R]
     num_tokens: int = 0
-    running: dict[PoolingType, PoolingState] = field(default_factory=dict)
-    rows: list[Tensor] = field(default_factory=list)
-    weights: Tensor | None = None
-    skip_tokens: Tensor | None = None
+    skip_tokens: int = 0
+    running: dict[PoolingType, R] = field(default_factory=dict)
+    rows: list[R] = field(default_factory=list)
+    weights: R | None = None
 
     @classmethod
-    def initialize(cls, hidden_dim: int, strategy: Strategy, device: torch.device | str = "cpu") -> PoolingStates:
+    def initialize(cls, hidden_dim: int, strategy: Strategy, ops: RowOps[R] | None = None) -> PoolingStates[R]:
         """Returns the state before the first token.
 
         Args:
             hidden_dim: D, the width of the rows to come.
             strategy: The pooling type, such as "mean"; or several sequence-level ones, whose rows are concatenated.
-            device: Of the rows to come.
+            ops: Arithmetic of the rows to come; None for tensors on the CPU.
 
         Raises:
             ValueError: No type or an unknown one, a token-level type among others, or a width below 1.
@@ -74,25 +81,23 @@ class PoolingStates:
         types = types_of(strategy)
         if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
-        own = [t for t in types if not t.is_token_level and t is not PoolingType.ATTENTION]
-        return cls(types, running={t: PoolingState.empty(KERNEL_KINDS[t], 1, hidden_dim, device) for t in own})
+        if ops is None:
+            from .tensor_ops import TensorOps  # imports torch, which arrays do not need
+
+            ops = cast("RowOps[R]", TensorOps())
+        return cls(hidden_dim, types, ops)
 
     @property
     def is_token_level(self) -> bool:
         """True where the answer holds a row per token."""
         return self.pooling_types[0].is_token_level
 
-    def copy(self) -> PoolingStates:
-        """Returns a state that is updated on its own. Shares tensors, which no update writes."""
+    def copy(self) -> PoolingStates[R]:
+        """Returns a state that is updated on its own. Shares arrays, which no update writes."""
         return replace(self, running=dict(self.running), rows=list(self.rows))
 
     def update(
-        self,
-        hidden_states: Tensor | NDArray[Any],
-        attention_weights: Tensor | NDArray[Any] | None = None,
-        *,
-        chunk_start: int | None = None,
-        skip_tokens: int = 0,
+        self, hidden_states: Any, attention_weights: Any = None, *, chunk_start: int | None = None, skip_tokens: int = 0
     ) -> None:
         """Adds the next chunk.
 
@@ -108,103 +113,151 @@ class PoolingStates:
         Raises:
             ValueError: Rows are missing before the chunk, or the weights have another shape.
         """
-        hidden_states = as_rows(hidden_states)
-        num_rows = hidden_states.shape[0]
-        device = hidden_states.device
-        cu_seqlens = upload(torch.tensor([0, num_rows], dtype=torch.int32), device)
-        skip = upload(torch.tensor([skip_tokens], dtype=torch.int32), device) if skip_tokens else None
-        start = self.num_tokens if chunk_start is None else chunk_start
+        rows = self.ops.rows_of(hidden_states)
+        num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
         weights = None
         if attention_weights is not None:
-            weights = as_rows(attention_weights).to(device, torch.float32)
+            weights = self.ops.floats(self.ops.rows_of(attention_weights))
             if weights.shape != (start + num_rows,):
                 raise ValueError(
                     f"attention weights must be [{start + num_rows}], those of all tokens so far and of the chunk's "
                     f"{num_rows} rows, got {list(weights.shape)}"
                 )
-        update_states([self], hidden_states, (num_rows,), cu_seqlens, [start], [weights], skip_tokens=skip)
+        bounds, starts, skips = (np.array(values, np.int64) for values in ([0, num_rows], [start], [skip_tokens]))
+        update_states([self], rows, bounds[:1], bounds[1:], starts, skips, [weights])
 
-    def finalize(self) -> Tensor:
+    def finalize(self) -> R:
         """Returns the pooled row [W] float32. Keeps the state as it is.
 
         Raises:
             ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
         """
-        return finalize_states([self])[0]
+        row: R = finalize_states([self])[0]
+        return row
+
+    def add(self, pooling_type: PoolingType, row: R, weight: int) -> None:
+        """Adds the pooled row [1, D] of a chunk; that of a mean counts for `weight`."""
+        known = self.running.get(pooling_type)
+        if pooling_type in _MEANS:
+            row = self.ops.doubles(row) * weight
+            self.running[pooling_type] = row if known is None else known + row
+        elif known is None or pooling_type is PoolingType.LAST:
+            self.running[pooling_type] = row
+        elif pooling_type is PoolingType.MAX:
+            self.running[pooling_type] = self.ops.maximum(known, row)
+
+    def pooled(self, pooling_type: PoolingType) -> R:
+        """Returns the pooled row [1, D] float32 of a sequence-level type; zeros before the first row.
+
+        Raises:
+            ValueError: ATTENTION has no weights.
+        """
+        if pooling_type is PoolingType.ATTENTION:
+            return self._attention_row()
+        row = self.running.get(pooling_type)
+        if row is None:
+            return self.ops.rows_of(np.zeros((1, self.hidden_dim), np.float32))
+        if pooling_type not in _MEANS:
+            return row
+        num_rows = self.num_tokens - self.skip_tokens
+        divisor = {
+            PoolingType.MEAN: float(num_rows),
+            PoolingType.MEAN_SQRT_LEN: math.sqrt(num_rows),
+            PoolingType.WEIGHTED_MEAN: float(_place_sum(self.skip_tokens, self.num_tokens)),
+        }[pooling_type]
+        return self.ops.floats(row / divisor)
+
+    def _attention_row(self) -> R:
+        """Returns the mean [1, D] of the rows kept, weighted by the weights of the last chunk."""
+        if self.weights is None:
+            raise ValueError("ATTENTION pooling needs the attention weights of the model")
+        if self.weights.shape != (self.num_tokens,):
+            raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
+        metadata = _whole([self.num_tokens], np.array([self.skip_tokens]))
+        rows = self.ops.concat(self.rows)
+        return self.ops.pool(rows, metadata, PoolingType.ATTENTION, Cut(), weights=self.weights)
 
 
 def update_states(
-    states: Sequence[PoolingStates],
-    hidden_states: Tensor,
-    seq_lens: Sequence[int],
-    cu_seqlens: Tensor,
-    chunk_starts: Sequence[int],
-    attention_weights: Sequence[Tensor | None] | None = None,
-    *,
-    skip_tokens: Tensor | None = None,
+    states: Sequence[PoolingStates[R]],
+    hidden_states: R,
+    firsts: IntArray,
+    ends: IntArray,
+    chunk_starts: IntArray,
+    skip_tokens: IntArray,
+    attention_weights: Sequence[R | None],
 ) -> None:
     """Adds the next chunk of N sequences to their states.
 
     Args:
-        states: N states of the same pooling types. No tensor of theirs is written.
-        hidden_states: [T, D], any float type. The packed chunks.
-        seq_lens: Rows of each chunk.
-        cu_seqlens: [N+1], int32, prefix sums of `seq_lens`.
-        chunk_starts: Place of each chunk's first row in its sequence.
-        attention_weights: Per sequence, see `PoolingStates.update`.
-        skip_tokens: [N], int32. Tokens at the head of each whole sequence that are left out.
+        states: N states of the same pooling types. No array of theirs is written.
+        hidden_states: [T, D], any float type.
+        firsts: [N], the first row of each chunk.
+        ends: [N], one past its last row.
+        chunk_starts: [N], place of its first row in its sequence. Rows that were pooled before are left out.
+        skip_tokens: [N], tokens at the head of each whole sequence that are left out.
+        attention_weights: N weights, see `PoolingStates.update`.
 
     Raises:
         ValueError: Rows are missing before a chunk.
     """
-    pooling_types = states[0].pooling_types
-    places = None
-    for state, start in zip(states, chunk_starts, strict=True):
-        check_gap(pooling_types, start, state.num_tokens)
-        if start != state.num_tokens:
-            places = chunk_starts
-    device = hidden_states.device
-    place_tensor = None if places is None else upload(torch.tensor(places, dtype=torch.int64), device)
-    for pooling_type in states[0].running:
-        batch = PoolingState.cat([state.running[pooling_type] for state in states])
-        pool_partial(batch, hidden_states, cu_seqlens, chunk_starts=place_tensor, skip_tokens=skip_tokens)
-        for state, updated in zip(states, batch.split() if len(states) > 1 else [batch], strict=True):
-            state.running[pooling_type] = updated
-    if PoolingType.ATTENTION in pooling_types:
-        weights = attention_weights if attention_weights is not None else [None] * len(states)
-        for n, (state, rows) in enumerate(zip(states, hidden_states.split(list(seq_lens)), strict=True)):
-            # Cloned: the next forward may reuse the buffer.
-            state.rows.append(rows[state.num_tokens - chunk_starts[n] :].clone())
-            newest = weights[n]
-            state.weights = None if newest is None else newest.clone()
-            state.skip_tokens = None if skip_tokens is None else skip_tokens[n : n + 1].clone()
-    for state, start, num_rows in zip(states, chunk_starts, seq_lens, strict=True):
-        state.num_tokens = max(state.num_tokens, start + num_rows)
+    ops, types = states[0].ops, states[0].pooling_types
+    num_pooled = np.array([state.num_tokens for state in states])
+    for start, num_tokens in zip(chunk_starts.tolist(), num_pooled.tolist(), strict=True):
+        check_gap(types, start, num_tokens)
+    num_repeated = (num_pooled - chunk_starts).clip(0, ends - firsts)
+    firsts, places = firsts + num_repeated, chunk_starts + num_repeated
+    lengths, skips = ends - firsts, (skip_tokens - places).clip(0)
+    rows = ops.pick(hidden_states, rows_between(firsts, ends))
+    metadata = _whole(lengths.tolist(), skips)
+    for pooling_type in types:
+        if pooling_type.is_token_level or pooling_type is PoolingType.ATTENTION:
+            continue
+        kernel: PoolingType = pooling_type
+        weights = None
+        if pooling_type is PoolingType.WEIGHTED_MEAN:
+            kernel = PoolingType.ATTENTION
+            weights = ops.rows_of((ranges(places, places + lengths) + 1).astype(np.float32))
+        elif pooling_type is PoolingType.MEAN_SQRT_LEN:
+            kernel = PoolingType.MEAN
+        pooled = ops.pool(rows, metadata, kernel, Cut(), weights=weights)
+        for n in np.flatnonzero(skips < lengths).tolist():
+            first, end = int(places[n] + skips[n]), int(places[n] + lengths[n])
+            weight = _place_sum(first, end) if pooling_type is PoolingType.WEIGHTED_MEAN else end - first
+            states[n].add(pooling_type, ops.pick(pooled, slice(n, n + 1)), weight)
+    bounds = prefix_sums(lengths).tolist()
+    for n, state in enumerate(states):
+        state.num_tokens = max(state.num_tokens, int(places[n] + lengths[n]))
+        state.skip_tokens = int(skip_tokens[n])
+        if PoolingType.ATTENTION in types:
+            newest = attention_weights[n]
+            # Copied: the next forward may reuse the memory.
+            state.rows.append(ops.copied(ops.pick(rows, slice(bounds[n], bounds[n + 1]))))
+            state.weights = None if newest is None else ops.copied(newest)
 
 
-def finalize_states(states: Sequence[PoolingStates]) -> Tensor:
+def finalize_states(states: Sequence[PoolingStates[R]]) -> R:
     """Returns the pooled rows [N, W] float32 of N states of the same sequence-level types, concatenated by type.
 
     Raises:
         ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
     """
+    types, ops = states[0].pooling_types, states[0].ops
     if states[0].is_token_level:
-        raise ValueError(f"the rows of {states[0].pooling_types[0]} pooling go out with their chunks; none are kept")
-    pooled = [
-        torch.stack([_attention_row(state) for state in states])
-        if pooling_type is PoolingType.ATTENTION
-        else finish(PoolingState.cat([state.running[pooling_type] for state in states]))
-        for pooling_type in states[0].pooling_types
-    ]
-    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+        raise ValueError(f"the rows of {types[0]} pooling go out with their chunks; none are kept")
+    return ops.join([ops.concat([state.pooled(pooling_type) for state in states]) for pooling_type in types])
 
 
-def _attention_row(state: PoolingStates) -> Tensor:
-    """The mean [D] of the rows kept, weighted by the weights of the last chunk."""
-    if state.weights is None:
-        raise ValueError("ATTENTION pooling needs the attention weights of the model")
-    if state.weights.shape != (state.num_tokens,):
-        raise ValueError(f"attention weights {list(state.weights.shape)} do not fit {state.num_tokens} tokens")
-    rows = torch.cat(state.rows)
-    bounds = upload(torch.tensor([0, rows.shape[0]], dtype=torch.int32), rows.device)
-    return pool(rows, bounds, "weighted", weights=state.weights, skip_tokens=state.skip_tokens)[0]
+def _place_sum(first: int, end: int) -> int:
+    """Returns the sum of the places first + 1 to end, which WEIGHTED_MEAN multiplies the rows with."""
+    return (end * (end + 1) - first * (first + 1)) // 2
+
+
+def _whole(seq_lens: Sequence[int], skips: IntArray) -> PoolingMetadata:
+    """Describes rows end to end, of sequences of which `skips` [N] rows at the head are left out."""
+    return PoolingMetadata(
+        params=(),
+        seq_lens=tuple(seq_lens),
+        cu_seqlens=prefix_sums(seq_lens).astype(np.int32),
+        skip_tokens=skips.astype(np.int32) if skips.any() else None,
+    )

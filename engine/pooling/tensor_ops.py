@@ -26,7 +26,7 @@ from .metadata import PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
 from .sparse import SparsePooler
 
-KERNEL_KINDS: Final[dict[PoolingType, PoolingKind]] = {
+_KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",
     PoolingType.LAST: "last",
     PoolingType.MEAN: "mean",
@@ -41,10 +41,12 @@ class TensorOps:
     """See RowOps.
 
     Args:
+        device: Where rows are pooled.
         machine: The C library, which then pools float32 rows on a CPU.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", machine: Machine | None = None) -> None:
+        self._device = torch.device(device)
         self._machine = machine
 
     def pool(
@@ -71,7 +73,7 @@ class TensorOps:
         pooled = pool(
             hidden_states,
             on_device(metadata.cu_seqlens, device),
-            KERNEL_KINDS[pooling_type],
+            _KINDS[pooling_type],
             **_kernel_arguments(cut, device),
             skip_tokens=None if skip_tokens is None else on_device(skip_tokens, device),
             weights=weights,
@@ -88,9 +90,25 @@ class TensorOps:
         bounds = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
         return pool(rows, bounds, "cls", **_kernel_arguments(cut, rows.device))
 
+    def rows_of(self, values: Any) -> Tensor:
+        """See RowOps. The host does not wait for the copy to a device."""
+        return upload(as_rows(values), self._device)
+
     def floats(self, rows: Tensor) -> Tensor:
         """See RowOps."""
         return rows.float()
+
+    def doubles(self, rows: Tensor) -> Tensor:
+        """See RowOps."""
+        return rows.double()
+
+    def copied(self, rows: Tensor) -> Tensor:
+        """See RowOps."""
+        return rows.clone()
+
+    def maximum(self, rows: Tensor, others: Tensor) -> Tensor:
+        """See RowOps."""
+        return torch.maximum(rows, others)
 
     def pick(self, rows: Tensor, picked: PickedRows) -> Tensor:
         """See RowOps."""
@@ -103,6 +121,10 @@ class TensorOps:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """See RowOps."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def row_weights(self, attention: Tensor, head: int | None) -> Tensor:
         """See RowOps. Weights that are [T] already are taken as they are."""
@@ -138,7 +160,7 @@ def tensor_pooler(
     sparse = None if info.sparse is None else SparsePooler.of(info, model, maps).pool
     return ModelPooler(
         info,
-        TensorOps(model.machine),
+        TensorOps(info.device, model.machine),
         model.classify,
         model.classify_tokens,
         dense,

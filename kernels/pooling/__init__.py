@@ -1,7 +1,6 @@
 """Pooling of packed hidden states: pool, cut to `dimensions`, L2-normalise and cast, in one pass over memory.
 
-Knows nothing about requests or models. `PoolingState`, `pool_partial` and `finish` give the same result for a
-sequence that arrives in chunks.
+Knows nothing about requests or models. Sequences that arrive in chunks are pooled by engine/pooling/states.py.
 """
 
 from typing import Literal, get_args
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..backends import FLOAT_DTYPES, Backend, choose, describe
 from ..cpu import Machine
 from ._native import pool_native, pool_on_machine
-from ._torch import MAX_TRITON_WIDTH, Pooling, PoolingState, finish, pool_partial, pool_reference, pool_torch
+from ._torch import MAX_TRITON_WIDTH, Pooling, pool_reference, pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
 
@@ -23,11 +22,8 @@ __all__ = [
     "POOLING_KINDS",
     "Backend",
     "PoolingKind",
-    "PoolingState",
-    "finish",
     "pool",
     "pool_native",
-    "pool_partial",
 ]
 
 

@@ -21,7 +21,7 @@ from typing import Final
 
 from ...protocol.model_info import ModelInfo
 
-NUMERICS: Final = 4
+NUMERICS: Final = 5
 """Number of our arithmetic. Raise it with every change after which a vector may differ in a bit."""
 CHANGES_NO_VECTOR: Final = frozenset(
     {

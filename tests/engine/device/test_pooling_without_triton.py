@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import backends
-from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, PoolingState, finish, pool, pool_partial
+from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
 from .pretend_cuda import DEVICE, PretendCuda, pretend_cuda
 
@@ -49,36 +49,3 @@ def test_whole_sequences(kind: PoolingKind, skips: bool, mode: PretendCuda) -> N
     with mode.watched():
         actual = run(given)
     torch.testing.assert_close(actual.cpu(), run(make("cpu"), backend="reference"), atol=5e-6, rtol=0)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in POOLING_KINDS if kind != "weighted"])
-def test_chunks(kind: PoolingKind, mode: PretendCuda) -> None:
-    """Two batches of chunks, of which some are empty, give what the rows give at once."""
-    later = torch.arange(20.0).reshape(10, 2).repeat(1, 3) - 15.0
-    bounds = torch.tensor([0, 2, 2, 4, 5, 5, 10, 10], dtype=torch.int32)
-
-    def run(given: dict[str, Tensor], later: Tensor, bounds: Tensor) -> Tensor:
-        state = PoolingState.empty(kind, len(LENGTHS), 6, given["hidden_states"].device)
-        for rows, ends in ((given["hidden_states"], given["cu_seqlens"]), (later, bounds)):
-            pool_partial(state, rows, ends, skip_tokens=given["skip_tokens"])
-        return finish(state)
-
-    given = make(DEVICE), later.to(DEVICE), bounds.to(DEVICE)
-    with mode.watched():
-        actual = run(*given)
-    whole = [
-        part
-        for own, more in zip(
-            make("cpu")["hidden_states"].split(LENGTHS), later.split(bounds.diff().tolist()), strict=True
-        )
-        for part in (own, more)
-    ]
-    lengths = torch.tensor(LENGTHS) + bounds.diff()
-    expected = pool(
-        torch.cat(whole),
-        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
-        kind,
-        skip_tokens=make("cpu")["skip_tokens"],
-        backend="reference",
-    )
-    torch.testing.assert_close(actual.cpu(), expected, atol=2e-5, rtol=0)

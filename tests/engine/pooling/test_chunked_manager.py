@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES, describe
@@ -192,13 +193,14 @@ def test_prefetched_rows_are_those_that_are_pooled(strategy: str, device: str, f
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with the address of each chunk that is copied to the device."""
     addresses: list[int] = []
-    real = ChunkedPoolingManager._to_tensor
+    real = TensorOps.rows_of
 
-    def counted(self: ChunkedPoolingManager, values: Any) -> Tensor:
-        addresses.append(id(values))
+    def counted(self: TensorOps, values: Any) -> Tensor:
+        if isinstance(values, np.ndarray):
+            addresses.append(id(values))
         return real(self, values)
 
-    monkeypatch.setattr(ChunkedPoolingManager, "_to_tensor", counted)
+    monkeypatch.setattr(TensorOps, "rows_of", counted)
     return addresses
 
 

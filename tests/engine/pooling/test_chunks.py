@@ -250,7 +250,7 @@ def test_whole_sequences_beside_a_chunk_go_through_one_kernel_call(monkeypatch: 
     sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
     batch = [*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)]
     sequences.step(batch)
-    assert seen == [(15, 4)]
+    assert seen == [(15, 4), (40, 1)]
 
 
 def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> None:

@@ -1,12 +1,19 @@
 """Chunks of one sequence, added one after another, finish to what the whole gives."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.engine.pooling import PoolerFactory, PoolingStates, SequencePooler
+from penstock.engine.pooling.array_ops import ArrayOps
+from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.states import update_states
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
+from penstock.kernels.cpu import shared_machine
 
 from .conftest import describe
 
@@ -17,6 +24,77 @@ TOKEN_TYPES = [t for t in PoolingType if t.is_token_level]
 def rows(num_rows: int = 65, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(num_rows, 12).to(dtype), torch.rand(num_rows)
+
+
+@pytest.fixture(params=["tensors", "arrays"])
+def ops(request: pytest.FixtureRequest) -> RowOps[Any]:
+    machine = shared_machine()
+    if request.param == "arrays" and machine is None:
+        pytest.skip("the C library is not built")
+    return TensorOps() if request.param == "tensors" else ArrayOps(machine)
+
+
+def as_tensor(row: Any) -> Tensor:
+    return row if isinstance(row, Tensor) else torch.from_numpy(row)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 65])
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+@pytest.mark.parametrize("skip_tokens", [0, 3, 70])
+def test_chunks_of_either_kind_finish_to_the_whole(
+    ops: RowOps[Any], pooling_type: PoolingType, chunk_size: int, skip_tokens: int
+) -> None:
+    hidden, weights = rows()
+    states = PoolingStates.initialize(12, [pooling_type], ops)
+    for start in range(0, len(hidden), chunk_size):
+        part = slice(start, start + chunk_size)
+        states.update(hidden[part], weights[: part.stop], skip_tokens=skip_tokens)
+    skip = torch.tensor([skip_tokens], dtype=torch.int32)
+    whole = PoolerFactory.create(pooling_type).pool(hidden, describe([65], skip_tokens=skip), weights[:, None])
+    assert type(states.finalize()) is (Tensor if isinstance(ops, TensorOps) else np.ndarray)
+    torch.testing.assert_close(as_tensor(states.finalize()), whole[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("values", [(1.0, 1e8, 1.0, -1e8), (1e8, 1.0, -1e8, 1.0), (1.0, -1e8, 1e8, 1.0)])
+@pytest.mark.parametrize(("strategy", "expected"), [("mean", 0.5), ("mean_sqrt_len", 1.0)])
+def test_rounding_errors_of_sums_are_kept(
+    ops: RowOps[Any], strategy: str, expected: float, values: tuple[float, ...]
+) -> None:
+    """float32 alone would give 0 or 1 for the sum, not 2."""
+    states = PoolingStates.initialize(8, strategy, ops)
+    for value in values:
+        states.update(np.full((1, 8), value, np.float32))
+    assert states.finalize().tolist() == [expected] * 8
+
+
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_single_token_chunks_of_a_long_sequence(ops: RowOps[Any], pooling_type: PoolingType) -> None:
+    """A large common offset, so that a running sum in float32 drifts."""
+    hidden, weights = rows(1000)
+    hidden += 30
+    states = PoolingStates.initialize(12, [pooling_type], ops)
+    for i in range(1000):
+        states.update(hidden[i : i + 1], weights[: i + 1])
+    places = torch.arange(1, 1001).double()
+    expected = {
+        "CLS": hidden[0],
+        "LAST": hidden[-1],
+        "MAX": hidden.amax(0),
+        "MEAN": hidden.double().mean(0),
+        "MEAN_SQRT_LEN": hidden.double().sum(0) / 1000**0.5,
+        "WEIGHTED_MEAN": places @ hidden.double() / places.sum(),
+        "ATTENTION": weights.double() @ hidden.double() / weights.double().sum(),
+    }[pooling_type]
+    torch.testing.assert_close(as_tensor(states.finalize()), expected.float(), atol=0, rtol=1e-6)
+
+
+def test_poisoned_chunk_touches_no_other_state(ops: RowOps[Any]) -> None:
+    hidden = ops.rows_of(np.repeat(np.array([np.nan, 1.0], np.float32), 24).reshape(4, 12))
+    states = [PoolingStates.initialize(12, ["mean", "max"], ops) for _ in range(2)]
+    zeros, ends = np.zeros(2, np.int64), np.array([2, 4])
+    update_states(states, hidden, ends - 2, ends, zeros, zeros, [None, None])
+    assert states[0].finalize()[0] != states[0].finalize()[0]
+    assert states[1].finalize().tolist() == [1.0] * 24
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 65])
