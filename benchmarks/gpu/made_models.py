@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.layers.fusion import Fusion
+from penstock.engine.executors.torch.layers.weights import Fusion
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig

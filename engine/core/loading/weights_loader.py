@@ -33,9 +33,8 @@ from ...executors.cpu.read_weights import has_kernels
 from ...executors.torch.base import PackedModel
 from ...executors.torch.cpu_model import CpuModel
 from ...executors.torch.heads import Dense, VocabularyHead
-from ...executors.torch.layers.fusion import Fusion
 from ...executors.torch.layers.linear import Linear, limit_kept_kernels
-from ...executors.torch.layers.weights import Weights, are_finite
+from ...executors.torch.layers.weights import Fusion, Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear

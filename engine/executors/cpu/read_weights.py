@@ -22,7 +22,7 @@ from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
 
-# As in executors/torch/layers/activation.py; models with another one run on torch.
+# As in executors/torch/layers/linear.py; models with another one run on torch.
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     **dict.fromkeys(("gelu", "gelu_python"), Activation.GELU),
     **dict.fromkeys(

@@ -20,12 +20,10 @@ from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
 from .heads import load_head
 from .layers.attention import Attention, BatchPlan
-from .layers.fusion import Fusion
 from .layers.linear import Linear, Mlp
-from .layers.norm import LayerNorm, RmsNorm, load_norm
-from .layers.residual import Residual
+from .layers.norm import LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
-from .layers.weights import Weights
+from .layers.weights import Fusion, Weights
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch

@@ -22,11 +22,10 @@ from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
-from .fusion import Fusion
 from .linear import Linear
 from .norm import RmsNorm
 from .rotary import Rotation
-from .weights import Weights
+from .weights import Fusion, Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,8 @@ from torch import Tensor
 from penstock.kernels.grouped_linear import grouped_linear
 
 from ....protocol.errors import ModelLoadError
-from .activation import Gate
-from .fusion import Fusion
-from .linear import GatedLinear, Linear, Mlp
+from .linear import Gate, GatedLinear, Linear, Mlp
+from .weights import Fusion
 
 
 @dataclass(frozen=True, slots=True, eq=False)

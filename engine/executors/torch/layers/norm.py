@@ -3,11 +3,14 @@
 Of a sum with a residual they are computed by kernels/norm, in one pass over memory.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
+
+`Residual` is the sum that runs through a model, with a term that the next norm adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +19,7 @@ from torch import Tensor
 from penstock.kernels.norm import MAX_TRITON_WIDTH, Backend, Norm, add_norm
 
 from ....families.spec import NormSpec
-from .fusion import Fusion
-from .weights import Weights
+from .weights import Fusion, Weights
 
 
 class SumNorm:
@@ -142,3 +144,55 @@ class RmsNorm(SumNorm):
 def load_norm(weights: Weights, spec: NormSpec, *, dtype: torch.dtype | None = None) -> LayerNorm | RmsNorm:
     """Reads a norm of either kind; `dtype` is the input's if not the model's, and counts for a LayerNorm."""
     return RmsNorm.load(weights, spec) if spec.is_rms else LayerNorm.load(weights, spec, dtype=dtype)
+
+
+class AddingMap(Protocol):
+    """A map that can add a second operand to its result, such as Linear or GatedMlp."""
+
+    def __call__(self, x: Tensor, /, *, add: Tensor | None = None) -> Tensor:
+        """Returns [T, D] of [T, I]; `add`, of the shape of the result, is added to it."""
+        ...
+
+
+class Residual(NamedTuple):
+    """Hidden states on their way from layer to layer. Its methods return new ones, and modify no tensor.
+
+    Attributes:
+        hidden: [T, D].
+        term: [T, D], what is still to be added; None where nothing is.
+        is_fused: Whether terms wait for the next norm.
+    """
+
+    hidden: Tensor
+    term: Tensor | None = None
+    is_fused: bool = False
+
+    def plus(self, mapping: AddingMap, x_TI: Tensor) -> Residual:
+        """Adds what `mapping` makes of [T, I]. No term may wait."""
+        if self.is_fused:
+            return Residual(self.hidden, mapping(x_TI), is_fused=True)
+        return Residual(mapping(x_TI, add=self.hidden))
+
+    def plus_term(self, term_TD: Tensor, *, scale: float = 1.0) -> Residual:
+        """Adds `scale` times [T, D], which may be narrower than the sum. No term may wait."""
+        if self.is_fused and scale == 1.0:
+            return Residual(self.hidden, term_TD, is_fused=True)
+        return Residual(self.hidden.add(term_TD, alpha=scale), is_fused=self.is_fused)
+
+    def plus_normed(self, norm: LayerNorm | RmsNorm, term_TD: Tensor) -> Residual:
+        """Adds the normed rows of [T, D]. No term may wait."""
+        normed_TD = norm(term_TD)
+        if self.is_fused:
+            return Residual(self.hidden, normed_TD, is_fused=True)
+        return Residual(normed_TD.add_(self.hidden))
+
+    def normed(self, norm: LayerNorm | RmsNorm) -> Tensor:
+        """Returns the normed rows [T, D] of the sum with its term."""
+        return norm(self.hidden) if self.term is None else norm.of_sum(self.term, self.hidden)
+
+    def normed_and_sum(self, norm: LayerNorm | RmsNorm) -> tuple[Tensor, Residual]:
+        """As `normed`, for a model that goes on with the sum; no term waits in what is returned."""
+        if self.term is None:
+            return norm(self.hidden), self
+        normed_TD, sum_TD = norm.with_sum(self.term, self.hidden)
+        return normed_TD, Residual(sum_TD, is_fused=True)

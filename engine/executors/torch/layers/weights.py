@@ -1,16 +1,40 @@
-"""The named tensors of a checkpoint on their way into layers: scoped, checked, cast and moved. Knows no file format."""
+"""Tensors of a checkpoint on their way into layers: scoped, checked, cast and moved. Knows no file format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ....checkpoint.views import TensorSource, WeightView
 from ....families.spec import LinearSpec
-from .fusion import Fusion
+
+
+class Fusion(Enum):
+    """What runs together on a GPU. On a CPU products take what follows them inside anyway (see linear.py).
+
+    Members:
+        NONE: Every operation is a kernel of torch's by itself.
+        EPILOGUE: GELU is part of the product before it, in 16 bits.
+        FUSED: So it is, and sums are part of the norms that follow, look-ups of embeddings of theirs, and the
+            activation of a gate of its product; heads are normed, turned and stored at once.
+    """
+
+    NONE = "none"
+    EPILOGUE = "epilogue"
+    FUSED = "fused"
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Fusion:
+        """Returns what models take on this device. The kernels are made for compute capability 8.0 and later."""
+        if device.type != "cuda":
+            return cls.NONE
+        is_made_for = find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        return cls.FUSED if is_made_for else cls.EPILOGUE
 
 
 def are_finite(values: Tensor) -> bool:

@@ -18,7 +18,7 @@ from ....families.spec import linear
 from ....protocol.errors import ModelLoadError, UnsupportedModelError
 from ..layers.experts import ExpertStack, SparseExperts
 from ..layers.linear import Mlp
-from ..layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes
+from ..layers.mixers import Mamba2Mixer, Mamba2Sizes
 from ..layers.weights import Weights
 from .hybrid import FeedForward, HybridConfig, HybridModel
 from .mamba import read_step_limit

@@ -24,13 +24,11 @@ from ..base import ModelOutput, PackedModel
 from ..heads import load_head
 from ..layers.attention import Attention, BatchPlan
 from ..layers.experts import SparseExperts
-from ..layers.fusion import Fusion
 from ..layers.linear import Linear, Mlp
-from ..layers.norm import RmsNorm
-from ..layers.recurrent.mixers import Mamba2Mixer, MambaMixer
-from ..layers.residual import Residual
+from ..layers.mixers import Mamba2Mixer, MambaMixer
+from ..layers.norm import Residual, RmsNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
-from ..layers.weights import Weights
+from ..layers.weights import Fusion, Weights
 from .mamba import require_causal
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..layers.experts import SparseExperts
 from ..layers.linear import Mlp
+from ..layers.mixers import MambaMixer, MambaSizes, StepNorms
 from ..layers.norm import RmsNorm
-from ..layers.recurrent.mixers import MambaMixer, MambaSizes, StepNorms
 from ..layers.weights import Weights
 from .hybrid import FeedForward, HybridConfig, HybridModel
 

@@ -23,11 +23,9 @@ from ....protocol.model_info import ModelInfo
 from ....scheduling import CacheSpec
 from ..base import ModelOutput, PackedModel
 from ..heads import load_head
-from ..layers.fusion import Fusion
-from ..layers.norm import RmsNorm
-from ..layers.recurrent.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
-from ..layers.residual import Residual
-from ..layers.weights import Weights
+from ..layers.mixers import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes, StepNorms
+from ..layers.norm import Residual, RmsNorm
+from ..layers.weights import Fusion, Weights
 
 if TYPE_CHECKING:
     from ..packed_batch import PackedBatch

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.layers.experts import ExpertStack, SortedExperts
-from penstock.engine.executors.torch.layers.fusion import Fusion
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
-from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
-from penstock.engine.executors.torch.layers.residual import Residual
+from penstock.engine.executors.torch.layers.norm import LayerNorm, Residual, RmsNorm
+from penstock.engine.executors.torch.layers.weights import Fusion
 from penstock.engine.executors.torch.spec_model import Layer
 from penstock.engine.model_files.resolve import with_device
 

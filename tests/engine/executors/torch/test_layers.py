@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.executors.torch.layers.activation import find_activation
-from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
+from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear, find_activation
 from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.executors.torch.layers.rotary import RotaryEmbedding
 from penstock.engine.families.rope import RopeSpec

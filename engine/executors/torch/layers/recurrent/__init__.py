@@ -1,1 +1,0 @@
-"""State space layers and the convolution before them."""
