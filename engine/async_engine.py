@@ -39,7 +39,6 @@ from .protocol.results import (
 from .protocol.tasks import PoolingTask
 from .protocol.templates import ChatOptions, Conversation
 from .tokenization.input_encoder import InputEncoder
-from .tokenization.jobs import CharAdmission
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
 _NUM_PARAMS: Final = 64
@@ -140,7 +139,8 @@ class AsyncEngine:
             vocab_size=ready.info.vocab_size,
             do_lower_case=ready.info.do_lower_case,
             num_workers=config.tokenizer_workers,
-            admission=CharAdmission(config.max_queued_chars, dispatcher.stats.count_refusal),
+            max_chars=config.max_queued_chars,
+            on_refusal=dispatcher.stats.count_refusal,
         )
         return cls(config, ready.info, tokenizer, dispatcher, group)
 

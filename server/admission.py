@@ -18,7 +18,7 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     RefusalReason,
 )
-from penstock.engine.protocol.shared_resource import SharedResource, Shortage
+from penstock.engine.protocol.shared_resource import Reservation, SharedResource
 
 from .settings import ServerSettings
 
@@ -43,9 +43,8 @@ _DENSE_VALUE_BYTES: Final = 64 * 1024 * 1024
 _CLIENT_SHARE: Final = 0.5
 """Part of each memory that one client may hold: a client that sends or reads slowly leaves the rest to others."""
 _RETRY_AFTER_S: Final = 2.0
-_TRY_AGAIN: Final = {"connection": "close", "retry-after": "1"}
 _RESPONSE_SIZE: Final = "penstock.response_size"
-_RESPONSE_BYTES: Final = "penstock.response_bytes"
+_RESPONSE_MEMORY: Final = "penstock.response_memory"
 
 
 class ServerRefusalReason(StrEnum):
@@ -73,12 +72,10 @@ class LimitError(HTTPException):
     """A request that a limit of the server refuses with 408, 413 or 503.
 
     Attributes:
-        reason: The limit.
+        reason: The limit: a ServerRefusalReason.
     """
 
-    def __init__(
-        self, status: int, message: str, reason: ServerRefusalReason, headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, reason: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(status, message, headers)
         self.reason = reason
 
@@ -143,10 +140,28 @@ class AdmissionController:
     def __init__(self, settings: ServerSettings, num_processes: int = 1) -> None:
         self.max_body_bytes = settings.max_body_bytes
         self.max_json_values = settings.max_json_values
-        memory = max(_BODIES_IN_MEMORY * settings.max_body_bytes // num_processes, 1)
-        self._bodies = SharedResource(memory, max_share=_CLIENT_SHARE)
-        self._dense_values = SharedResource(_DENSE_VALUE_BYTES // num_processes, max_share=_CLIENT_SHARE)
-        self.responses = SharedResource(max(settings.answer_memory // num_processes, 1), max_share=_CLIENT_SHARE)
+        reasons = ServerRefusalReason
+        self._bodies = _shared_memory(
+            _BODIES_IN_MEMORY * settings.max_body_bytes // num_processes,
+            "the memory for bodies",
+            f"{_BODIES_IN_MEMORY} x --max-body-bytes",
+            full=reasons.BODY_MEMORY,
+            share=reasons.BODY_MEMORY_SHARE,
+        )
+        self._dense_values = _shared_memory(
+            _DENSE_VALUE_BYTES // num_processes,
+            "the memory for the values of dense bodies",
+            "fixed",
+            full=reasons.BODY_MEMORY,
+            share=reasons.BODY_MEMORY_SHARE,
+        )
+        self.responses = _shared_memory(
+            settings.answer_memory // num_processes,
+            "the response memory",
+            "--answer-memory",
+            full=reasons.RESPONSE_MEMORY,
+            share=reasons.RESPONSE_MEMORY_SHARE,
+        )
 
     def check_body_bytes(self, num_bytes: int) -> None:
         """Raises LimitError 413 for a body that is too large."""
@@ -171,7 +186,8 @@ class AdmissionController:
 
     def body_memory(self, scope: Scope) -> BodyMemory:
         """Returns the memory of the body of a request."""
-        return BodyMemory(self, client_of(scope), self._bodies, self._dense_values)
+        client = client_of(scope)
+        return BodyMemory(self, Reservation(self._bodies, client), Reservation(self._dense_values, client))
 
     def hold_response(self, scope: Scope, size: AnswerSize, *, param: str, way_out: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
@@ -195,30 +211,25 @@ class AdmissionController:
             )
         if total.written <= _SMALL_RESPONSE_BYTES:
             return
-        client, held, memory = client_of(scope), scope.get(_RESPONSE_BYTES, 0), self.responses
-        shortage = memory.shortage(client, total.held, held)
-        if shortage is Shortage.FULL:
+        memory: Reservation | None = scope.get(_RESPONSE_MEMORY)
+        if memory is None:
+            memory = scope[_RESPONSE_MEMORY] = Reservation(self.responses, client_of(scope))
+        if (rejection := memory.resize(total.held)) is not None:
             raise EngineOverloadedError(
-                f"The response memory is full: other responses hold {memory.used - held} bytes, the limit is "
-                f"{memory.limit} (--answer-memory), and this one takes {total.held}. Please try again later. {way_out}",
+                f"{rejection.message} Please try again later. {way_out}",
                 retry_after_s=_RETRY_AFTER_S,
-                reason=ServerRefusalReason.RESPONSE_MEMORY,
+                reason=rejection.reason,
             )
-        if shortage is Shortage.CLIENT_SHARE:
-            raise EngineOverloadedError(
-                f"Your other responses hold {memory.used_by(client) - held} bytes, and this one takes {total.held}; "
-                f"one client may hold {memory.limit // 2} bytes, half of --answer-memory. Read them, then try again. "
-                f"{way_out}",
-                retry_after_s=_RETRY_AFTER_S,
-                reason=ServerRefusalReason.RESPONSE_MEMORY_SHARE,
-            )
-        scope[_RESPONSE_BYTES] = total.held
-        memory.add(client, total.held - held)
 
     def release_response(self, scope: Scope) -> None:
         """Releases the memory that the response to a request holds, if any."""
-        if held := scope.pop(_RESPONSE_BYTES, 0):
-            self.responses.add(client_of(scope), -held)
+        memory: Reservation | None = scope.pop(_RESPONSE_MEMORY, None)
+        if memory is not None:
+            memory.release()
+
+
+def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: str) -> SharedResource:
+    return SharedResource(max(num_bytes, 1), name, "bytes", flag, full=full, share=share, max_share=_CLIENT_SHARE)
 
 
 def has_large_response(scope: Scope) -> bool:
@@ -230,43 +241,32 @@ def has_large_response(scope: Scope) -> bool:
 class BodyMemory:
     """Memory that one body and its values hold until the response has been sent. Made by AdmissionController."""
 
-    def __init__(
-        self, admission: AdmissionController, client: str, bodies: SharedResource, dense_values: SharedResource
-    ) -> None:
+    def __init__(self, admission: AdmissionController, bodies: Reservation, dense_values: Reservation) -> None:
         self._admission = admission
-        self._client = client
-        self._bodies = bodies
+        self._body = bodies
         self._dense_values = dense_values
-        self._num_bytes = self._num_held = self._num_dense = 0
+        self._num_bytes = 0
 
     def add_bytes(self, num_bytes: int) -> None:
         """Counts bytes that have arrived. Raises LimitError 413 or 503."""
         self._num_bytes += num_bytes
         self._admission.check_body_bytes(self._num_bytes)
-        self._num_held = self._hold(self._bodies, self._num_held, num_bytes)
+        _hold(self._body, num_bytes)
 
     def add_values(self, num_values: int) -> None:
         """Reserves memory for the values of the body before it is parsed. Raises LimitError 503."""
         num_bytes = VALUE_BYTES * num_values
-        self._num_held = self._hold(self._bodies, self._num_held, num_bytes)
-        num_dense = max(num_bytes - VALUE_BYTES * self._num_bytes, 0)
-        self._num_dense = self._hold(self._dense_values, self._num_dense, num_dense)
+        _hold(self._body, num_bytes)
+        _hold(self._dense_values, max(num_bytes - VALUE_BYTES * self._num_bytes, 0))
 
     def release(self) -> None:
         """Releases all memory."""
-        self._bodies.add(self._client, -self._num_held)
-        self._dense_values.add(self._client, -self._num_dense)
+        self._body.release()
+        self._dense_values.release()
 
-    def _hold(self, memory: SharedResource, held: int, num_more: int) -> int:
-        shortage = memory.shortage(self._client, held + num_more, held)
-        if shortage is Shortage.FULL:
-            message = "The bodies of other requests fill the server's memory. Please try again later."
-            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY, _TRY_AGAIN)
-        if shortage is Shortage.CLIENT_SHARE:
-            message = (
-                f"The bodies of your requests hold {memory.used_by(self._client)} bytes of the server's memory for "
-                f"bodies; one client may hold {memory.limit // 2}, half of it. Send large requests one after the other."
-            )
-            raise LimitError(503, message, ServerRefusalReason.BODY_MEMORY_SHARE, _TRY_AGAIN)
-        memory.add(self._client, num_more)
-        return held + num_more
+
+def _hold(memory: Reservation, num_more: int) -> None:
+    """Raises LimitError 503 if a body cannot hold more memory."""
+    if (rejection := memory.resize(memory.amount + num_more)) is not None:
+        message = f"{rejection.message} Please try again later, and send large requests one after the other."
+        raise LimitError(503, message, rejection.reason, {"connection": "close", "retry-after": "1"})

@@ -1,4 +1,4 @@
-"""Admits requests to the queue, or refuses them: while the engine is not ready, or while the queue is full.
+"""Admits requests to the queue, or refuses them while the engine is not ready or the queue is full.
 
 The queue has two limits: its tokens, and the seconds that they take at the measured speed. The queued work decides, and
 not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and small
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RefusalReason
+from ..protocol.shared_resource import Rejection, SharedResource
 from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE: Final = 1 / 16
@@ -30,6 +31,9 @@ they do not wait for all of it."""
 _FEW_LARGE: Final = 8
 """Requests above `_LARGE` that are admitted however long they take. They fill half of the queue; small requests use the
 other half."""
+_RATE_CHANGE: Final = 0.02
+"""Change of the drain rate from which on the requests in the queue are counted anew: which of them are large, and for
+how much they count."""
 _LOOKUPS_PER_S: Final = 150.0
 """Fruitless lookups of short texts: less than a tenth of a core."""
 _TOKENS_PER_LOOKUP: Final = 250
@@ -69,20 +73,20 @@ class LookupRateLimit:
 
 
 class Admission:
-    """Counts the tokens in the queue. Belongs to one event loop.
+    """Counts the tokens in the queue and refuses requests while it is full. Belongs to one event loop.
+
+    Args:
+        stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
+        max_tokens: Tokens in the queue at which the queue is full.
+        max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
+        rates: The drain rate of each replica.
+        max_request_tokens: Tokens that one request may have; None: `max_tokens`.
 
     Attributes:
         stats: Metrics of this process.
         closed_because: Why every request is refused; None while the engine works.
         closed_reason: The reason that metrics count meanwhile.
         lookups: Bounds cache lookups while the queue is full.
-
-    Args:
-        stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
-        max_tokens: Tokens in the queue at which the queue is full.
-        max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
-        rates: How fast each core works; they do together.
-        max_request_tokens: Tokens that one request may have; None: `max_tokens`.
     """
 
     def __init__(
@@ -97,28 +101,36 @@ class Admission:
         self.closed_reason = RefusalReason.ENGINE_NOT_READY
         self.stats = stats
         self.lookups = LookupRateLimit()
-        self._max_tokens = max_tokens
         self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
-        self._in_flight: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
-        self._num_by_client: Counter[str] = Counter()  # requests
+        share, in_time, flag = RefusalReason.CLIENT_SHARE, RefusalReason.QUEUE_SECONDS, "--max-queue-s"
+        self._tokens = SharedResource(
+            max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RefusalReason.QUEUE_TOKENS, share=share
+        )
+        # Tokens again, with at most `_largest` of each request; the limit follows the drain rate.
+        self._work = SharedResource(
+            max_tokens, "the queue", "seconds of work", flag, full=in_time, share=share, shown=self._seconds
+        )
+        # Requests of more than `_largest` tokens.
+        self._large = SharedResource(
+            _FEW_LARGE, "the queue for large requests", "places", flag, full=in_time, share=in_time
+        )
+        self._largest = max_tokens
+        self._sizes: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
 
     @property
     def is_full(self) -> bool:
         """Whether the engine works and its queue is full: `check` then refuses clients that have their share."""
         if self.closed_because is not None:
             return False
-        if self.stats.num_tokens >= self._max_tokens:
-            return True
-        limit = self._tokens_in_time()
-        return limit is not None and self.stats.num_tokens >= limit and self._num_tokens(_largest(limit)) >= limit
+        return self._tokens.is_full or (self._takes_too_long() and self._work.is_full)
 
     @property
     def queue_s(self) -> float:
         """Seconds that the tokens in the queue take; 0 until the drain rate is measured."""
-        rate = self._tokens_per_s
-        return 0.0 if math.isnan(rate) else self.stats.num_tokens / rate
+        rate = total_rate(self._rates)
+        return 0.0 if math.isnan(rate) else self._tokens.used / rate
 
     def check(self, client: str = "") -> None:
         """Refuses a request that cannot be taken now; `client` is "" where clients are not told apart.
@@ -149,123 +161,75 @@ class Admission:
                 param="input",
             )
         self._check_capacity(client, num_tokens)
-        self.stats.num_requests += 1
-        self.stats.num_tokens += num_tokens
-        self._in_flight[client, num_tokens] += 1
-        self._num_by_client[client] += 1
+        self.stats.enter(num_tokens)
+        self._tokens.add(client, num_tokens)
+        self._sizes[client, num_tokens] += 1
+        self._count_work(client, num_tokens, 1)
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Removes a request from the queue."""
         self.stats.leave(num_tokens)
-        self._in_flight[client, num_tokens] -= 1
-        if not self._in_flight[client, num_tokens]:
-            del self._in_flight[client, num_tokens]
-        self._num_by_client[client] -= 1
-        if not self._num_by_client[client]:
-            del self._num_by_client[client]
+        self._tokens.add(client, -num_tokens)
+        self._sizes[client, num_tokens] -= 1
+        if not self._sizes[client, num_tokens]:
+            del self._sizes[client, num_tokens]
+        self._count_work(client, num_tokens, -1)
 
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
-        """Refuses a request of a client that has its share of a full queue."""
-        num_tokens = self.stats.num_tokens
-        if num_tokens >= self._max_tokens:
-            self._check_limit(client, self._max_tokens, self._max_tokens)
-        if num_tokens <= 2 * self.stats.token_budget:  # never too much for the limit in seconds, see `_tokens_in_time`
+        """Raises EngineOverloadedError for a request of a client that has its share of a full queue."""
+        rejection = self._tokens.rejection(client)
+        if rejection is None and self._takes_too_long():
+            rejection = self._work.rejection(client)
+            if rejection is None and num_new > self._largest:
+                rejection = self._large_rejection(client, num_new)
+        if rejection is None:
             return
-        limit = self._tokens_in_time()
-        if limit is None or num_tokens < limit:
-            return
-        largest = _largest(limit)
-        self._check_limit(client, limit, largest)
-        if num_new <= largest:
-            return
-        larges = self._larger(largest)
-        if len(larges) < _FEW_LARGE:
-            return
-        if client and len(self._larger(largest, client)) < max(_FEW_LARGE // self._num_clients(client), 1):
-            return
-        raise self._refusal(
-            f"The queue holds {len(larges)} large requests and {self._queue_text(limit, self.stats.num_tokens)}. Until "
-            f"it is shorter, requests of more than {largest} tokens are refused; yours has {num_new}. Split it into "
-            "smaller requests, or wait.",
-            larges[0],
-            RefusalReason.QUEUE_SECONDS,
+        self.stats.count_refusal()
+        rate = total_rate(self._rates)
+        raise EngineOverloadedError(
+            f"{rejection.message} Please try again later.",
+            retry_after_s=1.0 if math.isnan(rate) else rejection.excess / rate,
+            reason=rejection.reason,
         )
 
-    def _check_limit(self, client: str, limit: int, largest: int) -> None:
-        """Refuses a request while the tokens in the queue, at most `largest` of each request, reach a limit.
+    def _large_rejection(self, client: str, num_new: int) -> Rejection | None:
+        """Returns why a request of `num_new` tokens does not fit beside other large requests; None if it does."""
+        rejection = self._large.rejection(client)
+        if rejection is None:
+            return None
+        message = (
+            f"{rejection.message} Requests of more than {self._largest} tokens are large; yours has {num_new}. Split "
+            "it into smaller requests."
+        )
+        num_to_leave = self._tokens.used * rejection.excess // self._large.used  # tokens of large requests, about
+        return rejection._replace(message=message, excess=num_to_leave)
 
-        A client that has less than its share is admitted nevertheless.
-        """
-        num_tokens = self._num_tokens(largest)
-        if num_tokens < limit:
-            return
-        is_time = limit < self._max_tokens
-        full = f"The queue is full: {self._queue_text(limit, num_tokens)}."
-        if client:
-            num_clients, num_own = self._num_clients(client), self._num_tokens(largest, client)
-            share = max(limit // num_clients, 1)
-            if num_own < share:
-                return
-            if num_clients > 1:
-                raise self._refusal(
-                    f"{full} {num_clients} API keys are using it, so that each may have {share} tokens while it is "
-                    f"full; yours has {num_own}.",
-                    min(num_tokens - limit, num_own - share) + 1,
-                    RefusalReason.CLIENT_SHARE,
-                )
-        reason = RefusalReason.QUEUE_SECONDS if is_time else RefusalReason.QUEUE_TOKENS
-        raise self._refusal(full, num_tokens - limit + 1, reason)
-
-    def _queue_text(self, limit: int, num_tokens: int) -> str:
-        if limit == self._max_tokens:
-            return f"{num_tokens} tokens are in the queue, the limit is {limit} (--max-queued-tokens)"
-        work_s = num_tokens / self._tokens_per_s
-        return f"about {work_s:.0f} s of work, the limit is {self._max_queue_s:g} s (--max-queue-s)"
-
-    def _tokens_in_time(self) -> int | None:
-        """Returns the tokens that fill the limit in seconds; None while the limit in tokens is reached first.
+    def _takes_too_long(self) -> bool:
+        """Returns whether all tokens in the queue take more than `max_queue_s`. Updates the limit of the work.
 
         Two forwards are never too much: they do not show the rate.
         """
-        if self.stats.num_tokens <= 2 * self.stats.token_budget:
-            return None
-        in_time = self._max_queue_s * self._tokens_per_s  # nan, which is never less, without a rate
-        return math.ceil(in_time) if in_time < self._max_tokens else None
+        if self._tokens.used <= 2 * self.stats.token_budget:
+            return False
+        in_time = self._max_queue_s * total_rate(self._rates)  # nan, which is never less, without a rate
+        if not in_time < self._tokens.limit:
+            return False
+        self._work.limit = math.ceil(in_time)
+        largest = max(math.ceil(in_time * _LARGE), 1)
+        if abs(largest - self._largest) > self._largest * _RATE_CHANGE:
+            entries = self._sizes.items()
+            for (client, num_tokens), count in entries:
+                self._count_work(client, num_tokens, -count)
+            self._largest = largest
+            for (client, num_tokens), count in entries:
+                self._count_work(client, num_tokens, count)
+        return self._tokens.used >= self._work.limit
 
-    def _num_tokens(self, largest: int, client: str | None = None) -> int:
-        """Tokens in the queue, of all or of a client, with requests that are larger than `largest` counted as that."""
-        if client is None and largest == self._max_tokens:
-            return self.stats.num_tokens
-        entries = self._in_flight.items()
-        return sum(min(size, largest) * count for (name, size), count in entries if client is None or name == client)
+    def _count_work(self, client: str, num_tokens: int, count: int) -> None:
+        """Counts requests of one size in the work and in the large requests."""
+        self._work.add(client, count * min(num_tokens, self._largest))
+        if num_tokens > self._largest:
+            self._large.add(client, count)
 
-    def _num_clients(self, client: str) -> int:
-        """The clients with requests in the queue, and `client`."""
-        return len(self._num_by_client) + (client not in self._num_by_client)
-
-    def _larger(self, largest: int, client: str | None = None) -> list[int]:
-        """The tokens of the requests in the queue that have more than `largest`, of all or of a client, in order."""
-        entries = self._in_flight.items()
-        return sorted(
-            size
-            for (name, size), count in entries
-            if size > largest and (client is None or name == client)
-            for _ in range(count)
-        )
-
-    @property
-    def _tokens_per_s(self) -> float:
-        """The drain rate; nan until it is measured."""
-        return total_rate(self._rates)
-
-    def _refusal(self, message: str, num_excess: int, reason: RefusalReason) -> EngineOverloadedError:
-        """Counts a refusal and returns it; `num_excess` tokens must leave before there is room."""
-        self.stats.count_refusal()
-        rate = self._tokens_per_s
-        retry_after_s = 1.0 if math.isnan(rate) else num_excess / rate
-        return EngineOverloadedError(f"{message} Please try again later.", retry_after_s=retry_after_s, reason=reason)
-
-
-def _largest(limit: int) -> int:
-    """Returns the most tokens that one request counts against a limit in time."""
-    return max(math.ceil(limit * _LARGE), 1)
+    def _seconds(self, num_tokens: int) -> str:
+        return f"{num_tokens / total_rate(self._rates):.3g}"

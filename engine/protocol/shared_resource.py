@@ -1,71 +1,168 @@
-"""A bounded resource that clients share: characters to tokenize, or memory for bodies and responses."""
+"""A bounded resource that clients share: tokens in the queue, characters to tokenize, memory of bodies and responses.
+
+Every limit that clients share is a SharedResource: it counts what each client holds, decides whether a request fits,
+and says why not. Its owner turns the Rejection into an error.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from enum import Enum, auto
+from collections.abc import Callable
+from typing import NamedTuple
 
 
-class Shortage(Enum):
-    """Why a request does not fit."""
+class Rejection(NamedTuple):
+    """Why a request does not fit.
 
-    FULL = auto()
-    CLIENT_SHARE = auto()
+    Attributes:
+        reason: The limit, as metrics count it.
+        message: Sentences for the client.
+        excess: Amount that must be released before the request fits.
+    """
+
+    reason: str
+    message: str
+    excess: int
 
 
 class SharedResource:
     """Counts the amount that each client holds. Belongs to one event loop.
 
     A request fits if the amounts of all requests stay within the limit. A single request may hold more while nothing
-    else is held: otherwise it could never be served.
+    else is held: otherwise it could never be served. There are two kinds of shares:
+
+    * With `max_share`, a client never holds more than that part of the limit, except for a single request.
+    * Without it, a client may hold everything while no other client needs it. While the resource is full, a client is
+      admitted below its fair share: the limit divided by the clients that hold something. So a new client is never
+      refused because another client has borrowed its share. The amounts may then exceed the limit: by 1/2 with two
+      clients, by 1/2 + 1/3 with three, and so on.
 
     Args:
-        limit: Amount of all clients.
-        max_share: Part of the limit that one client may hold. A single request of a client may hold more.
-        can_overcommit: A request fits into a full resource if its client stays within the limit divided by the number
-            of clients. So a client is never refused because others have borrowed its share.
+        limit: Amount of all clients; may change.
+        name: Of the resource, for messages: "the queue".
+        unit: Of the amounts, for messages: "tokens".
+        flag: Option that sets the limit, for messages.
+        full: Reason of a rejection because the resource is full.
+        share: Reason of a rejection because the client has its share.
+        max_share: Part of the limit that one client may hold; None: all of it.
+        shown: Converts an amount into a text.
 
     Attributes:
         limit: The argument.
         used: Amount that all clients hold.
     """
 
-    def __init__(self, limit: int, *, max_share: float = 1.0, can_overcommit: bool = False) -> None:
+    def __init__(
+        self,
+        limit: int,
+        name: str,
+        unit: str,
+        flag: str,
+        *,
+        full: str,
+        share: str,
+        max_share: float | None = None,
+        shown: Callable[[int], str] = str,
+    ) -> None:
         self.limit = limit
         self.used = 0
-        self._max_own = int(limit * max_share)
-        self._can_overcommit = can_overcommit
+        self._name = name
+        self._unit = unit
+        self._flag = flag
+        self._full = full
+        self._share = share
+        self._max_own = None if max_share is None else int(limit * max_share)
+        self._shown = shown
         self._by_client: Counter[str] = Counter()
 
-    def used_by(self, client: str) -> int:
-        """Returns the amount that a client holds."""
-        return self._by_client[client]
-
-    def fair_share(self, client: str) -> int:
-        """Returns the limit divided by the clients that hold something and `client`; "" has no share of its own."""
-        if not client:
-            return self.limit
-        return self.limit // (len(self._by_client) + (client not in self._by_client))
-
-    def shortage(self, client: str, amount: int, held: int = 0) -> Shortage | None:
-        """Returns why a request does not fit; None if it does.
-
-        Args:
-            client: The client of the request; "" where clients are not told apart.
-            amount: Amount that the request needs, with what it already holds.
-            held: Amount that the request already holds.
-        """
-        others, own = self.used - held, self._by_client[client] - held
-        is_full = others > 0 and others + amount > self.limit
-        if is_full and not (self._can_overcommit and client and own + amount <= self.fair_share(client)):
-            return Shortage.FULL
-        if own > 0 and own + amount > self._max_own and not self._can_overcommit:
-            return Shortage.CLIENT_SHARE
-        return None
+    @property
+    def is_full(self) -> bool:
+        """Whether `rejection` refuses clients that have their share, whatever the size of their requests."""
+        return self.used >= self.limit
 
     def add(self, client: str, amount: int) -> None:
-        """Counts an amount for a client; a negative one releases it."""
+        """Counts an amount for a client; a negative one releases it. "" where clients are not told apart."""
         self.used += amount
         self._by_client[client] += amount
         if not self._by_client[client]:
             del self._by_client[client]
+
+    def rejection(self, client: str, amount: int = 0, held: int = 0) -> Rejection | None:
+        """Returns why a request does not fit; None if it does.
+
+        Args:
+            client: The client of the request; "" where clients are not told apart.
+            amount: Amount that the request needs, with what it already holds. 0: the size of the request does not
+                count, and it fits while less than the limit is held.
+            held: Amount that the request already holds.
+        """
+        others, needed = self.used - held, max(amount, 1)
+        excess = others + needed - self.limit
+        is_full = others > 0 and excess > 0
+        if not is_full and self._max_own is None:
+            return None
+        own = self._by_client[client] - held
+        if self._max_own is not None:
+            if is_full:
+                return self._full_rejection(amount, others, excess)
+            if own <= 0 or own + needed <= self._max_own:
+                return None
+            message = (
+                f"Your other requests hold {self._shown(own)} {self._unit} of {self._name}{self._takes(amount)}; one "
+                f"client may hold {self._shown(self._max_own)} ({self._flag})."
+            )
+            return Rejection(self._share, message, min(own + needed - self._max_own, own))
+        num_clients = len(self._by_client) + (client not in self._by_client)
+        share = max(self.limit // num_clients, 1)
+        if client and own + needed <= share:
+            return None
+        rejection = self._full_rejection(amount, others, excess)
+        if not client or num_clients == 1:
+            return rejection
+        message = (
+            f"{rejection.message} {num_clients} API keys use it, so each may hold {self._shown(share)} while it is "
+            f"full; yours holds {self._shown(own)}."
+        )
+        return Rejection(self._share, message, min(rejection.excess, own + needed - share))
+
+    def _full_rejection(self, amount: int, others: int, excess: int) -> Rejection:
+        message = (
+            f"{self._name.capitalize()} is full: other requests hold {self._shown(others)} {self._unit}"
+            f"{self._takes(amount)}; the limit is {self._shown(self.limit)} ({self._flag})."
+        )
+        return Rejection(self._full, message, min(excess, others))
+
+    def _takes(self, amount: int) -> str:
+        return f", and this one takes {self._shown(amount)}" if amount else ""
+
+
+class Reservation:
+    """The amount of a resource that one request holds.
+
+    Args:
+        resource: The resource.
+        client: The client of the request.
+
+    Attributes:
+        amount: Held now.
+    """
+
+    __slots__ = ("_client", "_resource", "amount")
+
+    def __init__(self, resource: SharedResource, client: str) -> None:
+        self._resource = resource
+        self._client = client
+        self.amount = 0
+
+    def resize(self, amount: int) -> Rejection | None:
+        """Holds `amount` from now on, if it fits. Returns why not otherwise; then nothing changes."""
+        rejection = self._resource.rejection(self._client, amount, self.amount)
+        if rejection is None:
+            self._resource.add(self._client, amount - self.amount)
+            self.amount = amount
+        return rejection
+
+    def release(self) -> None:
+        """Releases everything."""
+        self._resource.add(self._client, -self.amount)
+        self.amount = 0

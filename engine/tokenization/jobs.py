@@ -1,7 +1,7 @@
 """Worker threads of a tokenizer. All jobs of one iteration of the event loop are handed over together.
 
-A few short texts are tokenized at once in the event loop, because waking a thread would take longer. CharAdmission
-limits the characters that wait or are tokenized.
+A few short texts are tokenized at once in the event loop, because waking a thread would take longer. The characters
+that wait or are tokenized are a SharedResource.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -59,12 +59,22 @@ class TokenizerJobs:
 
     Args:
         num_workers: Threads.
-        admission: Bounds the text that may wait; None takes all that comes.
+        max_chars: Characters that may wait or be tokenized.
+        on_refusal: Called for every request that is refused because its characters do not fit.
+
+    Attributes:
+        chars: Characters that wait or are tokenized.
     """
 
-    def __init__(self, num_workers: int, admission: CharAdmission | None = None) -> None:
+    def __init__(
+        self, num_workers: int, max_chars: int = sys.maxsize, on_refusal: Callable[[], None] = lambda: None
+    ) -> None:
+        reason = RefusalReason.QUEUED_CHARACTERS
+        flag = "--max-queued-chars"
+        self.chars = SharedResource(max_chars, "the tokenizer's queue", "characters", flag, full=reason, share=reason)
+        self._on_refusal = on_refusal
+        self._chars_per_s = 0.0  # 0: not measured yet
         self._num_workers = num_workers
-        self._admission = admission or CharAdmission(sys.maxsize)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._is_closed = False
         self._left_at_once = _AT_ONCE  # of this iteration of the event loop
@@ -75,7 +85,8 @@ class TokenizerJobs:
         """Runs `work` at once if it is short, otherwise in a thread.
 
         Jobs of one iteration of the event loop go to the threads together, so that their requests can run as one batch.
-        Raises the errors of CharAdmission.check and of `work`, and EngineUnavailableError after `close`.
+        Raises the errors of `work`, EngineOverloadedError if its characters do not fit into the queue, and
+        EngineUnavailableError after `close`.
 
         Args:
             work: The job. Its argument tells whether the caller has disconnected.
@@ -85,13 +96,25 @@ class TokenizerJobs:
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
         client = CLIENT.get()
-        self._admission.check(num_chars, client)
+        if (rejection := self.chars.rejection(client, num_chars)) is not None:
+            self._on_refusal()
+            raise EngineOverloadedError(
+                f"{rejection.message} Please try again later.",
+                retry_after_s=rejection.excess / self._chars_per_s if self._chars_per_s else 1.0,
+                reason=rejection.reason,
+            )
         began_s = time.perf_counter()
         try:
             if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
                 return _run_work(work, _never_cancelled)
-            with self._admission.hold(num_chars, client):
-                return await self._run_in_thread(work, num_chars)
+            self.chars.add(client, num_chars)
+            num_waiting = self.chars.used
+            try:
+                result = await self._run_in_thread(work, num_chars)
+                self._measure(num_waiting, time.perf_counter() - began_s)
+            finally:
+                self.chars.add(client, -num_chars)
+            return result
         finally:
             if (times := STAGE_TIMES.get()) is not None:
                 times.last_s = time.perf_counter()
@@ -106,6 +129,13 @@ class TokenizerJobs:
                 future.set_exception(
                     EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
                 )
+
+    def _measure(self, num_chars: int, seconds: float) -> None:
+        """Updates the rate with the characters that waited when a request came, and the time until it was done."""
+        if num_chars >= _LEAST_MEASURED:
+            rate = num_chars / max(seconds, 1e-6)
+            old_rate = self._chars_per_s or rate
+            self._chars_per_s = _RATE_MEMORY * old_rate + (1 - _RATE_MEMORY) * rate
 
     def _spend(self, cost: int) -> bool:
         """Takes `cost` from the characters that may be tokenized at once. Returns False if too few are left."""
@@ -199,67 +229,3 @@ def _settle(done: Sequence[_Result]) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-class CharAdmission:
-    """Limits the characters that wait to be tokenized. Clients share them as they share the queue; see SharedResource.
-
-    Args:
-        max_chars: Characters that may wait.
-        on_refusal: Called for every request that is refused.
-        clock_s: Monotonic time.
-
-    Attributes:
-        chars: Characters that wait.
-    """
-
-    def __init__(
-        self,
-        max_chars: int,
-        on_refusal: Callable[[], None] = lambda: None,
-        *,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.chars = SharedResource(max_chars, can_overcommit=True)
-        self._on_refusal = on_refusal
-        self._clock_s = clock_s
-        self._chars_per_s = 0.0
-
-    def check(self, num_chars: int, client: str = "") -> None:
-        """Raises EngineOverloadedError for a request whose characters do not fit.
-
-        Args:
-            num_chars: Characters of the request.
-            client: The client of the request; "" where clients are not told apart.
-        """
-        if self.chars.shortage(client, num_chars) is None:
-            return
-        self._on_refusal()
-        waiting, limit, share = self.chars.used, self.chars.limit, self.chars.fair_share(client)
-        rule = f", and each API key may have {share} while it is reached" if share < limit else ""
-        excess = min(waiting + num_chars - limit, waiting)
-        raise EngineOverloadedError(
-            f"{waiting} characters wait to be tokenized; the limit is {limit} (--max-queued-chars){rule}. This request "
-            f"has {num_chars}. Please try again later.",
-            retry_after_s=excess / self._chars_per_s if self._chars_per_s else 1.0,
-            reason=RefusalReason.QUEUED_CHARACTERS,
-        )
-
-    @contextlib.contextmanager
-    def hold(self, num_chars: int, client: str = "") -> Iterator[None]:
-        """Counts the characters of a request while they are tokenized. Raises what `check` raises."""
-        self.check(num_chars, client)
-        self.chars.add(client, num_chars)
-        began_s, num_before = self._clock_s(), self.chars.used
-        try:
-            yield
-            self._measure(num_before, self._clock_s() - began_s)
-        finally:
-            self.chars.add(client, -num_chars)
-
-    def _measure(self, num_chars: int, seconds: float) -> None:
-        """Updates the rate with the characters that waited when a request came, and the time until it was done."""
-        if num_chars >= _LEAST_MEASURED:
-            rate = num_chars / max(seconds, 1e-6)
-            old_rate = self._chars_per_s or rate
-            self._chars_per_s = _RATE_MEMORY * old_rate + (1 - _RATE_MEMORY) * rate

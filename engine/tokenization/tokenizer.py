@@ -6,6 +6,7 @@ tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,7 @@ from ..protocol.model_info import TokenizerSpec
 from ..protocol.request import Text, TokenizedInput
 from ..protocol.results import TokenizedText
 from ..protocol.templates import ChatOptions, Conversation
-from .jobs import LONG_JOB, CharAdmission, TokenizerJobs
+from .jobs import LONG_JOB, TokenizerJobs
 from .model_tokenizer import IsCancelled, ModelTokenizer, SpecialTokens, Truncation, check_cancelled, portions
 from .pairs import PairEncoder
 
@@ -49,7 +50,8 @@ class TokenizerPool:
         vocab_size: Token ids given by callers must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
         num_workers: Threads.
-        admission: Limits the characters that wait; None: no limit.
+        max_chars: See TokenizerJobs.
+        on_refusal: See TokenizerJobs.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class TokenizerPool:
         vocab_size: int,
         do_lower_case: bool,
         num_workers: int,
-        admission: CharAdmission | None = None,
+        max_chars: int = sys.maxsize,
+        on_refusal: Callable[[], None] = lambda: None,
     ) -> None:
         self._tokenizer = ModelTokenizer(
             Tokenizer.from_str(spec.json),
@@ -74,7 +77,7 @@ class TokenizerPool:
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template
         self._chat_renderer: ChatRenderer | None = None
-        self._jobs = TokenizerJobs(num_workers, admission)
+        self._jobs = TokenizerJobs(num_workers, max_chars, on_refusal)
 
     async def encode(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.shared_resource import SharedResource, Shortage
 from penstock.server.admission import AdmissionController, AnswerSize, BodyMemory, LimitError, ServerRefusalReason
 from penstock.server.settings import ServerSettings
 
@@ -36,11 +35,14 @@ def held_body(admission: AdmissionController, who: dict[str, Any], num_bytes: in
 def test_one_client_holds_half_of_the_body_memory() -> None:
     admission = controller()  # 3,200 bytes
     held = [held_body(admission, scope("a"), 100) for _ in range(16)]
-    with pytest.raises(LimitError, match="of your requests hold 1600 bytes") as refused:
+    with pytest.raises(LimitError, match="Your other requests hold 1600 bytes of the memory for bodies") as refused:
         held_body(admission, scope("a"), 1)
     assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY_SHARE)
     others = [held_body(admission, scope("b"), 100) for _ in range(16)]
-    with pytest.raises(LimitError, match="of other requests") as refused:
+    with pytest.raises(
+        LimitError,
+        match="The memory for bodies is full: other requests hold 3200 bytes, and this one takes 1; the limit is 3200",
+    ) as refused:
         held_body(admission, scope("c"), 1)
     assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY)
     held.pop().release()
@@ -92,7 +94,10 @@ def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], oth
         hold(admission, each, 10)
     error = refusal(admission, dict(first), 1)
     assert error.reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
-    assert "Your other responses hold 50 bytes" in error.message
+    assert (
+        "Your other requests hold 50 bytes of the response memory, and this one takes 1; one client may hold 50"
+        in error.message
+    )
     hold(admission, dict(other), 50)
     assert refusal(admission, scope("c", "m"), 1).reason == ServerRefusalReason.RESPONSE_MEMORY
     admission.release_response(held[0])
@@ -116,13 +121,3 @@ def test_one_large_response_may_take_more_than_half() -> None:
 def test_each_process_has_its_part_of_the_memory() -> None:
     admission = AdmissionController(ServerSettings(max_body_bytes=100, answer_memory=100), num_processes=4)
     assert (admission._bodies.limit, admission.responses.limit) == (800, 25)
-
-
-def test_new_client_fits_beside_borrowed_amounts() -> None:
-    resource = SharedResource(100, can_overcommit=True)
-    resource.add("a", 100)  # one client alone may use all
-    assert resource.shortage("b", 51) is Shortage.FULL
-    assert resource.shortage("b", 50) is None
-    resource.add("b", 50)
-    assert resource.shortage("b", 1) is Shortage.FULL
-    assert resource.shortage("", 1) is Shortage.FULL

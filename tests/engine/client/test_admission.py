@@ -25,6 +25,14 @@ def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[A
     return Admission(stats, max_tokens, max_queue_s, [DrainRate()]), stats
 
 
+def count(books: Admission, num_tokens: int, client: str = "") -> None:
+    """Count a request that came while the queue was not full."""
+    books.stats.enter(num_tokens)
+    books._tokens.add(client, num_tokens)
+    books._sizes[client, num_tokens] += 1
+    books._count_work(client, num_tokens, 1)
+
+
 def refusal(books: Admission, client: str = "") -> EngineOverloadedError:
     with pytest.raises(EngineOverloadedError) as refused:
         books.check(client)
@@ -47,7 +55,10 @@ def test_requests_are_let_in_until_too_many_tokens_are_under_way() -> None:
         books.check()
         books.enter(num_tokens)
     assert (stats.num_requests, stats.num_tokens) == (3, 1_699)
-    assert "1699 tokens are in the queue, the limit is 1000 (--max-queued-tokens)" in refusal(books).message
+    assert (
+        "The queue is full: other requests hold 1699 tokens; the limit is 1000 (--max-queued-tokens)."
+        in refusal(books).message
+    )
     with pytest.raises(EngineOverloadedError):
         books.enter(1)
     assert stats.num_refused_total == 2
@@ -83,11 +94,9 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
         books.enter(500)
     books.check()
     for _ in range(13):  # they came before
-        books._in_flight["", 500] += 1
-        books._num_by_client[""] += 1
-        stats.num_tokens += 500
+        count(books, 500)
     error = refusal(books)
-    assert "about 16 s of work, the limit is 10 s (--max-queue-s)" in error.message
+    assert "other requests hold 16 seconds of work; the limit is 10 (--max-queue-s)" in error.message
     assert error.reason == RefusalReason.QUEUE_SECONDS
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
     stats.token_budget = 8_000
@@ -112,7 +121,9 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     books._rates[0].follow(1_000, 1.0)
     for _ in range(8):
         books.enter(25_000)
-    with pytest.raises(EngineOverloadedError, match=r"8 large requests .* more than 500 .* yours has 501") as refused:
+    with pytest.raises(
+        EngineOverloadedError, match=r"for large requests is full.* more than 500 .* yours has 501"
+    ) as refused:
         books.enter(501)
     assert refused.value.retry_after_s == pytest.approx(25.0)
     assert refused.value.reason == RefusalReason.QUEUE_SECONDS
@@ -120,7 +131,7 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     for _ in range(8):  # the large requests count for 4 s, the small ones for the other 4 s
         books.enter(500)
     assert books.is_full
-    assert "about 8 s of work" in refusal(books).message
+    assert "other requests hold 8 seconds of work" in refusal(books).message
     books.leave(500)
     books.check()
     books.leave(25_000)
@@ -146,7 +157,7 @@ def test_a_client_alone_may_use_the_whole_queue() -> None:
         books.check("a")
         books.enter(100, "a")
     error = refusal(books, "a")
-    assert "1000 tokens are in the queue, the limit is 1000" in error.message
+    assert "other requests hold 1000 tokens; the limit is 1000" in error.message
     assert error.reason == RefusalReason.QUEUE_TOKENS
 
 
@@ -161,7 +172,7 @@ def test_a_new_client_is_admitted_to_a_queue_that_another_fills(is_by_time: bool
         refusal(books, "a")
         books.enter(50, "b")
     error = refusal(books, "b")
-    assert "2 API keys are using it, so that each may have 500 tokens" in error.message
+    assert "2 API keys use it, so each may hold " in error.message
     assert "--max-queue-s" if is_by_time else "--max-queued-tokens" in error.message
     assert error.reason == RefusalReason.CLIENT_SHARE
     assert stats.num_tokens == 1_500
@@ -203,11 +214,13 @@ def test_large_requests_of_a_client_do_not_block_another() -> None:
     books._rates[0].follow(1_000, 1.0)
     for _ in range(8):
         books.enter(25_000, "a")
-    with pytest.raises(EngineOverloadedError, match="8 large requests"):
+    with pytest.raises(EngineOverloadedError, match="for large requests is full: other requests hold 8 places"):
         books.enter(25_000, "a")
     for _ in range(4):
         books.enter(25_000, "b")
-    with pytest.raises(EngineOverloadedError, match="12 large requests"):
+    with pytest.raises(
+        EngineOverloadedError, match=r"for large requests is full: other requests hold 12 places.* each may hold 4"
+    ):
         books.enter(25_000, "b")
 
 
@@ -229,9 +242,7 @@ def test_a_client_that_waits_for_retry_after_is_admitted(
     for i in range(1_500):
         for name, number in (("greedy", num_greedy), ("other", num_other)):
             if i < number:
-                books._in_flight[name, 1] += 1
-                books._num_by_client[name] += 1
-                books.stats.enter(1)
+                count(books, 1, name)
     books._rates[0].follow(50, 1.0)  # tokens a second: 1,000 in 20 s
     assert refusal(books, who).retry_after_s == pytest.approx(excess / 50.0)
     for _ in range(excess - 1):
@@ -262,11 +273,12 @@ def test_nothing_is_kept_of_clients_that_have_gone() -> None:
     chance.shuffle(under_way)
     while under_way:
         books.leave(*under_way.pop())
-        assert books._in_flight == Counter((client, num_tokens) for num_tokens, client in under_way)
-    assert not books._in_flight
+        assert books._sizes == Counter((client, num_tokens) for num_tokens, client in under_way)
+        assert books._tokens.used == sum(num_tokens for num_tokens, _ in under_way)
     books.check("new")
-    assert not books._in_flight
-    assert not books._num_by_client
+    assert not books._sizes
+    for resource in (books._tokens, books._work, books._large):
+        assert not resource._by_client
 
 
 def test_what_was_told_of_the_queue_is_forgotten_when_all_have_gone() -> None:

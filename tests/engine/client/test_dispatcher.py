@@ -148,9 +148,9 @@ async def test_a_request_is_taken_whole_or_refused_whole(dispatcher: Dispatcher,
     dispatcher.admission.check()
     await begin(dispatcher, 30, 30)
     assert len(core.sent) == 2
-    with pytest.raises(errors.EngineOverloadedError, match="120 tokens are in the queue"):
+    with pytest.raises(errors.EngineOverloadedError, match="hold 120 tokens"):
         await ask(dispatcher, 1)
-    with pytest.raises(errors.EngineOverloadedError, match="120 tokens are in the queue"):
+    with pytest.raises(errors.EngineOverloadedError, match="hold 120 tokens"):
         dispatcher.admission.check()
     assert len(core.sent) == 2
     assert dispatcher.stats.num_refused_total == 2
@@ -268,7 +268,7 @@ async def test_a_client_with_its_share_is_refused_unread(dispatcher: Dispatcher,
 
     task = asyncio.create_task(take("greedy"))
     await turns()
-    with pytest.raises(errors.EngineOverloadedError, match="100 tokens are in the queue"):
+    with pytest.raises(errors.EngineOverloadedError, match="hold 100 tokens"):
         async with dispatcher.open(RequestOptions(client="greedy")):
             pytest.fail("the queue is full")
     await take("modest")
