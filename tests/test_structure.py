@@ -40,7 +40,7 @@ def test_the_order_is_that_of_the_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     layers = {c["id"]: c["layers"] for c in contracts if c["type"] == "layers"}
     drawn = dict(re.findall(r"<!-- order: ([\w-]+) -->\n```\n(.*?)```", STRUCTURE, re.DOTALL))
-    assert set(drawn) == {"engine-rooms", "server-rooms"}
+    assert set(drawn) == {"engine-packages", "server-packages"}
     for name, picture in drawn.items():
         assert [re.split(r"\s{2,}", line.strip())[0] for line in picture.splitlines()] == layers[name], name
 

@@ -33,7 +33,7 @@ def runtime(name: str) -> str:
 def fuzz(library: Path, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kernels.cpu.fuzz", str(library), *options]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700, check=False)
 
 
 @pytest.mark.slow
