@@ -137,7 +137,7 @@ def test_paths_of_curl_are_routes(document: Path) -> None:
 
 
 def test_metrics_exist() -> None:
-    told = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "operating.md")))
+    told = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "observability.md")))
     places = ("observability/metrics.py", "batches/service.py")
     known = set(re.findall(r'"(penstock_\w+)"', "".join(text_of(ROOT / "server" / place) for place in places)))
     assert told == known

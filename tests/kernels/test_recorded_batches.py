@@ -114,7 +114,7 @@ def test_attention_on_cuda_reads_lengths_on_the_device(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From Ampere on, with heads of up to 256: in every type, with and without a bias; see docs/operating.md."""
+    """From Ampere on, with heads of up to 256: in every type, with and without a bias; see docs/gpu.md."""
     monkeypatch.setattr(backends, "capability_of", lambda device: capability)
     monkeypatch.setattr(_torch, "capability_of", lambda device: capability)
     monkeypatch.setattr(backends, "has_triton", lambda: has_triton)
