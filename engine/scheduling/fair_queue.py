@@ -22,78 +22,75 @@ takes up to SLOWDOWN times as long as it would alone.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from .sequence import QueuedSequence, QueueEntry, Request
+from .sequence import QueuedSequence, Request
 
 SLOWDOWN: Final = 8
 """Service of a client, as a multiple of the tokens of a request, during which new requests may pass it."""
 _BATCHES_PER_LANE: Final = 2
 """The queue is divided into so many batches for each lane."""
 _MIN_BATCH_TOKENS: Final = 48
-_MAX_FRONT: Final = 4096
-"""Entries of a sorted list at most: an insertion moves those behind it."""
-
-_Item = tuple[float, int, int, int, QueueEntry]
-"""`due`, number of the request, index of the first sequence, a unique number, entry."""
 
 
-@dataclass(slots=True, eq=False)
 class _Line:
-    """Requests of one client that wait: the next ones in a sorted list, the others in a heap.
+    """The waiting sequences of one client, all short or all long, in order of `due`, then of arrival.
 
-    Entries without waiting sequences are removed lazily. Invariant: no entry of the heap precedes one of the list.
+    A sequence that no longer waits is only marked (`is_queued`). The next walk drops it from the lists.
+
+    Attributes:
+        num_waiting: Sequences that wait.
+        dues: Of each of `sequences`: `due` of its request.
+        sequences: The sequences, and some that no longer wait.
     """
 
-    front: list[_Item] = field(default_factory=list)
-    rest: list[_Item] = field(default_factory=list)
-    num_entries: int = 0  # that have waiting sequences
+    __slots__ = ("_num_walked", "dues", "num_waiting", "sequences")
 
-    def push(self, item: _Item) -> None:
-        self.num_entries += 1
-        if not self.front or item > self.front[-1]:
-            heapq.heappush(self.rest, item)
-            return
-        bisect.insort(self.front, item)
-        if len(self.front) > _MAX_FRONT:
-            heapq.heappush(self.rest, self.front.pop())
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.dues: list[float] = []
+        self.sequences: list[QueuedSequence] = []
+        self._num_walked = 0  # places from the head on where sequences may have been marked
 
-    def leave(self, sequence: QueuedSequence) -> None:
+    def insert(self, sequences: list[QueuedSequence], *, is_again: bool = False) -> None:
+        """Adds sequences of one request; with `is_again` before those of it that wait."""
+        due = sequences[0].request.due
+        place = bisect_left(self.dues, due) if is_again else bisect_right(self.dues, due)
+        self.dues[place:place] = [due] * len(sequences)
+        self.sequences[place:place] = sequences
+        self.num_waiting += len(sequences)
+        if place < self._num_walked:
+            self._num_walked += len(sequences)
+        for sequence in sequences:
+            sequence.is_queued = True
+
+    def remove(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence."""
-        entry, sequence.entry = sequence.entry, None
-        assert entry is not None, "the sequence waits"
-        entry.num_waiting -= 1
-        if entry.num_waiting:
-            return
-        entry.sequences = []
-        self.num_entries -= 1
-        if len(self.rest) > 2 * self.num_entries + 64:
-            self.rest = [item for item in self.rest if item[-1].num_waiting]
-            heapq.heapify(self.rest)
+        sequence.is_queued = False
+        self.num_waiting -= 1
+        if len(self.sequences) > 2 * self.num_waiting + 64:
+            self._num_walked = len(self.sequences)
+            self.drop_removed()
 
-    def in_order(self) -> Iterator[QueuedSequence]:
-        """Yields the waiting sequences in order. The line must not change meanwhile."""
-        self.front = front = [item for item in self.front if item[-1].num_waiting]
-        index = 0
-        while index < len(front) or self.rest:
-            if index == len(front):
-                front.append(heapq.heappop(self.rest))
-            entry = front[index][-1]
-            index += 1
-            sequences = entry.sequences
-            if entry.num_waiting == len(sequences):
-                yield from sequences
-                continue
-            while entry.first < len(sequences) and sequences[entry.first].entry is not entry:
-                entry.first += 1
-            for place in range(entry.first, len(sequences)):
-                if sequences[place].entry is entry:
-                    yield sequences[place]
+    def drop_removed(self) -> None:
+        """Drops the sequences that were marked since the last call; more of them only after a cancellation."""
+        walked = self.sequences[: self._num_walked]
+        self.dues[: self._num_walked] = [s.request.due for s in walked if s.is_queued]
+        self.sequences[: self._num_walked] = [s for s in walked if s.is_queued]
+        self._num_walked = 0
+
+    def walk(self) -> Iterator[QueuedSequence]:
+        """Yields the waiting sequences in order. None may be inserted meanwhile."""
+        self.drop_removed()
+        for sequence in self.sequences:
+            self._num_walked += 1
+            if sequence.is_queued:
+                yield sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +111,7 @@ class _Client:
 
     @property
     def is_waiting(self) -> bool:
-        return bool(self.short.num_entries or self.long.num_entries)
+        return bool(self.short.num_waiting or self.long.num_waiting)
 
 
 class FairQueue:
@@ -153,27 +150,33 @@ class FairQueue:
         num_tokens = sum([sequence.num_tokens for sequence in request.sequences])
         request.due = client.start + SLOWDOWN * num_tokens + request.priority * tokens_per_level
         request.number = next(self._numbers)
-        long = [sequence for sequence in request.sequences if sequence.is_long]
-        short = [sequence for sequence in request.sequences if not sequence.is_long] if long else request.sequences
-        if short:
-            self._push(client.short, short)
-        if long:
-            self._push(client.long, long)
+        short = request.sequences
+        if long := [sequence for sequence in short if sequence.is_long]:
+            client.long.insert(long)
             self.num_long += len(long)
+            short = [sequence for sequence in short if not sequence.is_long]
+        if short:
+            client.short.insert(short)
         self.num_seqs += len(request.sequences)
         self.num_tokens += num_tokens
 
     def add_again(self, sequence: QueuedSequence) -> None:
-        """Queues a sequence that was preempted, or runs again in chunks; its request keeps its place."""
+        """Queues a long sequence that was preempted, or runs again in chunks; its request keeps its place."""
         client = self._client(sequence.request.client)
-        self._push(client.long if sequence.is_long else client.short, [sequence])
-        self._count(sequence, +1)
+        client.short.drop_removed()  # otherwise its old place would count again
+        client.long.drop_removed()
+        client.long.insert([sequence], is_again=True)
+        self.num_seqs += 1
+        self.num_long += 1
+        self.num_tokens += sequence.num_tokens
 
     def remove(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence: it runs now, or its request was cancelled."""
         client = self._clients[sequence.request.client]
-        (client.long if sequence.is_long else client.short).leave(sequence)
-        self._count(sequence, -1)
+        (client.long if sequence.is_long else client.short).remove(sequence)
+        self.num_seqs -= 1
+        self.num_long -= sequence.is_long
+        self.num_tokens -= sequence.num_tokens
 
     def charge(self, sequence: QueuedSequence, num_tokens: int) -> None:
         """Moves the start time of a client on by tokens of a sequence that run now."""
@@ -194,8 +197,8 @@ class FairQueue:
         clients = []
         for client in self._clients.values():
             line = client.long if is_long else client.short
-            if line.num_entries:
-                clients.append((client.start, client.number, line.in_order()))
+            if line.num_waiting:
+                clients.append((client.start, client.number, line.walk()))
         sequences: list[QueuedSequence] = []
         for sequence in clients[0][-1] if len(clients) == 1 else _by_start(clients):
             sequences.append(sequence)
@@ -211,12 +214,6 @@ class FairQueue:
         """
         return max(self.num_tokens // (_BATCHES_PER_LANE * num_lanes), _MIN_BATCH_TOKENS)
 
-    def _push(self, line: _Line, sequences: list[QueuedSequence]) -> None:
-        first, entry = sequences[0], QueueEntry(sequences, len(sequences))
-        for sequence in sequences:
-            sequence.entry = entry
-        line.push((first.request.due, first.request.number, first.index, next(self._numbers), entry))
-
     def _client(self, name: str) -> _Client:
         if (client := self._clients.get(name)) is None:
             if len(self._clients) >= self._max_clients:
@@ -225,28 +222,23 @@ class FairQueue:
             self._clients[name] = client = _Client(self._virtual_time, next(self._numbers))
         return client
 
-    def _count(self, sequence: QueuedSequence, step: int) -> None:
-        self.num_seqs += step
-        self.num_long += step * sequence.is_long
-        self.num_tokens += step * sequence.num_tokens
-
 
 def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Iterator[QueuedSequence]:
     """Yields the sequences of several clients: next that of the client with the earliest start time."""
     heapq.heapify(clients)
     while clients:
-        start, number, in_order = clients[0]
-        if (sequence := next(in_order, None)) is None:
+        start, number, walk = clients[0]
+        if (sequence := next(walk, None)) is None:
             heapq.heappop(clients)
             continue
-        heapq.heapreplace(clients, (start + sequence.num_tokens, number, in_order))
+        heapq.heapreplace(clients, (start + sequence.num_tokens, number, walk))
         yield sequence
 
 
-def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: float) -> Iterator[QueuedSequence]:
-    """Yields short sequences in the order in which they run: the first, then those of similar length.
+def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: float) -> list[QueuedSequence]:
+    """Returns short sequences in the order in which they run: the first, then those of similar length.
 
-    A sequence that has been near the head of the queue for `max_wait_s`, and all before it, go before the others.
+    A sequence that has waited for `max_wait_s`, and all before it, go before the others.
 
     Args:
         window: In the order of the queue.
@@ -254,11 +246,8 @@ def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: floa
         max_wait_s: Seconds.
     """
     end = 1
-    for index, sequence in enumerate(window):
-        if sequence.seen_s is None:
-            sequence.seen_s = now_s
-        elif now_s - sequence.seen_s > max_wait_s:
-            end = index + 1
-    yield from window[:end]
+    for place, sequence in enumerate(window):
+        if now_s - sequence.request.arrival_s > max_wait_s:
+            end = place + 1
     num_tokens = window[0].num_tokens if window else 0
-    yield from sorted(window[end:], key=lambda sequence: abs(sequence.num_tokens - num_tokens))
+    return window[:end] + sorted(window[end:], key=lambda sequence: abs(sequence.num_tokens - num_tokens))

@@ -21,7 +21,7 @@ from .sequence_pool import Allocation, SequencePool
 _FORWARD_S: Final = 1.0
 """Seconds that a full forward is assumed to take before one was measured."""
 _WINDOW_BATCHES: Final = 4
-"""Sequences of similar length are looked for among the tokens of so many batches, and the sequences of half as many."""
+"""Sequences of similar length are looked for among the sequences of so many batches."""
 MAX_SHRINKAGE: Final = 32
 """The token budget is never lowered to less than its full size over this, if sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
@@ -112,12 +112,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Adds a request and queues its sequences. Raises ValueError if one can never run."""
         for sequence in request.sequences:
-            if not 1 <= sequence.num_tokens <= self._max_seq_len:
-                raise ValueError(f"a sequence has {sequence.num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
-        for sequence in request.sequences:
             num_tokens = sequence.num_tokens
-            is_cut = self.prefill.should_chunk(num_tokens) or num_tokens > self.token_budget
-            sequence.is_long = is_cut and self._pool.can_hold(num_tokens)
+            if not 1 <= num_tokens <= self._max_seq_len:
+                raise ValueError(f"a sequence has {num_tokens} tokens; it must have 1 to {self._max_seq_len}.")
+            if num_tokens > self.token_budget or self.prefill.should_chunk(num_tokens):
+                sequence.is_long = self._pool.can_hold(num_tokens)
         self.requests[request.request_id] = request
         request.num_unfinished = len(request.sequences)
         token_s = self.chunk_sizes.token_s or _FORWARD_S / self._full_budget
@@ -152,7 +151,7 @@ class Scheduler:
         window = self._short_window(now_s, batch)
         if self.has_long:
             self._add_chunks(window, batch, budget, now_s, free_tokens)
-        self._add_whole(window, batch, budget, now_s)
+        self._add_whole(window, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
         batch.num_left = self.waiting.num_seqs
         return batch
@@ -205,10 +204,19 @@ class Scheduler:
         self._num_good_steps = 0
 
     def _short_window(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
-        """Returns the short sequences at the head of the queue whose deadline has not passed."""
-        max_tokens = _WINDOW_BATCHES * self.token_budget
-        max_seqs = max(_WINDOW_BATCHES // 2 * self._max_num_seqs, 1)
-        while window := self.waiting.window(max_tokens, max_seqs):
+        """Returns the short sequences that may run now, best first, without those whose deadline has passed.
+
+        Similar lengths are looked for among the sequences of several batches, but not if those of one have waited for
+        too long: then they run in their order.
+        """
+        window = self._live_window(1, now_s, batch)
+        if window and now_s - window[-1].request.arrival_s <= self._max_wait_s:
+            window = group_by_length(self._live_window(_WINDOW_BATCHES, now_s, batch), now_s, self._max_wait_s)
+        return window
+
+    def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[QueuedSequence]:
+        """Returns the short sequences of so many batches at the head of the queue whose deadline has not passed."""
+        while window := self.waiting.window(num_batches * self.token_budget, num_batches * self._max_num_seqs):
             self._expire(window, now_s, batch)
             if not batch.expired:
                 return window
@@ -320,10 +328,10 @@ class Scheduler:
         request = sequence.request
         return request.arrival_s + request.priority * self.prefill.config.ageing_s, request.number, sequence.index
 
-    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget, now_s: float) -> None:
+    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget) -> None:
         """Adds the whole sequences of this batch."""
         num_chunks = len(batch.chunks)
-        for sequence in group_by_length(window, now_s, self._max_wait_s):
+        for sequence in window:
             if (chunk := self._whole_chunk(sequence, budget)) is None:
                 break
             self._charge(chunk)

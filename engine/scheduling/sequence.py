@@ -85,8 +85,7 @@ class QueuedSequence:
         index: Index among the inputs of the request.
         block_keys: Keys of its full blocks in the prefix cache; empty if it does not use the cache.
         is_long: Whether it runs in chunks and holds memory for its whole length meanwhile.
-        entry: Its place in the waiting queue; None if it does not wait.
-        seen_s: Seconds, monotonic: when it first was near the head of the queue.
+        is_queued: Whether it stands in the waiting queue.
         num_done: Tokens at the start that need not run again: they are computed, or were found in the prefix cache.
         num_pooled: Tokens that are pooled. They stay pooled if the sequence is preempted and computes them again.
         chunk: The chunk that is scheduled or runs, and after which none may be scheduled yet.
@@ -108,8 +107,7 @@ class QueuedSequence:
     block_keys: Sequence[bytes] = ()
     is_long: bool = False
     status: Status = Status.WAITING
-    entry: QueueEntry | None = field(default=None, repr=False)
-    seen_s: float | None = None
+    is_queued: bool = False
     num_done: int = 0
     num_pooled: int = 0
     chunk: PrefillChunk | None = None
@@ -170,15 +168,6 @@ class Request:
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
     due: float = 0.0  # its place among the requests of its client; see FairQueue
     number: int = 0  # counts requests in the order of their arrival
-
-
-@dataclass(slots=True, eq=False)
-class QueueEntry:
-    """Waiting sequences of one request in a FairQueue: all short or all long."""
-
-    sequences: list[QueuedSequence]
-    num_waiting: int
-    first: int = 0  # no sequence before this one waits
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ def test_a_step_costs_the_same_over_a_deep_queue(num_inputs: int, num_clients: i
     shallow, *deeper = [cost_of_steps(depth, num_inputs, num_clients) for depth in (600, 2_000, 10_000)]
     for deep in deeper:
         assert deep.num_lines < 1.25 * shallow.num_lines
-        assert deep.peak_bytes < 2 * shallow.peak_bytes
+        assert deep.peak_bytes < shallow.peak_bytes + 16_000  # a list of the whole queue has 80,000
 
 
 def test_cancelling_in_a_deep_queue_is_cheap() -> None:

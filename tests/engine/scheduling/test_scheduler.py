@@ -125,17 +125,17 @@ def test_similar_lengths_go_together() -> None:
     assert [[s.num_tokens for s in batch] for batch in drain(scheduler)] == [[10, 11, 12], [60], [59], [58]]
 
 
-def test_sequences_that_were_passed_over_for_too_long_go_first() -> None:
-    def order(lengths: list[int], now_s: float) -> list[int]:
-        sequences = [known.setdefault(n, make_request(n, [n]).sequences[0]) for n in lengths]
-        return [sequence.num_tokens for sequence in group_by_length(sequences, now_s, max_wait_s=1.0)]
+def test_sequences_that_wait_too_long_go_first() -> None:
+    arrivals_s = {10: 0.0, 50: 0.5, 11: 0.0, 40: 0.2}
+    window = [make_request(n, [n], arrival_s).sequences[0] for n, arrival_s in arrivals_s.items()]
 
-    known: dict[int, QueuedSequence] = {}
-    assert order([10, 50, 11, 40], 0.0) == [10, 11, 40, 50]
-    assert order([12, 50, 40, 13], 0.9) == [12, 13, 40, 50]
-    assert order([12, 50, 40, 13], 1.1) == [12, 50, 40, 13]
-    assert order([20, 13, 40, 50, 21, 14], 1.95) == [20, 13, 40, 50, 21, 14]
-    assert order([], 3.0) == []
+    def order(now_s: float) -> list[int]:
+        return [sequence.num_tokens for sequence in group_by_length(window, now_s, max_wait_s=1.0)]
+
+    assert order(1.0) == [10, 11, 40, 50]
+    assert order(1.1) == [10, 50, 11, 40]
+    assert order(1.3) == [10, 50, 11, 40]
+    assert list(group_by_length([], 3.0, max_wait_s=1.0)) == []
 
 
 @pytest.mark.parametrize("max_wait_s", [0.0, 1.0])
