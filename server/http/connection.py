@@ -24,7 +24,7 @@ from fastapi import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .streams import ASK_AFTER_S, INTERIM, PARSE_BYTES, AnswerWriter, CloseDelimited, HalfClose, ReadAhead
+from .streams import ASK_AFTER_S, INTERIM, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
 
 
 class Part(StrEnum):
@@ -32,10 +32,10 @@ class Part(StrEnum):
 
     HEAD = "head"
     BODY = "body"
-    ANSWER = "answer"
+    RESPONSE = "response"
 
 
-class Owed(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A transfer that waits for its client.
 
     Attributes:
@@ -113,8 +113,8 @@ class Connection(HttpToolsProtocol):
         self._is_upgrade = False
         self._refusal: RefusedRequest | None = None  # until it has been sent
         self._is_refused = False  # the request whose body is being read
-        self._has_said_all = False  # the last response has been sent; further bytes are discarded
-        self._has_heard_all = False  # the client sends no more
+        self._has_sent_last = False  # the last response has been sent; further bytes are discarded
+        self._has_received_eof = False  # the client sends no more
         self._fault = "Invalid HTTP request received."
         self._whole_s = 0.0  # when the last request was whole
         self._shedder: HeadRefuser | None = self.app_state.get(SHEDDER)
@@ -125,12 +125,12 @@ class Connection(HttpToolsProtocol):
         """Begins the connection."""
         super().connection_made(transport)
         self.flow = self._ahead = ReadAhead(transport)
-        self._writer = AnswerWriter(transport, self._end_last_answer)
+        self._writer = ResponseWriter(transport, self._end_last_response)
 
     def data_received(self, data: bytes) -> None:
         """Parses bytes, or keeps them until the requests before them are answered."""
         is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
-        if is_much or self._ahead or self._is_busy:
+        if is_much or self._ahead.waiting or self._is_busy:
             self._ahead.put(data)
             self._read_on()
         else:
@@ -141,11 +141,11 @@ class Connection(HttpToolsProtocol):
         """Parses the bytes that were read ahead, up to the end of the next request."""
         if self._is_parsing:  # an answer has gone meanwhile
             return
-        while self._ahead and not self._is_busy and not self.transport.is_closing():
+        while self._ahead.waiting and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._parse_part(self._ahead.take(max(PARSE_BYTES, self._num_body_left())))
-        if self._has_heard_all:
-            self._say_refusal()
+        if self._has_received_eof:
+            self._send_refusal()
             if not self._is_busy:
                 self.transport.close()
 
@@ -156,12 +156,16 @@ class Connection(HttpToolsProtocol):
         self._is_parsing = True
         try:
             while data:
-                data = self._parse(data)
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = self._head_without_offer() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.logger.debug("what %s sent is no HTTP request", self.client)
             if not self._is_refused:
-                self._say_refusal()
-            if self._has_said_all:
+                self._send_refusal()
+            if self._has_sent_last:
                 self.transport.close()
             else:
                 self.send_400_response(self._fault)
@@ -169,22 +173,24 @@ class Connection(HttpToolsProtocol):
         finally:
             self._is_parsing = False
         if self._num_overhead > MAX_OVERHEAD_BYTES:
-            if self.is_between_requests and not self._has_said_all:
+            if self.is_between_requests and not self._has_sent_last:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
 
     def on_message_begin(self) -> None:
         """Begins to read a request."""
         super().on_message_begin()
-        cast("Scope", self.scope)[CONNECTION_LOST] = self._lost
+        scope: Any = self.scope
+        scope[CONNECTION_LOST] = self._lost
 
     def on_headers_complete(self) -> None:
         """Begins a request, unless it is refused at once, or its head offers an upgrade: that is read again without."""
-        self._say_refusal()
+        if self._refusal is not None:
+            self._refusal.send()
         self._unset_keepalive_if_required()  # an answer that has just gone has set it
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
-        if self._has_said_all:
+        if self._has_sent_last:
             self._is_refused = True
             return
         if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
@@ -210,7 +216,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_body = False
         if self._is_refused:
             self._is_refused = False
-            if self._has_said_all:
+            if self._has_sent_last:
                 self.transport.close()
             elif self._refusal is None:  # it was sent before the end of the body, which has unset the time
                 self.timeout_keep_alive_task = self.loop.call_later(
@@ -233,13 +239,13 @@ class Connection(HttpToolsProtocol):
 
         That of TLS cannot stay open for the one side alone.
         """
-        self._say_refusal()
-        if self._has_heard_all:  # the loop tells again when it has been asked to read on
+        self._send_refusal()
+        if self._has_received_eof:  # the loop tells again when it has been asked to read on
             return True
         if self.scheme == "https" or not self._is_busy:
             return False
-        self._has_heard_all = True
-        if not self._ahead:
+        self._has_received_eof = True
+        if not self._ahead.waiting:
             self.cycle.keep_alive = False
         HalfClose(self.transport, self._ask, self._whole_s + ASK_AFTER_S - self.loop.time())
         return True
@@ -251,7 +257,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the connection, and tells those who work for it."""
-        self._say_refusal()
+        self._send_refusal()
         self._writer.forget()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
@@ -261,7 +267,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Begins to end the connection."""
-        self._say_refusal()
+        self._send_refusal()
         super().shutdown()
 
     @property
@@ -275,23 +281,23 @@ class Connection(HttpToolsProtocol):
         """Whether neither side has anything left to do."""
         return self.is_between_requests and not self.transport.get_write_buffer_size()
 
-    def owed(self) -> Owed | None:
+    def pending_transfer(self) -> PendingTransfer | None:
         """Returns the transfer that waits for the client; None while the server works or another limit applies."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
-            return Owed(Part.ANSWER, self.cycle, self._writer.num_written - num_left)
+            return PendingTransfer(Part.RESPONSE, self.cycle, self._writer.num_written - num_left)
         if self._is_refused:
-            return Owed(Part.BODY, self.scope, self._num_received)
+            return PendingTransfer(Part.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
-            return None if is_timed else Owed(Part.HEAD, self.cycle, self._num_received)
+            return None if is_timed else PendingTransfer(Part.HEAD, self.cycle, self._num_received)
         if self._refusal is not None or self.flow.read_paused:  # the application has to read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None
         if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
-            return Owed(Part.BODY, self.cycle, self._num_received)
+            return PendingTransfer(Part.BODY, self.cycle, self._num_received)
         return None
 
     def refuse_body(self, reason: str) -> bool:
@@ -340,23 +346,24 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        cycle.transport = cast("asyncio.Transport", self._writer)
+        writer: Any = self._writer
+        cycle.transport = writer
         self._writer.begin(cycle)
         if cycle.scope["http_version"] == "1.0":
             app = CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
-    def _end_last_answer(self) -> None:
+    def _end_last_response(self) -> None:
         """Ends the connection; with a body on its way our side alone, which leaves the client its answer."""
-        if not self._is_in_body or self._has_heard_all:
+        if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
-        self._has_said_all = self._is_refused = True
+        self._has_sent_last = self._is_refused = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._writer.end_our_side()
 
-    def _say_refusal(self) -> None:
+    def _send_refusal(self) -> None:
         """Does not let a refusal wait any longer."""
         if self._refusal is not None:
             self._refusal.send()
@@ -377,24 +384,16 @@ class Connection(HttpToolsProtocol):
             self.on_response_complete()
             return
         self.server_state.total_requests += 1
-        self._has_said_all = True
-        self._end_last_answer()
-
-    def _parse(self, data: bytes) -> bytes:
-        """Parses up to a head that offers an upgrade; returns that head without the offer, and the bytes after it."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            if self.parser.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("a proxy is asked for") from upgrade
-            head = self._head_without_offer()
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser has it
-            return head + data[upgrade.args[0] :]
-        return b""
+        self._has_sent_last = True
+        self._end_last_response()
 
     def _head_without_offer(self) -> bytes:
+        """Returns the head that has been read, without its offer to upgrade, for a new parser."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("this server is no proxy")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser has it
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % header for header in _without_offer(self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -413,10 +412,13 @@ def _without_offer(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, 
 
 def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
     """Returns the fault in the Host header of a request (RFC 9112, section 3.2), None if there is none."""
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1:
-        return "The request has more than one Host header."
-    if not hosts:
+    host: bytes | None = None
+    for name, value in headers:
+        if name == b"host":
+            if host is not None:
+                return "The request has more than one Host header."
+            host = value
+    if host is None:
         return "The request has no Host header." if version == "1.1" else None
     # The parser keeps the spaces behind a value, which are no part of it (RFC 9112, section 5).
-    return None if _HOST.fullmatch(hosts[0].strip(b" \t")) else "The Host header is not valid."
+    return None if _HOST.fullmatch(host.strip(b" \t")) else "The Host header is not valid."

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from ..settings import ServerSettings
-from .connection import Connection, Owed, Part
+from .connection import Connection, Part, PendingTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ class _Wait:
     """A transfer that waits for its client.
 
     Attributes:
-        owed: At the last look.
+        transfer: At the last look.
         since_s: When it was seen first.
         moved_s: When its client was last seen to do something.
         looked_s: When the last look was.
         left_s: Seconds until it is too slow if nothing moves; below 0 it is.
     """
 
-    owed: Owed
+    transfer: PendingTransfer
     since_s: float
     moved_s: float
     looked_s: float
@@ -107,25 +107,25 @@ class ConnectionLimits:
         num_silent = 0
         slow: Counter[tuple[str, Part, str]] = Counter()
         for connection in tuple(self._connections):
-            owed = connection.owed()
-            if owed is None:
+            transfer = connection.pending_transfer()
+            if transfer is None:
                 continue
             wait = self._waits.get(connection)
-            if wait is None or wait.owed[:2] != owed[:2]:
-                wait = _Wait(owed, now_s, now_s, now_s, self._limits.grace_s)
+            if wait is None or wait.transfer[:2] != transfer[:2]:
+                wait = _Wait(transfer, now_s, now_s, now_s, self._limits.grace_s)
             else:
-                self._follow(wait, owed, now_s)
+                self._follow(wait, transfer, now_s)
             waits[connection] = wait
             reason = self._lateness(wait, now_s)
             if not reason:
                 continue
-            if owed.part is Part.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
-                slow[connection.client_text, owed.part, reason] += 1
+            if transfer.part is Part.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
+                slow[connection.client_text, transfer.part, reason] += 1
                 continue
-            if owed.part is Part.HEAD:
+            if transfer.part is Part.HEAD:
                 num_silent += 1
-            elif owed.part is Part.ANSWER:
-                slow[connection.client_text, owed.part, reason] += 1
+            elif transfer.part is Part.RESPONSE:
+                slow[connection.client_text, transfer.part, reason] += 1
                 self._on_slow()
             connection.transport.abort()
         self._waits = waits
@@ -134,23 +134,23 @@ class ConnectionLimits:
         for (client, part, reason), number in slow.items():
             logger.warning("%s", _slow_text(client, part, reason, number))
 
-    def _follow(self, wait: _Wait, owed: Owed, now_s: float) -> None:
+    def _follow(self, wait: _Wait, transfer: PendingTransfer, now_s: float) -> None:
         """Counts the seconds and the bytes since the last look."""
-        num_moved = owed.progress - wait.owed.progress
+        num_moved = transfer.progress - wait.transfer.progress
         if num_moved:
             wait.moved_s = now_s
         gained_s = max(num_moved, 0) / self._limits.min_rate if self._limits.min_rate else inf
         wait.left_s = min(wait.left_s - (now_s - wait.looked_s) + gained_s, self._limits.grace_s)
-        wait.owed, wait.looked_s = owed, now_s
+        wait.transfer, wait.looked_s = transfer, now_s
 
     def _lateness(self, wait: _Wait, now_s: float) -> str:
         """Returns the limit that a transfer has passed; "" if there is none."""
         limits = self._limits
-        if wait.owed.part is Part.HEAD:
+        if wait.transfer.part is Part.HEAD:
             return "its head has not come" if now_s - wait.since_s > HEAD_S else ""
         if wait.left_s < 0:
             return f"--min-transfer-rate is {limits.min_rate} bytes a second, --transfer-grace-s {limits.grace_s:g}"
-        if wait.owed.part is Part.BODY and now_s - wait.since_s > limits.body_s:
+        if wait.transfer.part is Part.BODY and now_s - wait.since_s > limits.body_s:
             return f"it has taken more than {limits.body_s:g} s, --request-timeout-s"
         return f"no byte has passed for {STALL_S:g} s" if now_s - wait.moved_s > STALL_S else ""
 

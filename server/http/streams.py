@@ -22,32 +22,28 @@ PARSE_BYTES: Final = 2048
 
 
 class ReadAhead(FlowControl):
-    """Bytes of requests that wait for earlier responses. While there are many, nothing more is read."""
+    """Bytes of requests that wait for earlier responses. While there are many, nothing more is read.
+
+    Attributes:
+        waiting: The bytes.
+    """
 
     def __init__(self, transport: object) -> None:
         super().__init__(transport)  # type: ignore[arg-type]
-        self._ahead = bytearray()
-
-    def __bool__(self) -> bool:
-        return bool(self._ahead)
-
-    @property
-    def num_bytes(self) -> int:
-        """How much waits."""
-        return len(self._ahead)
+        self.waiting = bytearray()
 
     def put(self, data: bytes) -> None:
         """Adds bytes."""
-        self._ahead += data
+        self.waiting += data
         if self._is_full:
             self.pause_reading()
 
     def take(self, num_bytes: int) -> bytes:
         """Returns the next part."""
         was_full = self._is_full
-        with memoryview(self._ahead) as view:
+        with memoryview(self.waiting) as view:
             part = bytes(view[:num_bytes])
-        del self._ahead[:num_bytes]
+        del self.waiting[:num_bytes]
         if was_full:
             self.resume_reading()
         return part
@@ -59,14 +55,14 @@ class ReadAhead(FlowControl):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._ahead) > MAX_AHEAD_BYTES
+        return len(self.waiting) > MAX_AHEAD_BYTES
 
 
 LINGER_S: Final = 30.0
 """Seconds for which bytes of the client are still read and discarded."""
 
 
-class AnswerWriter:
+class ResponseWriter:
     """The transport that uvicorn writes responses to.
 
     A head is written together with the first part of its body: one system call less, and the client wakes up once. A

@@ -212,8 +212,8 @@ class LoadShedder:
     @property
     def is_full(self) -> bool:
         """Whether `refusal` may refuse anything."""
-        only = self._models.only
-        return only is not None and only.engine.is_full
+        engine = self._models.only_engine
+        return engine is not None and engine.is_full
 
     def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
         """Refuses a POST whose head has been read. None if the engine can take it, or the application must refuse it.
@@ -223,8 +223,8 @@ class LoadShedder:
             scope: Of the request; its path is not known yet.
             answer: Sends the whole answer, later.
         """
-        only, route, headers = self._models.only, self._route(target), scope["headers"]
-        if only is None or route is None:
+        engine, route, headers = self._models.only_engine, self._route(target), scope["headers"]
+        if engine is None or route is None:
             return None
         for name, value in headers:
             if name == b"content-length" and int(value) > self._max_body_bytes:
@@ -237,11 +237,11 @@ class LoadShedder:
         except InvalidRequestError:
             return None
         try:
-            only.engine.check_room(client)
+            engine.check_room(client)
         except EngineError as error:
             refusal = Refusal(
                 error=error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
-                model=only.name,
+                model=self._models.entries[0].name,
                 route=route,
                 scope=scope,
                 cors=self._cors,

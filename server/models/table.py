@@ -174,12 +174,10 @@ class ModelTable:
         return [(target.engine, target.name) for target in self.engines()]
 
     @property
-    def only(self) -> Target | None:
-        """The target of all requests; None if there are several models or it is not loaded."""
+    def only_engine(self) -> AsyncEngine | None:
+        """The engine of all requests; None if there are several models or it is not loaded."""
         first = self.entries[0]
-        if len(self.entries) > 1 or first.engine is None or first.status is not ModelStatus.LOADED:
-            return None
-        return Target(first.engine, first.name, first.model.default_prompt_name)
+        return first.engine if len(self.entries) == 1 and first.status is ModelStatus.LOADED else None
 
     @property
     def is_ready(self) -> bool:

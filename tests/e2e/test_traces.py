@@ -27,7 +27,7 @@ LOOPS = ("server/commands/serve.py serve", "engine/core/core.py EngineCore.run")
 """Functions in which the processes wait for work."""
 
 TO_ENGINE = (
-    "server/transport/connection.py Connection.on_headers_complete",
+    "server/http/connection.py Connection.on_headers_complete",
     "server/app.py Application.__call__",
     "engine/tokenization/model_tokenizer.py ModelTokenizer.encode",
     "engine/client/replica.py Replica.run",
@@ -42,7 +42,7 @@ IN_ENGINE = (
 )
 TO_CLIENT = (
     "engine/client/replica.py Replica.receive_rows",
-    "server/transport/streams.py AnswerWriter.write",
+    "server/http/streams.py ResponseWriter.write",
 )
 CHUNK = (
     "engine/scheduling/chunked_prefill.py ChunkedPrefillManager.schedule_chunk",

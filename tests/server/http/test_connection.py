@@ -18,7 +18,7 @@ from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
 from penstock.server.http import streams
-from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Owed, Part
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part, PendingTransfer
 from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
 from penstock.server.middleware.requests import BodyLimitMiddleware
@@ -164,14 +164,14 @@ async def test_what_is_no_http_gets_400() -> None:
 
 @pytest.mark.parametrize(
     ("part", "silent_s", "slow_s"),
-    [(Part.HEAD, HEAD_S, HEAD_S), (Part.BODY, STALL_S, 600.0), (Part.ANSWER, STALL_S, inf)],
+    [(Part.HEAD, HEAD_S, HEAD_S), (Part.BODY, STALL_S, 600.0), (Part.RESPONSE, STALL_S, inf)],
 )
 async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: float) -> None:
     aborted: list[str] = []
 
     class Client:
         def __init__(self, name: str) -> None:
-            self.owed = lambda: owed[name]
+            self.pending_transfer = lambda: owed[name]
             self.transport = SimpleNamespace(abort=lambda: aborted.append(name))
             self.client_text = name
 
@@ -179,15 +179,15 @@ async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: f
             return False
 
     clients: list[Any] = [Client(name) for name in ("silent", "slow", "done")]
-    owed: dict[str, Owed | None] = {}
+    owed: dict[str, PendingTransfer | None] = {}
     now_s = 0.0
     limits = ConnectionLimits(clients, TransferLimits(body_s=600.0), now=lambda: now_s)
     request = object()
     gone_s: dict[str, float] = {}
     while now_s < 1_000:
-        owed["silent"] = Owed(part, request, 1)
-        owed["slow"] = Owed(part, request, int(now_s))
-        owed["done"] = Owed(part, object(), 1) if now_s % 50 else None
+        owed["silent"] = PendingTransfer(part, request, 1)
+        owed["slow"] = PendingTransfer(part, request, int(now_s))
+        owed["done"] = PendingTransfer(part, object(), 1) if now_s % 50 else None
         await limits.enforce()
         for name in aborted:
             gone_s.setdefault(name, now_s)
@@ -198,7 +198,7 @@ async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: f
 
 
 def owed_parts(server: HttpServer) -> list[Part | None]:
-    owed = [connection.owed() for connection in server.server_state.connections]  # type: ignore[union-attr]
+    owed = [connection.pending_transfer() for connection in server.server_state.connections]  # type: ignore[union-attr]
     return [None if each is None else each.part for each in owed]
 
 
@@ -220,7 +220,7 @@ async def test_what_a_client_owes() -> None:
     async with running(answer_much) as (server, port):
         client = socket.create_connection(("127.0.0.1", port))
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await until(lambda: owed_parts(server) == ["answer"])
+        await until(lambda: owed_parts(server) == ["response"])
         client.close()
 
 
@@ -232,12 +232,12 @@ async def test_a_slow_reader_is_seen_to_read() -> None:
     async with running(answer_much) as (server, port):
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: owed_parts(server) == ["answer"])
+            await until(lambda: owed_parts(server) == ["response"])
             (connection,) = server.server_state.connections
             client.setblocking(False)
             seen = set()
             while len(seen) < 5:
-                owed = connection.owed()  # type: ignore[union-attr]
+                owed = connection.pending_transfer()  # type: ignore[union-attr]
                 assert owed is not None, "all was read, and the server saw nothing of it"
                 seen.add(owed.progress)
                 with contextlib.suppress(BlockingIOError):

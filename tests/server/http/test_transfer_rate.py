@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.http.connection import Owed, Part
+from penstock.server.http.connection import Part, PendingTransfer
 from penstock.server.http.connection_limits import ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
 
@@ -45,9 +45,9 @@ class Transfer:
         self.is_waiting = True
         self.is_refused = False
 
-    def owed(self) -> Owed | None:
+    def pending_transfer(self) -> PendingTransfer | None:
         progress = int(self._rate(self._clock.now_s))
-        return Owed(self.part, self._request, progress) if self.is_waiting and not self.ended else None
+        return PendingTransfer(self.part, self._request, progress) if self.is_waiting and not self.ended else None
 
     def refuse_body(self, reason: str) -> bool:
         self.ended.append((reason, self._clock.now_s))
@@ -106,12 +106,12 @@ async def test_reason_of_a_408_names_the_limit(limits: TransferLimits, rate: int
 
 async def test_slow_reader_is_reset_after_the_grace_period() -> None:
     clock = Clock()
-    transfer = Transfer(Part.ANSWER, clock, lambda now_s: 256 * now_s)
+    transfer = Transfer(Part.RESPONSE, clock, lambda now_s: 256 * now_s)
     assert await enforce(clock, [transfer], 300) == 1
     assert transfer.ended == [("reset", 35.0)]
 
 
-@pytest.mark.parametrize("part", [Part.BODY, Part.ANSWER])
+@pytest.mark.parametrize("part", [Part.BODY, Part.RESPONSE])
 @pytest.mark.parametrize(
     "rate",
     [
@@ -129,14 +129,14 @@ async def test_transfer_above_the_rate_goes_on(part: Part, rate: Callable[[float
 
 async def test_fast_start_does_not_pay_for_a_slow_rest() -> None:
     clock = Clock()
-    transfer = Transfer(Part.ANSWER, clock, lambda now_s: 10**9 if now_s else 0)
+    transfer = Transfer(Part.RESPONSE, clock, lambda now_s: 10**9 if now_s else 0)
     await enforce(clock, [transfer], 300)
     assert transfer.ended == [("reset", 40.0)]
 
 
 async def test_time_in_which_the_server_has_to_act_is_free() -> None:
     clock = Clock()
-    transfer = Transfer(Part.ANSWER, clock, lambda now_s: 0)
+    transfer = Transfer(Part.RESPONSE, clock, lambda now_s: 0)
     limits = ConnectionLimits([transfer], LIMITS, now=clock)  # type: ignore[list-item]
     for _ in range(40):  # 25 s of waiting for the client, 25 s for the engine
         transfer.is_waiting = clock.now_s % 50 < 25
@@ -160,7 +160,7 @@ async def owing(server: HttpServer, part: Part) -> Any:
     async with asyncio.timeout(120):
         while True:
             for connection in server.server_state.connections:
-                owed = connection.owed()  # type: ignore[union-attr]
+                owed = connection.pending_transfer()  # type: ignore[union-attr]
                 if owed is not None and owed.part is part:
                     return connection
             await asyncio.sleep(0.01)
@@ -206,7 +206,7 @@ async def test_body_that_waits_for_100_continue_is_not_slow() -> None:
             while not any(getattr(c, "cycle", None) for c in server.server_state.connections):
                 await asyncio.sleep(0.01)
         (connection,) = server.server_state.connections
-        assert connection.owed() is None  # type: ignore[union-attr]
+        assert connection.pending_transfer() is None  # type: ignore[union-attr]
         begun.set()
         await owing(server, Part.BODY)
         writer.close()
@@ -227,7 +227,7 @@ async def test_body_that_the_application_does_not_read_is_not_slow() -> None:
             while not any(c.flow.read_paused for c in server.server_state.connections):  # type: ignore[union-attr]
                 await asyncio.sleep(0.01)
         (connection,) = server.server_state.connections
-        assert connection.owed() is None  # type: ignore[union-attr]
+        assert connection.pending_transfer() is None  # type: ignore[union-attr]
         begun.set()
         await owing(server, Part.BODY)
         writer.close()
@@ -248,10 +248,10 @@ async def test_reader_that_stops_loses_its_connection() -> None:
         limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)  # type: ignore[arg-type]
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await owing(server, Part.ANSWER)
+            await owing(server, Part.RESPONSE)
             moved, num_equal = -1, 0
             while num_equal < 20:  # until the system's buffers are full
-                owed = (await owing(server, Part.ANSWER)).owed()
+                owed = (await owing(server, Part.RESPONSE)).pending_transfer()
                 num_equal, moved = (num_equal + 1 if owed.progress == moved else 0), owed.progress
                 await asyncio.sleep(0.02)
             for now_s in (0.0, 5.0, 40.0):

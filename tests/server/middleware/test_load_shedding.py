@@ -308,7 +308,7 @@ async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkey
         writer.write(request("/v1/embeddings", {"input": "a"}))
         connection = await at_work(server)
         assert not connection.is_idle
-        assert connection.owed() is None
+        assert connection.pending_transfer() is None
         async with asyncio.timeout(120):
             connection.shutdown()
             assert (await reader.read()).startswith(b"HTTP/1.1 429 ")
@@ -403,11 +403,11 @@ async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
         writer.write(sent[:-3])
         assert (await read_answer(reader)).status == 429
         (connection,) = server.server_state.connections
-        owed = connection.owed()  # type: ignore[union-attr]
+        owed = connection.pending_transfer()  # type: ignore[union-attr]
         assert owed is not None
         assert owed.part is Part.BODY
         writer.write(sent[-3:])
-        await until(lambda: connection.owed() is None)  # type: ignore[union-attr]
+        await until(lambda: connection.pending_transfer() is None)  # type: ignore[union-attr]
         assert connection.timeout_keep_alive_task is not None
         engine.failure = None
         writer.write(sent)
