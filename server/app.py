@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,9 @@ from .http.connection import SHEDDER
 from .http.connection_limits import file_limit
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
+from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
 from .middleware.load_shedding import LoadShedder, RefusalPace
-from .middleware.requests import (
-    BodyLimitMiddleware,
-    RequestMiddleware,
-    UnexpectedErrorMiddleware,
-)
+from .middleware.requests import BodyLimitMiddleware, RequestMiddleware
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
@@ -51,7 +48,7 @@ from .routes import (
     tei,
     vllm,
 )
-from .routing import JsonDispatcher, RouteTable
+from .routing import RouteTable
 from .settings import ServerSettings
 
 
@@ -162,7 +159,6 @@ def create_app(
     app.state.routes = routes
     app.router.redirect_slashes = False
     install_error_handlers(app)
-    # FastAPI would answer unexpected errors in plain text: this layer catches the errors of its routes first.
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
     layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release_response, table.release)
@@ -170,7 +166,7 @@ def create_app(
         app.state.batches = batches
         context.metrics.register(BatchMetrics(batches))
         layers = LiveTrafficMiddleware(layers, batches.traffic)
-    layers = UnexpectedErrorMiddleware(BodyLimitMiddleware(layers, admission))
+    layers = BodyLimitMiddleware(layers, admission)
     if keys.are_required or admin_keys.are_required:
         layers = AuthMiddleware(layers, keys, admin_keys)
     if settings.cors_origins:
@@ -201,17 +197,16 @@ class Application(DocumentedApp):
         layers: Answer HTTP requests, some of them with `own_layers`.
     """
 
-    layers: ASGIApp
+    layers: RequestMiddleware
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; FastAPI begins and ends the lifespan."""
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Responds to a request; FastAPI begins and ends the lifespan."""
         if scope["type"] != "http":
-            await self.own_layers(scope, receive, send)
-            return
+            return self.own_layers(scope, receive, send)
         scope["app"] = self
-        await self.layers(scope, receive, send)
+        return self.layers(scope, receive, send)
 
     @property
-    def own_layers(self) -> ASGIApp:
+    def own_layers(self) -> Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]:
         """FastAPI's own handling of a request."""
         return super().__call__

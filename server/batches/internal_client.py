@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -11,21 +10,15 @@ from typing import Final, NamedTuple
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
-from penstock.engine.protocol.errors import drop_tracebacks
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..dialects import OPENAI
-from ..errors import HIDDEN_MESSAGE
 from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
 from ..models.table import IS_PATIENT
 from ..observability.timing import REQUEST, RequestRecord
 from ..routing import RouteTable
 
-logger = logging.getLogger(__name__)
-
 _HEADERS: Final = [(b"content-type", b"application/json"), (b"x-priority", str(MAX_PRIORITY).encode())]
-_FAILED: Final = OPENAI.status_error(500, HIDDEN_MESSAGE).body
 
 
 class RouteResponse(NamedTuple):
@@ -120,7 +113,7 @@ class InternalClient:
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
         self._routes.enter(scope)
-        status, headers, pieces = 500, {b"content-type": b"application/json"}, [_FAILED]
+        status, headers, pieces = 500, dict[bytes, bytes](), list[bytes]()
 
         async def receive() -> Message:
             return {"type": "http.request", "body": content, "more_body": False}
@@ -129,7 +122,6 @@ class InternalClient:
             nonlocal status, headers
             if message["type"] == "http.response.start":
                 status, headers = message["status"], dict(message["headers"])
-                pieces.clear()
             else:
                 pieces.append(bytes(message.get("body", b"")))
 
@@ -137,9 +129,6 @@ class InternalClient:
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         try:
             await self._paths(scope, receive, receive_response)
-        except Exception as error:
-            logger.exception("request %s failed unexpectedly", scope["request_id"])
-            drop_tracebacks(error)
         finally:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)

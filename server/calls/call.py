@@ -6,7 +6,8 @@ shapes the result:
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
     call.reserve(size_of_numbers(...), param="inputs")
-    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, call.options()))
+    result = await call.engine.embed(body.inputs, params, call.options())
+    call.count(PoolingTask.EMBED, result)
     return call.respond({**call.head("embd"), "data": ...})
 """
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Collection, Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from fastapi import Request, Response
 
@@ -28,9 +29,8 @@ from ..admission import AnswerSize
 from ..http.json_responses import json_answer
 from ..http.request_head import limits_of
 from ..models.table import Target
-from ..routing import runs_model
 from ..schemas.options import RequestBody
-from .context import ClientWatch, ServerContext, context_of
+from .context import ServerContext, context_of
 from .prompts import prompt_for
 from .sizes import check_num_ids, size_of_token_rows
 
@@ -38,8 +38,6 @@ EMBEDDERS: Final = (ModelKind.EMBEDDING,)
 RERANKERS: Final = (ModelKind.CROSS_ENCODER,)
 CLASSIFIERS: Final = (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.TOKEN_CLASSIFIER)
 FEWER_INPUTS: Final = "Send fewer inputs at once."
-
-T = TypeVar("T")
 
 
 class Result(Protocol):
@@ -49,9 +47,6 @@ class Result(Protocol):
     def num_tokens(self) -> Sequence[int]:
         """Tokens of each input."""
         ...
-
-
-R = TypeVar("R", bound=Result)
 
 
 class Call:
@@ -65,7 +60,7 @@ class Call:
         info: The facts of the model.
         name: The model's name, as the response shows it.
         began_s: Seconds, of time.perf_counter(). When the handler began.
-        num_tokens: Tokens of all inputs, after `run`.
+        num_tokens: Tokens of all inputs, after `count`.
     """
 
     __slots__ = ("began_s", "context", "engine", "info", "name", "num_tokens", "request", "target")
@@ -92,16 +87,11 @@ class Call:
         Raises:
             EngineUnavailableError: The model is being loaded, or cannot be.
             ModelNotFoundError: No model has this name; the message lists those that are served.
-            RequestCancelledError: The client hung up while the model was loaded.
-            DeadlineExceededError: The deadline of the request passed meanwhile.
         """
         began_s, context = time.perf_counter(), context_of(request)
         target = context.models.find(model, request.scope, kinds)
         if target is None:
-            if runs_model(request.scope):
-                limits_of(request.scope)  # raises for wrong headers: the watch reads them later
-            with ClientWatch(request):
-                target = await context.models.load(model, request.scope, kinds)
+            target = await context.models.load(model, request.scope, kinds)
         return cls(request, context, target, began_s)
 
     def check_count(self, inputs: Sized, param: str) -> None:
@@ -175,17 +165,9 @@ class Call:
         options = self.options(prompt.name, priority=priority)
         return replace(options, prompt=prompt.text, is_query=prompt.is_query)
 
-    async def watch(self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises the errors of ClientWatch."""
-        with ClientWatch(self.request):
-            return await work
-
-    async def run(self, task: str, work: Awaitable[R]) -> R:
-        """Returns the result of an engine call and counts its tokens under the name of the task in the metrics."""
-        with ClientWatch(self.request):
-            result = await work
+    def count(self, task: str, result: Result) -> None:
+        """Counts the tokens of an engine result under the name of the task in the metrics."""
         self.num_tokens = self.context.metrics.count(task, result.num_tokens)
-        return result
 
     def head(self, kind: str) -> dict[str, Any]:
         """Returns a response in OpenAI's shape, but for its `data`. Its id begins with `kind`."""

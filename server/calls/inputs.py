@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from penstock.engine import AsyncEngine, RequestOptions
+from penstock.engine import RequestOptions
 
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.inputs import Text
@@ -42,7 +42,7 @@ async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) 
         if body.add_special_tokens is False:
             options = replace(options, add_special_tokens=False)
         return body.texts(), options
-    texts: list[Text] = [*await call.watch(call.engine.render_chats(body.messages, body.chat_options()))]
+    texts: list[Text] = [*await call.engine.render_chats(body.messages, body.chat_options())]
     return texts, replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
 
 
@@ -57,17 +57,13 @@ async def cut_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)
-    return await call.watch(_cut(call.engine, texts, max_num_tokens))
-
-
-async def _cut(engine: AsyncEngine, texts: Sequence[str], max_num_tokens: int) -> list[str]:
     most_chars = max(_MOST_CHARS_PER_TOKEN * max_num_tokens, _FEWEST_CHARS)
     read = [text[:most_chars] for text in texts]
     token_ids: list[list[int]] = []
     for start in range(0, len(read), _TEXTS_TOGETHER):  # all ids of all texts would take ten times their memory
-        some = await engine.tokenize(read[start : start + _TEXTS_TOGETHER], add_special_tokens=False)
+        some = await call.engine.tokenize(read[start : start + _TEXTS_TOGETHER], add_special_tokens=False)
         token_ids += [ids[: max_num_tokens + 1] for ids in some]
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
-    cut = await engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
+    cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])
     replaced = dict(zip(too_long, cut, strict=True))
     return [replaced.get(i, text) for i, text in enumerate(read)]

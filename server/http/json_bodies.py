@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -101,6 +101,30 @@ def parsed(schema: type[Body], body: object) -> Body:
         raise invalid_body(error, body) from error
     checked.check_keys()
     return checked
+
+
+class BodyParser:
+    """Parses the bodies of one route.
+
+    Args:
+        annotation: Of the route's argument `body`: a schema, several with a discriminator, or a dict.
+    """
+
+    def __init__(self, annotation: Any) -> None:
+        adapter = TypeAdapter[Any](annotation)
+        self._validate = adapter.validator.validate_python
+        self._has_schema = adapter.core_schema["type"] != "dict"
+        self.tag_of = tag_rule(annotation)
+
+    def parse(self, value: Any) -> Any:
+        """Returns a body, or a dict if there is no schema. Raises RequestValidationError; see `parsed`."""
+        try:
+            body = self._validate(value)
+        except ValidationError as error:
+            raise invalid_body(error, value) from error
+        if self._has_schema and body.__pydantic_extra__:
+            body.check_keys()
+        return body
 
 
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:

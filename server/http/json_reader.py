@@ -8,7 +8,7 @@ one `orjson.loads` parses it, which takes about 2.5 ms for each MiB.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 import orjson
@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive
 
 from ..admission import SMALL_BODY_BYTES, AdmissionController, BodyMemory
+from .shown_values import shown
 
 WEIGHT: Final = 8
 """Values that a text, a list, an object or a key counts as: it takes more memory and time than a number."""
@@ -145,3 +146,51 @@ async def _whole(receive: Receive) -> bytes | bytearray:
         if not message.get("more_body", False):
             return body
     raise HTTPException(400, "The body has not come whole.")
+
+
+def check_media(
+    content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
+) -> None:
+    """Checks that a body may be read as JSON.
+
+    Browsers send requests of some other types, or of none, to any server without a CORS preflight. A web page of
+    another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
+
+    Args:
+        content_type: Of the body; "" if there is none.
+        headers: Of the request.
+        origins: Allowed origins of web pages; "*" allows all.
+        takes_any: Other types are accepted too.
+
+    Raises:
+        HTTPException: 415, the body may not be read.
+    """
+    media = content_type.partition(";")[0].strip().lower()
+    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
+        return
+    found = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
+    if is_from_other_origin(headers, origins):
+        raise HTTPException(415, f"{found}; a web page of another origin must send application/json.")
+    if media and not takes_any:
+        raise HTTPException(415, f"{found}; send application/json.")
+
+
+def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:
+    """Returns whether a browser sent the request for a page of another origin that is not allowed.
+
+    Sec-Fetch-Site decides if there is one: a proxy may have changed Host. Without it Origin is compared with Host, but
+    not the schemes: behind a TLS proxy the server sees http while its pages have https.
+    """
+    host, origins, sites = b"", list[bytes](), list[bytes]()
+    for name, value in headers:
+        if name == b"host":
+            host = value.strip().lower()
+        elif name == b"origin":
+            origins.append(value.strip())
+        elif name == b"sec-fetch-site":
+            sites.append(value.strip().lower())
+    if origins and ("*" in allowed or all(origin.decode("latin-1") in allowed for origin in origins)):
+        return False
+    if sites:
+        return any(site not in (b"same-origin", b"none") for site in sites)
+    return any(origin.lower().partition(b"://")[2] != host for origin in origins)

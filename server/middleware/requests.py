@@ -1,4 +1,4 @@
-"""Layers around every request: its route, id and times, the limits of its body, and unexpected errors.
+"""Layers around every request: its route, id and times, and the limits of its body.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Awaitable, Sequence
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.protocol.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     RefusalReason,
-    drop_tracebacks,
 )
 from penstock.engine.protocol.request import STAGE_TIMES
 
@@ -30,7 +30,6 @@ from ..admission import (
     note_refusal,
 )
 from ..dialects import dialect_of
-from ..errors import HIDDEN_MESSAGE
 from ..http.connection import SLOW_BODY
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIds, canonical_path
@@ -85,7 +84,13 @@ class RequestMiddleware:
                 await send(message)
 
         try:
-            await self.app(scope, receive, send_or_hold)
+            try:
+                await self.app(scope, receive, send_or_hold)
+            except asyncio.CancelledError:
+                # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
+                if record.has_begun:
+                    raise
+                await _given_up(scope)(scope, receive, send_or_hold)
             if held:
                 await self._wait_for_release(scope)
                 head, *body = held
@@ -122,6 +127,18 @@ def _started(head: Message, record: RequestRecord) -> Message:
     return {**head, "headers": [*head.get("headers", ()), *own]}
 
 
+def _given_up(scope: Scope) -> Response:
+    """Returns the 503 of a request that the server has cancelled."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
+    logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
+    error = EngineUnavailableError(
+        "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
+    )
+    note_refusal(scope, error)
+    return dialect_of(scope).engine_error(error, scope["request_id"])
+
+
 async def _send_in_parts(message: Message, send: Send) -> None:
     """Sends a large part of a body in smaller parts, so that a slow reader counts as reading."""
     body = memoryview(message["body"])
@@ -129,46 +146,6 @@ async def _send_in_parts(message: Message, send: Send) -> None:
         end = start + PART_BYTES
         is_followed = end < len(body) or message.get("more_body", False)
         await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
-
-
-class UnexpectedErrorMiddleware:
-    """Answers unexpected errors: the log gets the traceback, the client a request id."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a 500, or a 503 where the server ends first, unless the response has already begun."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        try:
-            await self.app(scope, receive, send)
-        except asyncio.CancelledError:
-            # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
-            if _has_begun():
-                raise
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-            logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
-            error = EngineUnavailableError(
-                "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
-            )
-            note_refusal(scope, error)
-            await dialect_of(scope).engine_error(error, scope["request_id"])(scope, receive, send)
-        except Exception as error:
-            logger.exception("request %s failed unexpectedly", scope["request_id"])
-            if _has_begun():
-                raise
-            drop_tracebacks(error)
-            response = dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
-            await response(scope, receive, send)
-
-
-def _has_begun() -> bool:
-    """Whether the response to the request of the current task has started."""
-    record = REQUEST.get()
-    return record is not None and record.has_begun
 
 
 class BodyLimitMiddleware:

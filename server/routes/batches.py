@@ -20,9 +20,10 @@ from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody
+from ..http.json_reader import is_from_other_origin
 from ..http.json_responses import json_response
 from ..http.shown_values import shown
-from ..routing import Router, is_from_other_origin
+from ..routing import Router
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 
 FILES: Final = "/v1/files"
@@ -123,7 +124,7 @@ async def delete_file(request: Request, file_id: FileId) -> Response:
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post("/v1/batches", response_model=BatchObject)
+@router.post("/v1/batches", ends_with_client=False, response_model=BatchObject)
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Begins to answer the requests of a file, one by one, while nobody else wants the model."""
     return json_response((await _batches(request).create(body, _owner(request))).shown())

@@ -253,7 +253,8 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     if body.inputs is not None:
         call.reserve(size_of_texts(body.inputs), param="inputs")
     texts, options = await engine_inputs(call, body, options)
-    result = await call.run(PoolingTask.CLASSIFY, _classes(call.engine, body, texts, options))
+    result = await _classes(call.engine, body, texts, options)
+    call.count(PoolingTask.CLASSIFY, result)
     head = call.head("classify")
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
@@ -312,8 +313,8 @@ async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
         )
     options = call.reserve_rows(call.options(priority=body.priority), names_tokens=True)
     texts, options = await engine_inputs(call, body, options)
-    work = call.engine.token_classify(texts, body.pooling_params(), options)
-    result = await call.run(PoolingTask.TOKEN_CLASSIFY, work)
+    result = await call.engine.token_classify(texts, body.pooling_params(), options)
+    call.count(PoolingTask.TOKEN_CLASSIFY, result)
     ids = sorted({token_id for own in result.token_ids for token_id in own})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = _token_rows(result, dict(zip(ids, words, strict=True)))

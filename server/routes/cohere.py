@@ -229,7 +229,8 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     types: list[EmbeddingType] = body.embedding_types or ["float"]
     vectors = size_of_numbers(len(texts) * width, num_forms=len(types))
     call.reserve(vectors.plus(size_of_texts(texts)), param=param)
-    result = await call.run(PoolingTask.EMBED, call.engine.embed(texts, params, options))
+    result = await call.engine.embed(texts, params, options)
+    call.count(PoolingTask.EMBED, result)
     rows = np.ascontiguousarray(result.embeddings)
     return call.respond(
         {
@@ -250,13 +251,12 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
     """Returns the tokens of a text, without the special ones that the model puts around it."""
     call = await Call.start(request, body.model)
     check_num_chars(len(body.text), "text")
-    tokenized = call.engine.tokenize(
+    (token_ids,) = await call.engine.tokenize(
         [body.text], add_special_tokens=False, on_count=lambda num_tokens: check_num_tokens(num_tokens, "text")
     )
-    (token_ids,) = await call.watch(tokenized)
     call.reserve(size_of_tokens(len(token_ids)), param="text")
     known = sorted(set(token_ids))
-    words = await call.watch(call.engine.detokenize([[token_id] for token_id in known], skip_special_tokens=False))
+    words = await call.engine.detokenize([[token_id] for token_id in known], skip_special_tokens=False)
     texts = dict(zip(known, words, strict=True))
     strings = (texts[token_id] for token_id in token_ids)
     content = {"tokens": token_ids, "token_strings": strings, "meta": _version_meta()}
@@ -268,7 +268,7 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
     """Returns the text of tokens."""
     call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
-    (text,) = await call.watch(call.engine.detokenize([body.tokens]))
+    (text,) = await call.engine.detokenize([body.tokens])
     call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
     return call.respond({"text": text, "meta": _version_meta()})
 

@@ -148,7 +148,8 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
     if PoolingTask.SPARSE_EMBED in tasks:
         call.reserve(size_of_sparse(body.num_inputs()))
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
-    result = await call.run("+".join(tasks), call.engine.embed_combined(texts, tasks, params, options))
+    result = await call.engine.embed_combined(texts, tasks, params, options)
+    call.count("+".join(tasks), result)
     columns: dict[str, list[Any]] = {}
     if result.embeddings is not None:
         columns["dense"] = lazy_rows(result.embeddings, encoding)

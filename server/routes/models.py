@@ -104,7 +104,7 @@ async def get_model(name: str, request: Request) -> Response:
     return json_response(_card(context, context.models.describe(name)))
 
 
-@admin_router.post("/models/load", access=Access.ADMIN_KEY, response_model=ModelCard)
+@admin_router.post("/models/load", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def load(body: ModelRequest, request: Request) -> Response:
     """Loads a model and answers when it can serve. What it takes may make others go."""
     context = context_of(request)
@@ -112,7 +112,7 @@ async def load(body: ModelRequest, request: Request) -> Response:
     return json_response(_card(context, context.models.describe(body.model)))
 
 
-@admin_router.post("/models/unload", access=Access.ADMIN_KEY, response_model=ModelCard)
+@admin_router.post("/models/unload", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def unload(body: ModelRequest, request: Request) -> Response:
     """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
     context = context_of(request)

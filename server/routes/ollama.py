@@ -31,7 +31,7 @@ from ..http.json_responses import json_response
 from ..http.shown_values import short_count, shown
 from ..models.served_model import ModelEntry
 from ..models.weight_files import WeightFiles
-from ..routing import Access, Router, answer_as
+from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, RequestBody, Width
@@ -261,7 +261,8 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     params = body.pooling_params(call.info)
     call.reserve(size_of_numbers(len(body.input) * vector_width(call.info, params)))
     options = call.options(call.target.default_prompt_name)
-    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.input, params, options))
+    result = await call.engine.embed(body.input, params, options)
+    call.count(PoolingTask.EMBED, result)
     return call.respond(
         {
             "model": body.model or call.info.name,
@@ -278,8 +279,8 @@ async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response
     """Embeds one text; /api/embed is newer."""
     call = await _start(request, body)
     options = call.options(call.target.default_prompt_name)
-    work = call.engine.embed([body.prompt], body.pooling_params(call.info), options)
-    result = await call.run(PoolingTask.EMBED, work)
+    result = await call.engine.embed([body.prompt], body.pooling_params(call.info), options)
+    call.count(PoolingTask.EMBED, result)
     return json_response({"embedding": result.embeddings[0]})
 
 
@@ -355,7 +356,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
     """Refuses to generate text. Ollama's clients load or unload a model by a request without a prompt."""
     life = body.life() if request.scope["path"].startswith("/api/") else None
     if life is not None:
-        return await answer_as(load_or_let_go, OllamaLifeRequest, life, request)
+        return await respond_as(load_or_let_go, OllamaLifeRequest, life, request)
     served = "; ".join(
         name if info is None else f"{name} ({', '.join(info.tasks)})"
         for _, name, info in context_of(request).models.describe_all()

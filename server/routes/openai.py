@@ -185,7 +185,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     call.reserve(size_of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
     texts, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
-    result = await call.run(PoolingTask.EMBED, embed(texts, params, options))
+    result = await embed(texts, params, options)
+    call.count(PoolingTask.EMBED, result)
     return vectors_response(request, call.head("embd"), result.embeddings, encodings)
 
 
@@ -205,7 +206,8 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     call = await Call.start(request, body.model, EMBEDDERS)
     params, encodings, options = _checked(call, body)
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
-    result = await call.run(PoolingTask.TOKEN_EMBED, call.engine.token_embed(texts, params, options))
+    result = await call.engine.token_embed(texts, params, options)
+    call.count(PoolingTask.TOKEN_EMBED, result)
     return vectors_response(request, call.head("embd"), result.rows, encodings, name="embeddings")
 
 

@@ -17,7 +17,7 @@ from penstock.engine.model_files.resolve import resolved_table
 
 from .. import penstock_version
 from ..calls.call import Call
-from ..calls.context import context_of
+from ..calls.context import ClientWatch, context_of
 from ..dialects import PENSTOCK, Responses
 from ..http.json_responses import json_response
 from ..routing import Access, Router
@@ -154,7 +154,8 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 @operator_router.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
     """The settings of the tokenizer, as in tokenizer_config.json."""
-    call = await Call.start(request, model)
+    with ClientWatch(request):
+        call = await Call.start(request, model)
     try:
         return json_response(call.engine.tokenizer_config)
     finally:

@@ -284,7 +284,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     )
     (query,) = await cut_texts(call, [body.query], body.max_tokens_per_query)
     documents = await cut_texts(call, texts, body.max_tokens_per_doc)
-    result = await call.run(RERANK, call.engine.score([query], documents, body.pooling_params(), options))
+    result = await call.engine.score([query], documents, body.pooling_params(), options)
+    call.count(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
     scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
@@ -312,7 +313,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
     queries = await cut_texts(call, getattr(body, left), body.max_tokens_per_query)
     documents = await cut_texts(call, getattr(body, right), body.max_tokens_per_doc)
-    result = await call.run(PoolingTask.SCORE, call.engine.score(queries, documents, body.pooling_params(), options))
+    result = await call.engine.score(queries, documents, body.pooling_params(), options)
+    call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
     return call.respond({**call.head("score"), "data": rows})
 

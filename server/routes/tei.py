@@ -39,7 +39,7 @@ from ..dialects import TEI
 from ..http.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
 from ..http.json_responses import json_array, json_response
 from ..http.shown_values import shown
-from ..routing import Access, BatchUse, Router, answer_as
+from ..routing import Access, BatchUse, Router, respond_as
 from ..schemas.tei import (
     TeiDecodeRequest,
     TeiEmbedRequest,
@@ -107,7 +107,8 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     params = body.pooling_params()
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_numbers(len(body.inputs) * vector_width(call.info, params)), param="inputs")
-    result = await call.run(PoolingTask.EMBED, call.engine.embed(body.inputs, params, options))
+    result = await call.engine.embed(body.inputs, params, options)
+    call.count(PoolingTask.EMBED, result)
     return _respond(call, np.ascontiguousarray(result.embeddings), num_chars=sum(map(len, body.inputs)))
 
 
@@ -124,7 +125,8 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
         params = params.clone(normalize=False)
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     options = call.reserve_rows(options, param="inputs")
-    result = await call.run(PoolingTask.TOKEN_EMBED, call.engine.token_embed(body.inputs, params, options))
+    result = await call.engine.token_embed(body.inputs, params, options)
+    call.count(PoolingTask.TOKEN_EMBED, result)
     return _respond(call, [json_array(rows) for rows in result.rows], num_chars=sum(map(len, body.inputs)))
 
 
@@ -137,8 +139,8 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
     call.check_count(body.inputs, "inputs")
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
     call.reserve(size_of_sparse(len(body.inputs)), param="inputs")
-    work = call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
-    result = await call.run(PoolingTask.SPARSE_EMBED, work)
+    result = await call.engine.sparse_embed(body.inputs, body.pooling_params(), options)
+    call.count(PoolingTask.SPARSE_EMBED, result)
     call.reserve(size_beyond_expected(result.vectors), param="inputs")
     return _respond(call, _sparse_rows(result.vectors), num_chars=sum(map(len, body.inputs)))
 
@@ -156,7 +158,8 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     if options.prompt_name is None:
         options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
     call.reserve(size_of_numbers(len(sentences)), param="inputs.sentences")
-    result = await call.run(PoolingTask.SCORE, call.engine.score([source], sentences, body.pooling_params(), options))
+    result = await call.engine.score([source], sentences, body.pooling_params(), options)
+    call.count(PoolingTask.SCORE, result)
     num_chars = len(source) + sum(map(len, sentences))
     return _respond(call, result.scores, num_chars=num_chars)
 
@@ -180,7 +183,8 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
         )
     options = call.options(priority=body.priority)
     call.reserve(size_of_classes(len(entries), info.labels, are_named=True), param="inputs")
-    result = await call.run(PoolingTask.CLASSIFY, _classify(call.engine, body, options))
+    result = await _classify(call.engine, body, options)
+    call.count(PoolingTask.CLASSIFY, result)
     scores = result.scores if body.is_raw else _probabilities(result.scores, info)
     rows = prediction_rows(scores, result.labels, body.top_k)
     num_chars = sum(len(text) for entry in entries for text in entry)
@@ -197,7 +201,8 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
         call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
-    result = await call.run(RERANK, call.engine.score([body.query], body.texts, body.pooling_params(), options))
+    result = await call.engine.score([body.query], body.texts, body.pooling_params(), options)
+    call.count(RERANK, result)
     scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
     rows = _rank_rows(scores, body.texts if body.return_text else None, body.top_n)
     num_chars = len(body.query) * len(body.texts) + sum(map(len, body.texts))
@@ -255,9 +260,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     call = await Call.start(request, body.model)
     call.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
-    texts = await call.watch(
-        call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
-    )
+    texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
     call.reserve(size_of_texts(texts), param="ids", way_out=FEWER_IDS)
     return call.respond(texts)
 
@@ -269,12 +272,10 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
     prompt = _prompt(call.info, body.prompt_name)
     texts = [prompt + text for text in body.inputs]
     check_num_chars(sum(map(len, texts)), "inputs")
-    tokenized = await call.watch(
-        call.engine.tokenize_details(
-            texts,
-            add_special_tokens=body.add_special_tokens is not False,
-            on_count=lambda num_tokens: check_num_tokens(num_tokens, "inputs"),
-        )
+    tokenized = await call.engine.tokenize_details(
+        texts,
+        add_special_tokens=body.add_special_tokens is not False,
+        on_count=lambda num_tokens: check_num_tokens(num_tokens, "inputs"),
     )
     num_tokens = sum(len(tokens.token_ids) for tokens in tokenized)
     call.reserve(size_of_tokens(num_tokens), param="inputs")
@@ -288,17 +289,17 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
     model = body.get("model")
     call = await Call.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
-        return await answer_as(similarity, TeiSimilarityRequest, body, request)
+        return await respond_as(similarity, TeiSimilarityRequest, body, request)
     if "texts" in body or "query" in body:
-        return await answer_as(rerank_texts, TeiRerankRequest, body, request)
+        return await respond_as(rerank_texts, TeiRerankRequest, body, request)
     if PoolingTask.EMBED not in call.info.tasks and call.info.sparse is not None:
-        return await answer_as(embed_sparse, TeiTokenEmbedRequest, body, request)
+        return await respond_as(embed_sparse, TeiTokenEmbedRequest, body, request)
     if call.info.kind is ModelKind.EMBEDDING:
-        return await answer_as(embed, TeiEmbedRequest, body, request)
+        return await respond_as(embed, TeiEmbedRequest, body, request)
     if call.info.kind is ModelKind.TOKEN_CLASSIFIER:
         raise UnsupportedTaskError(f"{call.name} classifies tokens; POST its texts to /classify as `input`.")
     # Clients of the Inference API read a list of lists, for a single text too.
-    return await answer_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
+    return await respond_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
 def _respond(call: Call, content: Any, *, num_chars: int) -> Response:

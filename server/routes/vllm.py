@@ -42,7 +42,7 @@ from ..http.encoding import Encoding, Rows, check_width
 from ..http.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
 from ..http.json_responses import json_response
 from ..http.shown_values import shown_names
-from ..routing import BatchUse, Router, answer_as
+from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions
 from ..schemas.inputs import Text, TokenIds
@@ -231,7 +231,8 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
         width = vector_width(call.info, params) if task is PoolingTask.EMBED else len(call.info.labels)
         call.reserve(size_of_numbers(body.num_inputs() * width))
     texts, options = await engine_inputs(call, body, options)
-    result = await call.run(task, _calls(call.engine)[task](texts, params, options))
+    result = await _calls(call.engine)[task](texts, params, options)
+    call.count(task, result)
     return vectors_response(request, call.head("pooling"), _rows(result), {"data": encoding}, name="pooling")
 
 
@@ -299,7 +300,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     call = await Call.start(request, body.model)
     body.check_given()
     check_messages(call, body)
-    ids, strings = await call.watch(_tokens(call.engine, body))
+    ids, strings = await _tokens(call.engine, body)
     call.reserve(size_of_tokens(len(ids)), param="prompt" if body.messages is None else "messages")
     content = {"count": len(ids), "max_model_len": call.info.max_model_len, "tokens": ids, "token_strs": strings}
     return call.respond(content)
@@ -312,7 +313,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     check_num_ids(len(body.tokens), "tokens")
     text = ""
     if body.tokens:
-        (text,) = await call.watch(call.engine.detokenize([body.tokens], skip_special_tokens=False))
+        (text,) = await call.engine.detokenize([body.tokens], skip_special_tokens=False)
     call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
     return call.respond({"prompt": text})
 
@@ -359,9 +360,9 @@ async def invocations(
     if has & {"inputs", "texts"}:
         return await tei.by_model(body, request)
     if "query" in has:
-        return await answer_as(rerank.rerank, RerankRequest, body, request)
+        return await respond_as(rerank.rerank, RerankRequest, body, request)
     if has.intersection(_LEFT_SIDES):
-        return await answer_as(rerank.score, ScoreRequest, body, request)
+        return await respond_as(rerank.score, ScoreRequest, body, request)
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
             "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
@@ -369,11 +370,11 @@ async def invocations(
             param="input",
         )
     if body.get("task") in ("embed", "classify", "token_embed", "token_classify"):
-        return await answer_as(pooling, PoolingRequest, body, request)
+        return await respond_as(pooling, PoolingRequest, body, request)
     model = body.get("model")
     info = (await Call.start(request, model if isinstance(model, str) else None)).info
     if info.kind is ModelKind.TOKEN_CLASSIFIER:
-        return await answer_as(pooling, PoolingRequest, body, request)
+        return await respond_as(pooling, PoolingRequest, body, request)
     if info.kind is ModelKind.EMBEDDING:
-        return await answer_as(openai.create_embeddings, EmbeddingRequest, body, request)
-    return await answer_as(classify.classify, ClassifyRequest, body, request)
+        return await respond_as(openai.create_embeddings, EmbeddingRequest, body, request)
+    return await respond_as(classify.classify, ClassifyRequest, body, request)

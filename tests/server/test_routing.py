@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx
 import pytest
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 
 from penstock.server.app import Application, create_app
 from penstock.server.dialects import OLLAMA, OPENAI, TEI
-from penstock.server.routing import ACCESS, DIALECT, Access, JsonDispatcher, Route, RouteTable
+from penstock.server.middleware.json_dispatcher import JsonDispatcher
+from penstock.server.routing import ACCESS, DIALECT, Access, Route, RouteTable
 from penstock.server.settings import ServerSettings
 
 OPEN = {
@@ -129,15 +129,15 @@ async def test_other_methods_and_paths_are_passed_on(method: str, path: str) -> 
     assert "route" not in scope
 
 
-@pytest.mark.parametrize(("error", "is_known"), [(HTTPException(418), True), (ArithmeticError("ours"), False)])
-async def test_error_is_answered_by_its_handler_and_releases_the_request(error: Exception, is_known: bool) -> None:
-    app, ended, answer = make_app(), [], AsyncMock()
-    dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: AsyncMock(return_value=answer)}, ended.append)
-    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app}
+@pytest.mark.parametrize(("error", "status"), [(HTTPException(418), 418), (ArithmeticError("ours"), 500)])
+async def test_error_is_answered_and_releases_the_request(error: Exception, status: int) -> None:
+    app, ended, send = make_app(), [], AsyncMock()
+    handler = AsyncMock(return_value=Response(status_code=418))
+    dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, ended.append)
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app, "request_id": "a"}
     app.state.routes.enter(scope)
-    with contextlib.nullcontext() if is_known else pytest.raises(ArithmeticError):
-        await dispatcher(scope, AsyncMock(side_effect=error), AsyncMock())
-    assert answer.await_count == is_known
+    await dispatcher(scope, AsyncMock(side_effect=error), send)
+    assert send.await_args_list[0].args[0]["status"] == status
     assert ended == [scope]
 
 

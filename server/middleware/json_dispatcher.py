@@ -1,0 +1,155 @@
+"""Calls the functions of JSON routes, and turns the errors of requests into responses.
+
+FastAPI finds a route by trying the patterns of all, and then resolves the dependencies of its function. JSON routes are
+fixed paths whose functions take a body and the request: one lookup and one check are enough for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.engine.protocol.errors import EngineError, drop_tracebacks
+from penstock.engine.protocol.request import CLIENT
+
+from ..admission import BODY_MEMORY
+from ..calls.context import ClientWatch
+from ..dialects import DIALECT, dialect_of
+from ..errors import HIDDEN_MESSAGE
+from ..http.json_bodies import BodyParser, JsonBody
+from ..http.json_reader import check_media
+from ..http.request_head import limits_of
+from ..http.shown_values import shown
+from ..observability.timing import REQUEST
+from ..routing import Route, route_of
+
+logger = logging.getLogger(__name__)
+
+
+class JsonDispatcher:
+    """Calls the functions of JSON routes, and passes other requests on.
+
+    The work for a request ends when its client hangs up or its deadline passes; see ClientWatch. Releases everything
+    that a request holds, however it ends.
+
+    Args:
+        app: The next application.
+        error_handlers: Turn an error into a response, by its class.
+        on_end: Called with the scope of each request when its response has been sent.
+        on_response: Called with it as soon as the response or the error is known: nothing is computed any more.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        error_handlers: Mapping[Any, Callable[[Request, Any], Any]],
+        on_end: Callable[[Scope], None],
+        on_response: Callable[[Scope], None] = lambda _: None,
+    ) -> None:
+        self.app = app
+        self._error_handlers = error_handlers
+        self._on_end = on_end
+        self._on_response = on_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Responds to a request, or passes it on."""
+        CLIENT.set(scope.get("api_client", ""))
+        route, response = route_of(scope), self.app
+        try:
+            if route is not None and route.body_parser is not None:
+                request, body = Request(scope, receive, send), None
+                try:
+                    body = await _read_body(request, route, route.body_parser)
+                    if route.runs_model:
+                        limits_of(scope)  # raises for wrong headers
+                    with ClientWatch(request) if route.ends_with_client else nullcontext():
+                        response = await route.endpoint(body=body, request=request)
+                except Exception as error:
+                    if isinstance(error, EngineError) and isinstance(body, JsonBody):
+                        error.name_fields(body.field_names())
+                    known = [kind for kind in type(error).__mro__ if kind in self._error_handlers]
+                    if not known:
+                        raise
+                    response = await self._error_handlers[known[0]](request, error)
+                finally:
+                    body = None  # free it: the client may read the response slowly
+                    self._on_response(scope)
+            await response(scope, receive, send)
+        except Exception as error:
+            if (failure := unexpected_error(scope, error)) is None:
+                raise
+            await failure(scope, receive, send)
+        finally:
+            self._on_response(scope)
+            self._on_end(scope)
+
+
+class UnexpectedErrorMiddleware:
+    """Answers the unexpected errors of the routes that FastAPI calls. FastAPI itself would answer in plain text.
+
+    Args:
+        app: The next application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends a 500, unless the response has already begun."""
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            if scope["type"] != "http" or (failure := unexpected_error(scope, error)) is None:
+                raise
+            await failure(scope, receive, send)
+
+
+def unexpected_error(scope: Scope, error: Exception) -> Response | None:
+    """Logs an unexpected error. Returns its response, None if another response has begun."""
+    logger.error("request %s failed unexpectedly", scope["request_id"], exc_info=error)
+    if (record := REQUEST.get()) is not None and record.has_begun:
+        return None
+    drop_tracebacks(error)
+    return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
+
+
+async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
+    """Returns the parsed body of a request, and notes its dialect and its id in the scope.
+
+    Raises:
+        RequestValidationError: There is no body, it is not valid JSON, or it does not fit the schema.
+        HTTPException: 415, it is something else, or compressed; 413, it holds too many values; 400, the client has
+            gone.
+    """
+    scope, reader = request.scope, request.app.state.json_reader
+    media = coding = b""
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            media = value
+        elif name == b"content-encoding":
+            coding = value
+    if media != b"application/json":
+        origins = request.app.state.context.settings.cors_origins
+        check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=route.dialect.takes_any_media)
+    try:
+        content = await reader.read(request.receive, scope.get(BODY_MEMORY))
+    except RequestValidationError:
+        named = coding.decode("latin-1").strip().lower()
+        if named not in ("", "identity"):
+            raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
+        raise
+    if isinstance(content, dict):
+        for key, dialect in route.by_key.items():
+            if content.get(key) is not None:
+                scope[DIALECT] = dialect
+    reader.check_entries(content, parser.tag_of(content))
+    body = parser.parse(content)
+    if isinstance(body, JsonBody) and (name := body.request_name()) is not None:
+        scope["request_id"] = name
+    return body
