@@ -32,9 +32,9 @@ import numpy as np
 from machine import machine
 
 from penstock.engine.client import engine_process
+from penstock.engine.client.core_supervisor import CoreSupervisor
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica import Replica
-from penstock.engine.client.supervisor import CoreSupervisor
 from penstock.engine.core import worker
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner

@@ -34,9 +34,8 @@ from simulated_device import CountedDevice, WallDevice
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
-from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import Frame, FromCore, StepResults
+from penstock.engine.protocol.messages import ClientMessageBuilder, Frame, FromCore, StepResults, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput

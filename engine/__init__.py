@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
     from .llm import LLM
-    from .protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+    from .protocol.config import CacheConfig, EngineConfig, PoolerConfig, SchedulerConfig
     from .protocol.errors import EngineError
     from .protocol.model_info import ModelInfo
     from .protocol.params import PoolingParams
-    from .protocol.pooler_config import PoolerConfig
     from .protocol.request import RequestOptions
     from .protocol.results import (
         ClassResult,
@@ -62,7 +61,7 @@ _HOMES: Final = {
     "EngineConfig": ".protocol.config",
     "EngineError": ".protocol.errors",
     "ModelInfo": ".protocol.model_info",
-    "PoolerConfig": ".protocol.pooler_config",
+    "PoolerConfig": ".protocol.config",
     "PoolingParams": ".protocol.params",
     "PoolingTask": ".protocol.tasks",
     "PoolingType": ".protocol.tasks",

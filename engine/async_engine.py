@@ -11,14 +11,13 @@ from functools import lru_cache
 from typing import Final, Self
 
 from .client.combined import CombinedEmbedder
+from .client.core_supervisor import EngineState
 from .client.dispatcher import Dispatcher
-from .client.engine_client import EngineClient
 from .client.engine_process import EngineProcess
 from .client.replica_group import ReplicaFigures, ReplicaGroup, replica_configs
-from .client.scoring import PairScorer
-from .client.similarity import check_embeds, check_labels, few_shot_classes, zero_shot_classes
+from .client.scoring import PairScorer, check_embeds, check_labels, few_shot_classes, zero_shot_classes
+from .client.shared_engine import EngineClient
 from .client.stats import DispatcherStats
-from .client.supervisor import EngineState
 from .client.vector_cache.cache import VectorCache
 from .client.vector_cache.model_cache import ModelCache
 from .protocol.config import EngineConfig
@@ -242,7 +241,7 @@ class AsyncEngine:
     async def sparse_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
-        """Embeds each input into a sparse vector over the vocabulary (vectors.py)."""
+        """Embeds each input into a sparse vector over the vocabulary (multi_vector.py)."""
         result = await self._combined.embed(inputs, (PoolingTask.SPARSE_EMBED,), params, options)
         return SparseResult(result.sparse or [], result.num_tokens)
 

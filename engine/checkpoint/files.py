@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
-from ..model_files.json_files import read_object
+from ..model_files.model_folder import read_object
 from ..protocol.errors import ModelLoadError, WeightError
 from .headers import check_file
 

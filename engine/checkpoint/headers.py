@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..model_files.json_files import LFS_HINT, is_lfs_pointer
+from ..model_files.model_folder import LFS_HINT, is_lfs_pointer
 from ..protocol.errors import WeightError
 
 _LENGTH_BYTES: Final = 8

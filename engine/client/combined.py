@@ -9,11 +9,11 @@ import numpy as np
 
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
+from ..protocol.multi_vector import QUERY_PROMPTS, RecipeTokens, SparseVector, kept_ids
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
 from ..protocol.tasks import PoolingTask
-from ..protocol.vectors import QUERY_PROMPTS, RecipeTokens, SparseVector, kept_ids
 from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher

@@ -19,8 +19,7 @@ from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
 from .admission import Admission
-from .replica import Arrays, Finish, Replica
-from .router import Router
+from .replica import Arrays, Finish, Replica, ReplicaRouter
 from .stats import DispatcherStats
 from .vector_cache.model_cache import ModelCache
 
@@ -155,7 +154,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self.target: Replica | Router = self.replicas[0] if is_only else Router(self.replicas)
+        self.target: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()

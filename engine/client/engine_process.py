@@ -1,4 +1,4 @@
-"""An engine process as its parent sees it: its socket, start, end and memory. process_core.py sends it messages.
+"""An engine process as its parent sees it: its socket, start, end and memory. running_core.py sends it messages.
 
 Imports next to nothing, so that a server can start the process, which may have torch to import, before it imports what
 it needs itself.

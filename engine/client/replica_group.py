@@ -15,10 +15,10 @@ from ..protocol.errors import ModelLoadError, RefusalReason
 from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
 from .admission import Admission
+from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher
 from .engine_process import EngineProcess
 from .stats import DispatcherStats
-from .supervisor import CoreSupervisor, EngineState
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:

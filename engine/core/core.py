@@ -20,7 +20,6 @@ from typing import Final
 import numpy as np
 
 from ..protocol.batch_outputs import BatchOutputs, ResultBlock, pack_results
-from ..protocol.client_message import SubmitRequest, unpack_client_message
 from ..protocol.config import EngineConfig
 from ..protocol.errors import (
     DeadlineExceededError,
@@ -41,7 +40,9 @@ from ..protocol.messages import (
     RequestFailed,
     StepLoad,
     StepResults,
+    SubmitRequest,
     client_number_of,
+    unpack_client_message,
 )
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType

@@ -14,15 +14,13 @@ from typing import Any, Final
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import DenseSpec, ModelInfo, ModelKind, PairChat
+from ..protocol.multi_vector import MultiVector, SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask, PoolingType, listed
 from ..protocol.templates import ScoreTemplate
-from ..protocol.vectors import MultiVector, SparsePooling, TokenHeads
-from .adapters import no_model_error, resolve_adapters
-from .architecture import DECODER_MODEL_TYPES, resolve_architecture, resolve_classes
+from .architecture import DECODER_MODEL_TYPES, resolve_adapters, resolve_architecture, resolve_classes
 from .draft import ModelDraft, merged
-from .hub import locate_model
-from .json_files import as_load_error, read_object
 from .length_limits import resolve_long_text, resolve_max_model_len
+from .model_folder import as_load_error, locate_model, no_model_error, read_object
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 

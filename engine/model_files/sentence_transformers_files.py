@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, PairChat
 from ..protocol.tasks import PoolingType
-from .json_files import read_json, read_object
+from .model_folder import read_json, read_object
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import DenseSpec, ModelKind
+from ..protocol.multi_vector import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from ..protocol.tasks import PoolingTask
-from ..protocol.vectors import DOCUMENT, QUERY, MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from .draft import ModelDraft
-from .json_files import read_object
 from .length_limits import resolve_max_model_len
+from .model_folder import read_object
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles
 
 METADATA_FILE: Final = "artifact.metadata"

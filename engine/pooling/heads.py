@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import distinct_params
 from ..protocol.model_info import Activation, ModelInfo
+from ..protocol.multi_vector import MultiVector
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from ..protocol.vectors import MultiVector
 from .metadata import IntArray, PickedRows, PoolingMetadata, kept_rows, prefix_sums, ranges
 
 

@@ -16,7 +16,7 @@ from penstock.kernels.pooling import MAX_TRITON_WIDTH, pool
 from ..executors.torch.base import PackedModel
 from ..executors.torch.heads import BLOCK_ROWS
 from ..protocol.model_info import ModelInfo
-from ..protocol.vectors import SparseKind, SparsePooling
+from ..protocol.multi_vector import SparseKind, SparsePooling
 from .heads import RowMap
 from .metadata import IntArray, PoolingMetadata, prefix_sums
 from .model_pooler import TokenMaps

@@ -1,21 +1,26 @@
 """Typed messages between the clients of an engine and its core.
 
-The first frame of a message is a small msgspec struct. Arrays follow as raw little-endian buffers: client_message.py
-and batch_outputs.py pack and unpack them. Nothing is pickled. An in-process core gets the same structs by reference.
+The first frame of a message is a small msgspec struct. Arrays follow as raw little-endian buffers, which
+ClientMessageBuilder and batch_outputs.py pack. Nothing is pickled. An in-process core gets the same structs by
+reference.
 
 A core may have several clients. Client 0 is the process that started the core. A client number is never reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from .config import EngineConfig
 from .model_info import ModelInfo, TokenizerSpec
 from .params import PoolingParams
+from .request import TokenizedInput
 
 Frame = bytes | bytearray | memoryview
 
@@ -73,7 +78,7 @@ class RequestHeader(msgspec.Struct, array_like=True, gc=False):
 class ClientMessage(msgspec.Struct, tag=True):
     """Client to core: the requests and cancellations of one iteration of the client's event loop.
 
-    Frame: the int32 token ids of all inputs, then the float32 vectors of all queries. See client_message.py.
+    Frame: the int32 token ids of all inputs, then the float32 vectors of all queries. See ClientMessageBuilder.pack.
 
     Attributes:
         client_number: The number of the sending client.
@@ -249,3 +254,134 @@ decode_to_core: Final[Callable[[Frame], ToCore]] = msgspec.msgpack.Decoder[ToCor
 """Parses the first frame of a message to the core. Raises msgspec.ValidationError on a foreign frame."""
 decode_from_core: Final[Callable[[Frame], FromCore]] = msgspec.msgpack.Decoder[FromCore](FromCore).decode
 """Parses the first frame of a message from the core. Raises msgspec.ValidationError on a foreign frame."""
+
+
+class SubmitRequest(NamedTuple):
+    """One request.
+
+    Attributes:
+        request_id: Its number.
+        params: Its resolved parameters.
+        inputs: At least one.
+        priority: Lower goes first.
+        timeout_s: Seconds until its deadline; None: no deadline.
+        client: The client that sent it.
+        namespace: Requests share cached prefixes within a namespace only; see RequestOptions.
+    """
+
+    request_id: int
+    params: PoolingParams
+    inputs: Sequence[TokenizedInput]
+    priority: int = 0
+    timeout_s: float | None = None
+    client: str = ""
+    namespace: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class ClientMessageBuilder:
+    """Collects the requests and cancellations of one iteration of the event loop.
+
+    Attributes:
+        requests: Requests to submit.
+        cancels: See ClientMessage.
+        clears: See ClientMessage.
+    """
+
+    requests: list[SubmitRequest] = field(default_factory=list)
+    cancels: list[int] = field(default_factory=list)
+    clears: list[int] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (self.requests or self.cancels or self.clears)
+
+    def pack(self) -> tuple[ClientMessage, Frame]:
+        """Returns the message and its frame. There must be something to send."""
+        params = {id(request.params): request.params for request in self.requests}
+        clients = dict.fromkeys((request.client, request.namespace) for request in self.requests)
+        inputs = [tokens for request in self.requests for tokens in request.inputs]
+        queries = {id(tokens.query): tokens.query for tokens in inputs if tokens.query is not None}
+        param_index, client_index, query_index = (
+            {key: index for index, key in enumerate(table)} for table in (params, clients, queries)
+        )
+        headers = [
+            RequestHeader(
+                request.request_id,
+                param_index[id(request.params)],
+                client_index[request.client, request.namespace],
+                request.priority,
+                request.timeout_s,
+                [
+                    InputHeader(
+                        len(tokens.token_ids),
+                        tokens.type_boundary,
+                        tokens.num_prompt_tokens,
+                        tokens.num_hidden,
+                        query_index.get(id(tokens.query), -1),
+                    )
+                    for tokens in request.inputs
+                ],
+            )
+            for request in self.requests
+        ]
+        arrays = [tokens.token_ids for tokens in inputs]
+        arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
+        frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
+        message = ClientMessage(
+            client_number=client_number_of(next(iter(self.cancels or self.clears or [self.requests[0].request_id]))),
+            params=list(params.values()),
+            clients=list(clients),
+            requests=headers,
+            query_shapes=[query.shape for query in queries.values()],
+            cancels=self.cancels,
+            clears=self.clears,
+        )
+        return message, frame
+
+
+def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRequest]:
+    """Returns the requests of a message. Arrays of inputs are views of the frame.
+
+    Raises:
+        ValueError: The frame does not hold the inputs of the requests.
+    """
+    values = np.frombuffer(frame, np.int32)
+    num_tokens = sum(header.num_tokens for request in message.requests for header in request.inputs)
+    if len(values) != num_tokens + sum(rows * width for rows, width in message.query_shapes):
+        raise ValueError(f"a frame of {len(values)} values does not hold the {num_tokens} tokens of its requests")
+    queries: list[NDArray[np.float32] | None] = []
+    end = num_tokens
+    for num_rows, width in message.query_shapes:
+        start, end = end, end + num_rows * width
+        queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
+    queries.append(None)  # at index -1
+    requests = []
+    end = 0
+    for request in message.requests:
+        inputs = []
+        for header in request.inputs:
+            start, end = end, end + header.num_tokens
+            inputs.append(
+                TokenizedInput(
+                    values[start:end],
+                    header.type_boundary,
+                    header.num_prompt_tokens,
+                    header.num_hidden,
+                    queries[header.query],
+                )
+            )
+        client, namespace = message.clients[request.client]
+        requests.append(
+            SubmitRequest(
+                request.request_id,
+                message.params[request.params],
+                inputs,
+                request.priority,
+                request.timeout_s,
+                client,
+                namespace,
+            )
+        )
+    return requests

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from .multi_vector import MultiVector, RecipeTokens, SparsePooling, TokenHeads
 from .tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 from .templates import ChatTemplate, ScoreTemplate
-from .vectors import MultiVector, RecipeTokens, SparsePooling, TokenHeads
 
 KV_CACHE_SOURCE: Final = "size of the KV cache"
 """Source of max_model_len if the sequence pool lowers it: a sequence must fit into the pool."""

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .vectors import SparseVector
+from .multi_vector import SparseVector
 
 Output = TypeVar("Output")
 

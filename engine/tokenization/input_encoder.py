@@ -12,14 +12,13 @@ import numpy as np
 from ..protocol.config import EngineConfig
 from ..protocol.errors import CUT_TO_FIT, InvalidRequestError, RequestTooLongError
 from ..protocol.model_info import ModelInfo
+from ..protocol.multi_vector import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
-from ..protocol.vectors import DOCUMENT_PROMPTS, QUERY_PROMPTS, expanded
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
-from .long_text import LongText, Windows
+from .long_text import LongText, Passages, Windows
 from .model_tokenizer import Truncation, bounded
-from .passages import Passages
 from .tokenizer import TokenizerPool
 
 _SPARE_TOKENS: Final = 4

@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.vectors import SparseVector
+from penstock.engine.protocol.multi_vector import SparseVector
 
 from ..admission import AnswerSize
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine import AsyncEngine, EngineConfig
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.logs import configure_logging
 
 from ..app import create_app

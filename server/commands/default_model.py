@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from penstock.engine.model_files.hub import is_local
+from penstock.engine.model_files.model_folder import is_local
 
 from ..settings import UsageError
 

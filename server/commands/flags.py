@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
-from penstock.engine.protocol.json_text import parse_json
+from penstock.engine.protocol.setting import parse_json
 
 from ..settings import GROUPS, UsageError, declared_settings, environment_variable, flag_of
 

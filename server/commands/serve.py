@@ -25,7 +25,7 @@ from penstock.engine.client.engine_process import EngineProcess
 from penstock.engine.client.replica_group import replica_configs
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.logs import configure_logging
-from penstock.engine.model_files.hub import is_local
+from penstock.engine.model_files.model_folder import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 

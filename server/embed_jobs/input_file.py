@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from penstock.engine.model_files.json_files import one_line
+from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
 from .job_folder import COLUMN, Shard

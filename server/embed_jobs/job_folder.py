@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine import ModelInfo
-from penstock.engine.client.vector_cache.identity import add_files
-from penstock.engine.model_files.json_files import one_line
+from penstock.engine.client.vector_cache.keys import add_files
+from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
 

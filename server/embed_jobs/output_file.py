@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from penstock.engine.model_files.json_files import one_line
+from penstock.engine.model_files.model_folder import one_line
 
 from ..settings import CommandError, UsageError
 from .columns import JsonColumns

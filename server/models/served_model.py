@@ -9,7 +9,7 @@ from enum import StrEnum
 from math import inf
 
 from penstock.engine import AsyncEngine, EngineConfig, ModelInfo
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from penstock.engine import AsyncEngine, ModelInfo
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 

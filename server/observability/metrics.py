@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine import AsyncEngine
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.stats import DispatcherStats, StepHistogram
-from penstock.engine.client.supervisor import EngineState
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.request import Stage
 

@@ -15,8 +15,8 @@ from pydantic import Discriminator, Tag
 from penstock.engine import AsyncEngine, ClassResult, PoolingTask, RequestOptions, TokenizedText
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
-from penstock.engine.protocol.vectors import SparseVector
 
 from .. import penstock_version
 from ..calls.call import CLASSIFIERS, EMBEDDERS, RERANKERS, Call

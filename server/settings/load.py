@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from penstock.engine.model_files.hub import is_local
+from penstock.engine.model_files.model_folder import is_local
 from penstock.engine.protocol.errors import MachineError, ModelLoadError
 from penstock.engine.protocol.setting import Setting, parse_size, setting_of, shown_size
 

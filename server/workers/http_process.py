@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from penstock.engine.client.process_core import Heartbeat
+from penstock.engine.client.running_core import Heartbeat
 
 from .handover import Acceptor, ConnectionSender
 from .messages import (

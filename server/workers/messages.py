@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from penstock.engine import EngineConfig, ModelInfo
-from penstock.engine.client.engine_client import EngineStatus
+from penstock.engine.client.shared_engine import EngineStatus
 from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.engine.protocol.messages import ModelReady
 

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from penstock.engine import AsyncEngine, EngineConfig
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.engine_server import EngineServer
+from penstock.engine.client.shared_engine import EngineServer
 from penstock.engine.protocol.errors import EngineError, ModelLoadError
 
 from ..middleware.auth import SALT_BYTES

@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.engine_client import EngineClient, EngineStatus
+from penstock.engine.client.shared_engine import EngineClient, EngineStatus
 from penstock.engine.logs import configure_logging, flush_logs
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError

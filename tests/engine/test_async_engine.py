@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.model_files.hub import locate_model
+from penstock.engine.model_files.model_folder import locate_model
 from penstock.engine.protocol.errors import ModelLoadError
 
 SECRET = "a sentence that belongs to somebody"

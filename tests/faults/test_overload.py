@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.messages import ClientMessage, Frame, StepLoad
+from penstock.engine.protocol.messages import ClientMessage, Frame, StepLoad, unpack_client_message
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import RequestOptions
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
 from penstock.engine.client.replica_group import ReplicaFigures
-from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     InvalidRequestError,
     RequestTooLongError,
 )
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
+from penstock.engine.protocol.multi_vector import SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import (
     ClassResult,
@@ -33,7 +34,6 @@ from penstock.engine.protocol.results import (
 )
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
-from penstock.engine.protocol.vectors import SparseVector
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from ..own_files import SECRET_BYTES
 from ..replica import Arrays
-from .rows import pack, unpack
 
 if TYPE_CHECKING:  # lmdb is an extra
-    from .shared_tier import SharedTier
+    from .disk import SharedTier
 
+
+logger = logging.getLogger("penstock.engine")
 
 ENTRY_BYTES: Final = 300
 """Bytes of an entry beside its row: its key, two objects and a place in the table."""
+_ALIGNMENT: Final = 4
 
 
 class MemoryTier:
@@ -63,9 +69,6 @@ class MemoryTier:
             _, evicted = self._rows.popitem(last=False)
             self.num_bytes -= ENTRY_BYTES + len(evicted)
             self.num_evicted += 1
-
-
-logger = logging.getLogger("penstock.engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +174,46 @@ class VectorCache:
 
 def _open(folder: Path, disk_bytes: int) -> SharedTier | None:
     """Opens the rows on disk; None, and a line in the log, where they cannot be used."""
-    from .disk import DiskError  # lmdb is an extra
-    from .shared_tier import SharedTier
+    from .disk import (
+        DiskError,  # lmdb is an extra
+        SharedTier,
+    )
 
     try:
         return SharedTier(folder, disk_bytes)
     except DiskError as error:
         logger.error("--cache-dir: %s; the server goes on without it", error)
         return None
+
+
+def pack(arrays: Arrays) -> bytes | None:
+    """Returns arrays as bytes; None where a number is not finite, which no answer may hold."""
+    head = [bytes([len(arrays)])]
+    for name, array in arrays.items():
+        head.append(struct.pack(f"<B{len(name)}sB{array.ndim}I", len(name), name.encode(), array.ndim, *array.shape))
+        if not np.isfinite(array).all():
+            return None
+    packed = b"".join(head)
+    padding = bytes(-len(packed) % _ALIGNMENT)
+    return b"".join(
+        (packed, padding, *(np.ascontiguousarray(array, np.float32).tobytes() for array in arrays.values()))
+    )
+
+
+def unpack(packed: bytes) -> Arrays:
+    """Returns the arrays that `pack` was given, as views that nobody can write to."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    place = 1
+    for _ in range(packed[0]):
+        end = place + 1 + packed[place]
+        name, num_axes = packed[place + 1 : end].decode(), packed[end]
+        shapes[name] = struct.unpack_from(f"<{num_axes}I", packed, end + 1)
+        place = end + 1 + 4 * num_axes
+    values = np.frombuffer(packed, np.float32, offset=place + -place % _ALIGNMENT)
+    arrays: Arrays = {}
+    first = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        arrays[name] = values[first : first + size].reshape(shape)
+        first += size
+    return arrays

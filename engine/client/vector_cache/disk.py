@@ -1,26 +1,31 @@
 """The tier on disk: rows that the processes of a machine share, in an LMDB environment of a fixed size.
 
-LMDB maps its file: a row is found in microseconds, any number of processes read while one writes, and one that dies
-leaves no lock behind. Two things it does not bear, and this module sees to both: pages that are missing from the file
-end the process that reads them (SIGBUS), so that a file which has become shorter is not touched; and its table of
-readers is mapped to be written to, so that its room on disk is taken before it is used. The file is made sparse, as
-large as it may become: what it holds is always inside of it.
+LMDB maps its file: a row is found in microseconds, any number of processes read while one writes, and a process that
+dies leaves no lock behind. LMDB has two weaknesses, and this module protects against both. Pages that are missing from
+the file end the process that reads them (SIGBUS): a file that has become shorter is not read. The table of readers is
+mapped for writing: its space on disk is reserved before it is used. The file is sparse and has its full size from the
+beginning, so that its content is always inside it.
 
-Rows stand in the order in which they came, each with its key before it, and leave in that order, whoever asks for
-them. So they lie close together; in the order of their keys, which are random, half of the file would be gaps. A second
-table holds the number of each key's row.
+Rows stand in the order of their arrival, each with its key before it, and are evicted in that order. So they lie close
+together; in the order of their keys, which are random, half of the file would be gaps. A second table maps each key to
+the number of its row. A digest of the key and the row follows each row: a damaged row, or the row of another key, is
+not used.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import logging
 import math
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, EIO, ENOSPC
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +33,11 @@ import lmdb
 
 from ..own_files import check_folder, check_own, open_own, secret_of
 from .keys import KEY_BYTES
-from .rows import seal, unseal
+
+logger = logging.getLogger("penstock.engine")
 
 _NUMBER_BYTES: Final = 8
+_SEAL_BYTES: Final = 8
 _FOLDER: Final = "vectors-1"
 """Its number is that of the layout; a row whose numbers are made in another way has another key."""
 _MODE: Final = 0o600
@@ -43,6 +50,15 @@ _AT_ONCE: Final = 1 / 64
 transaction gives up is free for the second one after it."""
 _PAUSES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Seconds to wait for those who read."""
+_FEW_ROWS: Final = 128
+"""Rows that are read in the turn of the event loop that asks for them, about 0.5 ms; more are read in a thread."""
+_MAX_WAITING_BYTES: Final = 64 * 2**20
+"""Bytes of rows that wait to be written; further rows are not written."""
+_PAUSE_S: Final = 30.0
+"""Seconds for which nothing is written to a full disk."""
+_GATHER_S: Final = 0.05
+"""Seconds in which rows come together before they are written: each time costs the disk a flush."""
+_CLOSE_S: Final = 10.0
 
 
 class DiskError(Exception):
@@ -260,3 +276,133 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+class SharedTier:
+    """The rows that processes share. `find`, `num_bytes`, `put` and `close` belong to one event loop.
+
+    Args:
+        folder: See DiskTier.
+        max_bytes: See DiskTier.
+        clock_s: Monotonic time.
+
+    Attributes:
+        tier: Tier to read and write.
+        is_working: Rows are read, and written.
+        num_dropped: Rows that were not written: no room on the disk, or more than it takes in.
+
+    Raises:
+        DiskError: See DiskTier.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.tier = DiskTier(folder, max_bytes)
+        self.is_working = True
+        self.num_dropped = 0
+        self._num_bytes = 0
+        self._clock_s = clock_s
+        self._is_damaged = False
+        self._resumes_s = 0.0
+        self._waiting: dict[bytes, bytes] = {}
+        self._num_waiting_bytes = 0
+        self._is_ending = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="penstock-cache", daemon=True)
+        self._thread.start()
+
+    async def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Returns the row of each key; None where there is none."""
+        if self._is_damaged or not keys:
+            return [None] * len(keys)
+        try:
+            if len(keys) <= _FEW_ROWS:
+                return self.tier.read(keys)
+            return await asyncio.to_thread(self.tier.read, keys)
+        except DiskError as error:
+            self._note(error)
+            return [None] * len(keys)
+
+    def num_bytes(self) -> int:
+        """Returns the Bytes that the rows of all processes take now; as before while the disk cannot be read."""
+        if not self._is_damaged:
+            try:
+                self._num_bytes = self.tier.num_bytes()
+            except DiskError as error:
+                self._note(error)
+        return self._num_bytes
+
+    def put(self, key: bytes, row: bytes) -> None:
+        """Has a row written soon, if it can be."""
+        with self._wake:
+            is_much = self._num_waiting_bytes + len(row) > _MAX_WAITING_BYTES
+            if self._is_damaged or is_much:
+                self.num_dropped += 1
+                return
+            if not self._waiting:
+                self._wake.notify()
+            self._num_waiting_bytes += len(row)
+            self._waiting[key] = row
+
+    def close(self) -> None:
+        """Writes the waiting rows and closes the files."""
+        with self._wake:
+            self._is_ending = True
+            self._wake.notify()
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():  # else another process has stopped while it writes: the files stay open
+            self.tier.close()
+
+    def _write(self) -> None:
+        """Writes waiting rows until the end. Runs on the thread."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._is_ending)
+                if not self._waiting:
+                    return
+                self._wake.wait_for(lambda: self._is_ending, _GATHER_S)
+                waiting, self._waiting, self._num_waiting_bytes = self._waiting, {}, 0
+            self._write_rows(list(waiting.items()))
+
+    def _write_rows(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        if self._is_damaged or self._clock_s() < self._resumes_s:
+            self.num_dropped += len(rows)
+            return
+        try:
+            self.tier.write(rows)
+        except DiskError as error:
+            self.num_dropped += len(rows)
+            self._note(error)
+        else:
+            if not self.is_working:
+                logger.info("--cache-dir: vectors are written again")
+            self.is_working = True
+
+    def _note(self, error: DiskError) -> None:
+        """Logs the fault once and stops using the disk."""
+        is_new = self.is_working or (not isinstance(error, NoRoomError) and not self._is_damaged)
+        self.is_working = False
+        if isinstance(error, NoRoomError):
+            self._resumes_s = self._clock_s() + _PAUSE_S
+            outcome = "what is there is read, and nothing new is written until there is room"
+        else:
+            self._is_damaged = True
+            outcome = "the server goes on without it; remove the folder and start again to have it back"
+        if is_new:
+            logger.error("--cache-dir: %s; %s", error, outcome)
+
+
+def seal(key: bytes, packed: bytes) -> bytes:
+    """Returns a row as it stands on disk."""
+    return packed + _digest(key, packed)
+
+
+def unseal(key: bytes, sealed: bytes) -> bytes | None:
+    """Returns the row that was sealed under `key`; None where this is another or a damaged one."""
+    packed = sealed[:-_SEAL_BYTES]
+    return packed if packed and sealed[-_SEAL_BYTES:] == _digest(key, packed) else None
+
+
+def _digest(key: bytes, packed: bytes) -> bytes:
+    digest = blake2b(key, digest_size=_SEAL_BYTES)
+    digest.update(packed)
+    return digest.digest()

@@ -22,8 +22,7 @@ from ...protocol.tasks import PoolingTask
 from ..replica import Arrays
 from ..stats import CacheStats
 from .cache import VectorCache
-from .identity import UnknownIdentityError, identity_of, stamp_of
-from .keys import Keys, is_kept
+from .keys import Keys, UnknownIdentityError, identity_of, is_kept, stamp_of
 
 _MIN_NORM: Final = 1e-12
 

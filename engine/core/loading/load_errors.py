@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ...model_files.json_files import as_load_error, one_line
+from ...model_files.model_folder import as_load_error, one_line
 from ...protocol.errors import MachineError
 from ...protocol.model_info import ModelInfo
 from ..runner import DeviceMemoryError

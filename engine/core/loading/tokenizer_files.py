@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from ...model_files.json_files import read_object
+from ...model_files.model_folder import read_object
 from ...protocol.model_info import ModelInfo
 from .tokenizer_classes import CLASSES, NotBuiltHereError, bare_texts, class_name
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
-from ...model_files.json_files import one_line, read_object
+from ...model_files.model_folder import one_line, read_object
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
+from ...protocol.multi_vector import MultiVector, QueryExpansion, RecipeTokens
 from ...protocol.templates import ScoreTemplate, chat_template_of
-from ...protocol.vectors import MultiVector, QueryExpansion, RecipeTokens
 from ...tokenization.long_text import LongText
 from ...tokenization.model_tokenizer import SpecialTokens
 from .chat_score_template import chat_score_template

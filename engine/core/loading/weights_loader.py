@@ -38,11 +38,11 @@ from ...executors.torch.layers.weights import Fusion, Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
 from ...families.spec import linear
-from ...model_files.json_files import one_line
+from ...model_files.model_folder import one_line
 from ...pooling import TokenMaps
 from ...protocol.errors import WeightError
 from ...protocol.model_info import ModelInfo, TokenizerSpec
-from ...protocol.vectors import SparseKind
+from ...protocol.multi_vector import SparseKind
 
 logger = logging.getLogger("penstock.engine")
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.protocol.client_message import SubmitRequest, unpack_client_message
-from penstock.engine.protocol.messages import ClientMessage, Frame
+from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest, unpack_client_message
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.multi_vector import RecipeTokens
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import RecipeTokens
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 from ..steps import Row, step_of

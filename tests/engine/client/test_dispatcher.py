@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.client_message import SubmitRequest, unpack_client_message
 from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
@@ -20,6 +19,8 @@ from penstock.engine.protocol.messages import (
     RequestFailed,
     StepLoad,
     StepResults,
+    SubmitRequest,
+    unpack_client_message,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput

@@ -20,10 +20,10 @@ from penstock.engine.protocol.errors import (
     UnsupportedTaskError,
 )
 from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.multi_vector import MultiVector, RecipeTokens, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import MultiVector, RecipeTokens, SparseKind, SparsePooling, TokenHeads
 
 from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from penstock.engine.client import engine_process
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica_group import ReplicaGroup, replica_configs
-from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.client import supervisor
+from penstock.engine.client import core_supervisor
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.process_core import OnExit, OnMessage
 from penstock.engine.client.replica_group import ReplicaGroup
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.running_core import OnExit, OnMessage
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, Start
+from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, Start, unpack_client_message
 from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
@@ -67,7 +66,7 @@ class Core:
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
-    monkeypatch.setattr(supervisor, "ProcessCore", Core)
+    monkeypatch.setattr(core_supervisor, "ProcessCore", Core)
     Core.made = []
     return Core.made
 

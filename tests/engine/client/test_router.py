@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
-from penstock.engine.client.router import even_shares
+from penstock.engine.client.replica import even_shares
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.client_message import unpack_client_message
 from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
@@ -21,6 +20,7 @@ from penstock.engine.protocol.messages import (
     RequestFailed,
     StepLoad,
     StepResults,
+    unpack_client_message,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput

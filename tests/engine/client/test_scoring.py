@@ -12,11 +12,11 @@ from penstock.engine.client.scoring import PairScorer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 from penstock.engine.tokenization.input_encoder import InputEncoder
 
 from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool

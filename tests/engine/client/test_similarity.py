@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.engine.client.similarity import (
+from penstock.engine.client.scoring import (
     check_labels,
     few_shot_classes,
     few_shot_scores,

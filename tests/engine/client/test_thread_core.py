@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.client.thread_core import ThreadCore
+from penstock.engine.client.running_core import ThreadCore
 from penstock.engine.core import core as engine_core
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError

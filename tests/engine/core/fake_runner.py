@@ -10,9 +10,16 @@ import numpy as np
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, Forward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
-from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import CacheUse, Frame, FromCore, RequestFailed, StepResults
+from penstock.engine.protocol.messages import (
+    CacheUse,
+    ClientMessageBuilder,
+    Frame,
+    FromCore,
+    RequestFailed,
+    StepResults,
+    SubmitRequest,
+)
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput

@@ -25,9 +25,16 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
-from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import CacheUse, Frame, FromCore, RequestFailed, StepResults
+from penstock.engine.protocol.messages import (
+    CacheUse,
+    ClientMessageBuilder,
+    Frame,
+    FromCore,
+    RequestFailed,
+    StepResults,
+    SubmitRequest,
+)
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput

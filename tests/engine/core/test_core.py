@@ -16,9 +16,16 @@ import pytest
 from penstock.engine.core import core as core_module
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
-from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
-from penstock.engine.protocol.messages import LoadFailed, ModelReady, PrefixCacheCleared, StepLoad, StepResults
+from penstock.engine.protocol.messages import (
+    ClientMessageBuilder,
+    LoadFailed,
+    ModelReady,
+    PrefixCacheCleared,
+    StepLoad,
+    StepResults,
+    SubmitRequest,
+)
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Chunk, QueuedSequence, Request
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.core import RequestBuilder
-from penstock.engine.protocol.client_message import SubmitRequest
+from penstock.engine.protocol.messages import SubmitRequest
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType

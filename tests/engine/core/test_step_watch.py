@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.client import process_core
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client import running_core
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.runner import Forward, ForwardTime
 from penstock.engine.core.step_watch import Step, StepWatch
@@ -237,7 +237,7 @@ async def test_hanging_step_does_not_block_the_end(
 ) -> None:
     write_hanging_forwards(tmp_path, "begin")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(process_core, "_STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(running_core, "_STOP_TIMEOUT_S", 0.1)
     lost: Awaitable[Any]
     async with serving(minilm_folder, step_timeout_s=0.0) as engine:
         lost = asyncio.ensure_future(engine.embed([HANGING_TEXT], PARAMS))

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.client import engine_process, process_core
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client import engine_process, running_core
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Frame, LoadFailed, Start, StepResults
@@ -147,9 +147,9 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
-        monkeypatch.setattr(process_core, name, 0.01)
+        monkeypatch.setattr(running_core, name, 0.01)
     process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
-    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
+    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
     core._process, core._link = process, Mock()
     await asyncio.wait_for(core.close(), 120)
     process.kill.assert_called_once()
@@ -172,7 +172,7 @@ async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monke
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", created)
     on_message, on_exit = Mock(), Mock()
-    core = process_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_message, on_exit)
+    core = running_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_message, on_exit)
     await core.start()
     await until(lambda: on_exit.called)
     await core.close()

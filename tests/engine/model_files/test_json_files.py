@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.model_files.json_files import as_load_error, read_json, read_object
+from penstock.engine.model_files.model_folder import as_load_error, read_json, read_object
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
-from penstock.engine.protocol.json_text import json_object
+from penstock.engine.protocol.setting import json_object
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
-from penstock.engine.model_files.hub import is_local
+from penstock.engine.model_files.model_folder import is_local
 from penstock.engine.model_files.resolve import locate_model, resolve_model, resolved_table, with_device
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 BERT = {

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
 from penstock.engine.pooling.tensor_ops import TensorOps
+from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.model_info import Activation, ModelKind
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 
 from .conftest import make_info
 

@@ -12,8 +12,8 @@ from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import TokenMaps, sparse
 from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.pooling.tensor_ops import tensor_pooler
+from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import SparseKind, SparsePooling, SparseVector
 
 from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info, resolved
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
 from penstock.engine.pooling.tensor_ops import tensor_pooler
+from penstock.engine.protocol.multi_vector import MultiVector, late_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import MultiVector, late_score
 
 from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info
 

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.protocol.client_message import ClientMessageBuilder, SubmitRequest, unpack_client_message
-from penstock.engine.protocol.messages import ClientMessage, decode_to_core, encode, first_request_id
+from penstock.engine.protocol.messages import (
+    ClientMessage,
+    ClientMessageBuilder,
+    SubmitRequest,
+    decode_to_core,
+    encode,
+    first_request_id,
+    unpack_client_message,
+)
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.protocol import messages as m
-from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 INFO = ModelInfo(

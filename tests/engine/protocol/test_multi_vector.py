@@ -20,9 +20,9 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import MultiVector, QueryExpansion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
 

@@ -19,9 +19,9 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.multi_vector import SparseKind, SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import SparseKind, SparseVector
 
 from .test_multi_vector import DOCUMENTS, QUERIES, write_backbone, write_json
 

@@ -13,11 +13,10 @@ import pytest
 import pytest_asyncio
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import DenseSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.engine.tokenization.late_chunking import LateChunking, verify_late_chunking
 from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation

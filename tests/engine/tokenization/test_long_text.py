@@ -14,9 +14,8 @@ import pytest
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.protocol import errors
-from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows

@@ -16,7 +16,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.results import ScoreResult
-from penstock.engine.tokenization.passages import MIN_PASSAGE_TOKENS, Passages, split_text
+from penstock.engine.tokenization.long_text import MIN_PASSAGE_TOKENS, Passages, split_text
 
 
 def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from penstock.engine import EngineConfig
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.cluster.ray_replica import RayReplica, mounts_of

@@ -7,8 +7,8 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling, TokenHeads
 
 from ..conftest import FakeEngine, Serving
 

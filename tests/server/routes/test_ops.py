@@ -4,9 +4,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.replica_group import ReplicaFigures
 from penstock.engine.client.stats import DispatcherStats
-from penstock.engine.client.supervisor import EngineState
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 
 

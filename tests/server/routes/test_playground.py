@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.core_supervisor import EngineState
+from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import SparseKind, SparsePooling
 from penstock.server.routes.pages import ETAG, PAGE, content_security_policy, page_of, prefers_html
 
 TEXT = PAGE.decode()

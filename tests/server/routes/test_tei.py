@@ -14,8 +14,8 @@ from penstock.engine.protocol.errors import (
     ModelExecutionError,
 )
 from penstock.engine.protocol.model_info import Activation
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 from penstock.server.routes import tei
 
 TEXTS = ["one red", "one two three red", "blue"]

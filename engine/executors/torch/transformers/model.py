@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....families.decoder import answer_head
-from ....model_files.json_files import one_line
+from ....model_files.model_folder import one_line
 from ....protocol.errors import UnsupportedModelError, UnsupportedTaskError
 from ....protocol.model_info import ModelInfo, ModelKind
 from ....protocol.request import TokenizedInput

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from ....model_files.json_files import one_line, read_object
+from ....model_files.model_folder import one_line, read_object
 from ....protocol.errors import UnsupportedModelError, WeightError
 from ....protocol.model_info import ModelInfo, ModelKind
 from ..layers.weights import are_finite

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.client.vector_cache import identity
-from penstock.engine.client.vector_cache.identity import (
+from penstock.engine.client.vector_cache import keys
+from penstock.engine.client.vector_cache.keys import (
     CHANGES_NO_VECTOR,
     UnknownIdentityError,
     identity_of,
     stamp_of,
 )
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo
+from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.engine.protocol.vectors import MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 
 from ..played_core import info as info_of
 
@@ -50,7 +50,7 @@ OTHERS: dict[str, Any] = {
     "arithmetic": "bfloat16",
     "config": {"hidden_size": 4, "rope_theta": 1},
 }
-"""For each field of ModelInfo that is part of the identity, another value."""
+"""For each field of ModelInfo that is part of the keys, another value."""
 UNUSED: dict[str, Any] = {
     "name": "other",
     "max_model_len": 8,
@@ -128,7 +128,7 @@ def test_dense_modules_are_files_of_the_model(info: ModelInfo, folder: Path, pla
 
 def test_our_arithmetic_and_the_libraries_change_it(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     identities = [identity_of(info)]
-    monkeypatch.setattr(identity, "NUMERICS", identity.NUMERICS + 1)
+    monkeypatch.setattr(keys, "NUMERICS", keys.NUMERICS + 1)
     identities.append(identity_of(info))
     real = importlib.metadata.version
     for library in ("numpy", "torch"):

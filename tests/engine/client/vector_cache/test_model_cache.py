@@ -25,10 +25,10 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.messages import RequestFailed
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 
 from ..played_core import PlayedCore, SubmitRequest, info as info_of, tokenizer_pool
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.engine.client.vector_cache.rows import pack, seal, unpack, unseal
+from penstock.engine.client.vector_cache.cache import pack, unpack
+from penstock.engine.client.vector_cache.disk import seal, unseal
 
 KEY = bytes(range(32))
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

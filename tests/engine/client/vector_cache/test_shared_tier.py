@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, NoRoomError
-from penstock.engine.client.vector_cache.shared_tier import SharedTier
+from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, NoRoomError, SharedTier
 
 from ....waiting import wait_until
 from .sharing import key_of, row_of

@@ -19,13 +19,12 @@ from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.executors.cpu.heads import load_dense
 from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.pooler_config import PoolerConfig
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
 from penstock.kernels.cpu import CpuKernelError, Machine
 

@@ -14,8 +14,8 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.cpu.array_encoder import read_spec
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
+from penstock.engine.protocol.multi_vector import MultiVector
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.engine.protocol.vectors import MultiVector
 from penstock.kernels.cpu import Format, Machine
 
 from ..parity import assert_close, rows_of

@@ -22,10 +22,10 @@ from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, sparse
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.protocol.vectors import MultiVector, SparseKind, SparsePooling
 
 from ....interpreter import IS_INTERPRETED
 from ...device.pretend_cuda import PretendCuda, pretend_cuda

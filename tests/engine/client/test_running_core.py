@@ -16,12 +16,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.client import engine_process, process_core
-from penstock.engine.client.process_core import Heartbeat
+from penstock.engine.client import engine_process, running_core
+from penstock.engine.client.running_core import Heartbeat
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ClientMessage, ModelReady, RequestFailed, Start
 
-Run = Callable[..., process_core.ProcessCore]
+Run = Callable[..., running_core.ProcessCore]
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", created)
 
-    def made(model: str, *, hang_timeout_s: float = 60.0) -> process_core.ProcessCore:
+    def made(model: str, *, hang_timeout_s: float = 60.0) -> running_core.ProcessCore:
         start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))
-        return process_core.ProcessCore(start, Mock(), Mock())
+        return running_core.ProcessCore(start, Mock(), Mock())
 
     return made
 
@@ -65,7 +65,7 @@ async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyP
             heartbeat.heard()
         await sleep(0)
 
-    monkeypatch.setattr(process_core.asyncio, "sleep", pause)
+    monkeypatch.setattr(running_core.asyncio, "sleep", pause)
     heartbeat = Heartbeat(20.0, lambda: asked.append(1), lambda: hung.append(1))
     await heartbeat.run()
     assert len(asked) == 9 + 9 + 10
@@ -75,12 +75,12 @@ async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyP
 
 def test_an_end_is_told_once_and_only_where_nobody_asked_for_it() -> None:
     on_exit = Mock()
-    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
     core._report_end("it ended")
     core._report_end("it does not answer")
     on_exit.assert_called_once_with("it ended")
     on_exit = Mock()
-    core = process_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
     core._closing = True
     core._report_end("it ended")
     on_exit.assert_not_called()
@@ -192,7 +192,7 @@ async def test_a_process_that_does_not_stop_is_killed(run: Run, monkeypatch: pyt
     core = run("deaf")
     await core.start()
     await heard(core._on_message)
-    monkeypatch.setattr(process_core, "_STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(running_core, "_STOP_TIMEOUT_S", 0.05)
     await core.close()
     assert core._process.returncode == -9
     core._on_exit.assert_not_called()

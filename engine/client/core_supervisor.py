@@ -27,9 +27,8 @@ from ..protocol.messages import (
 )
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
-from .process_core import ProcessCore
 from .replica import Send
-from .thread_core import ThreadCore
+from .running_core import ProcessCore, ThreadCore
 
 logger = logging.getLogger("penstock.engine")
 

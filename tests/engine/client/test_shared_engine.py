@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.engine_client import EngineClient, EngineStatus
-from penstock.engine.client.engine_server import EngineServer
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.shared_engine import EngineClient, EngineServer, EngineStatus
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import LoadFailed, client_number_of, first_request_id
 

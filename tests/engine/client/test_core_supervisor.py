@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.client import supervisor
+from penstock.engine.client import core_supervisor
+from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.process_core import OnExit, OnMessage
 from penstock.engine.client.replica_group import ReplicaGroup
-from penstock.engine.client.supervisor import EngineState
+from penstock.engine.client.running_core import OnExit, OnMessage
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, RequestFailed, Start
@@ -57,7 +57,7 @@ class Core:
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
-    monkeypatch.setattr(supervisor, "ThreadCore", Core)
+    monkeypatch.setattr(core_supervisor, "ThreadCore", Core)
     Core.made = []
     return Core.made
 
@@ -166,7 +166,7 @@ async def test_a_core_that_cannot_be_replaced_makes_the_engine_dead_and_is_tried
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(supervisor.asyncio, "sleep", pause)
+    monkeypatch.setattr(core_supervisor.asyncio, "sleep", pause)
     cores[0].end("it ended")
     for attempt in range(1, 6):
         while len(cores) == attempt:

@@ -1,0 +1,215 @@
+"""Finds the folder of a model, locally or on the Hugging Face hub, and reads its JSON files."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from ..protocol.errors import EngineError, ModelLoadError
+from ..protocol.setting import parse_json
+
+logger = logging.getLogger("penstock.engine")
+
+LFS_HINT: Final = "is a Git LFS pointer, not the file itself; run `git lfs pull` in the model's folder"
+_LFS_START: Final = b"version https://git-lfs.github.com/spec/"
+_MAX_SHOWN: Final = 400
+# Errors caused by values of a wrong type or an absurd size.
+_VALUE_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+# Errors caused by the files, unlike a full disk or too many open files.
+_FILE_ERRORS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+ADAPTER_FILE: Final = "adapter_config.json"
+"""The config of an adapter that the peft library has saved."""
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DESCRIPTION_FILES: Final = ("config.json", "modules.json")
+_ALLOW: Final = (
+    *("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"),
+    *("artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"),
+)
+_IGNORE: Final = ("onnx/*", "openvino/*", "original/*", "consolidated*", "*.onnx.json", "*.tflite")
+_WITHOUT_WEIGHTS: Final = ("_Pooling", "_Normalize", "_Dropout")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; None if the file does not exist.
+
+    Raises:
+        ModelLoadError: The file cannot be read, is a Git LFS pointer, holds null, or is not JSON within bounds; see
+            parse_json.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(_LFS_START.decode()):
+            raise ModelLoadError(f"{path} {LFS_HINT}.")
+        value = parse_json(text)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelLoadError(f"{path} is a link to a file that does not exist; download the model again.") from None
+        return None
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    if value is None:
+        raise ModelLoadError(f"{path} holds null instead of a value; download the model again.")
+    return value
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is a Git LFS pointer. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_START)) == _LFS_START
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; an empty one if the file does not exist.
+
+    Raises:
+        ModelLoadError: The file is not valid JSON or holds something else.
+    """
+    value = read_json(path)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+@contextmanager
+def as_load_error(found: str) -> Iterator[None]:
+    """Converts unexpected errors caused by broken files to a ModelLoadError of one line.
+
+    Args:
+        found: The failed action, with the file or folder at fault.
+
+    Raises:
+        ModelLoadError: See above; --log-level debug shows its origin.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except _FILE_ERRORS as error:
+        raise ModelLoadError(f"{found}: {error.filename}: {error.strerror or error}.") from error
+    except _VALUE_ERRORS as error:
+        logger.debug("%s", found, exc_info=True)
+        raise ModelLoadError(
+            f"{found} ({type(error).__name__}: {one_line(error)}): a value there is damaged or of the wrong kind; "
+            "download the model again, or see --log-level debug for the place."
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error as part of one line, shortened if it is long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."
+
+
+def locate_model(name: str, revision: str | None = None) -> Path:
+    """Returns the local folder of a model. Downloads it from the hub if it is neither a folder nor cached.
+
+    Works offline when the files are in the hub's cache. Of a hub repository only JSON, tokenizer files, templates, code
+    (never run unless trust_remote_code is on) and weights are fetched; `.bin` weights only for want of safetensors.
+
+    Args:
+        name: Local folder or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
+        revision: Branch, tag or commit of a hub id; None takes the default branch.
+
+    Raises:
+        ModelLoadError: No such folder (see is_local) or repository, or a folder without model files; the message says
+            what was tried.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in _DESCRIPTION_FILES):
+            message = f"The folder {folder} is not a model: it holds neither config.json nor modules.json."
+            raise no_model_error(folder, message)
+        return folder.resolve()
+    if folder.exists():
+        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, or a hub id.")
+    if is_local(name, revision) and _HUB_ID.fullmatch(name):
+        raise ModelLoadError(
+            f"There is no folder {folder.name!r} in the folder {str(folder.parent)!r}. To load the hub repository "
+            f"{name!r}, give --revision main, or run the command in another folder."
+        )
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(f"There is no folder {str(folder)!r}, and {name!r} is not a hub id (owner/name).")
+    return _fetch(name, revision)
+
+
+def is_local(name: str, revision: str | None = None) -> bool:
+    """Whether a name means a local folder, which may not exist, and not a repository of the hub.
+
+    A name such as "a/b" means the hub, unless it exists, or the folder "a" exists and no revision is given.
+    """
+    folder = Path(name).expanduser()
+    if _HUB_ID.fullmatch(name) is None or folder.exists():
+        return True
+    return "/" in name and revision is None and folder.parent.is_dir()
+
+
+def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
+    """Returns the error for a folder without a model.
+
+    Args:
+        folder: May hold an adapter alone.
+        otherwise: The message for a folder that holds none.
+    """
+    if not (folder / ADAPTER_FILE).is_file():
+        return ModelLoadError(otherwise)
+    base = read_object(folder / ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
+    return ModelLoadError(
+        f"{folder} holds a PEFT adapter ({ADAPTER_FILE}) and no model, and penstock applies no adapters: merge it into "
+        f"{base} (merge_and_unload in the peft library), save the result with its tokenizer, and serve that folder."
+    )
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    """Returns the snapshot folder of a hub id."""
+    from huggingface_hub import constants, snapshot_download
+
+    where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
+    try:
+        path = Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(_ALLOW), ignore_patterns=list(_IGNORE))
+        )
+        if not any((path / file).is_file() for file in _DESCRIPTION_FILES):
+            message = f"The hub repository {where} is not a model: it holds neither config.json nor modules.json."
+            raise no_model_error(path, message)
+        if bin_files := _missing_weights(path):
+            snapshot_download(name, revision=revision, allow_patterns=bin_files)
+    except Exception as error:
+        # huggingface_hub lets errors of its HTTP library through, and that library differs by version.
+        raise ModelLoadError(
+            f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
+            f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
+        ) from error
+    return path
+
+
+def _missing_weights(path: Path) -> list[str]:
+    """Patterns of the `.bin` weights of those folders (the model and its modules) that hold no safetensors."""
+    folders = sorted({file.parent for file in path.glob("**/config.json")})
+    bare = [folder.relative_to(path) for folder in folders if not any(folder.glob("*.safetensors"))]
+    return [(folder / "pytorch_model*.bin").as_posix() for folder in bare if not folder.name.endswith(_WITHOUT_WEIGHTS)]
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class name; without the "Got: " that huggingface_hub begins with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
