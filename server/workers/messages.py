@@ -10,11 +10,13 @@ import asyncio
 import logging
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
 
 from penstock.engine import EngineConfig, ModelInfo
 from penstock.engine.client.shared_engine import EngineStatus
@@ -68,6 +70,24 @@ class MetricFamily(msgspec.Struct, array_like=True, frozen=True):
     text: str
     kind: str
     samples: list[tuple[str, dict[str, str], float]]
+
+
+def to_families(metrics: Iterable[Metric]) -> list[MetricFamily]:
+    """Converts metrics to messages."""
+    return [
+        MetricFamily(m.name, m.documentation, m.type, [(s.name, dict(s.labels), float(s.value)) for s in m.samples])
+        for m in metrics
+    ]
+
+
+def to_metrics(families: Iterable[MetricFamily]) -> list[Metric]:
+    """Converts messages to metrics."""
+    metrics = []
+    for family in families:
+        metric = Metric(family.name, family.text, family.kind)
+        metric.samples = [Sample(*sample) for sample in family.samples]
+        metrics.append(metric)
+    return metrics
 
 
 class GetMetrics(msgspec.Struct, tag=True, frozen=True):

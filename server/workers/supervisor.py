@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -40,8 +40,8 @@ from .messages import (
     WorkerListening,
     WorkerPlan,
     WorkerReady,
+    to_families,
 )
-from .metrics import cumulative, of_server, summed, to_families
 
 Send = Callable[[FromSupervisor], None]
 
@@ -117,6 +117,11 @@ class SupervisedModels:
 
 logger = logging.getLogger(__name__)
 
+_SUPERVISORS: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
+"""Beginnings of the names of metrics that the supervising process reports: it has the engines."""
+_QUEUES: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
+"""Metrics of the engines that the HTTP processes report, each of its own requests: they are summed."""
+_CUMULATIVE: Final = ("counter", "histogram")
 _METRICS_S: Final = 2.0
 """Seconds that a process gets to send its metrics."""
 _END_S: Final = 10.0
@@ -270,3 +275,37 @@ class WorkerSupervisor:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def summed(parts: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+    """Returns the sums of metrics with equal names and labels: gauges, counters, and the buckets of histograms."""
+    families: dict[str, MetricFamily] = {}
+    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for family in (each for part in parts for each in part):
+        families.setdefault(family.name, family)
+        values = sums.setdefault(family.name, {})
+        for name, labels, value in family.samples:
+            key = name, tuple(labels.items())
+            values[key] = values.get(key, 0.0) + value
+    return [
+        MetricFamily(
+            f.name, f.text, f.kind, [(name, dict(labels), value) for (name, labels), value in sums[f.name].items()]
+        )
+        for f in families.values()
+    ]
+
+
+def cumulative(families: Iterable[MetricFamily]) -> list[MetricFamily]:
+    """Returns the metrics that still count when a process has ended: counters and histograms, but no gauges."""
+    return [family for family in families if family.kind in _CUMULATIVE]
+
+
+def of_server(supervisor: Sequence[MetricFamily], workers: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+    """Returns the metrics of a server. Metrics of processes, such as memory, are sums over the processes."""
+    own = [family for family in supervisor if _is_supervisors(family)]
+    others = [[family for family in part if not _is_supervisors(family)] for part in (supervisor, *workers)]
+    return [*summed(others), *own]
+
+
+def _is_supervisors(family: MetricFamily) -> bool:
+    return family.name.startswith(_SUPERVISORS) and family.name not in _QUEUES

@@ -54,8 +54,9 @@ from .messages import (
     WorkerPlan,
     WorkerReady,
     decode_from_supervisor,
+    to_families,
+    to_metrics,
 )
-from .metrics import to_families, to_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from penstock.server.observability.metrics import Metrics
-from penstock.server.workers.metrics import cumulative, of_server, summed, to_families, to_metrics
+from penstock.server.workers.messages import to_families, to_metrics
+from penstock.server.workers.supervisor import cumulative, of_server, summed
 
 
 def counter(name: str, **values: float) -> Metric:
