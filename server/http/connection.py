@@ -1,9 +1,9 @@
 """A client's connection: uvicorn's protocol with a limit on the size of heads and no change of protocol.
 
-uvicorn keeps all bytes until a request is complete: a head without an end, or trailers, would fill the
-memory; and it drops the answer of a client that has sent all it wants to send. And its parser stops at a head that
-offers an upgrade to HTTP/2, as that of Java's HttpClient does, so that the body would be lost; such a request is
-answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
+uvicorn keeps all bytes until a request is complete, so a head without an end, or trailers, would fill the memory. It
+drops the response of a client that closes its sending side. Its parser stops at a head that offers an upgrade to
+HTTP/2, as Java's HttpClient sends it, so the body would be lost. Such a request is answered in HTTP/1.1 (RFC 9110,
+section 7.8: a server may ignore the offer).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fastapi import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .streams import ASK_AFTER_S, INTERIM, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
+from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
 
 
 class Part(StrEnum):
-    """The part of an exchange that a connection waits for its client to send or to read."""
+    """The part of a request-response cycle that the client has to send or to read."""
 
     HEAD = "head"
     BODY = "body"
@@ -39,7 +39,7 @@ class PendingTransfer(NamedTuple):
     """A transfer that waits for its client.
 
     Attributes:
-        part: The part of an exchange.
+        part: The part of the cycle.
         request: The request, compared by identity.
         progress: Bytes that the client has sent or taken so far.
     """
@@ -50,12 +50,13 @@ class PendingTransfer(NamedTuple):
 
 
 def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
-    """Returns the bytes that the system holds for the client: it takes more only when a third of its own is free.
+    """Returns the bytes that the client has not acknowledged; 0 where the system does not tell.
 
-    So an honest reader may take for minutes before our own buffer shrinks. 0 where the system does not tell.
+    The system takes more bytes only when a third of its buffer is free. So a client may read for minutes before the
+    buffer of this process shrinks.
     """
     number = array("i", [0])
-    with contextlib.suppress(OSError):  # the socket is closing, or the system is none that tells
+    with contextlib.suppress(OSError):  # the socket is closing, or the system does not tell
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
     return number[0]
 
@@ -68,7 +69,7 @@ SLOW_BODY: Final = "penstock.slow_body"
 """The key of a request's scope that holds the reason why its body comes too slowly, as a sentence for the client. The
 next message of the body then raises the error."""
 SHEDDER: Final = "load_shedder"
-"""Where the state of the application's lifespan has its LoadShedder, if it has one."""
+"""The key of the lifespan state that holds the LoadShedder, if there is one."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
 _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -77,7 +78,7 @@ _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-le
 class RefusedRequest(Protocol):
     """A request that was refused at its head; see Refusal in middleware/load_shedding.py."""
 
-    def look(self, body: bytes) -> None:
+    def find_dialect(self, body: bytes) -> None:
         """Looks for the dialect in a part of the body."""
         ...
 
@@ -119,7 +120,7 @@ class Connection(HttpToolsProtocol):
         self._whole_s = 0.0  # when the last request was whole
         self._shedder: HeadRefuser | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
-        self._answered: RequestResponseCycle | None = None  # the request whose answer is being made, or was the last
+        self._answered: RequestResponseCycle | None = None  # the running request, or the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins the connection."""
@@ -128,7 +129,7 @@ class Connection(HttpToolsProtocol):
         self._writer = ResponseWriter(transport, self._end_last_response)
 
     def data_received(self, data: bytes) -> None:
-        """Parses bytes, or keeps them until the requests before them are answered."""
+        """Parses bytes, or keeps them until earlier requests are answered."""
         is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
         if is_much or self._ahead.waiting or self._is_busy:
             self._ahead.put(data)
@@ -139,7 +140,7 @@ class Connection(HttpToolsProtocol):
 
     def _read_on(self) -> None:
         """Parses the bytes that were read ahead, up to the end of the next request."""
-        if self._is_parsing:  # an answer has gone meanwhile
+        if self._is_parsing:  # a response was sent meanwhile
             return
         while self._ahead.waiting and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -162,7 +163,7 @@ class Connection(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     data = self._head_without_offer() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
-            self.logger.debug("what %s sent is no HTTP request", self.client)
+            self.logger.debug("%s has sent an invalid HTTP request", self.client)
             if not self._is_refused:
                 self._send_refusal()
             if self._has_sent_last:
@@ -184,10 +185,10 @@ class Connection(HttpToolsProtocol):
         scope[CONNECTION_LOST] = self._lost
 
     def on_headers_complete(self) -> None:
-        """Begins a request, unless it is refused at once, or its head offers an upgrade: that is read again without."""
+        """Begins a request, unless it is refused. A head that offers an upgrade is parsed again without the offer."""
         if self._refusal is not None:
             self._refusal.send()
-        self._unset_keepalive_if_required()  # an answer that has just gone has set it
+        self._unset_keepalive_if_required()  # the response that was just sent has set it
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
         if self._has_sent_last:
@@ -202,13 +203,13 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of a body; that of a request which was refused is thrown away."""
+        """Takes a part of a body. The body of a refused request is discarded."""
         self._num_overhead = 0
         self._num_body += len(body)
         if not self._is_refused:
             super().on_body(body)
         elif self._refusal is not None:
-            self._refusal.look(body)
+            self._refusal.find_dialect(body)
 
     def on_message_complete(self) -> None:
         """Ends a request."""
@@ -218,7 +219,7 @@ class Connection(HttpToolsProtocol):
             self._is_refused = False
             if self._has_sent_last:
                 self.transport.close()
-            elif self._refusal is None:  # it was sent before the end of the body, which has unset the time
+            elif self._refusal is None:  # sent before the end of the body, which has unset the timer
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -226,7 +227,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
             self._whole_s = self.loop.time()
             if not self.pipeline:
-                self.flow.resume_reading()  # that the client leaves is seen by reading only
+                self.flow.resume_reading()  # only reading shows that the client has closed the connection
 
     def on_response_complete(self) -> None:
         """Continues with the next request, or closes the connection after the last one."""
@@ -237,31 +238,31 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. Complete requests are answered; then the connection is closed.
 
-        That of TLS cannot stay open for the one side alone.
+        A TLS connection closes at once: it cannot stay open for one side.
         """
         self._send_refusal()
-        if self._has_received_eof:  # the loop tells again when it has been asked to read on
+        if self._has_received_eof:  # the event loop calls again after it resumes reading
             return True
         if self.scheme == "https" or not self._is_busy:
             return False
         self._has_received_eof = True
         if not self._ahead.waiting:
             self.cycle.keep_alive = False
-        HalfClose(self.transport, self._ask, self._whole_s + ASK_AFTER_S - self.loop.time())
+        HalfClose(self.transport, self._send_interim, self._whole_s + INTERIM_AFTER_S - self.loop.time())
         return True
 
-    def _ask(self) -> None:
-        """Asks a client that sends no more whether it is there, if nothing else is being written to it."""
+    def _send_interim(self) -> None:
+        """Sends an interim response to a client that sends no more, if nothing else is being written to it."""
         if self.scope["http_version"] == "1.1" and self._answered is self.cycle and not self.cycle.response_started:
             self.transport.write(INTERIM)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the connection, and tells those who work for it."""
+        """Ends the connection. The running request learns that its client has disconnected."""
         self._send_refusal()
         self._writer.forget()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn tells the last request only
+            self._answered.disconnected = True  # uvicorn does this for the last request only
             self._answered.message_event.set()
         self._lost.set_result(None)
 
@@ -272,13 +273,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_between_requests(self) -> bool:
-        """Whether no request is under way; the head of one may be."""
-        cycle: RequestResponseCycle | None = self.cycle  # uvicorn declares it without the None that it begins with
+        """Whether no request is running. A head may be incomplete."""
+        cycle: RequestResponseCycle | None = self.cycle  # None at first, although uvicorn does not declare that
         return self._refusal is None and (cycle is None or cycle.response_complete)
 
     @property
     def is_idle(self) -> bool:
-        """Whether neither side has anything left to do."""
+        """Whether no request is running and every response has been sent."""
         return self.is_between_requests and not self.transport.get_write_buffer_size()
 
     def pending_transfer(self) -> PendingTransfer | None:
@@ -323,12 +324,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request that has come whole is not answered yet: the next ones wait."""
+        """Whether a complete request is not answered yet, so that the next requests wait."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
 
     def _num_body_left(self) -> int:
-        """Returns how many bytes are still to come of the body that is being read; 0: that is not known."""
+        """Returns how many bytes of the current body are missing; 0: not known."""
         if self._is_in_body:
             for name, value in self.headers:
                 if name == b"content-length":
@@ -336,7 +337,7 @@ class Connection(HttpToolsProtocol):
         return 0
 
     def _shed(self) -> RefusedRequest | None:
-        """Refuses a POST that there is no room for, if nothing before it is unanswered or unread."""
+        """Refuses a POST while the engine is full, if every earlier response has been sent and read."""
         if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
             return None
         if not self.is_between_requests or self.flow.write_paused:
@@ -354,7 +355,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end_last_response(self) -> None:
-        """Ends the connection; with a body on its way our side alone, which leaves the client its answer."""
+        """Closes the connection, or only our side while a body is arriving: the client can read its response."""
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
@@ -364,12 +365,12 @@ class Connection(HttpToolsProtocol):
         self._writer.end_our_side()
 
     def _send_refusal(self) -> None:
-        """Does not let a refusal wait any longer."""
+        """Sends a refusal that waits, if there is one."""
         if self._refusal is not None:
             self._refusal.send()
 
     def _answer(self, is_last: bool, response: Response) -> None:
-        """Sends a whole answer; the connection ends with it if the client asked for that, or may not send the body."""
+        """Sends a whole response. It is the last one if the client wants that, or may not send the body."""
         self._refusal = None
         if self.transport.is_closing():
             return

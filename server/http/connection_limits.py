@@ -1,4 +1,4 @@
-"""Limits of connections: open files, and the time for slow clients."""
+"""Limits of connections: open files, and the minimum transfer rate of slow clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .connection import Connection, Part, PendingTransfer
 logger = logging.getLogger(__name__)
 
 STALL_S: Final = 60.0
-"""Seconds without a byte of a body that is awaited, or of an answer that is ready."""
+"""Seconds without a byte of a body that the server reads, or of a response that is ready."""
 HEAD_S: Final = 60.0
 """Seconds for the whole head of a request, and for the first byte of a new connection."""
 
@@ -57,32 +57,32 @@ class _Wait:
     """A transfer that waits for its client.
 
     Attributes:
-        transfer: At the last look.
+        transfer: At the last check.
         since_s: When it was seen first.
-        moved_s: When its client was last seen to do something.
-        looked_s: When the last look was.
+        moved_s: When bytes were last seen to move.
+        checked_s: When the last check was.
         left_s: Seconds until it is too slow if nothing moves; below 0 it is.
     """
 
     transfer: PendingTransfer
     since_s: float
     moved_s: float
-    looked_s: float
+    checked_s: float
     left_s: float
 
 
 class ConnectionLimits:
-    """Checks all connections regularly, and closes those of late clients, which cost memory and files.
+    """Checks all connections regularly, and closes those of slow clients, which hold memory and files.
 
-    The rate of a transfer is measured while it waits for its client: while the server reads a body that is not whole,
-    or while a part of an answer is in the server's buffer. A transfer starts with a credit of `grace_s` seconds. Every
+    The rate of a transfer is measured while it waits for its client: while the server reads an incomplete body,
+    or while a part of a response is in the server's buffer. A transfer starts with a credit of `grace_s` seconds. Every
     second takes one away, and every `min_rate` bytes give one back, up to `grace_s`. A body without credit is answered
-    with 408, and its connection closes. The connection of an answer without credit is reset.
+    with 408, and its connection closes. The connection of a response without credit is reset.
 
     Args:
         connections: Those of the server.
         limits: How slow transfers may be.
-        on_slow: Called for every answer that ends because its client reads too slowly.
+        on_slow: Called for every response that ends because its client reads too slowly.
         now: A clock, in seconds.
     """
 
@@ -101,7 +101,7 @@ class ConnectionLimits:
         self._waits: dict[Connection, _Wait] = {}
 
     async def enforce(self) -> None:
-        """Closes the connections that have been waited for too long."""
+        """Closes the connections of clients that are too slow."""
         now_s = self._now()
         waits: dict[Connection, _Wait] = {}
         num_silent = 0
@@ -135,16 +135,16 @@ class ConnectionLimits:
             logger.warning("%s", _slow_text(client, part, reason, number))
 
     def _follow(self, wait: _Wait, transfer: PendingTransfer, now_s: float) -> None:
-        """Counts the seconds and the bytes since the last look."""
+        """Counts the seconds and the bytes since the last check."""
         num_moved = transfer.progress - wait.transfer.progress
         if num_moved:
             wait.moved_s = now_s
         gained_s = max(num_moved, 0) / self._limits.min_rate if self._limits.min_rate else inf
-        wait.left_s = min(wait.left_s - (now_s - wait.looked_s) + gained_s, self._limits.grace_s)
-        wait.transfer, wait.looked_s = transfer, now_s
+        wait.left_s = min(wait.left_s - (now_s - wait.checked_s) + gained_s, self._limits.grace_s)
+        wait.transfer, wait.checked_s = transfer, now_s
 
     def _lateness(self, wait: _Wait, now_s: float) -> str:
-        """Returns the limit that a transfer has passed; "" if there is none."""
+        """Returns the limit that a transfer exceeds; "" if there is none."""
         limits = self._limits
         if wait.transfer.part is Part.HEAD:
             return "its head has not come" if now_s - wait.since_s > HEAD_S else ""

@@ -1,4 +1,4 @@
-"""uvicorn's server: it sleeps while idle, limits connections, and does not wait for idle ones at its end."""
+"""uvicorn's server, which sleeps while idle, limits connections, and closes idle ones at shutdown."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
 KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
 _COLLECT_AFTER: Final = 10_000
-"""New objects after which the collector looks at them."""
-_LOOK_EVERY_S: Final = 5
+"""New objects after which the garbage collector runs."""
+_CHECK_EVERY_S: Final = 5
 _TICK_S: Final = 1.0
-"""The Date of answers counts in seconds."""
+"""The Date header counts in seconds."""
 _COLLECT_EVERY_S: Final = 30.0
 """Least seconds between two full garbage collections of an idle server."""
 _GOODBYE_S: Final = 1.0
@@ -30,7 +30,7 @@ _GOODBYE_S: Final = 1.0
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    """Returns how the server serves an application."""
+    """Returns the configuration of uvicorn for an application."""
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
     """Serves one application.
 
     Args:
-        config: How; its protocol must be Connection.
+        config: Configuration of uvicorn; its protocol must be Connection.
         limits: How slowly clients may send and read.
         on_slow: See ConnectionLimits.
     """
@@ -64,33 +64,33 @@ class HttpServer(uvicorn.Server):
         *,
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:
-        self._is_asked_to_exit = False
-        self._asked = asyncio.Event()
+        self._should_exit = False
+        self._exit_requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(config)
         enforce = ConnectionLimits(self._connections, limits, on_slow=on_slow).enforce
-        config.callback_notify, config.timeout_notify = enforce, max(min(_LOOK_EVERY_S, int(limits.grace_s / 4)), 1)
+        config.callback_notify, config.timeout_notify = enforce, max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
         self._num_collected = 0  # requests answered before the last collection
         self._collected_s = -inf
 
     @property
     def should_exit(self) -> bool:
-        """Whether it has been asked to end."""
-        return self._is_asked_to_exit
+        """Whether the server has to shut down."""
+        return self._should_exit
 
     @should_exit.setter
-    def should_exit(self, asked: bool) -> None:
-        """Asks it to end. May be called by the handler of a signal."""
-        self._is_asked_to_exit = asked
-        if asked and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._asked.set)
+    def should_exit(self, value: bool) -> None:
+        """Starts the shutdown. Signal handlers may call it."""
+        self._should_exit = value
+        if value and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._exit_requested.set)
 
     async def main_loop(self) -> None:
-        """Ticks once a second, and when it is asked to end: uvicorn's ten ticks a second cost an idle server much."""
+        """Ticks once a second and at shutdown. uvicorn ticks ten times a second, which costs an idle server much."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), _TICK_S)
+                await asyncio.wait_for(self._exit_requested.wait(), _TICK_S)
             self._collect_if_idle(self._loop.time())
 
     def _collect_if_idle(self, now_s: float) -> None:

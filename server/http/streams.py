@@ -1,6 +1,6 @@
-"""How a connection reads ahead, writes answers and handles clients that send no more.
+"""Buffers bytes of later requests, writes responses, and handles clients that send no more.
 
-uvicorn parses every head that has come into a request, and reads on whenever an application asks for a body: it holds
+uvicorn parses all bytes that arrive into requests, and reads on whenever an application reads a body. So it would hold
 thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes instead.
 """
 
@@ -71,7 +71,7 @@ class ResponseWriter:
 
     Args:
         transport: Of the connection.
-        end: Ends the connection when the last answer has been written.
+        end: Ends the connection when the last response has been written.
 
     Attributes:
         num_written: Bytes that were handed to the transport.
@@ -90,7 +90,7 @@ class ResponseWriter:
         self._head = b""
 
     def begin(self, cycle: RequestResponseCycle) -> None:
-        """Begins the answer to a request."""
+        """Begins the response to a request."""
         self._cycle, self._is_head_due = cycle, True
 
     def write(self, data: bytes) -> None:
@@ -107,19 +107,19 @@ class ResponseWriter:
             self.num_written += len(data)
 
     def flush(self) -> None:
-        """Writes the head of an answer that nothing follows."""
+        """Writes the head of a response without a body."""
         if self._head:
             self._transport.write(self._head)
             self.num_written += len(self._head)
             self._head = b""
 
     def close(self) -> None:
-        """Ends the last answer."""
+        """Ends the last response."""
         self.flush()
         self._end()
 
     def end_our_side(self) -> None:
-        """Says that nothing more will be sent, if it can be said (TLS has no half of an end); closes after LINGER_S."""
+        """Closes our side if possible (TLS cannot close one side), and the connection after LINGER_S."""
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._end_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
@@ -162,16 +162,16 @@ class CloseDelimited:
         await self._app(scope, receive, send_unframed)
 
 
-ASK_AFTER_S: Final = 1.0
-"""Seconds after the end of a request until its client is asked: most answers have gone by then, without a word more."""
+INTERIM_AFTER_S: Final = 1.0
+"""Seconds after the end of a request until an interim response is sent. Most responses have been sent by then."""
 INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""The interim response that the fewest clients stumble over."""
-_FIRST_LOOK_S: Final = 0.05
+"""The interim response that most clients accept."""
+_FIRST_CHECK_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
 
 class HalfClose:
-    """Finds out whether a client that sends no more has gone, and then closes the connection, which ends its requests.
+    """Closes a connection whose client sends no more as soon as the client has disconnected, which ends its requests.
 
     A client that has closed its connection looks like one that has closed only its sending side (`nc -N`, TCP proxies),
     until something is written. So a request that takes long gets an interim response, which HTTP/1.1 allows at any time
@@ -179,27 +179,27 @@ class HalfClose:
 
     Args:
         transport: Of the connection. It is not encrypted: TLS has no half of an end.
-        ask: Sends the interim response, if that may be sent now.
-        asks_s: Seconds from now until that.
+        send_interim: Sends the interim response, if that may be sent now.
+        wait_s: Seconds from now until that.
     """
 
-    def __init__(self, transport: asyncio.Transport, ask: Callable[[], None], asks_s: float) -> None:
+    def __init__(self, transport: asyncio.Transport, send_interim: Callable[[], None], wait_s: float) -> None:
         self._transport = transport
-        self._ask = ask
-        self._pause_s = _FIRST_LOOK_S
+        self._send_interim = send_interim
+        self._pause_s = _FIRST_CHECK_S
         self._loop = asyncio.get_running_loop()
-        self._loop.call_later(max(asks_s, 0.0), self._begin)
+        self._loop.call_later(max(wait_s, 0.0), self._begin)
 
     def _begin(self) -> None:
         if not self._transport.is_closing():
-            self._ask()
-            self._loop.call_later(self._pause_s, self._look)
+            self._send_interim()
+            self._loop.call_later(self._pause_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._transport.is_closing():
             return
         if self._transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
             self._transport.abort()
             return
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._loop.call_later(self._pause_s, self._look)
+        self._loop.call_later(self._pause_s, self._check)

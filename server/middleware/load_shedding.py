@@ -41,10 +41,9 @@ from .auth import ApiKeys, offered_keys
 
 TICK_S: Final = 0.05
 PER_TICK: Final = 10
-"""Refusals that go out in a tick where none has waited for too long: 200 a second."""
+"""Refusals that are sent in a tick unless one has waited for too long: 200 a second."""
 LONGEST_S: Final = 2.0
-"""Seconds that a refusal waits at most, however many wait. The least time after which one tells its client to come back
-is 1 s."""
+"""Longest wait of a refusal in seconds. The smallest Retry-After is 1 s."""
 _LONGEST_KEY: Final = 64
 
 Answer = Callable[[Response], None]
@@ -110,7 +109,7 @@ def longest_wait_s(scope: Scope) -> float:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Refusal:
-    """A request that was refused, and its answer, which goes out once.
+    """A refused request. Its response is sent once.
 
     The response is made when it is sent, together with others, while code and data are in the processor's caches.
 
@@ -120,7 +119,7 @@ class Refusal:
         route: Of the request.
         scope: Of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
-        answer: Sends a response; None when that has happened.
+        answer: Sends a response; None after that.
         observers: Called with the record of the request.
         ids: Name the request.
         began_s: Seconds, of time.perf_counter(). When its head was read.
@@ -140,11 +139,8 @@ class Refusal:
     _dialect: Dialect | None = None
     _seen: bytes = b""
 
-    def look(self, body: bytes) -> None:
-        """Looks in a part of the body for a key that tells its dialect.
-
-        A quote inside of a text is escaped, so that the text is not taken for a key.
-        """
+    def find_dialect(self, body: bytes) -> None:
+        """Looks in a part of the body for a key of a dialect. Quotes inside texts are escaped, so no text matches."""
         if self.route.by_key and self._dialect is None:
             for key, dialect in self.route.by_key.items():
                 if re.search(rb'"%b"\s*:' % key.encode(), self._seen + body):
@@ -152,7 +148,7 @@ class Refusal:
             self._seen = body[-_LONGEST_KEY:]
 
     def send(self) -> bool:
-        """Sends it, unless that has happened; returns whether it did. Then it holds nothing of the request any more."""
+        """Sends the response unless that has happened. Returns whether it did. Frees the request."""
         answer, scope = self.answer, self.scope
         if answer is None:
             return False
@@ -175,17 +171,17 @@ class Refusal:
 
 
 class LoadShedder:
-    """Refuses requests that the full engine cannot take, on every route that needs it. The application gets the rest.
+    """Refuses requests to routes that run the model while its engine is full.
 
-    The rest are requests that the application refuses for another reason: a missing key, a wrong header, a body that is
-    too large; and every request where several models are served, because the body names the model.
+    The application refuses requests with a missing key, a wrong header or a too large body, and all requests if several
+    models are served, because the body names the model.
 
     Args:
         routes: Of the application.
         models: The served models.
-        keys: Who may ask.
+        keys: API keys.
         observers: Called with the record of every request.
-        pace: When answers go out.
+        pace: Sends refusals at a bounded rate.
         max_body_bytes: Of one body.
         cors: Lets web pages of other origins read responses; None: they may not.
     """
@@ -221,7 +217,7 @@ class LoadShedder:
         Args:
             target: The request target, as it was sent.
             scope: Of the request; its path is not known yet.
-            answer: Sends the whole answer, later.
+            answer: Sends the whole response, later.
         """
         engine, route, headers = self._models.only_engine, self._route(target), scope["headers"]
         if engine is None or route is None:
