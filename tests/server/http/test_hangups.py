@@ -94,7 +94,7 @@ async def test_it_is_seen_behind_a_large_body(engine: FakeEngine, gate: asyncio.
 
 @pytest.fixture
 def asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
