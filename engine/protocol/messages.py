@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import msgspec
@@ -54,16 +55,6 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     client_number: int
 
 
-class InputHeader(msgspec.Struct, array_like=True, gc=False):
-    """One input in the frame; see TokenizedInput. `query` is an index into ClientMessage.query_shapes, -1 for none."""
-
-    num_tokens: int
-    type_boundary: int
-    num_prompt_tokens: int
-    num_hidden: int
-    query: int
-
-
 class RequestHeader(msgspec.Struct, array_like=True, gc=False):
     """One request; see SubmitRequest. `params` and `client` are indices into the lists of the ClientMessage."""
 
@@ -72,7 +63,20 @@ class RequestHeader(msgspec.Struct, array_like=True, gc=False):
     client: int
     priority: int
     timeout_s: float | None
-    inputs: list[InputHeader]
+    num_inputs: int
+
+
+class InputColumns(msgspec.Struct, array_like=True):
+    """The inputs of all requests of a message, one list per field; see TokenizedInput.
+
+    `queries` are indices into ClientMessage.query_shapes, -1 for none.
+    """
+
+    num_tokens: list[int] = []
+    type_boundaries: list[int] = []
+    num_prompt_tokens: list[int] = []
+    num_hidden: list[int] = []
+    queries: list[int] = []
 
 
 class ClientMessage(msgspec.Struct, tag=True):
@@ -85,6 +89,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         params: The distinct parameters of the requests.
         clients: The distinct clients and namespaces of the requests.
         requests: The requests.
+        inputs: Their inputs.
         query_shapes: Rows and columns of each query that inputs are compared with.
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. Each is answered with PrefixCacheCleared. Running requests
@@ -95,6 +100,7 @@ class ClientMessage(msgspec.Struct, tag=True):
     params: list[PoolingParams] = []
     clients: list[tuple[str, str]] = []
     requests: list[RequestHeader] = []
+    inputs: InputColumns = msgspec.field(default_factory=InputColumns)
     query_shapes: list[tuple[int, int]] = []
     cancels: list[int] = []
     clears: list[int] = []
@@ -313,19 +319,17 @@ class ClientMessageBuilder:
                 client_index[request.client, request.namespace],
                 request.priority,
                 request.timeout_s,
-                [
-                    InputHeader(
-                        len(tokens.token_ids),
-                        tokens.type_boundary,
-                        tokens.num_prompt_tokens,
-                        tokens.num_hidden,
-                        query_index.get(id(tokens.query), -1),
-                    )
-                    for tokens in request.inputs
-                ],
+                len(request.inputs),
             )
             for request in self.requests
         ]
+        columns = InputColumns(
+            num_tokens=[len(tokens.token_ids) for tokens in inputs],
+            type_boundaries=[tokens.type_boundary for tokens in inputs],
+            num_prompt_tokens=[tokens.num_prompt_tokens for tokens in inputs],
+            num_hidden=[tokens.num_hidden for tokens in inputs],
+            queries=[-1 if tokens.query is None else query_index[id(tokens.query)] for tokens in inputs],
+        )
         arrays = [tokens.token_ids for tokens in inputs]
         arrays += [np.ascontiguousarray(query, np.float32).view(np.int32).ravel() for query in queries.values()]
         frame = memoryview(np.concatenate(arrays, dtype=np.int32)).cast("B") if arrays else b""
@@ -334,6 +338,7 @@ class ClientMessageBuilder:
             params=list(params.values()),
             clients=list(clients),
             requests=headers,
+            inputs=columns,
             query_shapes=[query.shape for query in queries.values()],
             cancels=self.cancels,
             clears=self.clears,
@@ -348,7 +353,8 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         ValueError: The frame does not hold the inputs of the requests.
     """
     values = np.frombuffer(frame, np.int32)
-    num_tokens = sum(header.num_tokens for request in message.requests for header in request.inputs)
+    columns = message.inputs
+    num_tokens = sum(columns.num_tokens)
     if len(values) != num_tokens + sum(rows * width for rows, width in message.query_shapes):
         raise ValueError(f"a frame of {len(values)} values does not hold the {num_tokens} tokens of its requests")
     queries: list[NDArray[np.float32] | None] = []
@@ -357,31 +363,33 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
         start, end = end, end + num_rows * width
         queries.append(values[start:end].view(np.float32).reshape(num_rows, width))
     queries.append(None)  # at index -1
+    inputs = [
+        TokenizedInput(values[end - length : end], boundary, num_prompt_tokens, num_hidden, queries[query])
+        for end, length, boundary, num_prompt_tokens, num_hidden, query in zip(
+            accumulate(columns.num_tokens),
+            columns.num_tokens,
+            columns.type_boundaries,
+            columns.num_prompt_tokens,
+            columns.num_hidden,
+            columns.queries,
+            strict=True,
+        )
+    ]
     requests = []
-    end = 0
-    for request in message.requests:
-        inputs = []
-        for header in request.inputs:
-            start, end = end, end + header.num_tokens
-            inputs.append(
-                TokenizedInput(
-                    values[start:end],
-                    header.type_boundary,
-                    header.num_prompt_tokens,
-                    header.num_hidden,
-                    queries[header.query],
-                )
-            )
-        client, namespace = message.clients[request.client]
+    first = 0
+    for header in message.requests:
+        last = first + header.num_inputs
+        client, namespace = message.clients[header.client]
         requests.append(
             SubmitRequest(
-                request.request_id,
-                message.params[request.params],
-                inputs,
-                request.priority,
-                request.timeout_s,
+                header.request_id,
+                message.params[header.params],
+                inputs[first:last],
+                header.priority,
+                header.timeout_s,
                 client,
                 namespace,
             )
         )
+        first = last
     return requests
