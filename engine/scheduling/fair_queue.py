@@ -9,13 +9,14 @@ Within a client: the request with the smallest `due` runs first, which is fixed 
 
     due = start time of the client + SLOWDOWN x tokens of the request + priority x tokens of one second
 
-So equal requests run in the order of arrival, short requests run before long ones, and a priority level is worth the
-tokens that the device runs in a second. All inputs of a request have one `due`: a small request passes a large one,
+It is rounded up to a multiple of the tokens of a forward: requests that could run in one forward need not pass each
+other. So equal requests run in the order of arrival, short requests run before long ones, and a priority level is worth
+the tokens that the device runs in a second. All inputs of a request have one `due`: a small request passes a large one,
 and its inputs run together.
 
 Bound: a request of n tokens is passed only by requests (of its priority) that arrive while its client gets
-SLOWDOWN x n tokens of service. The requests that wait at that moment are the last that can run before it, so no request
-starves.
+SLOWDOWN x n tokens of service, and one forward. The requests that wait at that moment are the last that can run before
+it, so no request starves.
 The price: large requests of one client run one after the other, and under an overload of small requests a large one
 takes up to SLOWDOWN times as long as it would alone.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,17 +59,14 @@ class _Line:
         self.sequences: list[QueuedSequence] = []
         self._num_walked = 0  # places from the head on where sequences may have been marked
 
-    def insert(self, sequences: list[QueuedSequence], *, is_again: bool = False) -> None:
-        """Adds sequences of one request; with `is_again` before those of it that wait."""
-        due = sequences[0].request.due
-        place = bisect_left(self.dues, due) if is_again else bisect_right(self.dues, due)
-        self.dues[place:place] = [due] * len(sequences)
-        self.sequences[place:place] = sequences
-        self.num_waiting += len(sequences)
-        if place < self._num_walked:
-            self._num_walked += len(sequences)
-        for sequence in sequences:
-            sequence.is_queued = True
+    def add(self, sequences: list[QueuedSequence]) -> None:
+        """Adds the sequences of a new request, behind those with the same `due`."""
+        self._insert(bisect_right(self.dues, sequences[0].request.due), sequences)
+
+    def add_again(self, sequence: QueuedSequence) -> None:
+        """Adds a sequence that ran, at its place among those that arrived before and after it."""
+        self.drop_removed()
+        self._insert(bisect_left(self.sequences, _place(sequence), key=_place), [sequence])
 
     def remove(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence."""
@@ -85,12 +84,26 @@ class _Line:
         self._num_walked = 0
 
     def walk(self) -> Iterator[QueuedSequence]:
-        """Yields the waiting sequences in order. None may be inserted meanwhile."""
+        """Yields the waiting sequences in order. None may be added meanwhile."""
         self.drop_removed()
         for sequence in self.sequences:
             self._num_walked += 1
             if sequence.is_queued:
                 yield sequence
+
+    def _insert(self, place: int, sequences: list[QueuedSequence]) -> None:
+        self.dues[place:place] = [sequences[0].request.due] * len(sequences)
+        self.sequences[place:place] = sequences
+        self.num_waiting += len(sequences)
+        if place < self._num_walked:
+            self._num_walked += len(sequences)
+        for sequence in sequences:
+            sequence.is_queued = True
+
+
+def _place(sequence: QueuedSequence) -> tuple[float, int, int]:
+    """Returns the place of a sequence among those of its client: the smallest runs first."""
+    return sequence.request.due, sequence.request.number, sequence.index
 
 
 @dataclass(slots=True, eq=False)
@@ -119,16 +132,20 @@ class FairQueue:
 
     Adding and removing a sequence cost O(log n). A window of k sequences costs O(k), and a step for each client.
 
+    Args:
+        forward_tokens: Tokens of a full forward; `due` is rounded up to a multiple of it.
+
     Attributes:
         num_seqs: Sequences that wait.
         num_long: The long ones among them.
         num_tokens: Tokens of all that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forward_tokens: int = 1) -> None:
         self.num_seqs = 0
         self.num_long = 0
         self.num_tokens = 0
+        self._forward_tokens = forward_tokens
         self._clients: dict[str, _Client] = {}
         self._max_clients = 64  # when there are more, those that no longer wait are removed
         self._virtual_time = 0.0  # start time of the sequence that ran last
@@ -148,15 +165,16 @@ class FairQueue:
         if not client.is_waiting:
             client.start = max(client.start, self._virtual_time)
         num_tokens = sum([sequence.num_tokens for sequence in request.sequences])
-        request.due = client.start + SLOWDOWN * num_tokens + request.priority * tokens_per_level
+        due = client.start + SLOWDOWN * num_tokens + request.priority * tokens_per_level
+        request.due = math.ceil(due / self._forward_tokens) * self._forward_tokens
         request.number = next(self._numbers)
         short = request.sequences
         if long := [sequence for sequence in short if sequence.is_long]:
-            client.long.insert(long)
+            client.long.add(long)
             self.num_long += len(long)
             short = [sequence for sequence in short if not sequence.is_long]
         if short:
-            client.short.insert(short)
+            client.short.add(short)
         self.num_seqs += len(request.sequences)
         self.num_tokens += num_tokens
 
@@ -164,8 +182,7 @@ class FairQueue:
         """Queues a long sequence that was preempted, or runs again in chunks; its request keeps its place."""
         client = self._client(sequence.request.client)
         client.short.drop_removed()  # otherwise its old place would count again
-        client.long.drop_removed()
-        client.long.insert([sequence], is_again=True)
+        client.long.add_again(sequence)
         self.num_seqs += 1
         self.num_long += 1
         self.num_tokens += sequence.num_tokens
@@ -189,8 +206,7 @@ class FairQueue:
 
     def order(self, sequence: QueuedSequence) -> tuple[float, float, int, int]:
         """Returns the key of a sequence, waiting or not: the smallest runs first."""
-        request = sequence.request
-        return self._client(request.client).start, request.due, request.number, sequence.index
+        return self._client(sequence.request.client).start, *_place(sequence)
 
     def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[QueuedSequence]:
         """Returns the short, or long, sequences that run next, in order, up to a limit; at least one if any waits."""

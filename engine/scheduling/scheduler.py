@@ -80,7 +80,7 @@ class Scheduler:
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # the next long sequence does
         self.requests: dict[int, Request] = {}
-        self.waiting = FairQueue()
+        self.waiting = FairQueue(self._full_budget)
         self.prefill = ChunkedPrefillManager(prefill, order=self.waiting.order)
         self.chunk_sizes = ChunkSizeController(
             self.prefill.config.chunk_size, is_dynamic=self.prefill.config.is_dynamic
@@ -318,7 +318,7 @@ class Scheduler:
             victim = later.pop()
             request = victim.request
             is_own = request.client == own.client
-            if request.due < own.due if is_own else request.arrival_s <= own.arrival_s:
+            if (request.due, request.number) < (own.due, own.number) if is_own else request.arrival_s <= own.arrival_s:
                 continue
             assert victim.allocation is not None, "a long sequence that runs holds memory"
             victims.append((victim, victim.allocation))

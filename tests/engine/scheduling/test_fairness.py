@@ -232,9 +232,15 @@ def test_equal_requests_of_a_client_run_in_the_order_of_arrival(lengths: list[in
     assert [sequence.request_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
 
 
-@given(shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60), num_tokens=st.integers(31, MAX_SEQ_LEN))
-def test_a_request_is_passed_only_for_a_multiple_of_its_tokens(shorts: list[int], num_tokens: int) -> None:
-    queue, served = FairQueue(), 0
+@given(
+    shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    num_tokens=st.integers(31, MAX_SEQ_LEN),
+    forward_tokens=st.sampled_from([1, 100, 1_000]),
+)
+def test_a_request_is_passed_only_for_a_multiple_of_its_tokens(
+    shorts: list[int], num_tokens: int, forward_tokens: int
+) -> None:
+    queue, served = FairQueue(forward_tokens), 0
     queue.add(make_request(0, [num_tokens]))
     for number in itertools.count(1):
         queue.add(make_request(number, [shorts[number % len(shorts)]]))
@@ -244,7 +250,14 @@ def test_a_request_is_passed_only_for_a_multiple_of_its_tokens(shorts: list[int]
         queue.remove(sequence)
         queue.charge(sequence, sequence.num_tokens)
         served += sequence.num_tokens
-    assert served <= SLOWDOWN * num_tokens + 30
+    assert served <= SLOWDOWN * num_tokens + forward_tokens + 30
+
+
+def test_requests_of_one_forward_run_in_the_order_of_arrival() -> None:
+    queue = FairQueue(forward_tokens=100 * SLOWDOWN)
+    for number, num_tokens in enumerate([90, 10, 110, 50]):
+        queue.add(make_request(number, [num_tokens]))
+    assert [sequence.request.request_id for sequence in queue.window(1_000, 10)] == [0, 1, 3, 2]
 
 
 def test_a_priority_level_is_worth_its_tokens_within_a_client() -> None:
