@@ -6,6 +6,7 @@ and batches. docs/limits.md lists all limits.
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -24,8 +25,8 @@ from .settings import ServerSettings
 
 REFUSED_BY: Final = "penstock.refused_by"
 """The key of a request's scope that holds the limit which refused it, for the metrics."""
-BODY_MEMORY: Final = "penstock.body_memory"
-"""The key of a request's scope that holds its BodyMemory, if its body is larger than SMALL_BODY_BYTES."""
+BODY_IS_HELD: Final = "penstock.body_is_held"
+"""A key in the scope of a request of the server itself, whose body is in memory already: it is not counted again."""
 SMALL_BODY_BYTES: Final = 4_096
 """Bodies up to this size are not counted: the connections are bounded, and counting would cost every small request."""
 VALUE_BYTES: Final = 8
@@ -43,6 +44,7 @@ _DENSE_VALUE_BYTES: Final = 64 * 1024 * 1024
 _CLIENT_SHARE: Final = 0.5
 """Part of each memory that one client may hold: a client that sends or reads slowly leaves the rest to others."""
 _RETRY_AFTER_S: Final = 2.0
+_BODY_MEMORY: Final = "penstock.body_memory"
 _RESPONSE_SIZE: Final = "penstock.response_size"
 _RESPONSE_MEMORY: Final = "penstock.response_memory"
 
@@ -184,10 +186,24 @@ class AdmissionController:
                 ServerRefusalReason.JSON_VALUES,
             )
 
-    def body_memory(self, scope: Scope) -> BodyMemory:
-        """Returns the memory of the body of a request."""
+    def body_memory(self, scope: Scope) -> BodyMemory | None:
+        """Returns the memory for the body of a request, which `release` frees. None for a small body.
+
+        Raises LimitError 413 if its Content-Length is too large.
+        """
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                num_bytes = int(value) if value.isdigit() else sys.maxsize
+                self.check_body_bytes(num_bytes)
+                if num_bytes <= SMALL_BODY_BYTES:
+                    return None
+                break
+        if BODY_IS_HELD in scope:
+            return None
         client = client_of(scope)
-        return BodyMemory(self, Reservation(self._bodies, client), Reservation(self._dense_values, client))
+        memory = BodyMemory(self, Reservation(self._bodies, client), Reservation(self._dense_values, client))
+        scope[_BODY_MEMORY] = memory
+        return memory
 
     def hold_response(self, scope: Scope, size: AnswerSize, *, param: str, way_out: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
@@ -221,11 +237,11 @@ class AdmissionController:
                 reason=rejection.reason,
             )
 
-    def release_response(self, scope: Scope) -> None:
-        """Releases the memory that the response to a request holds, if any."""
-        memory: Reservation | None = scope.pop(_RESPONSE_MEMORY, None)
-        if memory is not None:
-            memory.release()
+    def release(self, scope: Scope) -> None:
+        """Releases the memory that a request holds for its body and its response, if any."""
+        for key in (_BODY_MEMORY, _RESPONSE_MEMORY):
+            if key in scope:
+                scope.pop(key).release()
 
 
 def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: str) -> SharedResource:

@@ -27,7 +27,7 @@ from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
 from .middleware.load_shedding import LoadShedder, RefusalPace
-from .middleware.requests import BodyLimitMiddleware, RequestMiddleware
+from .middleware.requests import RequestMiddleware
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
@@ -135,7 +135,7 @@ def create_app(
         )
         offline: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            inside = JsonDispatcher(app, app.exception_handlers, admission.release_response, table.release)
+            inside = JsonDispatcher(app, app.exception_handlers, admission.release, table.release)
             offline = batches.running(
                 InternalClient(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
             )
@@ -161,12 +161,11 @@ def create_app(
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
     # The last one sees a request first.
-    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release_response, table.release)
+    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release, table.release)
     if batches is not None:
         app.state.batches = batches
         context.metrics.register(BatchMetrics(batches))
         layers = LiveTrafficMiddleware(layers, batches.traffic)
-    layers = BodyLimitMiddleware(layers, admission)
     if keys.are_required or admin_keys.are_required:
         layers = AuthMiddleware(layers, keys, admin_keys)
     if settings.cors_origins:

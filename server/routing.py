@@ -50,7 +50,6 @@ class RouteOptions(TypedDict, total=False):
     runs_model: bool
     batch_use: BatchUse
     by_key: Mapping[str, Dialect]
-    limits_body: bool
     ends_with_client: bool
     is_probe: bool
     tags: list[str | Enum] | None
@@ -82,7 +81,6 @@ class Route(APIRoute):
             batches give way to them.
         batch_use: Whether lines of batches may call it.
         by_key: Keys of a body that tell another dialect than `dialect`.
-        limits_body: False for a route that limits its bodies itself.
         ends_with_client: The work for a JSON body ends when its client hangs up.
         is_probe: It is called every few seconds: neither logged nor traced.
         options: FastAPI's.
@@ -101,7 +99,6 @@ class Route(APIRoute):
         runs_model: bool = False,
         batch_use: BatchUse = BatchUse.NONE,
         by_key: Mapping[str, Dialect] | None = None,
-        limits_body: bool = True,
         ends_with_client: bool = True,
         is_probe: bool = False,
         **options: Any,
@@ -111,7 +108,6 @@ class Route(APIRoute):
         self.runs_model = runs_model
         self.batch_use = batch_use
         self.by_key = by_key or {}
-        self.limits_body = limits_body
         self.ends_with_client = ends_with_client
         self.is_probe = is_probe
         super().__init__(path, endpoint, generate_unique_id_function=operation_id, **options)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.protocol.request import STAGE_TIMES
 
+from ..admission import BODY_IS_HELD
 from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
 from ..models.table import IS_PATIENT
@@ -110,6 +111,7 @@ class InternalClient:
             "api_namespace": self._namespace_of(owner),
             "request_id": name,
             IS_PATIENT: True,
+            BODY_IS_HELD: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
         self._routes.enter(scope)

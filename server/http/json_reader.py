@@ -14,9 +14,10 @@ from typing import Any, Final
 import orjson
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from ..admission import SMALL_BODY_BYTES, AdmissionController, BodyMemory
+from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRefusalReason
+from .connection import SLOW_BODY
 from .shown_values import shown
 
 WEIGHT: Final = 8
@@ -40,18 +41,34 @@ class JsonReader:
         self._admission = admission
         self._max_entries = max_entries
 
-    async def read(self, receive: Receive, memory: BodyMemory | None = None) -> Any:
+    async def read(self, scope: Scope, receive: Receive) -> Any:
         """Returns the value of a body.
 
+        A body of more than SMALL_BODY_BYTES holds memory until AdmissionController.release.
+
         Args:
+            scope: Of the request.
             receive: ASGI messages of the body.
-            memory: Reserved for the values of a large or dense body before it is parsed; None for a small body.
 
         Raises:
             RequestValidationError: There is no body, or it is not valid JSON.
-            HTTPException: 413 or 503, see AdmissionController; 400, the client has gone.
+            HTTPException: 408, the body comes too slowly; 413 or 503, see AdmissionController; 400, the client has
+                disconnected.
         """
-        body = await _whole(receive)
+        memory = self._admission.body_memory(scope)
+        body: bytes | bytearray = b""
+        has_more = True
+        while has_more:
+            part, has_more = await receive_part(scope, receive)
+            if memory is not None:
+                memory.add_bytes(len(part))
+            if not body:
+                body = part
+            elif isinstance(body, bytearray):
+                body += part
+            else:  # a large body grows in place: joining its parts would take long
+                body = bytearray(body)
+                body += part
         if not body:
             detail = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
             raise RequestValidationError([detail])
@@ -131,21 +148,18 @@ def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Ite
         yield num_values
 
 
-async def _whole(receive: Receive) -> bytes | bytearray:
-    """Returns a whole body, which mostly is one message. A large one grows in place: to join it would take long."""
-    body: bytes | bytearray = b""
-    while (message := await receive())["type"] == "http.request":
-        part: bytes = message.get("body", b"")
-        if not body:
-            body = part
-        elif isinstance(body, bytearray):
-            body += part
-        else:
-            body = bytearray(body)
-            body += part
-        if not message.get("more_body", False):
-            return body
-    raise HTTPException(400, "The body has not come whole.")
+async def receive_part(scope: Scope, receive: Receive) -> tuple[bytes, bool]:
+    """Returns the next part of a body, and whether more parts follow.
+
+    Raises HTTPException: 408, ConnectionLimits found the body too slow; 400, the client has disconnected.
+    """
+    message = await receive()
+    if SLOW_BODY in scope:
+        text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
+        raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
+    if message["type"] != "http.request":
+        raise HTTPException(400, "The body has not come whole.")
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def check_media(

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.engine.protocol.errors import EngineError, drop_tracebacks
 from penstock.engine.protocol.request import CLIENT
 
-from ..admission import BODY_MEMORY
 from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE
@@ -138,7 +137,7 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
         origins = request.app.state.context.settings.cors_origins
         check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=route.dialect.takes_any_media)
     try:
-        content = await reader.read(request.receive, scope.get(BODY_MEMORY))
+        content = await reader.read(scope, request.receive)
     except RequestValidationError:
         named = coding.decode("latin-1").strip().lower()
         if named not in ("", "identity"):

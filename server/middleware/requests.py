@@ -1,4 +1,4 @@
-"""Layers around every request: its route, id and times, and the limits of its body.
+"""The layer around every request: its route, id and times.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,20 +20,12 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..admission import (
-    BODY_MEMORY,
-    SMALL_BODY_BYTES,
-    AdmissionController,
-    LimitError,
-    ServerRefusalReason,
-    note_refusal,
-)
+from ..admission import note_refusal
 from ..dialects import dialect_of
-from ..http.connection import SLOW_BODY
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIds, canonical_path
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
-from ..routing import RouteTable, route_of
+from ..routing import RouteTable
 from .load_shedding import LONGEST_S, RefusalPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
@@ -146,72 +137,3 @@ async def _send_in_parts(message: Message, send: Send) -> None:
         end = start + PART_BYTES
         is_followed = end < len(body) or message.get("more_body", False)
         await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
-
-
-class BodyLimitMiddleware:
-    """Refuses bodies above a size with 413: by Content-Length before reading, chunked ones while reading.
-
-    Bodies of more than SMALL_BODY_BYTES hold memory until the response has been sent; see AdmissionController. A body
-    that comes below the minimum rate (see ConnectionLimits) is refused with 408.
-
-    Args:
-        app: The next application.
-        admission: Limits of bodies.
-    """
-
-    def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
-        self.app = app
-        self.admission = admission
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Checks Content-Length, and counts the bytes that arrive."""
-        if scope["method"] in ("GET", "HEAD"):
-            return self.app(scope, receive, send)
-        route = route_of(scope)
-        if route is not None and not route.limits_body:
-            return self.app(scope, _unless_slow(scope, receive), send)
-        announced: bytes | None = None
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                announced = value
-                break
-        if announced is None:
-            return self._run_held(scope, receive, send)
-        num_bytes = int(announced) if announced.isdigit() else sys.maxsize
-        try:
-            self.admission.check_body_bytes(num_bytes)
-        except LimitError as error:
-            note_refusal(scope, error)
-            response = dialect_of(scope).status_error(error.status_code, error.detail, error.headers)
-            return response(scope, receive, send)
-        if num_bytes > SMALL_BODY_BYTES:
-            return self._run_held(scope, receive, send)
-        return self.app(scope, _unless_slow(scope, receive), send)
-
-    async def _run_held(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Holds memory for the bytes of the body and for the values that they become."""
-        memory, receive = self.admission.body_memory(scope), _unless_slow(scope, receive)
-
-        async def receive_and_count() -> Message:
-            message = await receive()
-            memory.add_bytes(len(message.get("body", b"")))
-            return message
-
-        scope[BODY_MEMORY] = memory
-        try:
-            await self.app(scope, receive_and_count, send)
-        finally:
-            memory.release()
-
-
-def _unless_slow(scope: Scope, receive: Receive) -> Receive:
-    """Wraps `receive`: it raises LimitError 408 once the connection has found the body too slow."""
-
-    async def receive_unless_slow() -> Message:
-        message = await receive()
-        if SLOW_BODY in scope:
-            text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
-            raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
-        return message
-
-    return receive_unless_slow

@@ -9,7 +9,6 @@ from typing import Annotated, Any, BinaryIO, Final, Literal, Protocol
 
 from fastapi import HTTPException, Path, Query, Request, Response
 from fastapi.responses import FileResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.protocol.errors import UnknownObjectError
@@ -20,7 +19,7 @@ from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
 from ..errors import ErrorBody
-from ..http.json_reader import is_from_other_origin
+from ..http.json_reader import is_from_other_origin, receive_part
 from ..http.json_responses import json_response
 from ..http.shown_values import shown
 from ..routing import Router
@@ -70,7 +69,7 @@ class _Entry(Protocol):
     def shown(self) -> dict[str, Any]: ...
 
 
-@router.post(FILES, limits_body=False, response_model=FileObject, openapi_extra=UPLOAD)
+@router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
 async def upload_file(request: Request) -> Response:
     """Takes a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
@@ -172,11 +171,11 @@ def _owner(request: Request) -> str:
 
 
 async def _body(request: Request) -> AsyncIterator[bytes]:
-    try:
-        async for piece in request.stream():
-            yield piece
-    except ClientDisconnect:
-        raise HTTPException(400, "The body has not come whole.") from None
+    has_more = True
+    while has_more:
+        part, has_more = await receive_part(request.scope, request.receive)
+        if part:
+            yield part
 
 
 def _page(found: Sequence[_Entry], limit: int) -> Response:

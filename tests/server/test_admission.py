@@ -22,7 +22,8 @@ def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
 
 
 def held_body(admission: AdmissionController, who: dict[str, Any], num_bytes: int, num_values: int = 0) -> BodyMemory:
-    memory = admission.body_memory(who)
+    memory = admission.body_memory({**who, "headers": []})
+    assert memory is not None
     try:
         memory.add_bytes(num_bytes)
         memory.add_values(num_values)
@@ -100,7 +101,7 @@ def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], oth
     )
     hold(admission, dict(other), 50)
     assert refusal(admission, scope("c", "m"), 1).reason == ServerRefusalReason.RESPONSE_MEMORY
-    admission.release_response(held[0])
+    admission.release(held[0])
     hold(admission, dict(first), 10)
     assert admission.responses.used == 100
 
@@ -112,9 +113,9 @@ def test_one_large_response_may_take_more_than_half() -> None:
     hold(admission, large, 20)  # a further part of it
     assert admission.responses.used == 80
     assert refusal(admission, scope(), 1).reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
-    admission.release_response(large)
+    admission.release(large)
     assert admission.responses.used == 0
-    admission.release_response(large)
+    admission.release(large)
     hold(admission, scope(), 1_000)  # nothing else is held
 
 

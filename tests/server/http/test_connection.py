@@ -21,7 +21,7 @@ from penstock.server.http import streams
 from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part, PendingTransfer
 from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
-from penstock.server.middleware.requests import BodyLimitMiddleware
+from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
 from ...waiting import turns, until
@@ -249,25 +249,42 @@ def admission_of(max_body_bytes: int) -> AdmissionController:
     return AdmissionController(ServerSettings(max_body_bytes=max_body_bytes))
 
 
+def limited(admission: AdmissionController) -> Any:
+    """Returns an application that reads JSON bodies of a limited size and echoes them."""
+    reader = JsonReader(admission, 4096)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def read() -> dict[str, Any]:
+            body = await reader.read(scope, receive)
+            return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+        try:
+            await echo(scope, read, send)
+        finally:
+            admission.release(scope)
+
+    return app
+
+
 async def test_bodies_that_are_held_are_bounded_together() -> None:
     largest = 100_000
-    app = BodyLimitMiddleware(echo, admission_of(largest))
-    async with running(app) as (_, port):
-        most = HEAD + b"Content-Length: %d\r\n\r\n" % largest + b"z" * (largest - 1)
+    admission = admission_of(largest)
+    async with running(limited(admission)) as (_, port):
+        most = HEAD + b"Content-Length: %d\r\n\r\n" % largest + b'"' + b"z" * (largest - 2)
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
         for _, writer in stalled:
             writer.write(most)
             await writer.drain()
-        await until(lambda: app.admission._bodies.used == 16 * (largest - 1))  # the others were refused
+        await until(lambda: admission._bodies.used == 16 * (largest - 1))  # the others were refused
         try:
-            answer = await exchange(port, most + b"z")
+            answer = await exchange(port, most + b'"')
         finally:
             for _, writer in stalled:
                 writer.transport.abort()
-        await until(lambda: app.admission._bodies.used == 0)
+        await until(lambda: admission._bodies.used == 0)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        assert (await exchange(port, most + b"z")).startswith(b"HTTP/1.1 200 ")
+        assert (await exchange(port, most + b'"')).startswith(b"HTTP/1.1 200 ")
 
 
 async def all_closed(server: HttpServer) -> None:
@@ -287,7 +304,7 @@ UNREAD = [
 
 @pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
 async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes, piece: bytes, end: bytes) -> None:
-    async with running(BodyLimitMiddleware(echo, admission_of(LARGE))) as (server, port):
+    async with running(limited(admission_of(LARGE))) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         for _ in range(400):
@@ -305,7 +322,7 @@ async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "LINGER_S", 0.3)
-    async with running(BodyLimitMiddleware(echo, admission_of(LARGE))) as (server, port):
+    async with running(limited(admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         began_s = time.monotonic()

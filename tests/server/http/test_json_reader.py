@@ -67,6 +67,10 @@ def json_reader(max_values: int = 2_000_000) -> JsonReader:
     return JsonReader(AdmissionController(ServerSettings(max_json_values=max_values)), 4096)
 
 
+def scope() -> dict[str, Any]:
+    return {"headers": [], "client": ("10.0.0.1", 1)}
+
+
 def receiving(*pieces: bytes) -> Any:
     left = list(pieces)
 
@@ -84,14 +88,16 @@ async def test_the_largest_batches_and_texts_are_read() -> None:
     assert len(json.dumps(rows)) > 8 * SLICE_BYTES
     for value in (ids, rows, {"inputs": "[], {}, " * 200_000}):
         text = json.dumps(value).encode()
-        assert await reader.read(receiving(*(text[i : i + 65_536] for i in range(0, len(text), 65_536)))) == value
+        assert (
+            await reader.read(scope(), receiving(*(text[i : i + 65_536] for i in range(0, len(text), 65_536)))) == value
+        )
 
 
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'"a"', b"1", b"null", b'{"a":1}', b"[[1]]"])
 async def test_dense_bodies_are_refused_before_they_are_parsed(unit: bytes) -> None:
     reader = json_reader(100_000)
     with pytest.raises(HTTPException) as raised:
-        await reader.read(receiving(b'{"input":"a","user":[' + b",".join([unit] * 100_001) + b"]}"))
+        await reader.read(scope(), receiving(b'{"input":"a","user":[' + b",".join([unit] * 100_001) + b"]}"))
     assert raised.value.status_code == 413
     assert "--max-json-values" in raised.value.detail
 
@@ -107,23 +113,26 @@ async def test_dense_bodies_are_refused_before_they_are_parsed(unit: bytes) -> N
         (b'"A gate holds it."', False),
     ],
 )
-async def test_short_bodies_that_are_dense_are_held(unit: bytes, is_dense: bool) -> None:
-    memory = Mock()
+async def test_short_bodies_that_are_dense_are_held(
+    unit: bytes, is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, reader = Mock(), json_reader()
+    monkeypatch.setattr(reader._admission, "body_memory", lambda _: memory)
     body = b"[" + b",".join([unit] * (10_000 // len(unit))) + b"]"
-    assert await json_reader().read(receiving(body), memory) == json.loads(body)
+    assert await reader.read(scope(), receiving(body)) == json.loads(body)
     if is_dense:
         assert memory.add_values.call_args.args[0] >= len(body)
     else:
         memory.add_values.assert_not_called()
     memory.reset_mock()
-    await json_reader().read(receiving(b"[" + b",".join([unit] * 100) + b"]"), memory)
+    await reader.read(scope(), receiving(b"[" + b",".join([unit] * 100) + b"]"))
     memory.add_values.assert_not_called()  # a small body need not be counted
 
 
 @pytest.mark.parametrize("body", [b"{" + b" " * SLICE_BYTES, b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""])
 async def test_what_is_no_json_has_one_kind_of_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:
-        await json_reader().read(receiving(body))
+        await json_reader().read(scope(), receiving(body))
     assert raised.value.errors()[0]["type"] == ("json_invalid" if body else "missing")
 
 
