@@ -35,6 +35,7 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         app,
         loop="uvloop",
         http=Connection,
+        interface="asgi3",
         ws="none",
         lifespan="on",
         ssl_certfile=settings.ssl_certfile,
