@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from penstock.engine.checkpoint.headers import read_header
+from penstock.engine.checkpoint.files import read_header
 from penstock.engine.protocol.errors import WeightError
 
 _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

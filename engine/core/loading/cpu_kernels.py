@@ -16,9 +16,8 @@ import numpy as np
 
 from penstock.kernels.cpu import CpuKernelError, Format, Machine, multiplies_right
 
-from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint
-from ...checkpoint.views import ArrayWeights
+from ...checkpoint.views import ArrayFile, ArrayWeights, holds_arrays
 from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
 from ...executors.cpu.heads import fits_dense
 from ...families.registry import has_own_code

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.kernels.cpu import Machine
 
-from ...checkpoint.array_file import Array
 from ...checkpoint.files import (
     WEIGHT_FILES,
     Checkpoint,
@@ -27,7 +26,7 @@ from ...checkpoint.files import (
     indexed_files,
     open_checkpoint,
 )
-from ...checkpoint.views import ArrayWeights
+from ...checkpoint.views import Array, ArrayWeights
 from ...executors.cpu.array_encoder import ArrayEncoder
 from ...executors.cpu.read_weights import has_kernels
 from ...executors.torch.base import PackedModel

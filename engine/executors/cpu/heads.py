@@ -13,9 +13,8 @@ import numpy as np
 
 from penstock.kernels.cpu import Activation, Format, Machine, MapSpec, NormSpec
 
-from ...checkpoint.array_file import ArrayFile, holds_arrays
 from ...checkpoint.files import open_checkpoint
-from ...checkpoint.views import ArrayWeights, Floats
+from ...checkpoint.views import ArrayFile, ArrayWeights, Floats, holds_arrays
 from ...protocol.model_info import DenseSpec, ModelInfo
 
 HeadSteps = Sequence[MapSpec | NormSpec]

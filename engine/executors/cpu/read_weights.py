@@ -15,8 +15,7 @@ import numpy as np
 from penstock.kernels import cpu as library
 from penstock.kernels.cpu import Activation
 
-from ...checkpoint.array_file import Array
-from ...checkpoint.views import ArrayWeights, Floats, as_floats, cast_table
+from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
 from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType

@@ -1,14 +1,17 @@
-"""The files of a checkpoint: how long one that is read from stays open."""
+"""Checkpoints of one file or of shards, and weight files that are damaged, by their first bytes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from weakref import ref
 
 import numpy as np
+import pytest
 
-from penstock.engine.checkpoint.array_file import Array
-from penstock.engine.checkpoint.files import Checkpoint
+from penstock.engine.checkpoint.files import Checkpoint, TensorEntry, check_file, check_weights, read_header
+from penstock.engine.checkpoint.views import Array
+from penstock.engine.protocol.errors import WeightError
 
 SIZES = {"small": 1 << 10, "large": 33 << 20}
 
@@ -42,3 +45,63 @@ def test_a_file_is_let_go_as_soon_as_much_was_read_of_it() -> None:
     assert [file() is None for file in opened] == [True, False]
     checkpoint.close()
     assert [file() is None for file in opened] == [True, True]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 90868376\n"
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_header_gives_tensors_and_their_places(tmp_path: Path) -> None:
+    header = {"__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}}
+    content = safetensors(header, bytes(8))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert read_header(tmp_path / "model.safetensors") == {
+        "a": TensorEntry("F32", (2, 1), len(content) - 8, len(content))
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"abc", "its header would be"),
+        (POINTER, "is a Git LFS pointer, not the file itself; run `git lfs pull`"),
+        (safetensors(b"\xff\xfe{"), "is not UTF-8 text"),
+        (safetensors(b"{nope"), "is not valid JSON"),
+        (safetensors([1]), "is not a JSON object"),
+        (safetensors(b"[" * 100_000), "nested too deeply"),
+        (safetensors({"a": [1]}), "dtype, shape and data_offsets of 'a'"),
+        (safetensors({"a": {"dtype": "F32", "shape": [1]}}), "dtype, shape and data_offsets of 'a'"),
+        (safetensors({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "damaged at 'a'"),
+        (safetensors({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(3)), "tensors end at byte"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "its header would be 1099511627776 bytes long"),
+    ],
+)
+def test_damaged_safetensors_file_is_named_with_its_fault(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightError) as caught:
+        check_weights(tmp_path)
+    assert str(tmp_path / "model.safetensors") in caught.value.message
+    assert reason in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (POINTER, "Git LFS pointer")])
+def test_damaged_torch_file_is_named_with_its_fault(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(WeightError, match=reason):
+        check_file(tmp_path / "pytorch_model.bin")
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    with pytest.raises(WeightError, match=r"one\.safetensors"):
+        check_weights(tmp_path)
+
+
+def test_folder_without_weights_passes(tmp_path: Path) -> None:
+    check_weights(tmp_path)
