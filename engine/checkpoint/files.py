@@ -22,8 +22,12 @@ logger = logging.getLogger("penstock.engine")
 WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 # A mapped file is let go after this many bytes, so that pages already converted leave memory.
 _REMAP_BYTES: Final = 32 << 20
-# Names of checkpoints converted from TensorFlow.
-_OLD_NAMES: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+# Names of checkpoints converted from TensorFlow, and of those that came with the papers on Mamba.
+_OLD_NAMES: Final = {
+    ".LayerNorm.gamma": ".LayerNorm.weight",
+    ".LayerNorm.beta": ".LayerNorm.bias",
+    ".embedding.weight": ".embeddings.weight",
+}
 _LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
 
@@ -232,9 +236,10 @@ def _is_file(path: Path) -> bool:
 
 def _modern_name(name: str) -> str:
     """Returns the name under which today's transformers would store the tensor."""
+    dotted = f".{name}"
     for old, new in _OLD_NAMES.items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
+        if dotted.endswith(old):
+            return (dotted.removesuffix(old) + new)[1:]
     return name
 
 

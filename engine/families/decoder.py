@@ -42,6 +42,9 @@ class DecoderConfig:
     Attributes:
         qkv_names: The maps of q, k and v, or the one that gives all three.
         gate_names: The maps of the gate and of what it gates, or the one that gives both.
+        down_name: The map back of the MLP.
+        mlp_prefix: Of these maps.
+        final_norm: Name of the norm after the last layer.
         mlp_norm: Name of the norm before the MLP.
         post_norms: Names of the norms of what attention and MLP give, before it is added; () where there are none.
         has_qk_norm: Whether the heads of q and k are normalised.
@@ -71,6 +74,9 @@ class DecoderConfig:
 
     qkv_names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     gate_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    down_name: ClassVar[str] = "down_proj"
+    mlp_prefix: ClassVar[str] = "mlp"
+    final_norm: ClassVar[str] = "norm"
     mlp_norm: ClassVar[str] = "post_attention_layernorm"
     post_norms: ClassVar[tuple[str, ...]] = ()
     has_qk_norm: ClassVar[bool] = False
@@ -108,6 +114,16 @@ class DecoderConfig:
     def rotary_size(self) -> int:
         """Columns of a head that turn."""
         return self.head_size
+
+    @property
+    def has_rotary(self) -> bool:
+        """Whether attention has rotary positions."""
+        return True
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the MLP."""
+        return self.intermediate_size
 
     @property
     def scale(self) -> float:
@@ -205,7 +221,7 @@ def decoder_reader(config_class: type[DecoderConfig]) -> Callable[[ModelInfo], M
 
 def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
     """Returns a model of these families."""
-    D, I, K = config.hidden_size, config.intermediate_size, config.head_size  # noqa: E741
+    D, I, K = config.hidden_size, config.inner_size, config.head_size  # noqa: E741
     width, kv_width = config.num_attention_heads * K, config.num_kv_heads * K
     after_attention, after_mlp = [config.norm(name, D) for name in config.post_norms] or (None, None)
     layer = LayerSpec(
@@ -219,7 +235,7 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
         after_attention=after_attention,
         mlp_norm=config.norm(config.mlp_norm, D),
         mlp_in=linear(
-            [f"mlp.{name}" for name in config.gate_names],
+            [f"{config.mlp_prefix}.{name}" for name in config.gate_names],
             D,
             I,
             I,
@@ -227,7 +243,7 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
             activation=config.activation,
             is_gated=True,
         ),
-        mlp_out=linear("mlp.down_proj", I, D, bias=config.gate_bias),
+        mlp_out=linear(f"{config.mlp_prefix}.{config.down_name}", I, D, bias=config.gate_bias),
         after_mlp=after_mlp,
     )
     return ModelSpec(
@@ -238,7 +254,10 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
         ),
         attention=config.attention(is_causal=info.is_causal),
         kinds={
-            kind: AttentionKind(window=config.window(kind, is_causal=info.is_causal), rope=config.rope(kind))
+            kind: AttentionKind(
+                window=config.window(kind, is_causal=info.is_causal),
+                rope=config.rope(kind) if config.has_rotary else None,
+            )
             for kind in sorted(set(config.types))
         },
         layers=tuple(
@@ -246,7 +265,7 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
         ),
         is_pre_norm=True,
         is_decoder=True,
-        final_norm=config.norm("norm", D),
+        final_norm=config.norm(config.final_norm, D),
         head=decoder_head(info, D),
         scores_rows=not info.classifier_tokens,
     )

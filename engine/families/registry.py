@@ -7,29 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
-from . import bert, eurobert, gemma, llama, modernbert, mpnet
+from . import bert, eurobert, gemma, hybrid, llama, mamba, modernbert, mpnet
 from .spec import Family
 
 logger = logging.getLogger("penstock.engine")
 
-# ModelSpec does not describe recurrent layers: torch runs these families with classes of their own.
-_RECURRENT: Final = (
-    Family("mamba", "Mamba", None, "recurrent.mamba.MambaModel"),
-    Family("falcon_mamba", "FalconMamba", None, "recurrent.mamba.FalconMambaModel"),
-    Family("mamba2", "Mamba2", None, "recurrent.mamba.Mamba2Model"),
-    Family("jamba", "Jamba", None, "recurrent.jamba.JambaModel"),
-    Family("bamba", "Bamba", None, "recurrent.bamba.BambaModel"),
-    Family("granitemoehybrid", "GraniteMoeHybrid", None, "recurrent.bamba.GraniteHybridModel"),
-)
-_SPECIFIED: Final = (
-    *bert.FAMILIES,
-    *eurobert.FAMILIES,
-    *gemma.FAMILIES,
-    *llama.FAMILIES,
-    *modernbert.FAMILIES,
-    *mpnet.FAMILIES,
-)
-FAMILIES: Final[Mapping[str, Family]] = {family.model_type: family for family in (*_SPECIFIED, *_RECURRENT)}
+_MODULES: Final = (bert, eurobert, gemma, hybrid, llama, mamba, modernbert, mpnet)
+FAMILIES: Final[Mapping[str, Family]] = {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 """By the model_type of config.json."""
 # Class names of bare models: transformers' for any family, and that of Stanford's ColBERT.
 _BARE: Final = ("AutoModel", "HF_ColBERT")

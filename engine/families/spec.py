@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..protocol.model_info import ModelInfo
-from ..scheduling import CacheSpec, KvLayerSpec
+from ..scheduling import CacheSpec, KvLayerSpec, SsmLayerSpec
 from .rope import RopeSpec
 
 
@@ -24,7 +24,7 @@ class NormSpec:
     """A LayerNorm or an RMSNorm.
 
     Attributes:
-        name: Of its weights, without ".weight".
+        name: Of its weights, without ".weight"; None: its weights are 1.
         size: Columns.
         eps: Added to the variance.
         is_rms: An RMSNorm.
@@ -32,7 +32,7 @@ class NormSpec:
         offset: Added to the stored weight.
     """
 
-    name: str
+    name: str | None
     size: int
     eps: float
     is_rms: bool = False
@@ -99,6 +99,7 @@ class EmbeddingSpec:
         vocab_size: V.
         size: E.
         is_scaled: Rows of `words` are multiplied with sqrt(E), which is rounded to the type of the model before.
+        scale: Rows of `words` are multiplied with it.
         positions: Name of the table of learnt positions; None where there is none.
         num_positions: Its rows.
         token_types: Name of the table of token types; None where there is none.
@@ -112,6 +113,7 @@ class EmbeddingSpec:
     vocab_size: int
     size: int
     is_scaled: bool = False
+    scale: float = 1.0
     positions: str | None = None
     num_positions: int = 0
     token_types: str | None = None
@@ -161,35 +163,146 @@ class AttentionKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """The mixer of Mamba: a convolution, and a recurrence whose step and matrices depend on the token.
+
+    Attributes:
+        prefix: Of the mixer, below its layer.
+        inner_size: C, channels of the recurrence.
+        state_size: S.
+        conv_width: W.
+        step_rank: Q.
+        bias: Whether the outer projections have one.
+        conv_bias: Whether the convolution has one.
+        activation: After the convolution.
+        norms: Of step, B and C; () where there are none.
+    """
+
+    prefix: str
+    inner_size: int
+    state_size: int
+    conv_width: int
+    step_rank: int
+    bias: bool
+    conv_bias: bool
+    activation: str
+    norms: tuple[NormSpec, ...] = ()
+
+    @property
+    def ssm_layer(self) -> SsmLayerSpec:
+        """What must be kept of a sequence from chunk to chunk."""
+        return SsmLayerSpec((self.inner_size, self.conv_width - 1), (self.inner_size, self.state_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """The mixer of Mamba-2, whose recurrence decays a whole head at once.
+
+    Attributes:
+        prefix: Of the mixer, below its layer.
+        num_heads: Heads of the recurrence.
+        head_size: P, channels of a head.
+        num_groups: Groups of heads that share their B and C matrices.
+        state_size: S.
+        conv_width: W.
+        bias: Whether the outer projections have one.
+        conv_bias: Whether the convolution has one.
+        activation: After the convolution.
+        step_limit: Smallest and largest step.
+        eps: Of the norm before the output projection.
+    """
+
+    prefix: str
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    bias: bool
+    conv_bias: bool
+    activation: str
+    step_limit: tuple[float, float]
+    eps: float
+
+    @property
+    def inner_size(self) -> int:
+        """C, channels of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_size(self) -> int:
+        """E, channels of the convolution."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def ssm_layer(self) -> SsmLayerSpec:
+        """What must be kept of a sequence from chunk to chunk."""
+        return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
+
+
+MixerSpec = MambaSpec | Mamba2Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Gated MLPs, of which each token goes through the best few.
+
+    Attributes:
+        router: Name of the map [experts, D] that rates them, without ".weight".
+        prefix: Of the experts, below the layer. The names of `up` and `down` are below it, and below the number of the
+            expert unless `is_stacked`.
+        is_stacked: The weights of all experts lie on top of each other.
+        up: The gated map of one expert, D to 2 * I.
+        down: The map back of one expert, I to D.
+        num_experts: Number of them.
+        top_k: Experts of a token.
+        renormalise: Whether the weights of a token's experts sum to 1, instead of those of all.
+    """
+
+    router: str
+    prefix: str
+    is_stacked: bool
+    up: LinearSpec
+    down: LinearSpec
+    num_experts: int
+    top_k: int
+    renormalise: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Attention and an MLP. All names are below `prefix`.
+    """Attention or a recurrent mixer, then an MLP, experts, or both. All names are below `prefix`.
 
     Attributes:
         prefix: Of the layer, below the base.
-        kind: Key of ModelSpec.kinds.
-        attention_norm: Before attention, or after its sum; None for none.
+        kind: Key of ModelSpec.kinds, of a layer with attention.
+        attention_norm: Before attention or the mixer, or after the sum; None for none.
+        mixer: In place of attention, which then has no maps; None for attention.
         qkv: D to (H + 2 * G) * K.
         query_norm: Of every head of q before the rotation, [K]; None for none.
         key_norm: As `query_norm`, of k.
         attention_out: H * K to D.
         after_attention: Of the output of attention, before it is added; None for none.
-        mlp_norm: Before the MLP, or after its sum.
-        mlp_in: The first map of the MLP.
+        mlp_norm: Before the MLP, or after its sum; None in a layer that has neither MLP nor experts.
+        mlp_in: The first map of the MLP; None where there is none.
         mlp_out: Back to D.
+        experts: Their result is added to that of the MLP; None for none.
         after_mlp: Of the output of the MLP, before it is added; None for none.
     """
 
     prefix: str
-    kind: str
+    kind: str = ""
     attention_norm: NormSpec | None
-    qkv: LinearSpec
+    mixer: MixerSpec | None = None
+    qkv: LinearSpec | None = None
     query_norm: NormSpec | None = None
     key_norm: NormSpec | None = None
-    attention_out: LinearSpec
+    attention_out: LinearSpec | None = None
     after_attention: NormSpec | None = None
-    mlp_norm: NormSpec
-    mlp_in: LinearSpec
-    mlp_out: LinearSpec
+    mlp_norm: NormSpec | None = None
+    mlp_in: LinearSpec | None = None
+    mlp_out: LinearSpec | None = None
+    experts: ExpertsSpec | None = None
     after_mlp: NormSpec | None = None
 
 
@@ -260,13 +373,15 @@ class ModelSpec:
         hidden_size: D.
         prefixes: Prefixes that the base model may have in a checkpoint, such as ("bert", "").
         embedding: The first hidden states.
-        attention: What all layers have in common.
+        attention: What all layers with attention have in common; None where no layer has any.
         kinds: Kinds of attention, by name.
         layers: At least one.
         is_pre_norm: Norms stand before attention and MLP; else after the sums.
         is_decoder: Attention walks the keys in blocks, so that a prompt in chunks gives the same rows to the bit.
         final_norm: After the last layer; None for none.
         relative_bias: None for none.
+        residual_scale: Factor of the results of attention, mixer, MLP and experts before they are added.
+        has_float32_sum: The sum of the layers' results is float32 whatever the type of the model.
         head: Classification head; None in an embedding model.
         scores_rows: The head of a sequence is one map of a row, and so scores the row of any token too.
         vocabulary: Head of the masked language model that may be in the checkpoint; None: the family has none.
@@ -275,13 +390,15 @@ class ModelSpec:
     hidden_size: int
     prefixes: tuple[str, ...]
     embedding: EmbeddingSpec
-    attention: AttentionSpec
+    attention: AttentionSpec | None
     kinds: Mapping[str, AttentionKind]
     layers: tuple[LayerSpec, ...]
     is_pre_norm: bool
     is_decoder: bool = False
     final_norm: NormSpec | None = None
     relative_bias: RelativeBiasSpec | None = None
+    residual_scale: float = 1.0
+    has_float32_sum: bool = False
     head: HeadSpec | None = None
     scores_rows: bool = False
     vocabulary: VocabularySpec | None = None
@@ -289,11 +406,13 @@ class ModelSpec:
     @property
     def cache_spec(self) -> CacheSpec | None:
         """What is kept of a sequence from chunk to chunk; None where sequences cannot run in chunks."""
-        if not self.attention.is_causal:
+        if self.attention is not None and not self.attention.is_causal:
             return None
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         ropes = [kind.rope for kind in self.kinds.values() if kind.rope is not None]
         return CacheSpec(
-            kv_layers=(self.attention.kv_layer,) * len(self.layers),
+            kv_layers=() if self.attention is None else (self.attention.kv_layer,) * (len(self.layers) - len(mixers)),
+            ssm_layers=tuple(mixer.ssm_layer for mixer in mixers),
             shares_prefixes=not any(rope.depends_on_length for rope in ropes),
         )
 
@@ -305,16 +424,13 @@ class Family:
     Attributes:
         model_type: Of config.json.
         prefix: Of the class names in transformers: "Bert" of "BertModel" and "BertForSequenceClassification".
-        read: Returns the spec of a resolved model, or raises ModelLoadError; None for layers that ModelSpec does not
-            describe.
-        torch_class: "module.Class" in engine/executors/torch that runs the family where `read` is None.
+        read: Returns the spec of a resolved model, or raises ModelLoadError.
         architectures: Class names in transformers that do not begin with `prefix`.
         leaves_out: Whether the model is one of a few that transformers has to run, by its architecture and config.json.
     """
 
     model_type: str
     prefix: str
-    read: Callable[[ModelInfo], ModelSpec] | None
-    torch_class: str = ""
+    read: Callable[[ModelInfo], ModelSpec]
     architectures: tuple[str, ...] = ()
     leaves_out: Callable[[str, Mapping[str, Any]], bool] = lambda architecture, config: False

@@ -7,7 +7,6 @@ import pickle
 import struct
 import zipfile
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -99,21 +98,17 @@ def load_model(
     family = find_family(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
-        if family.read is None:
-            module, _, name = family.torch_class.rpartition(".")
-            model_class = getattr(import_module(f"penstock.engine.executors.torch.{module}"), name)
-            model: PackedModel = model_class(info, weights)
+        spec = family.read(info)
+        model: PackedModel
+        if machine is not None and has_kernels(spec, info):
+            arrays = ArrayWeights(_Arrays(checkpoint))
+            model = CpuModel(ArrayEncoder(info, spec, arrays, machine))
         else:
-            spec = family.read(info)
-            if machine is not None and has_kernels(spec, info):
-                arrays = ArrayWeights(_Arrays(checkpoint))
-                model = CpuModel(ArrayEncoder(info, spec, arrays, machine))
-            else:
-                model = SpecModel(info, spec, weights)
-            if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
-                # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
-                view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
-                model.vocabulary_head = VocabularyHead(view, spec, info)
+            model = SpecModel(info, spec, weights)
+        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
+            # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
+            view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
+            model.vocabulary_head = VocabularyHead(view, spec, info)
         checkpoint.tell_unused(info.name)
     return model
 

@@ -31,8 +31,8 @@ def read_spec(info: ModelInfo) -> ModelSpec | None:
     if not info.packed or info.device != "cpu" or info.dtype == "float16":
         return None
     family = find_family(info.architecture, info.model_type, info.config)
-    spec = None if family.read is None else family.read(info)
-    return spec if spec is not None and has_kernels(spec, info) else None
+    spec = family.read(info)
+    return spec if has_kernels(spec, info) else None
 
 
 class Arithmetic(NamedTuple):

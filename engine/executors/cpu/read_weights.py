@@ -42,9 +42,11 @@ _BLOCK_ROWS: Final = 4096
 def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     """Whether the C library has all that a model needs.
 
-    It has no heads that turn in part or in odd pairs, no positions that depend on the length of the text, and in
-    decoders no attention weights, no hidden tokens of ColBERT and no capped scores of words.
+    It has no recurrent layers, no experts, no heads that turn in part or in odd pairs, no positions that depend on the
+    length of the text, and in decoders no attention weights, no hidden tokens of ColBERT and no capped scores of words.
     """
+    if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
+        return False
     size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
     if not 1 <= size <= _MAX_HEAD_SIZE:
         return False
@@ -52,7 +54,7 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
         return False
     head = () if spec.head is None or isinstance(spec.head, AnswerSpec) else spec.head
     maps = [layer.mlp_in for layer in spec.layers] + [step for step in head if isinstance(step, LinearSpec)]
-    if any(part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
+    if any(part is not None and part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
         return False
     is_capped = isinstance(spec.head, AnswerSpec) and spec.head.softcap is not None
     asks_more = PoolingType.ATTENTION in info.sequence_pooling or info.multi_vector is not None or is_capped
@@ -70,6 +72,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
     Raises:
         WeightError: A tensor is missing, has another shape, or holds NaN or inf.
     """
+    assert spec.attention is not None
     base, embedding = _base(spec, weights), spec.embedding
     words_VE = cast_table(base.table(embedding.words, embedding.vocab_size, embedding.size), info.dtype)
     if embedding.is_scaled:
@@ -108,6 +111,11 @@ def _layer(
     spec: ModelSpec, layer: LayerSpec, base: ArrayWeights, rotary: Floats | None, bias: Floats | None
 ) -> library.LayerSpec:
     attention, scope = spec.attention, base.scope(layer.prefix)
+    assert attention is not None
+    assert layer.qkv is not None
+    assert layer.attention_out is not None
+    assert layer.mlp_in is not None
+    assert layer.mlp_out is not None
     scale = np.float32(attention.scale)
     qkv, query_norm = _linear(scope, layer.qkv), _norm(scope, layer.query_norm)
     # The library expects the scale of the scores in q: in its norm, where it has one.
@@ -153,6 +161,7 @@ def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats 
     bias = spec.relative_bias
     if bias is None:
         return None
+    assert spec.attention is not None
     bias_BH = base.floats(bias.name, bias.num_buckets, spec.attention.num_heads)
     return np.ascontiguousarray(bias_BH[bias.bucket_of(np.arange(-max_len, max_len + 1))].T)
 

@@ -1,4 +1,4 @@
-"""Runs a ModelSpec with the kernels of penstock.kernels: encoders and decoders, on a GPU or a CPU.
+"""Runs a ModelSpec with the kernels of penstock.kernels: encoders, decoders and recurrent models, on a GPU or a CPU.
 
 Shape letters: T packed tokens, V vocabulary, D model width, E embedding width, P positions, Y token types,
 H heads, A width of all heads, L longest sequence.
@@ -6,6 +6,8 @@ H heads, A width of all heads, L longest sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +18,15 @@ from torch import Tensor
 from penstock.kernels.norm import Embeddings, embed_norm
 
 from ...families.spec import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
+from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
 from .heads import load_head
 from .layers.attention import Attention, BatchPlan
+from .layers.experts import SparseExperts
 from .layers.linear import Linear, Mlp
-from .layers.norm import LayerNorm, Residual, RmsNorm, load_norm
+from .layers.mixers import load_mixer
+from .layers.norm import AddingMap, LayerNorm, Residual, RmsNorm, load_norm
 from .layers.rotary import RotaryEmbedding, Rotation
 from .layers.weights import Fusion, Weights
 
@@ -46,6 +51,8 @@ class Embedding:
         if spec.is_scaled:
             # transformers rounds the factor to the model's type before it multiplies.
             self.words_VE *= torch.tensor(spec.size**0.5, dtype=weights.dtype, device=weights.device)
+        if spec.scale != 1.0:
+            self.words_VE *= spec.scale
         self._places_QE: Tensor | None = None
         if spec.positions is not None:
             self._places_QE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
@@ -94,7 +101,7 @@ class Embedding:
 
 
 class Layer:
-    """Attention and an MLP, with their residual sums and norms.
+    """Attention or a recurrent mixer, then an MLP or experts, with their residual sums and norms.
 
     Pre-norm: x + Attention(Norm(x)), then x + Mlp(Norm(x)); Gemma also normalises the outputs before it adds them.
     Post-norm: Norm(x + Attention(x)), then Norm(x + Mlp(x)).
@@ -103,42 +110,59 @@ class Layer:
         weights: View of the layer.
         spec: Of the layer.
         model: Of the model.
-        index: Number of the layer.
+        index: Number of the layer among those with attention, or among those with a mixer.
     """
 
     def __init__(self, weights: Weights, spec: LayerSpec, model: ModelSpec, index: int) -> None:
+        sums = replace(weights, dtype=torch.float32) if model.has_float32_sum else weights
+
         def norm_of(norm: NormSpec | None) -> LayerNorm | RmsNorm | None:
-            return None if norm is None else load_norm(weights, norm)
+            return None if norm is None else load_norm(sums, norm)
 
         self.kind = spec.kind
+        self.dtype = weights.dtype
+        self.scale = model.residual_scale
         self.is_pre_norm = model.is_pre_norm
         self.is_fused = weights.fusion is Fusion.FUSED
         self.attention_norm = norm_of(spec.attention_norm)
-        window = model.kinds[spec.kind].window
-        self.attention = Attention.load(weights, spec.qkv, model.attention, window, kv_index=index, layer=spec)
-        self.attention_out = Linear.load(weights, spec.attention_out)
+        self.mixer = None if spec.mixer is None else load_mixer(weights, spec.mixer, model.hidden_size, index)
+        self.attention: Attention | None = None
+        if spec.qkv is not None and spec.attention_out is not None:
+            assert model.attention is not None
+            window = model.kinds[spec.kind].window
+            self.attention = Attention.load(weights, spec.qkv, model.attention, window, kv_index=index, layer=spec)
+            self.attention_out = Linear.load(weights, spec.attention_out)
         self.norm_after_attention = norm_of(spec.after_attention)
-        self.mlp_norm = load_norm(weights, spec.mlp_norm)
-        self.mlp = Mlp.load(weights, spec.mlp_in, spec.mlp_out)
+        self.mlp_norm = norm_of(spec.mlp_norm)
+        self.mlp: Mlp | SparseExperts | None = None
+        if spec.mlp_in is not None and spec.mlp_out is not None:
+            self.mlp = Mlp.load(weights, spec.mlp_in, spec.mlp_out)
+        if spec.experts is not None:
+            self.mlp = SparseExperts.load(weights, spec.experts, self.mlp)
         self.norm_after_mlp = norm_of(spec.after_mlp)
 
     def __call__(
         self,
         stream: Residual,
         batch: PackedBatch,
-        plan: BatchPlan,
+        plan: BatchPlan | None,
         rotation: Rotation | None,
         relative_bias: Tensor | None,
     ) -> Residual:
         """Returns the next hidden states."""
         x_TD, stream = self.attention_input(stream)
+        if self.mixer is not None:
+            return self._plus_mlp(stream.plus(partial(self.mixer, batch=batch), x_TD, scale=self.scale))
+        assert self.attention is not None
+        assert plan is not None
         return self.after_attention(self.attention(x_TD, batch, plan, rotation, relative_bias), stream)
 
     def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
-        """Returns the input of attention [T, D], and the hidden states beside it."""
+        """Returns the input of attention or of the mixer [T, D], and the hidden states beside it."""
         if self.attention_norm is None or not self.is_pre_norm:
             return stream.hidden, stream
-        return stream.normed_and_sum(self.attention_norm)
+        x_TD, stream = stream.normed_and_sum(self.attention_norm)
+        return x_TD.to(self.dtype), stream
 
     def after_attention(self, attended_TA: Tensor, stream: Residual) -> Residual:
         """Returns the next hidden states: all of the layer between two attentions, which looks at no border.
@@ -147,20 +171,27 @@ class Layer:
         """
         if not self.is_pre_norm:
             assert self.attention_norm is not None
+            assert self.mlp_norm is not None
+            assert self.mlp is not None
             hidden_TD = stream.plus(self.attention_out, attended_TA).normed(self.attention_norm)
             hidden_TD = Residual(hidden_TD, is_fused=self.is_fused).plus(self.mlp, hidden_TD).normed(self.mlp_norm)
             return Residual(hidden_TD, is_fused=self.is_fused)
-        stream = _plus(stream, self.attention_out, attended_TA, self.norm_after_attention)
+        return self._plus_mlp(self._plus(stream, self.attention_out, attended_TA, self.norm_after_attention))
+
+    def _plus_mlp(self, stream: Residual) -> Residual:
+        if self.mlp_norm is None or self.mlp is None:
+            return stream
         x_TD, stream = stream.normed_and_sum(self.mlp_norm)
-        return _plus(stream, self.mlp, x_TD, self.norm_after_mlp)
+        return self._plus(stream, self.mlp, x_TD, self.norm_after_mlp)
 
-
-def _plus(stream: Residual, mapping: Linear | Mlp, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
-    return stream.plus(mapping, x) if norm is None else stream.plus_normed(norm, mapping(x))
+    def _plus(self, stream: Residual, mapping: AddingMap, x: Tensor, norm: LayerNorm | RmsNorm | None) -> Residual:
+        if norm is not None:
+            return stream.plus_normed(norm, mapping(x))
+        return stream.plus(mapping, x, scale=self.scale)
 
 
 class SpecModel(PackedModel):
-    """An encoder or a decoder with the head that the model's kind asks for.
+    """An encoder, a decoder or a recurrent model with the head that the model's kind asks for.
 
     Args:
         info: The resolved model.
@@ -178,8 +209,16 @@ class SpecModel(PackedModel):
         self.is_recordable = not spec.is_decoder
         base = weights.scope_of(spec.embedding.words, spec.prefixes)
         self.embedding = Embedding(base, spec.embedding)
-        self.layers = [Layer(base.scope(part.prefix), part, spec, index) for index, part in enumerate(spec.layers)]
-        self.layer_of_kind = {layer.kind: layer for layer in self.layers}
+        self.dtype = weights.dtype
+        self.sum_dtype = torch.float32 if spec.has_float32_sum else weights.dtype
+        self.layers: list[Layer] = []
+        num_mixers = 0
+        for part in spec.layers:
+            index = num_mixers if part.mixer is not None else len(self.layers) - num_mixers
+            self.layers.append(Layer(base.scope(part.prefix), part, spec, index))
+            num_mixers += part.mixer is not None
+        self.attentions = {layer.kind: layer.attention for layer in self.layers if layer.attention is not None}
+        self.last_attention = next((layer for layer in reversed(self.layers) if layer.attention is not None), None)
         self.rotary = {
             name: RotaryEmbedding(kind.rope, weights.device)
             for name, kind in spec.kinds.items()
@@ -187,28 +226,33 @@ class SpecModel(PackedModel):
         }
         self.relative_bias: Tensor | None = None
         if spec.relative_bias is not None:
+            assert spec.attention is not None
             num_heads = spec.attention.num_heads
             self.relative_bias = _load_bias(base, spec.relative_bias, num_heads, info.max_model_len)
-        self.final_norm = None if spec.final_norm is None else load_norm(base, spec.final_norm)
+        sums = replace(base, dtype=self.sum_dtype)
+        self.final_norm = None if spec.final_norm is None else load_norm(sums, spec.final_norm)
         self.is_fused = weights.fusion is Fusion.FUSED
         head = load_head(weights, base, spec.head, spec.embedding.words)
         self.set_head(info.kind, head, scores_rows=spec.scores_rows)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
         """See PackedModel."""
-        plans = {kind: layer.attention.plan(batch) for kind, layer in self.layer_of_kind.items()}
+        if need_attention and self.last_attention is None:
+            raise UnsupportedTaskError(
+                "The model has no attention, so that there are no weights for ATTENTION pooling.", param="pooling_type"
+            )
+        plans = {kind: attention.plan(batch) for kind, attention in self.attentions.items()}
         rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
-        stream = layer_input = Residual(self.embedding(batch), is_fused=self.is_fused)
-        for layer in self.layers:
-            rotation = rotations.get(layer.kind)
-            layer_input, stream = stream, layer(stream, batch, plans[layer.kind], rotation, self.relative_bias)
+        stream = Residual(self.embedding(batch).to(self.sum_dtype), is_fused=self.is_fused)
         weights_TH = None
-        if need_attention:
-            last = self.layers[-1]
-            x_TD, _ = last.attention_input(layer_input)
-            weights_TH = last.attention.end_weights(x_TD, batch, rotations.get(last.kind), self.relative_bias)
+        for layer in self.layers:
+            layer_input, rotation = stream, rotations.get(layer.kind)
+            stream = layer(stream, batch, plans.get(layer.kind), rotation, self.relative_bias)
+            if need_attention and layer is self.last_attention and layer.attention is not None:
+                x_TD, _ = layer.attention_input(layer_input)
+                weights_TH = layer.attention.end_weights(x_TD, batch, rotation, self.relative_bias)
         hidden_TD = stream.hidden if self.final_norm is None else stream.normed(self.final_norm)
-        return ModelOutput(hidden_states=hidden_TD, attention_weights=weights_TH)
+        return ModelOutput(hidden_states=hidden_TD.to(self.dtype), attention_weights=weights_TH)
 
 
 def _load_bias(weights: Weights, spec: RelativeBiasSpec, num_heads: int, max_len: int) -> Tensor:

@@ -75,11 +75,12 @@ def save_model(tmp_path: Path) -> Save:
 def save_recurrent(save_model: Save) -> Save:
     """As `save_model`, of the scale of trained ones: recurrences neither forget within a token nor explode.
 
-    `matrix_scale` makes the matrices smaller.
+    The matrices of models without attention are smaller.
     """
 
-    def save(class_name: str, *, matrix_scale: float = 1.0, **config: object):
+    def save(class_name: str, **config: object):
         folder, model = save_model(class_name, **config)
+        matrix_scale = 1.0 if "num_attention_heads" in config else 1 / 3
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 parameter.sub_(2)

@@ -2,6 +2,20 @@
 
 import torch
 
+DECODER_SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 160,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def rows_of(reference, sequences, **options):
     """What transformers gives for one sequence after the other, each by itself: [T, D]."""

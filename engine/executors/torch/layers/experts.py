@@ -17,9 +17,10 @@ from torch import Tensor
 
 from penstock.kernels.grouped_linear import grouped_linear
 
+from ....families.spec import ExpertsSpec
 from ....protocol.errors import ModelLoadError
 from .linear import Gate, GatedLinear, Linear, Mlp
-from .weights import Fusion
+from .weights import Fusion, Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +80,7 @@ class SparseExperts:
         activation: Of the gate, name as in config.json.
         top_k: K.
         renormalise: Whether the weights of a token's K experts sum to 1, instead of those of all X.
+        mlp: Every token goes through it beside its experts, and its result is added; None for none.
         fusion: Of the gates, on a GPU.
 
     Raises:
@@ -93,6 +95,7 @@ class SparseExperts:
         top_k: int,
         *,
         renormalise: bool,
+        mlp: Mlp | None = None,
         fusion: Fusion = Fusion.NONE,
     ) -> None:
         num_experts = router_XD.shape[0]
@@ -107,13 +110,34 @@ class SparseExperts:
             self._experts = SortedExperts(stack, activation, fusion=fusion)
         self._top_k = top_k
         self._renormalise = renormalise
+        self._mlp = mlp
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns [T, D]."""
+    @classmethod
+    def load(cls, weights: Weights, spec: ExpertsSpec, mlp: Mlp | None) -> Self:
+        """Reads router and experts of a layer, whose tensors `weights` holds; see there for the other arguments."""
+        X, D, I = spec.num_experts, spec.up.in_features, spec.down.in_features  # noqa: E741
+        assert spec.up.activation is not None
+        router_XD = weights.tensor(f"{spec.router}.weight", X, D, dtype=torch.float32)
+        scope = weights.scope(spec.prefix)
+        experts: Iterable[tuple[Tensor, Tensor]]
+        if spec.is_stacked:
+            (up,), (down,) = spec.up.names, spec.down.names
+            experts = ExpertStack(scope.tensor(f"{up}.weight", X, 2 * I, D), scope.tensor(f"{down}.weight", X, D, I))
+        else:
+            scopes = (scope.scope(str(index)) for index in range(X))
+            experts = ((own.linear(spec.up)[0], own.linear(spec.down)[0]) for own in scopes)
+        activation, top_k = spec.up.activation, spec.top_k
+        return cls(router_XD, experts, activation, top_k, renormalise=spec.renormalise, mlp=mlp, fusion=weights.fusion)
+
+    def __call__(self, x_TD: Tensor, *, add: Tensor | None = None) -> Tensor:
+        """Returns [T, D]; `add`, of the same shape and type, is added to it (a residual)."""
         weight_TK, expert_TK = self._route(x_TD)
         sum_TD = torch.zeros(x_TD.shape, device=x_TD.device)
         self._experts.add_to(sum_TD, x_TD, expert_TK, weight_TK)
-        return sum_TD.to(x_TD.dtype)
+        mixed_TD = sum_TD.to(x_TD.dtype)
+        if self._mlp is not None:
+            mixed_TD = self._mlp(x_TD, add=mixed_TD)
+        return mixed_TD if add is None else mixed_TD.add_(add)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights and numbers of each token's experts, [T, K] each."""

@@ -23,8 +23,7 @@ from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
-from ....families.spec import linear
-from ....scheduling import SsmLayerSpec
+from ....families.spec import Mamba2Spec, MambaSpec, MixerSpec, linear
 from ..packed_batch import BatchCache, PackedBatch
 from .linear import ActivationFunction, Linear, find_activation
 from .norm import RmsNorm
@@ -133,51 +132,6 @@ def _has_any(indices: torch.Tensor | None) -> bool:
     return indices is not None and indices.numel() > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MambaSizes:
-    """What the shapes of one mixer depend on, and its options.
-
-    Attributes:
-        hidden_size: D.
-        inner_size: C.
-        state_size: S.
-        conv_width: W.
-        step_rank: Q.
-        bias: Whether the outer projections have one.
-        conv_bias: Whether the convolution has one.
-        activation: After the convolution.
-    """
-
-    hidden_size: int
-    inner_size: int
-    state_size: int
-    conv_width: int
-    step_rank: int
-    bias: bool
-    conv_bias: bool
-    activation: str
-
-    @property
-    def cache_spec(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from chunk to chunk."""
-        return SsmLayerSpec((self.inner_size, self.conv_width - 1), (self.inner_size, self.state_size))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNorms:
-    """What later families normalise before the recurrence.
-
-    Attributes:
-        step: Of Q.
-        b: Of S.
-        c: Of S.
-    """
-
-    step: RmsNorm
-    b: RmsNorm
-    c: RmsNorm
-
-
 class MambaMixer:
     """out(silu(z) * SSM(conv(x))), with x and z from one product.
 
@@ -185,24 +139,24 @@ class MambaMixer:
 
     Args:
         weights: View of the mixer.
-        sizes: See there.
+        spec: See there.
+        hidden_size: D.
         index: Number of the layer among the model's SSM layers.
-        norms: Of step, B and C; None where the family has none.
     """
 
-    def __init__(self, weights: Weights, sizes: MambaSizes, index: int, norms: StepNorms | None = None) -> None:
-        D, C, S, Q = sizes.hidden_size, sizes.inner_size, sizes.state_size, sizes.step_rank
-        self.sizes = sizes
+    def __init__(self, weights: Weights, spec: MambaSpec, hidden_size: int, index: int) -> None:
+        D, C, S, Q = hidden_size, spec.inner_size, spec.state_size, spec.step_rank
         self.index = index
-        self.norms = norms
-        self.in_proj = Linear.load(weights, linear("in_proj", D, 2 * C, bias=sizes.bias))
-        self.conv = CausalConv(weights, "conv1d", C, sizes.conv_width, sizes.conv_bias, sizes.activation)
+        self.splits = (Q, S, S)
+        self.norms = [RmsNorm.load(weights, norm) for norm in spec.norms]
+        self.in_proj = Linear.load(weights, linear("in_proj", D, 2 * C, bias=spec.bias))
+        self.conv = CausalConv(weights, "conv1d", C, spec.conv_width, spec.conv_bias, spec.activation)
         self.x_proj = Linear.load(weights, linear("x_proj", C, Q + 2 * S, bias=False))
         self.dt_proj = Linear.load(weights, linear("dt_proj", Q, C, bias=False))
         self.dt_bias_C = weights.tensor("dt_proj.bias", C, dtype=torch.float32)
         self.a_CS = -torch.exp(weights.tensor("A_log", C, S, dtype=torch.float32))
         self.d_C = weights.tensor("D", C, dtype=torch.float32)
-        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=spec.bias))
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D].
@@ -212,14 +166,14 @@ class MambaMixer:
             batch: The sequences.
             add: [T, D], the type of x. Added to the result (a residual).
         """
-        sizes = self.sizes
         states = LayerStates.of(batch, self.index)
         conv_state, ssm_state = states.load()
         x_TC, gate_TC = self.in_proj(x_TD).chunk(2, dim=-1)
         x_TC, conv_state = self.conv(x_TC, batch, conv_state, return_final_states=states.must_save)
-        step_TQ, b_TS, c_TS = self.x_proj(x_TC).split((sizes.step_rank, sizes.state_size, sizes.state_size), dim=-1)
-        if self.norms is not None:
-            step_TQ, b_TS, c_TS = self.norms.step(step_TQ), self.norms.b(b_TS), self.norms.c(c_TS)
+        parts = self.x_proj(x_TC).split(self.splits, dim=-1)
+        if self.norms:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        step_TQ, b_TS, c_TS = parts
         dt_TC = F.softplus(self.dt_proj(step_TQ).float() + self.dt_bias_C)
         y_TC, ssm_state = selective_scan(
             x_TC,
@@ -235,52 +189,6 @@ class MambaMixer:
         )
         states.save(conv_state, ssm_state)
         return self.out_proj(y_TC * F.silu(gate_TC), add=add)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Sizes:
-    """What the shapes of one mixer depend on, and its options.
-
-    Attributes:
-        hidden_size: D.
-        num_heads: H.
-        head_size: P.
-        num_groups: G.
-        state_size: S.
-        conv_width: Width of the convolution.
-        bias: Whether the outer projections have one.
-        conv_bias: Whether the convolution has one.
-        activation: After the convolution.
-        step_limit: Smallest and largest step.
-        eps: Of the norm before the output projection.
-    """
-
-    hidden_size: int
-    num_heads: int
-    head_size: int
-    num_groups: int
-    state_size: int
-    conv_width: int
-    bias: bool
-    conv_bias: bool
-    activation: str
-    step_limit: tuple[float, float]
-    eps: float
-
-    @property
-    def inner_size(self) -> int:
-        """C."""
-        return self.num_heads * self.head_size
-
-    @property
-    def conv_size(self) -> int:
-        """E."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
-
-    @property
-    def cache_spec(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from chunk to chunk."""
-        return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
 
 
 class GatedGroupNorm:
@@ -313,34 +221,34 @@ class Mamba2Mixer:
     C = H * P, and E = C + 2 * G * S channels go through the convolution.
     """
 
-    def __init__(self, weights: Weights, sizes: Mamba2Sizes, index: int) -> None:
-        D, H, C, E = sizes.hidden_size, sizes.num_heads, sizes.inner_size, sizes.conv_size
-        self.sizes = sizes
+    def __init__(self, weights: Weights, spec: Mamba2Spec, hidden_size: int, index: int) -> None:
+        D, H, C, E = hidden_size, spec.num_heads, spec.inner_size, spec.conv_size
+        self.spec = spec
         self.index = index
-        self.in_proj = Linear.load(weights, linear("in_proj", D, C + E + H, bias=sizes.bias))
-        self.conv = CausalConv(weights, "conv1d", E, sizes.conv_width, sizes.conv_bias, sizes.activation)
+        self.in_proj = Linear.load(weights, linear("in_proj", D, C + E + H, bias=spec.bias))
+        self.conv = CausalConv(weights, "conv1d", E, spec.conv_width, spec.conv_bias, spec.activation)
         self.dt_bias_H = weights.tensor("dt_bias", H, dtype=torch.float32)
         self.a_H = -torch.exp(weights.tensor("A_log", H, dtype=torch.float32))
         self.d_H = weights.tensor("D", H, dtype=torch.float32)
         weight_C = weights.tensor("norm.weight", C, dtype=torch.float32)
-        self.norm = GatedGroupNorm(weight_C, sizes.num_groups, sizes.eps, fusion=weights.fusion)
-        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=sizes.bias))
+        self.norm = GatedGroupNorm(weight_C, spec.num_groups, spec.eps, fusion=weights.fusion)
+        self.out_proj = Linear.load(weights, linear("out_proj", C, D, bias=spec.bias))
 
     def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
         """Returns [T, D]; see MambaMixer."""
-        sizes = self.sizes
+        spec = self.spec
         states = LayerStates.of(batch, self.index)
         conv_state, ssm_state = states.load()
-        gate_TC, xbc_TE, dt_TH = self.in_proj(x_TD).split((sizes.inner_size, sizes.conv_size, sizes.num_heads), -1)
+        gate_TC, xbc_TE, dt_TH = self.in_proj(x_TD).split((spec.inner_size, spec.conv_size, spec.num_heads), -1)
         xbc_TE, conv_state = self.conv(xbc_TE, batch, conv_state, return_final_states=states.must_save)
-        shared = sizes.num_groups * sizes.state_size
-        x_TC, b_TX, c_TX = xbc_TE.split((sizes.inner_size, shared, shared), -1)
+        shared = spec.num_groups * spec.state_size
+        x_TC, b_TX, c_TX = xbc_TE.split((spec.inner_size, shared, shared), -1)
         y_THP, ssm_state = ssd(
-            x_TC.unflatten(1, (sizes.num_heads, sizes.head_size)),
+            x_TC.unflatten(1, (spec.num_heads, spec.head_size)),
             self._steps(dt_TH),
             self.a_H,
-            b_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
-            c_TX.unflatten(1, (sizes.num_groups, sizes.state_size)),
+            b_TX.unflatten(1, (spec.num_groups, spec.state_size)),
+            c_TX.unflatten(1, (spec.num_groups, spec.state_size)),
             batch.cu_seqlens,
             batch.seq_lens,
             d=self.d_H,
@@ -353,5 +261,16 @@ class Mamba2Mixer:
     def _steps(self, dt_TH: Tensor) -> Tensor:
         """Returns the length of every step, [T, H] float32."""
         steps_TH = F.softplus(dt_TH.float() + self.dt_bias_H)
-        low, high = self.sizes.step_limit
+        low, high = self.spec.step_limit
         return steps_TH if low <= 0 and math.isinf(high) else steps_TH.clamp_(low, high)
+
+
+Mixer = MambaMixer | Mamba2Mixer
+
+
+def load_mixer(weights: Weights, spec: MixerSpec, hidden_size: int, index: int) -> Mixer:
+    """Reads the mixer of a layer, whose tensors `weights` holds; see MambaMixer."""
+    scope = weights.scope(spec.prefix)
+    if isinstance(spec, MambaSpec):
+        return MambaMixer(scope, spec, hidden_size, index)
+    return Mamba2Mixer(scope, spec, hidden_size, index)

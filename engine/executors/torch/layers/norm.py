@@ -70,11 +70,10 @@ class LayerNorm(SumNorm):
     @classmethod
     def load(cls, weights: Weights, spec: NormSpec, *, dtype: torch.dtype | None = None) -> LayerNorm:
         """Reads a norm; `dtype` is the input's if not the model's."""
-        scope = weights.scope(spec.name)
         dtype = torch.float32 if weights.device.type == "cpu" else dtype
-        weight_D = scope.tensor("weight", spec.size, dtype=dtype)
-        has_bias = scope.has("bias") if spec.bias is None else spec.bias
-        bias_D = scope.tensor("bias", spec.size, dtype=dtype) if has_bias else None
+        weight_D = weights.tensor(f"{spec.name}.weight", spec.size, dtype=dtype)
+        has_bias = weights.has(f"{spec.name}.bias") if spec.bias is None else spec.bias
+        bias_D = weights.tensor(f"{spec.name}.bias", spec.size, dtype=dtype) if has_bias else None
         return cls(weight_D, bias_D, spec.eps, fusion=weights.fusion)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -114,7 +113,10 @@ class RmsNorm(SumNorm):
     @classmethod
     def load(cls, weights: Weights, spec: NormSpec) -> RmsNorm:
         """Reads a norm."""
-        weight_D = weights.scope(spec.name).tensor("weight", spec.size, dtype=torch.float32)
+        if spec.name is None:
+            weight_D = torch.ones(spec.size, device=weights.device)
+        else:
+            weight_D = weights.tensor(f"{spec.name}.weight", spec.size, dtype=torch.float32)
         if spec.offset:
             weight_D += spec.offset
         is_exact = not spec.offset or weights.dtype == torch.float32
@@ -124,7 +126,7 @@ class RmsNorm(SumNorm):
     def load_heads(cls, weights: Weights, norms: Sequence[tuple[NormSpec, int]]) -> RmsNorm:
         """Reads norms of one width, each repeated for its number of heads: q and k are normalised at once."""
         parts = [
-            (weights.scope(spec.name).tensor("weight", spec.size, dtype=torch.float32) + spec.offset).expand(count, -1)
+            (weights.tensor(f"{spec.name}.weight", spec.size, dtype=torch.float32) + spec.offset).expand(count, -1)
             for spec, count in norms
         ]
         return cls(torch.cat(parts), norms[0][0].eps)
@@ -167,10 +169,10 @@ class Residual(NamedTuple):
     term: Tensor | None = None
     is_fused: bool = False
 
-    def plus(self, mapping: AddingMap, x_TI: Tensor) -> Residual:
-        """Adds what `mapping` makes of [T, I]. No term may wait."""
-        if self.is_fused:
-            return Residual(self.hidden, mapping(x_TI), is_fused=True)
+    def plus(self, mapping: AddingMap, x_TI: Tensor, *, scale: float = 1.0) -> Residual:
+        """Adds `scale` times the result of `mapping` for [T, I]. No term may wait."""
+        if self.is_fused or scale != 1.0 or self.hidden.dtype is not x_TI.dtype:
+            return self.plus_term(mapping(x_TI), scale=scale)
         return Residual(mapping(x_TI, add=self.hidden))
 
     def plus_term(self, term_TD: Tensor, *, scale: float = 1.0) -> Residual:

@@ -13,21 +13,8 @@ from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
 
-from ..parity import assert_close, rows_of
+from ..parity import DECODER_SIZES as SIZES, assert_close, rows_of
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WIDE = SIZES | {"head_dim": 16}
 STRETCHED = SIZES | {"max_position_embeddings": 256}
 QWEN_WINDOW = SIZES | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

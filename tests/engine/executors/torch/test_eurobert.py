@@ -6,21 +6,8 @@ import torch
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..parity import assert_close, rows_of
+from ..parity import DECODER_SIZES as SIZES, assert_close, rows_of
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 HUB = {
     "architectures": ["EuroBertModel"],
     "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"},

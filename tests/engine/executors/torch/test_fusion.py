@@ -107,7 +107,7 @@ def test_fused_models_equal_the_others_in_float32(family, config, save_model, re
 def test_fused_recurrent_models_equal_the_others(
     family, config, dtype, save_recurrent, resolve, pack, sequences, device
 ):
-    folder, _ = save_recurrent(f"{family}Model", matrix_scale=1 / 3, **config)
+    folder, _ = save_recurrent(f"{family}Model", **config)
     exact = forwards(folder, resolve, pack, device, "float32", sequences)[0].hidden_states
     plain, _, fused = (output.hidden_states for output in forwards(folder, resolve, pack, device, dtype, sequences))
     assert fused.dtype is plain.dtype

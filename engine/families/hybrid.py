@@ -1,0 +1,321 @@
+"""Decoders with attention in some layers and a Mamba recurrence in the others: Jamba, Bamba and Granite 4's hybrid.
+
+Jamba has attention without positions, and experts in place of some MLPs. In Bamba half of each head turns with the
+position. Granite scales its sums, and has experts beside a shared MLP.
+
+Sources: Lieber et al., Jamba: A Hybrid Transformer-Mamba Language Model (arXiv 2403.19887); IBM, Princeton, CMU and
+UIUC, Bamba: Inference-Efficient Hybrid Mamba2 Model (2024); IBM, Granite 4.0 (2025). Defaults are those of
+transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final
+
+from ..protocol.errors import ModelLoadError, UnsupportedModelError
+from ..protocol.model_info import ModelInfo
+from .decoder import DecoderConfig, decoder_spec
+from .mamba import read_step_limit, require_causal
+from .spec import ExpertsSpec, Family, LayerSpec, Mamba2Spec, MambaSpec, MixerSpec, ModelSpec, linear
+
+# Older config.json files use the short names.
+_ATTENTION: Final = ("attention", "full_attention")
+_RECURRENT: Final = ("mamba", "linear_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig(DecoderConfig, ABC):
+    """The values of config.json that every hybrid has."""
+
+    mamba_d_state: int
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    mlp_prefix: ClassVar[str] = "feed_forward"
+    mlp_norm: ClassVar[str] = "pre_ff_layernorm"
+    final_norm: ClassVar[str] = "final_layernorm"
+    reads_window: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def attention_layers(self) -> frozenset[int]:
+        """Numbers of the layers that have attention."""
+
+    @property
+    @abstractmethod
+    def mixer(self) -> MixerSpec:
+        """The mixer of every recurrent layer."""
+
+    def has_mlp(self, index: int) -> bool:
+        """Whether layer `index` has an MLP."""
+        del index
+        return True
+
+    def experts(self, index: int) -> ExpertsSpec | None:
+        """Returns the experts of layer `index`."""
+        del index
+        return None
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings."""
+        return 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """See ModelSpec."""
+        return 1.0
+
+
+def hybrid_reader(config_class: type[HybridConfig]) -> Callable[[ModelInfo], ModelSpec]:
+    """Returns the `read` of a family."""
+    return lambda info: _spec(config_class.read(info.config), info)
+
+
+def _spec(config: HybridConfig, info: ModelInfo) -> ModelSpec:
+    require_causal(info)
+    spec = decoder_spec(config, info)
+    return replace(
+        spec,
+        embedding=replace(spec.embedding, scale=config.embedding_scale),
+        attention=spec.attention if config.attention_layers else None,
+        kinds=spec.kinds if config.attention_layers else {},
+        layers=tuple(_layer(config, layer, index) for index, layer in enumerate(spec.layers)),
+        residual_scale=config.residual_scale,
+    )
+
+
+def _layer(config: HybridConfig, layer: LayerSpec, index: int) -> LayerSpec:
+    if index not in config.attention_layers:
+        layer = replace(layer, kind="", qkv=None, attention_out=None, mixer=config.mixer)
+    if not config.has_mlp(index):
+        layer = replace(layer, mlp_in=None, mlp_out=None)
+    return replace(layer, experts=config.experts(index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JambaConfig(HybridConfig):
+    """The values of config.json that the forward depends on."""
+
+    vocab_size: int = 65536
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 262144
+    num_experts_per_tok: int = 2
+    num_experts: int = 16
+    expert_layer_period: int = 2
+    expert_layer_offset: int = 1
+    attn_layer_period: int = 8
+    attn_layer_offset: int = 4
+    mamba_d_state: int = 16
+    mamba_dt_rank: int | str = "auto"
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """See HybridConfig."""
+        return frozenset(range(self.attn_layer_offset, self.num_hidden_layers, self.attn_layer_period))
+
+    @property
+    def has_rotary(self) -> bool:
+        """See DecoderConfig."""
+        return False
+
+    @property
+    def mixer(self) -> MambaSpec:
+        """See HybridConfig."""
+        rank = math.ceil(self.hidden_size / 16) if isinstance(self.mamba_dt_rank, str) else self.mamba_dt_rank
+        return MambaSpec(
+            prefix="mamba",
+            inner_size=self.mamba_expand * self.hidden_size,
+            state_size=self.mamba_d_state,
+            conv_width=self.mamba_d_conv,
+            step_rank=rank,
+            bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+            activation=self.hidden_act,
+            norms=(
+                self.norm("dt_layernorm", rank),
+                self.norm("b_layernorm", self.mamba_d_state),
+                self.norm("c_layernorm", self.mamba_d_state),
+            ),
+        )
+
+    def has_mlp(self, index: int) -> bool:
+        """See HybridConfig: experts stand in place of the MLP."""
+        return self.num_experts == 1 or index % self.expert_layer_period != self.expert_layer_offset
+
+    def experts(self, index: int) -> ExpertsSpec | None:
+        """See HybridConfig."""
+        if self.has_mlp(index):
+            return None
+        D, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        return ExpertsSpec(
+            router="feed_forward.router",
+            prefix="feed_forward.experts",
+            is_stacked=False,
+            up=linear(self.gate_names, D, I, I, bias=False, activation=self.hidden_act, is_gated=True),
+            down=linear(self.down_name, I, D, bias=False),
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            renormalise=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2HybridConfig(HybridConfig):
+    """The values of config.json that hybrids of Mamba-2 have."""
+
+    hidden_size: int = 4096
+    rms_norm_eps: float = 1e-5
+    mamba_n_heads: int = 128
+    mamba_d_head: int | str = "auto"
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    time_step_limit: Any = field(default_factory=lambda: [0.0, float("inf")])
+
+    reads_bias: ClassVar[bool] = True
+
+    @property
+    def mixer(self) -> Mamba2Spec:
+        """See HybridConfig.
+
+        Raises:
+            ModelLoadError: Sizes do not fit together.
+        """
+        inner_size, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        head_size = inner_size // heads if isinstance(self.mamba_d_head, str) else self.mamba_d_head
+        if heads * head_size != inner_size:
+            raise ModelLoadError(
+                f"config.json: mamba_n_heads {heads} * mamba_d_head {head_size} is not "
+                f"mamba_expand {self.mamba_expand} * hidden_size {self.hidden_size}."
+            )
+        return Mamba2Spec(
+            prefix="mamba",
+            num_heads=heads,
+            head_size=head_size,
+            num_groups=self.mamba_n_groups,
+            state_size=self.mamba_d_state,
+            conv_width=self.mamba_d_conv,
+            bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+            activation=self.hidden_act,
+            step_limit=read_step_limit(self.time_step_limit),
+            eps=self.rms_norm_eps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BambaConfig(Mamba2HybridConfig):
+    """The values of config.json that the forward depends on."""
+
+    vocab_size: int = 128000
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 262144
+    attn_layer_indices: list[int] | None = None
+    mlp_bias: bool = False
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """See HybridConfig."""
+        return frozenset(self.attn_layer_indices or ())
+
+    @property
+    def rotary_size(self) -> int:
+        """See DecoderConfig; transformers fixes the share, whatever config.json says."""
+        return self.head_size // 2
+
+    @property
+    def gate_bias(self) -> bool:
+        """See DecoderConfig."""
+        return self.mlp_bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteHybridConfig(Mamba2HybridConfig):
+    """The values of config.json that the forward depends on."""
+
+    vocab_size: int = 32000
+    intermediate_size: int = 11008
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    position_embedding_type: str | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+
+    gate_names: ClassVar[tuple[str, ...]] = ("input_linear",)
+    down_name: ClassVar[str] = "output_linear"
+    mlp_prefix: ClassVar[str] = "shared_mlp"
+    mlp_norm: ClassVar[str] = "post_attention_layernorm"
+    final_norm: ClassVar[str] = "norm"
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """See HybridConfig."""
+        types = self.layer_types or [_RECURRENT[0]] * self.num_hidden_layers
+        known = (*_ATTENTION, *_RECURRENT)
+        if len(types) != self.num_hidden_layers or not set(types) <= set(known):
+            raise UnsupportedModelError(
+                f"layer_types is {types}; it must be {self.num_hidden_layers} of {', '.join(known)}."
+            )
+        return frozenset(i for i, name in enumerate(types) if name in _ATTENTION)
+
+    @property
+    def has_rotary(self) -> bool:
+        """See DecoderConfig."""
+        return self.position_embedding_type == "rope"
+
+    @property
+    def inner_size(self) -> int:
+        """See DecoderConfig."""
+        return self.shared_intermediate_size
+
+    @property
+    def scale(self) -> float:
+        """See DecoderConfig."""
+        return self.attention_multiplier
+
+    @property
+    def embedding_scale(self) -> float:
+        """See HybridConfig."""
+        return self.embedding_multiplier
+
+    @property
+    def residual_scale(self) -> float:
+        """See ModelSpec."""
+        return self.residual_multiplier
+
+    def experts(self, index: int) -> ExpertsSpec | None:
+        """See HybridConfig."""
+        del index
+        if not self.num_local_experts:
+            return None
+        D, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        return ExpertsSpec(
+            router="block_sparse_moe.router.layer",
+            prefix="block_sparse_moe",
+            is_stacked=True,
+            up=linear(self.gate_names, D, I, I, bias=False, activation=self.hidden_act, is_gated=True),
+            down=linear(self.down_name, I, D, bias=False),
+            num_experts=self.num_local_experts,
+            top_k=self.num_experts_per_tok,
+            renormalise=True,
+        )
+
+
+FAMILIES: Final = (
+    Family("jamba", "Jamba", hybrid_reader(JambaConfig)),
+    Family("bamba", "Bamba", hybrid_reader(BambaConfig)),
+    Family("granitemoehybrid", "GraniteMoeHybrid", hybrid_reader(GraniteHybridConfig)),
+)
