@@ -153,7 +153,7 @@ def test_float16_and_older_names_of_the_embedding_load(save_recurrent, resolve, 
     folder, reference = save_recurrent("MambaForCausalLM", **MAMBA)
     tensors = {name.replace("embeddings", "embedding"): t for name, t in reference.state_dict().items()}
     (folder / "model.safetensors").unlink()
-    torch.save_recurrent(tensors, folder / "pytorch_model.bin")
+    torch.save(tensors, folder / "pytorch_model.bin")
     rows = load_model(resolve(folder, "float16")).forward(pack(sequences)).hidden_states
     assert rows.dtype == torch.float16
     assert torch.cosine_similarity(rows.float(), rows_of(reference, sequences, use_cache=False), dim=1).min() > 0.999
