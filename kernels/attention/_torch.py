@@ -137,6 +137,8 @@ def _mask(rows: range, keys: range, reach: tuple[int, int], relative_bias: Tenso
     else:
         mask = relative_bias[:, rows.start : rows.stop, keys.start : keys.stop].to(q.dtype)
     left, right = reach
+    if left < 0 and right < 0:
+        return mask[None]
     rows_I1 = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     ahead_IJ = torch.arange(keys.start, keys.stop, device=q.device) - rows_I1
     if left >= 0:

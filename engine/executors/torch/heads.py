@@ -93,7 +93,7 @@ class AnswerHead:
     """
 
     def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
-        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None)
+        self._out = Linear(rows_CD.float(), bias_C.float() if bias_C is not None else None, is_head=True)
         self._spec = spec
 
     @classmethod

@@ -101,7 +101,7 @@ class SparseExperts:
         num_experts = router_XD.shape[0]
         if not 1 <= top_k <= num_experts:
             raise ModelLoadError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts.")
-        self._router = Linear(router_XD, None)
+        self._router = Linear(router_XD, None, is_head=True)
         self._experts: Experts
         if router_XD.device.type == "cpu":
             self._experts = OneByOneExperts(experts, activation)
