@@ -77,15 +77,16 @@ class _Line:
             self.drop_removed()
 
     def drop_removed(self) -> None:
-        """Drops the sequences that were marked since the last call; more of them only after a cancellation."""
-        walked = self.sequences[: self._num_walked]
-        self.dues[: self._num_walked] = [s.request.due for s in walked if s.is_queued]
-        self.sequences[: self._num_walked] = [s for s in walked if s.is_queued]
-        self._num_walked = 0
+        """Drops the marked sequences among those that were walked; only these can run, and so be added again."""
+        walked = [sequence for sequence in self.sequences[: self._num_walked] if sequence.is_queued]
+        self.dues[: self._num_walked] = [sequence.request.due for sequence in walked]
+        self.sequences[: self._num_walked] = walked
+        self._num_walked = len(walked)
 
     def walk(self) -> Iterator[QueuedSequence]:
         """Yields the waiting sequences in order. None may be added meanwhile."""
         self.drop_removed()
+        self._num_walked = 0
         for sequence in self.sequences:
             self._num_walked += 1
             if sequence.is_queued:

@@ -267,3 +267,18 @@ def test_a_priority_level_is_worth_its_tokens_within_a_client() -> None:
     window = queue.window(1_000, 10)
     assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 0, 3]
     assert [s.request.client for s in window[:2]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 100, 200])
+def test_sequence_that_runs_again_waits_only_once(num_seqs: int) -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [5] * num_seqs))
+    window = queue.window(10**9, 10**9)
+    queue.add(make_request(1, [5]))
+    for sequence in window:
+        queue.remove(sequence)
+    for sequence in window:
+        sequence.is_long = True
+        queue.add_again(sequence)
+    assert [sequence.request_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
+    assert queue.window(10**9, 10**9, is_long=True) == window
