@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -117,7 +116,7 @@ class Admission:
             _FEW_LARGE, "the queue for large requests", "places", flag, full=in_time, share=in_time
         )
         self._largest = max_tokens
-        self._sizes: Counter[tuple[str, int]] = Counter()  # requests by client and tokens
+        self._sizes: dict[tuple[str, int], int] = {}  # number of requests by client and tokens
 
     @property
     def is_full(self) -> bool:
@@ -162,18 +161,12 @@ class Admission:
             )
         self._check_capacity(client, num_tokens)
         self.stats.enter(num_tokens)
-        self._tokens.add(client, num_tokens)
-        self._sizes[client, num_tokens] += 1
-        self._count_work(client, num_tokens, 1)
+        self._count(client, num_tokens, 1)
 
     def leave(self, num_tokens: int, client: str = "") -> None:
         """Removes a request from the queue."""
         self.stats.leave(num_tokens)
-        self._tokens.add(client, -num_tokens)
-        self._sizes[client, num_tokens] -= 1
-        if not self._sizes[client, num_tokens]:
-            del self._sizes[client, num_tokens]
-        self._count_work(client, num_tokens, -1)
+        self._count(client, num_tokens, -1)
 
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
         """Raises EngineOverloadedError for a request of a client that has its share of a full queue."""
@@ -224,6 +217,17 @@ class Admission:
             for (client, num_tokens), count in entries:
                 self._count_work(client, num_tokens, count)
         return self._tokens.used >= self._work.limit
+
+    def _count(self, client: str, num_tokens: int, change: int) -> None:
+        """Adds a request to the queue, or removes one."""
+        self._tokens.add(client, change * num_tokens)
+        size = client, num_tokens
+        count = self._sizes.get(size, 0) + change
+        if count:
+            self._sizes[size] = count
+        else:
+            del self._sizes[size]
+        self._count_work(client, num_tokens, change)
 
     def _count_work(self, client: str, num_tokens: int, count: int) -> None:
         """Counts requests of one size in the work and in the large requests."""

@@ -6,7 +6,6 @@ and says why not. Its owner turns the Rejection into an error.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ class SharedResource:
         self._share = share
         self._max_own = None if max_share is None else int(limit * max_share)
         self._shown = shown
-        self._by_client: Counter[str] = Counter()
+        self._by_client: dict[str, int] = {}
 
     @property
     def is_full(self) -> bool:
@@ -83,9 +82,11 @@ class SharedResource:
     def add(self, client: str, amount: int) -> None:
         """Counts an amount for a client; a negative one releases it. "" where clients are not told apart."""
         self.used += amount
-        self._by_client[client] += amount
-        if not self._by_client[client]:
-            del self._by_client[client]
+        own = self._by_client.get(client, 0) + amount
+        if own:
+            self._by_client[client] = own
+        else:
+            self._by_client.pop(client, None)
 
     def rejection(self, client: str, amount: int = 0, held: int = 0) -> Rejection | None:
         """Returns why a request does not fit; None if it does.
@@ -101,7 +102,7 @@ class SharedResource:
         is_full = others > 0 and excess > 0
         if not is_full and self._max_own is None:
             return None
-        own = self._by_client[client] - held
+        own = self._by_client.get(client, 0) - held
         if self._max_own is not None:
             if is_full:
                 return self._full_rejection(amount, others, excess)

@@ -28,9 +28,7 @@ def admission(max_tokens: int = 1_000, max_queue_s: float = math.inf) -> tuple[A
 def count(books: Admission, num_tokens: int, client: str = "") -> None:
     """Count a request that came while the queue was not full."""
     books.stats.enter(num_tokens)
-    books._tokens.add(client, num_tokens)
-    books._sizes[client, num_tokens] += 1
-    books._count_work(client, num_tokens, 1)
+    books._count(client, num_tokens, 1)
 
 
 def refusal(books: Admission, client: str = "") -> EngineOverloadedError:
