@@ -46,7 +46,7 @@ def takes_tensor_cores(device: torch.device) -> bool:
 
 
 def choose(backend: Backend | None, x: Tensor, *, has_products: bool = False) -> Backend:
-    """Returns the backend that is asked for; for None triton where `x` is on CUDA and it is installed, else torch.
+    """Returns the given backend; for None triton if `x` is on CUDA and triton is installed, else torch.
 
     Args:
         backend: As the caller of the kernel gave it.
@@ -84,7 +84,7 @@ def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_seqs: int) -> None:
-    """Checks that the host and the device speak of as many sequences; raises ValueError otherwise."""
+    """Raises ValueError unless cu_seqlens is int32 and has the length for `num_seqs` sequences."""
     if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
         raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {describe(cu_seqlens)}")
 
@@ -101,7 +101,7 @@ def check_tensor(
     """Checks shape, dtype and device of an argument; one that is None passes.
 
     Raises:
-        ValueError: One is not as asked for; the message names the argument.
+        ValueError: One of them is wrong; the message names the argument.
     """
     if value is None:
         return

@@ -91,7 +91,7 @@ class Checkpoint(Generic[StoredT]):
         """Returns the tensor as stored; the memory belongs to the mapped file, which a large one may hold alone.
 
         Raises:
-            WeightError: The file is damaged, or does not hold what its index says.
+            WeightError: The file is damaged, or lacks a tensor of its index.
         """
         self._used.add(name)
         path, stored_name = self._files[name]
@@ -105,12 +105,12 @@ class Checkpoint(Generic[StoredT]):
         return tensor
 
     def tell_unused(self, name: str) -> None:
-        """Logs, for those who look for it, what a model of that name has not read."""
+        """Logs the tensors that a model of that name has not read, at debug level."""
         if unused := self.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", name, len(unused), ", ".join(unused))
 
     def unused(self) -> list[str]:
-        """Returns the names of the tensors that nobody has read."""
+        """Returns the names of the tensors that have not been read."""
         return sorted(self._files.keys() - self._used)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from .files import StoredT, StoredT_co, TensorEntry, read_header, tensor_files
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
-# Rows of a table that are cast at a time: what that takes besides is small.
+# Rows of a table that are cast at a time, so that the copy stays small.
 _BLOCK_ROWS: Final = 4096
 _BF16_INFINITY: Final = np.uint16(0x7F80)
 _BF16_NAN: Final = np.uint16(0x7FC0)
@@ -51,7 +51,7 @@ class TensorSource(Protocol[StoredT_co]):
 
 
 class WeightView(ABC, Generic[StoredT]):
-    """What views of every library share; they are dataclasses, and have these fields.
+    """Shared by the views of every library; they are dataclasses, and have these fields.
 
     Attributes:
         source: The checkpoint.
@@ -121,7 +121,7 @@ class WeightView(ABC, Generic[StoredT]):
 
 @dataclass(frozen=True, slots=True)
 class ArrayWeights(WeightView[Array]):
-    """A view of arrays, in which uint16 is bfloat16. What it returns may be memory of the file.
+    """A view of arrays; uint16 is bfloat16. Returned arrays may be memory of the file.
 
     Attributes:
         source: The checkpoint.
@@ -152,7 +152,7 @@ class ArrayWeights(WeightView[Array]):
         return as_floats(stored)
 
     def table(self, name: str, *shape: int) -> Array:
-        """Reads a table of which a forward looks up single rows, as it is stored; errors are those of `floats`.
+        """Reads a table whose single rows a forward looks up, as it is stored; errors are those of `floats`.
 
         NaN and inf are let pass: they cost the inputs that read their row alone, and rows that no text reaches are
         known to hold some.
@@ -231,7 +231,7 @@ class ArrayFile:
 def holds_arrays(folder: Path) -> bool:
     """Whether the weights of a folder can be read as arrays: as safetensors, in types that numpy has.
 
-    What is missing or damaged is not judged: whoever reads it says so.
+    Missing and damaged files count as arrays: reading them raises the error.
     """
     try:
         files = tensor_files(folder)

@@ -132,7 +132,7 @@ class BertConfig:
 
     @property
     def padding_id(self) -> int | None:
-        """The token after whose id positions begin; None where they begin at 0."""
+        """Positions begin after the id of this token; None: they begin at 0."""
         return None
 
 

@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm layers of attention and a gated MLP.
 
-A family says in a subclass of DecoderConfig what it does differently. The fields are the values of config.json with the
-defaults of transformers; the properties and class variables below them are what the spec is made of.
+A family overrides its differences in a subclass of DecoderConfig. The fields are the values of config.json with the
+defaults of transformers; the spec is built from the properties and class variables below them.
 
 Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2.
 Shape letters: D model width, I inner width of the MLP, K head size.
@@ -41,12 +41,12 @@ class DecoderConfig:
 
     Attributes:
         qkv_names: The maps of q, k and v, or the one that gives all three.
-        gate_names: The maps of the gate and of what it gates, or the one that gives both.
+        gate_names: The maps of the gate and of the gated value, or the one for both.
         down_name: The map back of the MLP.
         mlp_prefix: Of these maps.
         final_norm: Name of the norm after the last layer.
         mlp_norm: Name of the norm before the MLP.
-        post_norms: Names of the norms of what attention and MLP give, before it is added; () where there are none.
+        post_norms: Names of the norms of the results of attention and MLP, before they are added; () for none.
         has_qk_norm: Whether the heads of q and k are normalised.
         norm_offset: Added to the stored weights of norms.
         has_scaled_embedding: Whether embeddings are multiplied with the root of their width.
@@ -198,7 +198,7 @@ class DecoderConfig:
         return NormSpec(name=name, size=size, eps=self.rms_norm_eps, is_rms=True, offset=self.norm_offset)
 
     def attention(self, *, is_causal: bool) -> AttentionSpec:
-        """Returns what the attention of all layers has in common."""
+        """Returns the attention that all layers share."""
         return AttentionSpec(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_kv_heads,

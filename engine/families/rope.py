@@ -29,7 +29,7 @@ class RopeSpec:
         theta: Base of the wavelengths.
         size: Columns of a head that turn.
         max_positions: max_position_embeddings of config.json.
-        options: What else the scaling takes, under the names of config.json: factor, low_freq_factor, ...
+        options: Other values of the scaling, under the names of config.json: factor, low_freq_factor, ...
 
     Raises:
         UnsupportedModelError: The scaling is not known.

@@ -1,4 +1,4 @@
-"""What a packed model is made of: the names and shapes of its weights, and how its layers use them.
+"""The description of a packed model: names and shapes of its weights, and how its layers use them.
 
 A family returns a ModelSpec for config.json. The executors read the weights that it names, and run it.
 
@@ -42,7 +42,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
-    """activation(x W^T + b), of which W may be stored in parts.
+    """activation(x W^T + b). W may be stored in parts.
 
     Attributes:
         names: Of the parts, from top to bottom, without ".weight".
@@ -145,13 +145,13 @@ class AttentionSpec:
 
     @property
     def kv_layer(self) -> KvLayerSpec:
-        """What a cache keeps of every token."""
+        """The keys and values that a cache keeps of every token."""
         return KvLayerSpec(self.num_kv_heads, self.head_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """What differs between the attention of global and local layers.
+    """The differences between the attention of global and local layers.
 
     Attributes:
         window: (left, right) tokens that a query sees beside its own; None sees all.
@@ -190,7 +190,7 @@ class MambaSpec:
 
     @property
     def ssm_layer(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from chunk to chunk."""
+        """The states that a sequence keeps from chunk to chunk."""
         return SsmLayerSpec((self.inner_size, self.conv_width - 1), (self.inner_size, self.state_size))
 
 
@@ -236,7 +236,7 @@ class Mamba2Spec:
 
     @property
     def ssm_layer(self) -> SsmLayerSpec:
-        """What must be kept of a sequence from chunk to chunk."""
+        """The states that a sequence keeps from chunk to chunk."""
         return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
 
 
@@ -245,7 +245,7 @@ MixerSpec = MambaSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Gated MLPs, of which each token goes through the best few.
+    """Gated MLPs. Each token goes through the best few.
 
     Attributes:
         router: Name of the map [experts, D] that rates them, without ".weight".
@@ -373,7 +373,7 @@ class ModelSpec:
         hidden_size: D.
         prefixes: Prefixes that the base model may have in a checkpoint, such as ("bert", "").
         embedding: The first hidden states.
-        attention: What all layers with attention have in common; None where no layer has any.
+        attention: Shared by all layers with attention; None if no layer has any.
         kinds: Kinds of attention, by name.
         layers: At least one.
         is_pre_norm: Norms stand before attention and MLP; else after the sums.
@@ -405,7 +405,7 @@ class ModelSpec:
 
     @property
     def cache_spec(self) -> CacheSpec | None:
-        """What is kept of a sequence from chunk to chunk; None where sequences cannot run in chunks."""
+        """The layers whose states a sequence keeps from chunk to chunk; None if sequences cannot run in chunks."""
         if self.attention is not None and not self.attention.is_causal:
             return None
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]

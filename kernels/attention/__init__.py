@@ -207,7 +207,7 @@ def attention_paged(
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. H must be a multiple of Hkv. Not modified.
         v_cache: As `k_cache`.
         block_tables: [N, M], int32, on the CPU or the device of q: block_tables[n, j // block_size] is the block of
-            token j of sequence n. What follows a sequence's last block is not read. Values
+            token j of sequence n. Entries after a sequence's last block are not read. Values
             are not checked.
         cu_seqlens: [N+1], int32, device of q: first row of each chunk, and T.
         seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A chunk may be empty.
@@ -217,8 +217,8 @@ def attention_paged(
         softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
         context_lens_on_device: [N], int32, `context_lens` on the device of q, so that not every layer copies them.
             Read by "triton" alone.
-        lengths: What `PagedLengths.of` gave for the same `seq_lens` and `context_lens`. Make it once per batch and pass
-            it in every layer; None, or one of other lists, checks them anew.
+        lengths: The result of `PagedLengths.of` for the same `seq_lens` and `context_lens`. Make it once per batch and
+            pass it in every layer; None, or one of other lists, checks them anew.
         backend: None takes "triton" on CUDA if that is installed, the device has compute capability 8.0 or later and
             K <= 256, else "sdpa".
 

@@ -375,7 +375,7 @@ def attention_triton(
         tile = tile_of(
             q.dtype, head_size, capability_of(q.device), num_rows=max_seqlen * group_size, is_loaded=is_loaded
         )
-    # What a call does not need is never read; any tensor stands in for it.
+    # Tensors that a call does not need are never read; any tensor stands in for them.
     tables = cu_seqlens if block_tables is None else block_tables
     contexts = cu_seqlens if context_lens is None else context_lens
     bias = q if relative_bias is None else relative_bias

@@ -94,7 +94,7 @@ def take_rows(hidden_states: Tensor, indices: Tensor, has_rows: Tensor) -> Tenso
 def segment_sum(hidden_states: Tensor, firsts: Tensor, ends: Tensor, token_weights: Tensor | None) -> Tensor:
     """[N, D], float32: the (weighted) sum of rows firsts[n] to ends[n]; zeros where there are none.
 
-    NOTE: bags tile the rows, so what lies before a first row and after the last end are bags of their own, dropped.
+    NOTE: bags tile the rows, so rows before a first row and after the last end form bags of their own, dropped.
     """
     num_seqs, num_tokens = firsts.shape[0], hidden_states.shape[0]
     if num_tokens == 0:

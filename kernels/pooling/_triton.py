@@ -55,7 +55,7 @@ def _read_mask(columns, limit, hidden_size, is_row):
 
 @triton.jit
 def _total_of_none(POOLING: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What rows are added to: the maximum, or the sum, of no row."""
+    """The initial value: the maximum, or the sum, of no row."""
     if POOLING == "max":
         total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
     else:

@@ -1,4 +1,4 @@
-"""What decoders do between the product that gives q, k and v and attention: norm and rotation of heads, stored rows.
+"""The steps of decoders between the product for q, k and v and attention: norm and rotation of heads, stored rows.
 
 Knows nothing about frequencies: the angles come as cosines and sines. Halves turn together, as in GPT-NeoX.
 Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; Zhang and Sennrich, Root Mean Square Layer Normalization

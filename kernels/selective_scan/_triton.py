@@ -53,7 +53,7 @@ def _chunk_states_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """states[chunk] = what its rows leave of a state that was 0; steps[chunk] = sum_t dt_t.
+    """states[chunk] = the state after its rows, from a state of 0; steps[chunk] = sum_t dt_t.
 
     Not for the last chunk of a sequence.
     """

@@ -207,7 +207,7 @@ def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]
             final_NHPS.copy_(initial_states)
     scan = scan._replace(a=scan.a.double() * math.log2(math.e), d=None if scan.d is None else scan.d.float())
     num_groups, state_size = scan.b.shape[1:]
-    # Of the sequence at hand, K the columns of all heads of a group: rows of K are what both products want.
+    # State of the current sequence. K: the columns of all heads of a group, contiguous because both products need that.
     state_GSK = torch.empty(num_groups, state_size, num_heads // num_groups * head_size, device=x.device)
     for block in make_blocks(scan.seq_lens, chunk_size, num_heads):
         _run_block(scan, block, state_GSK, final_NHPS, y_THP)

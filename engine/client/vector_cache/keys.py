@@ -30,7 +30,7 @@ from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingTask
 
-NUMERICS: Final = 5
+NUMERICS: Final = 6
 """Number of our arithmetic. Raise it with every change after which a vector may differ in a bit."""
 CHANGES_NO_VECTOR: Final = frozenset(
     {

@@ -1,1 +1,1 @@
-"""What is loaded before the loop begins: weights, heads for single tokens, the tokenizer; and the first batch."""
+"""Loads weights, heads and tokenizer before the engine loop begins."""

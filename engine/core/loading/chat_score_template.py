@@ -58,7 +58,7 @@ def chat_score_template(render: Render, chat: PairChat, prompt: str | None, name
 
 
 def _derived(rendered: Rendered, prompt: str | None) -> ScoreTemplate:
-    """Reads the template off what it makes of marks."""
+    """Returns the template, read from a rendering with marks."""
     pair = _without_instruction(_MARKS)
     bare, instructed = rendered(pair), rendered(_MARKS)
     for key, mark in pair.items():

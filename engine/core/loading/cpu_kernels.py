@@ -61,7 +61,7 @@ def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Ma
 
 
 def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) -> ModelInfo:
-    """Decides on the type of the weights where the operator leaves it open, and what bfloat16 is computed in."""
+    """Chooses the type of the weights unless the operator sets it, and the arithmetic of bfloat16."""
     is_open, dtype, sources = config.dtype == "auto", info.dtype, dict(info.sources)
     if dtype == "float32" and not is_open:
         return info
@@ -117,7 +117,7 @@ def _checked(num_lanes: int) -> Machine:
 
 # A short text, where reading the weights counts, and a batch, where it does not.
 _ROWS: Final = (8, 96)
-# Of the product that is measured: as bfloat16 they lie in the second cache, beside what else is there.
+# Weights of the measured product: as bfloat16 they fit into the second cache.
 _WEIGHTS: Final = 2**18
 _LEAST_WIDTH: Final = 64
 _ROUNDS: Final = 5
@@ -169,7 +169,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
 
 
 def why_torch(info: ModelInfo) -> str:
-    """Says what of a model torch alone does, in a few words that follow a colon.
+    """Names the part of a model that only torch runs, in a few words that follow a colon.
 
     Args:
         info: The resolved model, which the C library of this machine can run.

@@ -12,7 +12,7 @@ from ...protocol.model_info import ModelInfo
 from ..runner import DeviceMemoryError
 
 _LEFT_OUT: Final = ("torch", "transformers")
-"""What an installation may lack: encoders that the C library runs whole need neither."""
+"""Packages that an installation may lack: encoders that the C library runs whole need neither."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def needs_torch(name: str, why: str) -> Iterator[None]:
 
     Args:
         name: Name of the model in messages.
-        why: What of it needs them; the end of a sentence.
+        why: The part of the model that needs them; the end of a sentence.
 
     Raises:
         MachineError: See above.

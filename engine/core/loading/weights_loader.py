@@ -49,9 +49,9 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.float32,
-}  # what stands beside products in int8
+}  # int8: of the operations beside the products
 
-# What safetensors and torch.load raise for a damaged file.
+# Errors of safetensors and torch.load for a damaged file.
 _READ_ERRORS: Final = (
     SafetensorError,
     AttributeError,
@@ -79,7 +79,7 @@ def load_model(
         info: The resolved model.
         trust_remote_code: Let transformers run code that comes with a model that has no native family.
         machine: The C library, on a CPU; None leaves all to torch.
-        fusion: How far layers go into each other's kernels; None takes what is best on the device.
+        fusion: How far layers go into each other's kernels; None takes the best on the device.
 
     Raises:
         UnsupportedModelError: The architecture, or an option of it, is not known.
@@ -133,7 +133,7 @@ def load_dense(info: ModelInfo) -> list[Dense]:
 
 
 class _SafetensorsFile:
-    """A safetensors file of which tensors are read."""
+    """An open safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, "pt")
@@ -240,7 +240,7 @@ _MAX_NAMED: Final = 5
 def not_finite_error(info: ModelInfo) -> WeightError:
     """Returns the error for a model that answers a plain text with NaN or inf.
 
-    Loading has refused most damage already. What is left: rows of tables, and values that the type cannot hold. Reads
+    Loading has refused most damage already, except rows of tables, and values that the type cannot hold. Reads
     all weights, which is slow; only for a start that has failed.
     """
     damaged: list[str] = []

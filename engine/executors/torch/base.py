@@ -1,4 +1,4 @@
-"""What every model looks like to the runner and the pooler: packed tokens in, hidden states and class logits out."""
+"""The interface of every model for runner and pooler: packed tokens in, hidden states and class logits out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Head = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelOutput:
-    """What one forward gives. T packed tokens of N sequences, width D, H attention heads.
+    """The results of one forward. T packed tokens of N sequences, width D, H attention heads.
 
     Attributes:
         hidden_states: [T, D], model dtype: the last layer's rows.
@@ -46,7 +46,7 @@ class PackedModel(ABC):
 
     Attributes:
         hidden_size: D.
-        cache_spec: What must be kept of a sequence from chunk to chunk; None where sequences cannot run in chunks.
+        cache_spec: Layers whose states a sequence keeps from chunk to chunk; None if sequences cannot run in chunks.
         cache_dtype: Of the keys and values that are kept; None: the model's.
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.

@@ -1,6 +1,6 @@
 """Heads: classes of pooled rows and of tokens, logits over the vocabulary, and the Dense of sentence-transformers.
 
-Classification heads run in float32: they are small, and scores are what the caller sees.
+Classification heads run in float32: they are small, and the caller sees their scores.
 
 Shape letters: R rows, D model width, C answer tokens, V vocabulary.
 """

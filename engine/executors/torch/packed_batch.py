@@ -1,6 +1,6 @@
-"""What one forward reads: the tokens of all sequences, or of chunks of them, end to end, and what is cached of them.
+"""The input of one forward: the tokens of all sequences or chunks, end to end, and their caches.
 
-Which block or slot belongs to whom is decided in scheduling/, without torch; here is only the memory.
+engine/scheduling assigns blocks and slots to sequences, without torch. This module holds the memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLACES: Final = (
     "save_indices",
     "save_slots",
 )
-"""What a BatchCache holds beside its memory."""
+"""The fields of a BatchCache beside its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class SsmStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchCache:
-    """Where the past of a batch's N sequences lies, and where what is new of it must be kept.
+    """Where the past of a batch's N sequences lies, and where their new rows and states must be stored.
 
     Sequences without a past come first in the batch, so that attention can treat them as whole sequences.
 
@@ -174,7 +174,7 @@ class PackedBatch:
         max_seqlen: The longest of them.
         skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence that pooling leaves out; None for
             none.
-        cache: What sequences bring along from earlier chunks and leave for later ones; None where all of them are whole
+        cache: States that sequences keep between chunks; None where all of them are whole
             and nothing is kept.
         hidden: Whole sequences with tokens that no token attends to, by their length.
         token_ids: `input_ids` on the host, where they came from; None where they are not known there.

@@ -195,7 +195,7 @@ class SpecModel(PackedModel):
 
     Args:
         info: The resolved model.
-        spec: What it is made of.
+        spec: Its description.
         weights: View of the whole checkpoint.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The way of many small tensors between the host and a device: one buffer, one copy, and nobody waits for it."""
+"""Copies many small tensors between the host and a device: one buffer, one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 K = TypeVar("K")
 
 _ALIGNMENT: Final = 256
-"""Bytes. What a tensor of its own would have: kernels are compiled for how their inputs are aligned."""
+"""Bytes, as of a tensor of its own: kernels are compiled for the alignment of their inputs."""
 
 
 def put_all(tensors: Mapping[K, Tensor | None], device: torch.device) -> dict[K, Tensor | None]:
     """Returns the tensors on a device, under the same names; those that are there, or are None, as they are.
 
     To CUDA all others go in one copy, out of pinned memory: one out of memory that is not may wait for all that the
-    stream has to do before it. torch gives pinned memory to nobody else until the copies from it have been made.
+    stream has to do before it. torch does not reuse pinned memory before the copies from it have been made.
     """
     host = {name: t for name, t in tensors.items() if t is not None and t.device.type != device.type}
     if not host:

@@ -131,7 +131,7 @@ class Attention:
         Args:
             hidden_TD: [T, D].
             batch: The sequences.
-            plan: What `plan` of a layer with the same window gave.
+            plan: The result of `plan` of a layer with the same window.
             rotation: Rotary position embedding of q and k; None has none.
             relative_bias: [H, L, L]. Added to the scaled scores of sequences without a past.
         """
@@ -306,7 +306,7 @@ def _segment_softmax(scores_TH: Tensor, segment_of_T: Tensor, num_segments: int)
 
 
 def _slots_of_tokens(batch: PackedBatch) -> Tensor | None:
-    """Returns [T] int64, the slot of every token, -1 for those that nothing will look at; None where there are none."""
+    """Returns [T] int64, the slot of every token, -1 for tokens that are not stored; None without a cache."""
     cache = batch.cache
     if cache is None or cache.store_slots is None or not len(cache.store_slots):
         return None

@@ -1,4 +1,4 @@
-"""A sparse mixture of experts: several MLPs, of which each token goes through a few.
+"""A sparse mixture of experts: several MLPs; each token goes through a few.
 
 Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers (arXiv
 2101.03961).

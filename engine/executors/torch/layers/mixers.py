@@ -103,7 +103,7 @@ class LayerStates:
         return self.cache is not None and _has_any(self.cache.save_indices)
 
     def load(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns what convolution and recurrence begin with, [N, ...] each; None where all begin at zero."""
+        """Returns the initial states of convolution and recurrence, [N, ...] each; None if all are zero."""
         if self.cache is None or self.cache.ssm is None or not _has_any(self.cache.load_indices):
             return None, None
         return self._gather(self.cache, self.cache.ssm.conv), self._gather(self.cache, self.cache.ssm.ssm)

@@ -23,10 +23,10 @@ from .weights import Fusion, Weights
 
 
 class SumNorm:
-    """What both norms have: the norm of a sum, by kernels/norm.
+    """Shared by both norms: the norm of a sum, by kernels/norm.
 
     Attributes:
-        norm: What rows are normalised by.
+        norm: Kind, weight and bias.
         backend: Of the kernels.
     """
 
@@ -161,7 +161,7 @@ class Residual(NamedTuple):
 
     Attributes:
         hidden: [T, D].
-        term: [T, D], what is still to be added; None where nothing is.
+        term: [T, D], still to be added; None for none.
         is_fused: Whether terms wait for the next norm.
     """
 
@@ -193,7 +193,7 @@ class Residual(NamedTuple):
         return norm(self.hidden) if self.term is None else norm.of_sum(self.term, self.hidden)
 
     def normed_and_sum(self, norm: LayerNorm | RmsNorm) -> tuple[Tensor, Residual]:
-        """As `normed`, for a model that goes on with the sum; no term waits in what is returned."""
+        """As `normed`, for a model that goes on with the sum; the returned Residual has no term."""
         if self.term is None:
             return norm(self.hidden), self
         normed_TD, sum_TD = norm.with_sum(self.term, self.hidden)

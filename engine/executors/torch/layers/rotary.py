@@ -35,7 +35,7 @@ class Rotation:
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
-        """The cosines and the sines, [T, J] each: what kernels/rotary takes."""
+        """The cosines and the sines, [T, J] each, for kernels/rotary."""
         return self.cos[:, 0, 0], self.sin[:, 0, 0]
 
     def apply_(self, x_TCHK: Tensor) -> None:

@@ -15,13 +15,13 @@ from ....families.spec import LinearSpec
 
 
 class Fusion(Enum):
-    """What runs together on a GPU. On a CPU products take what follows them inside anyway (see linear.py).
+    """Operations that run in one kernel on a GPU.
 
     Members:
         NONE: Every operation is a kernel of torch's by itself.
         EPILOGUE: GELU is part of the product before it, in 16 bits.
-        FUSED: So it is, and sums are part of the norms that follow, look-ups of embeddings of theirs, and the
-            activation of a gate of its product; heads are normed, turned and stored at once.
+        FUSED: As EPILOGUE; sums are part of the norms that follow, look-ups of embeddings part of their norm, and the
+            activation of a gate part of its product; heads are normed, turned and stored at once.
     """
 
     NONE = "none"
@@ -30,7 +30,7 @@ class Fusion(Enum):
 
     @classmethod
     def of_device(cls, device: torch.device) -> Fusion:
-        """Returns what models take on this device. The kernels are made for compute capability 8.0 and later."""
+        """Returns the fusion of models on this device. The kernels are made for compute capability 8.0 and later."""
         if device.type != "cuda":
             return cls.NONE
         is_made_for = find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -83,7 +83,7 @@ class Weights(WeightView[Tensor]):
         return stored.to(self.device, dtype or self.dtype, copy=True)
 
     def table(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Reads a table of which a forward looks up single rows; arguments are those of `tensor`, and errors.
+        """Reads a table whose single rows a forward looks up; arguments are those of `tensor`, and errors.
 
         NaN and inf are let pass: they cost the inputs that read their row alone, and rows that no text reaches are
         known to hold some.

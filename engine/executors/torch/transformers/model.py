@@ -36,7 +36,7 @@ _MAX_PROBE_LENGTH: Final = 1100
 _SHARED_LENGTHS: Final = (10, 60, 250, _MAX_PROBE_LENGTH)
 # Parameters up to which the last one takes seconds on a CPU.
 _SMALL: Final = 200_000_000
-# What a model may raise when it is called in a way that it was not written for.
+# Errors of a model that is called in a way that it was not written for.
 _CALL_ERRORS: Final = (
     NotPackableError,
     ArithmeticError,
@@ -175,7 +175,7 @@ class TransformersModel(PackedModel):
         return reason
 
     def _try_sharing(self, info: ModelInfo) -> str:
-        """Decides by trial which sequences may share a padded forward; returns what is to be said of that."""
+        """Runs a trial to find sequences that can be padded together. Returns a log line."""
         try:
             while not self._run_as_if_alone(info):
                 # Convolutions read the padding beside a text; experts of limited size leave out tokens of full batches.
@@ -186,7 +186,7 @@ class TransformersModel(PackedModel):
         return self._network.sharing.consequence
 
     def _run_as_if_alone(self, info: ModelInfo) -> bool:
-        """Whether sequences that share a forward give what each of them gives alone."""
+        """Whether sequences give the same rows together and alone."""
         network, sharing = self._network, self._network.sharing
         if sharing is Sharing.NONE:
             return True

@@ -21,7 +21,7 @@ class Sharing(Enum):
 
     Attributes:
         stretch: How much longer the longest may be than the shortest; 0 for none at all.
-        consequence: What is said of it in the log.
+        consequence: For the log.
     """
 
     LIKE = 1.25, ""
@@ -67,7 +67,7 @@ class Network:
         return "position_ids" in self._accepted
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, PackedRow]:
-        """Runs all sequences in one row; returns [T, D] and what attention saw.
+        """Runs all sequences in one row; returns [T, D] and the row of the attention function.
 
         Args:
             batch: Sequences.

@@ -20,7 +20,7 @@ from ..packed_batch import PackedBatch
 
 NAME: Final = "penstock_packed"
 
-# Arguments that do not change what attention computes. Any other that is set makes a model run padded.
+# Arguments that do not change the result of attention. A model that sets any other runs padded.
 _HARMLESS: Final = frozenset(
     [
         "cache_position",
@@ -42,7 +42,7 @@ class NotPackableError(Exception):
 
 
 class PackedRow:
-    """The sequences of one forward in a row, and what their attention needs.
+    """The sequences of one forward in a row, and the inputs of their attention.
 
     Attributes:
         batch: The sequences.

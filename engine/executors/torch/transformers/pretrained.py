@@ -115,7 +115,7 @@ def _refuse_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
 
 
 def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
-    """Refuses what transformers would load as something else without a word."""
+    """Refuses models that transformers would silently load as something else."""
     if trust_remote_code:
         return
     has_code = bool(info.config.get("auto_map"))
@@ -134,7 +134,7 @@ def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
 
 
 def _overrides(info: ModelInfo) -> dict[str, Any]:
-    """Returns what the operator laid over config.json."""
+    """Returns the values of config.json that the operator overrides."""
     stored = read_object(Path(info.path) / "config.json")
     return {key: value for key, value in info.config.items() if key not in stored or stored[key] != value}
 
