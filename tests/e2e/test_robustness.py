@@ -50,19 +50,8 @@ def test_a_text_of_1_mb(http: httpx.Client, unit: str) -> None:
     ("content", "status", "part"),
     [
         (b"", 400, "empty"),
-        (b"{", 400, "not valid JSON"),
-        (b'{"input": "a"', 400, "not valid JSON"),
-        (b"[]", 400, "JSON object"),
-        (b'{"input": 1}', 400, "input"),
-        (b'{"input": ["a", 1]}', 400, "entry 1"),
-        (b'{"input": {"a": 1}}', 400, "input"),
-        (b'{"input": [-1]}', 400, "out of vocabulary"),
         (b'{"input": [30522]}', 400, "out of vocabulary"),
-        (b'{"input": [99999999999999999999]}', 400, "input"),
         (b'{"input": "\\ud800"}', 400, "not valid JSON"),
-        (b'{"input": "a", "model": "x"}', 404, "'x'"),
-        (b'{"input": "a", "dimensions": 1e99}', 400, "dimensions"),
-        (b"[" * 100_000, 400, "not valid JSON"),
     ],
 )
 def test_wrong_bodies(http: httpx.Client, content: bytes, status: int, part: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.engine.protocol.config import ChunkedPrefillConfig
 from penstock.engine.scheduling import ChunkedPrefillManager
 
-from .scheduling.chunk_steps import Clock
+from ..clock import Clock
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

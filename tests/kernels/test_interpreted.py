@@ -8,20 +8,17 @@ from ..interpreter import ONE_OF_16_BITS, needs_triton, num_passed_interpreted
 
 FOLDER = Path(__file__).parent
 QUICK = f"triton and {ONE_OF_16_BITS}"
-RECURRENCES = ("causal_conv1d", "selective_scan", "ssd")
+ROWS_AND_RECURRENCES = ("norm", "gated", "rotary", "causal_conv1d", "selective_scan", "ssd")
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("kernels", "chosen", "least"),
     [
-        (("attention", "paged_attention"), "triton", 80),
-        (("grouped_linear", "maxsim"), "triton", 30),
-        (("norm", "gated", "rotary"), QUICK, 70),
-        pytest.param(("norm", "gated", "rotary"), "triton", 100, marks=pytest.mark.slow),
-        (("pooling",), "triton", 100),
-        (RECURRENCES, QUICK, 30),
-        pytest.param(RECURRENCES, "triton", 40, marks=pytest.mark.slow),
+        (("attention", "paged_attention", "recorded_batches"), "triton", 90),
+        (("grouped_linear", "maxsim", "pooling"), "triton", 130),
+        (ROWS_AND_RECURRENCES, QUICK, 100),
+        pytest.param(ROWS_AND_RECURRENCES, "triton", 140, marks=pytest.mark.slow),
     ],
     ids=str,
 )

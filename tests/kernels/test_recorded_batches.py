@@ -1,10 +1,9 @@
 """Kernels on a batch as a recorded forward sees it: rows of no sequence, which may hold NaN, and empty sequences.
 
 The host knows the lengths that were recorded, which are others than those of the batch: kernels take the borders from
-the device alone. Without a GPU the triton kernels run in their interpreter, in a process of its own.
+the device alone. Without a GPU the triton kernels run in their interpreter; see test_interpreted.py.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from penstock.kernels import attention as kernel, backends
 from penstock.kernels.attention import Backend, _torch, attention
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
-from ..interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from .assertions import assert_close
 from .attention_reference import attention_reference
 from .parameters import interpreted_only
@@ -134,9 +132,3 @@ def test_pooling_of_triton_leaves_rows_of_no_sequence_alone(device: str, kind: P
     expected = pool(hidden[:NUM_TOKENS], cu_seqlens, kind, normalize=True, backend="reference")
     assert_close("pooled", expected, found, 5e-6, 1.0)
     assert not found[len(LENGTHS) :].any(), "an empty sequence has a row of zeros"
-
-
-@needs_triton
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it starts")
-def test_all_of_it_through_the_interpreter() -> None:
-    assert num_passed_interpreted(Path(__file__)) == 40

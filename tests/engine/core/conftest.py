@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import Runner
 from penstock.engine.protocol.config import EngineConfig
+
+from .played_stream import PlayedStream
 
 WORDS = ["<pad>", "<unk>", "<s>", "One", "short", "text", "to", "begin", "with", "."]
 SIZES = {
@@ -29,6 +31,13 @@ SIZES = {
 
 SaveFolder = Callable[..., Path]
 Load = Callable[[EngineConfig], Runner]
+
+
+@pytest.fixture
+def stream() -> Iterator[PlayedStream]:
+    stream = PlayedStream()
+    yield stream
+    stream.close()
 
 
 @pytest.fixture(params=[ModelRunner.load, load_runner], ids=["torch", "suited"])

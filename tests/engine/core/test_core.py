@@ -29,23 +29,16 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Chunk, QueuedSequence, Request
 
+from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
 
 SEVENS = TokenizedInput(np.array([7, 7], np.int32))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the loop."""
-    clock = Clock()
+    clock = Clock(100.0)
     monkeypatch.setattr(core_module, "time", SimpleNamespace(monotonic=clock))
     return clock
 

@@ -7,7 +7,7 @@ before it is there, and what they give is what one after the other gives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -160,13 +160,6 @@ def ids(*tokens: int) -> PrefillChunk:
     return PrefillChunk(sequence, 0, len(prompt))
 
 
-@pytest.fixture
-def stream() -> Iterator[PlayedStream]:
-    stream = PlayedStream()
-    yield stream
-    stream.close()
-
-
 def flying(counting: Counting, stream: PlayedStream | None) -> ModelRunner:
     return ModelRunner(WIDE, TOKENIZER, counting, (), EngineConfig(model="m"), stream=stream)
 
@@ -190,6 +183,18 @@ def test_two_forwards_are_under_way_and_no_more(stream: PlayedStream) -> None:
     assert rows_of(forwards[1].outputs()) == [[9.0, 0.0]]
     assert made.can_begin
     assert [time.whole_tokens for time in made.take_times()] == [2, 1]
+
+
+def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, calls = flying(Counting(), None), []
+    monkeypatch.setattr(made._meter, "begin", lambda: calls.append("begin"))
+    monkeypatch.setattr(made._meter, "end", calls.append)
+    made.begin([ids(7, 8)])
+    assert calls == []
+    of_prompt = ids(1, 2, 3)
+    of_prompt.sequence.is_long = True
+    made.begin([ids(7, 8), of_prompt])
+    assert calls == ["begin", 5]
 
 
 def test_end_of_a_forward_wakes_the_thread(stream: PlayedStream) -> None:

@@ -5,14 +5,6 @@ from __future__ import annotations
 from penstock.engine.scheduling import ChunkedPrefillManager, PrefillChunk
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def schedule(manager: ChunkedPrefillManager, max_tokens: int | None = None) -> PrefillChunk:
     chunk = manager.schedule_chunk(max_tokens)
     assert chunk is not None

@@ -22,7 +22,8 @@ from penstock.engine.scheduling import (
     create_prefill_manager,
 )
 
-from .chunk_steps import Clock, bounds, run, schedule
+from ...clock import Clock
+from .chunk_steps import bounds, run, schedule
 
 
 def test_the_example_in_the_docs() -> None:

@@ -319,9 +319,6 @@ TestSsmTraffic = case(SsmTraffic, 15, 40)
 TestSlowTraffic = pytest.mark.slow(case(SlowTraffic, 400, 150))
 
 
-EVENTS = {"submit": 10, "schedule": 40, "complete": 36, "fail": 4, "preempt": 5, "cancel": 3, "reset": 1}
-
-
 def drive(traffic: Traffic, seed: int, num_events: int) -> None:
     """Busy traffic: many events in a row, most of them progress; every invariant is checked after each."""
     rng = random.Random(seed)

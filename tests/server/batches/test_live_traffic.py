@@ -7,17 +7,12 @@ from penstock.server.app import create_app
 from penstock.server.batches.window import LiveTraffic, LiveTrafficMiddleware
 from penstock.server.settings import ServerSettings
 
+from ...clock import Clock
+
 HALVES: list[Message] = [
     {"type": "http.request", "body": b"a", "more_body": True},
     {"type": "http.request", "body": b"b", "more_body": False},
 ]
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def scope_of(method: str, path: str) -> Scope:
@@ -28,7 +23,7 @@ def scope_of(method: str, path: str) -> Scope:
 
 async def states(method: str, path: str, messages: list[Message]) -> list[bool]:
     """Whether traffic is busy before the body, after each of its messages, and before each message of the answer."""
-    clock, seen = Clock(), []
+    clock, seen = Clock(1000.0), []
     traffic = LiveTraffic(clock)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +59,7 @@ async def test_requests_without_a_forward_count_for_nothing(method: str, path: s
 
 
 async def test_failed_request_stops_counting() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     traffic = LiveTraffic(clock)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

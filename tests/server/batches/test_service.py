@@ -34,6 +34,8 @@ from penstock.server.routing import BatchUse
 from penstock.server.schemas.batches import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError, load
 
+from ...clock import Clock
+
 DAY_S = 24 * 3600
 TIMEOUT_S = 60
 """Only a test that fails waits for so long."""
@@ -74,13 +76,6 @@ class Routes:
         return RouteResponse(status, _JSON, answer, name, "m", 3, was_taken=status == 503 and self.dies)
 
 
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture(autouse=True)
 def no_line_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """More lines run at once after each line, however slow the machine is."""
@@ -89,7 +84,7 @@ def no_line_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture
@@ -233,7 +228,9 @@ async def test_what_was_written_and_does_not_count_is_cut_off(running, tmp_path:
 
 
 @pytest.mark.parametrize("status", [BatchStatus.VALIDATING, BatchStatus.FINALIZING, BatchStatus.CANCELLING])
-async def test_every_state_goes_on_after_a_restart(running, status: BatchStatus) -> None:
+async def test_every_state_goes_on_after_a_restart(
+    running, status: BatchStatus, caplog: pytest.LogCaptureFixture
+) -> None:
     routes = Routes()
     async with running(routes) as batches:
         routes.gate.clear()
@@ -253,7 +250,10 @@ async def test_every_state_goes_on_after_a_restart(running, status: BatchStatus)
         await database.save(batch)
         run.batch.status = status
     routes.gate.set()
+    caplog.set_level(logging.INFO, "penstock.server")
     async with running(routes) as batches:
+        num_done = 3 if status is BatchStatus.FINALIZING else 0
+        assert f"{batch.id} goes on: {num_done} of {batch.num_lines} lines are done" in caplog.messages
         expected = BatchStatus.CANCELLED if status is BatchStatus.CANCELLING else BatchStatus.COMPLETED
         batch = await until(batches, batch, expected)
         assert (batch.num_completed, batch.num_failed) == ((0, 3) if expected is BatchStatus.CANCELLED else (3, 0))

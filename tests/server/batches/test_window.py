@@ -6,19 +6,14 @@ import pytest
 
 from penstock.server.batches.window import AHEAD_S, LONGEST_PAUSE_S, MOST_LINES, QUIET_S, LiveTraffic, Window
 
+from ...clock import Clock
+
 MAX_BYTES = 1000
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

@@ -16,19 +16,13 @@ from penstock.server.http.connection import Part, PendingTransfer
 from penstock.server.http.connection_limits import ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
 
+from ...clock import Clock
 from ...waiting import until
 from ..conftest import FakeEngine
 from .sockets import ask, read_answer, request, running, served
 
 RATE = 16_384
 LIMITS = TransferLimits(min_rate=RATE, grace_s=30.0)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Transfer:

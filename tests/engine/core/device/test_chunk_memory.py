@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -122,13 +121,6 @@ def test_states_of_a_gpu_wait_in_one_block_of_pinned_memory() -> None:
         assert len(saved) == 4
         assert all(isinstance(copy, Pinned) for copy in saved)
         assert len({copy.untyped_storage().data_ptr() for copy in saved}) == 1
-
-
-@pytest.fixture
-def stream() -> Iterator[PlayedStream]:
-    stream = PlayedStream()
-    yield stream
-    stream.close()
 
 
 def test_states_come_back_though_the_host_has_not_seen_them(stream: PlayedStream) -> None:

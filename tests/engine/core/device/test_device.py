@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -88,13 +87,6 @@ def test_a_gpu_without_allocations_has_taken_nothing(monkeypatch: pytest.MonkeyP
     assert memory.available() == 200 * MIB
     memory.begin()
     assert memory.taken() == 0
-
-
-@pytest.fixture
-def stream() -> Iterator[PlayedStream]:
-    stream = PlayedStream()
-    yield stream
-    stream.close()
 
 
 def test_a_device_is_timed_by_itself_and_may_have_several_forwards_under_way(stream: PlayedStream) -> None:

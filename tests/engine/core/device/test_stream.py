@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from threading import current_thread
 
 import pytest
@@ -14,13 +13,6 @@ from penstock.engine.core.waker import Waker
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 
 from ..played_stream import PlayedStream
-
-
-@pytest.fixture
-def stream() -> Iterator[PlayedStream]:
-    stream = PlayedStream()
-    yield stream
-    stream.close()
 
 
 def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.checkpoint.views import Floats
 from penstock.engine.core.device.device import resolve_device
 from penstock.engine.core.loading import cpu_kernels
 from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, bfloat16_gain, choose_kernels
@@ -17,6 +18,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.kernels.cpu import CpuKernelError, Format, Machine
+from penstock.kernels.cpu.machine import PackedProduct
 
 from ..conftest import SIZES, SaveFolder
 
@@ -266,6 +268,23 @@ def test_the_gain_is_measured_where_there_is_something_to_measure(width: int) ->
         gain = bfloat16_gain(machine, width)
         assert (gain is None) == (Format.DOT not in machine.formats)
         assert gain is None or min(gain) > 0
+
+
+@pytest.mark.parametrize("width", [1, 33, 384, 1024])
+def test_gain_is_measured_with_weights_of_half_a_megabyte(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = set()
+    pack = Machine.pack
+
+    def recorded(machine: Machine, weights: Floats, bias: None, form: Format) -> PackedProduct:
+        sizes.add(weights.size)
+        return pack(machine, weights, bias, form)
+
+    monkeypatch.setattr(Machine, "pack", recorded)
+    with Machine(1) as machine:
+        if bfloat16_gain(machine, width) is None:
+            pytest.skip(f"{machine.isa} has no products in bfloat16")
+    (size,) = sizes
+    assert 0.9 * 2**18 < size <= 2**18
 
 
 def test_what_is_measured_decides(save_folder: SaveFolder) -> None:

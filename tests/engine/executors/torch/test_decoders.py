@@ -20,7 +20,6 @@ STRETCHED = SIZES | {"max_position_embeddings": 256}
 QWEN_WINDOW = SIZES | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 GEMMA = WIDE | {"sliding_window": 8, "query_pre_attn_scalar": 24}
-GEMMA_THETA = {"rope_theta": 500.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 4, "sliding_window_pattern": 2}
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -13,7 +13,7 @@ FILE = Path(__file__).parent / "test_hidden_syncs.py"
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [
-        ("pretended-bert and embedding or pretended-qwen3 or bert-MEAN or steps or mixed or False-False", 6),
+        ("pretended-bert and embedding or pretended-qwen3 or bert-MEAN_SQRT or steps or mixed or False-False", 6),
         pytest.param("wait", 50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
