@@ -251,14 +251,23 @@ def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
         pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
 
 
-@pytest.mark.parametrize("pooling", POOLING)
+# Each pooling type runs at two sizes in the quick tests, and each size with half of the types.
+CHUNK_SIZES = ((1, 64), (7, None))
+POOLED_AT = [
+    pytest.param(pooling, sizes, marks=() if CHUNK_SIZES.index(sizes) == place % 2 else pytest.mark.slow)
+    for place, pooling in enumerate(POOLING)
+    for sizes in CHUNK_SIZES
+]
+
+
+@pytest.mark.parametrize(("pooling", "chunk_sizes"), POOLED_AT)
 def test_every_pooling_type_at_every_chunk_size(
-    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
+    loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, chunk_sizes: tuple[int | None, ...]
 ) -> None:
     skip_without_heads(loaded, pooling)
     inputs = texts([*SHORT, *LONG])
     expected = run(client(pooling, chunking=False), inputs)
-    for chunk_size in (1, 7, 64, None):
+    for chunk_size in chunk_sizes:
         chunked = client(pooling, chunk_size=chunk_size, prefixes=chunk_size == 64)
         assert_same(run(chunked, inputs), expected)
         assert chunked.cache_use.chunks.completed_chunks >= sum(

@@ -221,3 +221,13 @@ async def test_other_fields_of_documents_are_freed_unless_sent_back(
     answer = (await client.post("/rerank", json=body)).json()
     assert held[0].documents == [document if returns else "red gate", "blue"]
     assert [row.get("document") for row in answer["results"]][:1] == [document if returns else None]
+
+
+async def test_document_nested_too_deeply_to_be_returned_is_refused(client: httpx.AsyncClient) -> None:
+    nested: list[object] = []
+    for _ in range(300):
+        nested = [nested]
+    body = {"query": "a", "documents": ["b", {"text": "c", "more": nested}]}
+    response = await client.post("/v2/rerank", json=body)
+    assert response.status_code == 400
+    assert "nests values too deeply in entry 1" in response.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import TokenizerSpec
+from penstock.engine.protocol.model_info import ModelKind, TokenizerSpec
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
@@ -84,3 +85,13 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=str(tmp_path)) as caught:
         load_tokenizer(info)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(("answers", "is_warned"), [((), False), ((5, 6), True)])
+def test_reranker_that_answers_without_a_prompt_is_warned_of(
+    answers: tuple[int, ...], is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(tmp_path, word_level(3), 10)
+    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    load_tokenizer(replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=answers))
+    assert ("has no prompt for pairs" in caplog.text) is is_warned
