@@ -23,13 +23,12 @@ ONE_OF_16_BITS: Final = "(bfloat16 or not float16)"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
-def num_passed_interpreted(*files: Path, chosen: str = "", timeout_s: int = 280) -> int:
+def num_passed_interpreted(*files: Path, chosen: str = "") -> int:
     """Runs tests through the interpreter, all of which must pass, and returns how many did.
 
     Args:
         files: Of tests.
         chosen: Which of them, in the words of pytest's `-k`; all unless given.
-        timeout_s: Seconds that they may take.
     """
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", chosen, "-m", "not gpu", "-p", "no:cacheprovider"]
     run = subprocess.run(
@@ -38,7 +37,7 @@ def num_passed_interpreted(*files: Path, chosen: str = "", timeout_s: int = 280)
         cwd=files[0].parent,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=1100,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]

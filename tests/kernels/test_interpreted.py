@@ -12,6 +12,7 @@ ROWS_AND_RECURRENCES = ("norm", "gated", "rotary", "causal_conv1d", "selective_s
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kernels", "chosen", "least"),
     [

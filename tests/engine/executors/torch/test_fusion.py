@@ -70,16 +70,17 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [
         ("float32 and (bert-cpu or qwen3-cpu) or fused_gate or fused_norms", 7),
-        pytest.param("fused", 30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param("fused", 30, marks=pytest.mark.slow),
     ],
 )
 def test_fused_models_through_the_interpreter(chosen: str, least: int) -> None:
-    assert num_passed_interpreted(Path(__file__), chosen=chosen, timeout_s=1100) >= least
+    assert num_passed_interpreted(Path(__file__), chosen=chosen) >= least
 
 
 def forwards(folder, resolve, pack, device, dtype, sequences, *, need_attention=False):

@@ -10,12 +10,13 @@ FILE = Path(__file__).parent / "test_hidden_syncs.py"
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [
         ("pretended-bert and embedding or pretended-qwen3 or bert-MEAN_SQRT or steps or mixed or False-False", 6),
-        pytest.param("wait", 50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param("wait", 50, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_waits_on_the_pretended_device(chosen: str, least: int) -> None:
-    assert num_passed_interpreted(FILE, chosen=chosen, timeout_s=1100) >= least
+    assert num_passed_interpreted(FILE, chosen=chosen) >= least
