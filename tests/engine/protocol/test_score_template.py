@@ -235,15 +235,6 @@ def test_a_limit_below_the_prompt_leaves_nothing(tokenizer: Tokenizer) -> None:
     assert ScoreTemplateEncoder(tokenizer, SPLIT).cut(("a", "b"), None, 2, left=False) is None
 
 
-def test_query_and_document_of_one_token_each_need_two(tokenizer: Tokenizer) -> None:
-    encoder = ScoreTemplateEncoder(tokenizer, JOINT)
-    frame = len(encoder.encode([("", "")], None)[0])
-    assert encoder.cut(("a", "b"), None, frame + 2, left=False) is not None
-    assert encoder.cut(("a", "b"), None, frame + 1, left=False) is None
-    assert encoder.cut(("a", ""), None, frame, left=False) is None
-    assert encoder.cut(("", "b"), None, frame, left=False) is None
-
-
 async def test_the_pool_cuts_or_refuses_pairs_by_their_template(tokenizer: Tokenizer) -> None:
     spec = TokenizerSpec(json=tokenizer.to_str(), truncation_side="left", uses_token_types=True, score_template=JOINT)
     pool = TokenizerPool(spec, vocab_size=tokenizer.get_vocab_size(), do_lower_case=True, num_workers=1)
