@@ -81,3 +81,17 @@ def test_a_container_that_shows_its_own_group_as_the_root(cgroup: Path) -> None:
     (cgroup / "own").write_text("4:memory:/not/in/sight\n")
     limit(cgroup / "memory", 40_000_000, 30_000_000)
     assert host.available_memory() == 10_000_000
+
+
+def test_processors_are_grouped_by_core_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor, siblings in enumerate(("0,2", "1,3", "0,2", "1,3", "4")):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    for node, processors in enumerate(("0-3", "4")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{processors}\n")
+    monkeypatch.setattr(host, "_PROCESSORS", tmp_path)
+    monkeypatch.setattr(host, "_NODES", tmp_path)
+    monkeypatch.setattr(host, "_usable_processors", lambda: {0, 1, 3, 4})
+    assert host.cores_by_node() == {0: [(0,), (1, 3)], 1: [(4,)]}
