@@ -216,7 +216,8 @@ class AsyncEngine:
         """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
         params = self._resolved(params, PoolingTask.EMBED)
         async with self._dispatcher.open(options, looks_up=True) as request:
-            windows = await self._encoder.windows(inputs, params, options)
+            tokenized = await self._encoder.encode(inputs, params, options)
+            windows = await self._encoder.windows(inputs, tokenized, options)
             outputs = await request.run(windows.sequences, params)
         vectors = stacked([output["embedding"] for output in outputs])
         return EmbeddingResult(windows.join(vectors, normalized=bool(params.normalize)), windows.num_tokens)

@@ -73,7 +73,12 @@ class OpenRequest:
             admission.leave(num_tokens, self._options.client)
 
     async def run(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None = None
+        self,
+        inputs: Sequence[TokenizedInput],
+        params: PoolingParams,
+        finish: Finish | None = None,
+        *,
+        uses_cache: bool = True,
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns, per input, its outputs by name. Also raises the errors of Admission.enter.
 
@@ -83,6 +88,7 @@ class OpenRequest:
             inputs: Tokenized inputs.
             params: Resolved parameters.
             finish: Applied to the outputs of each input; None for nothing.
+            uses_cache: Looks the inputs up in the cache, if there is one.
 
         Raises:
             EngineUnavailableError: The engine is not connected, or it died.
@@ -90,25 +96,20 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        cache, options = self._dispatcher.cache, self._options
+        cache, options, target = self._dispatcher.cache, self._options, self._dispatcher.target
         if self._is_admitted:
-            return await self._dispatcher.target.run(inputs, params, options, self._left_s())
-        if cache is None:
-            return await self._compute(inputs, params, finish)
-        if self._is_lookup:
-            self._num_looked_up += sum(map(len, inputs))
-        name = "" if finish is None else finish.name
-        return await cache.run(inputs, params, options.namespace, partial(self._compute, finish=finish), name)
-
-    async def _compute(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None
-    ) -> list[Arrays]:
+            return await target.run(inputs, params, options, self._left_s())
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
-        admission.enter(num_tokens, self._options.client)
+        if cache is not None and uses_cache:
+            if self._is_lookup:
+                self._num_looked_up += num_tokens
+            compute = partial(self.run, finish=finish, uses_cache=False)
+            return await cache.run(inputs, params, options.namespace, compute, "" if finish is None else finish.name)
+        admission.enter(num_tokens, options.client)
         try:
-            outputs = await self._dispatcher.target.run(inputs, params, self._options, self._left_s())
+            outputs = await target.run(inputs, params, options, self._left_s())
         finally:
-            admission.leave(num_tokens, self._options.client)
+            admission.leave(num_tokens, options.client)
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
     def _left_s(self) -> float | None:

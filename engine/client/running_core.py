@@ -80,7 +80,7 @@ class CoreLink:
 
     Args:
         address: Where the core takes connections.
-        on_message: Called for every message of the core.
+        on_message: Called for every message of the core; an attribute.
         on_unreadable: Called once when a message cannot be read, and the log says why; or when the core has closed the
             connection and nobody says that it has ended.
 
@@ -89,7 +89,7 @@ class CoreLink:
     """
 
     def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
-        self._on_message = on_message
+        self.on_message = on_message
         self._on_unreadable = on_unreadable
         self._connection = MessageConnection.open(address)
         self._timer: asyncio.TimerHandle | None = None
@@ -105,7 +105,7 @@ class CoreLink:
         try:
             for message, frames in self._connection.receive():
                 if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
-                    self._on_message(decode_from_core(message), frames)
+                    self.on_message(decode_from_core(message), frames)
         except EOFError:  # `_watch` reports the end of the process and closes this; a process that stays is mute
             self._loop.remove_reader(self._descriptor)
             self._timer = self._timer or self._loop.call_later(_MUTE_S, self._on_unreadable)
@@ -152,7 +152,7 @@ class ProcessCore:
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
         with contextlib.suppress(ConnectionError):  # it has ended already: who watches it says why
-            self._link = CoreLink(process.address, self._take, self._end_unreadable)
+            self._link = CoreLink(process.address, self._take_first, self._end_unreadable)
             self._resources.callback(self._link.close)
             self._link.send(self._start)
         loop = asyncio.get_running_loop()
@@ -165,10 +165,11 @@ class ProcessCore:
         """Where other clients connect; None before there is a process."""
         return None if self._process is None else self._process.address
 
-    def send(self, turn: ClientMessage, frame: Frame) -> None:
-        """Sends the requests of one turn of the event loop, without blocking."""
-        if self._link is not None:
-            self._link.send(turn, frame)
+    @property
+    def send(self) -> Callable[[ClientMessage, Frame], None]:
+        """Sends the requests of one iteration of the event loop, without blocking. The core must be ready."""
+        assert self._link is not None
+        return self._link.send
 
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
@@ -222,7 +223,10 @@ class ProcessCore:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    def _take(self, message: FromCore, frames: list[Frame]) -> None:
+    def _take_first(self, message: FromCore, frames: list[Frame]) -> None:
+        """Handles ModelReady or LoadFailed. Later messages go to `on_message` directly."""
+        if self._link is not None:
+            self._link.on_message = self._on_message
         if isinstance(message, ModelReady) and self._start.config.hang_timeout_s:
             self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
         self._on_message(message, frames)

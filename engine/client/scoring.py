@@ -96,8 +96,11 @@ class PairScorer:
     async def _score_by_cosine(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        queries = await self._encoder.windows(left, params, self._query_options(options), param=None)
-        documents = await self._encoder.windows(right, params, self._document_options(options), param=None)
+        of_query, of_document = self._query_options(options), self._document_options(options)
+        encoded = await self._encoder.encode(left, params, of_query, param=None)
+        queries = await self._encoder.windows(left, encoded, of_query)
+        encoded = await self._encoder.encode(right, params, of_document, param=None)
+        documents = await self._encoder.windows(right, encoded, of_document)
         outputs = await request.run([*queries.sequences, *documents.sequences], params)
         vectors = np.stack([output["embedding"] for output in outputs])
         of_queries, of_documents = np.split(vectors, [len(queries.sequences)])

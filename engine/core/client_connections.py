@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from ..protocol.batch_outputs import ResultBlock, pack_results, unpack_results
-from ..protocol.message_connection import MessageConnection
+from ..protocol.message_connection import Message, MessageConnection
 from ..protocol.messages import (
     Attach,
     ClientMessage,
@@ -22,7 +22,6 @@ from ..protocol.messages import (
     Start,
     StepResults,
     Stop,
-    ToCore,
     client_number_of,
     decode_to_core,
     encode,
@@ -52,7 +51,7 @@ class ClientConnections:
         self._core: EngineCore
         self._connections: dict[int, MessageConnection] = {}
         self._is_shared = False  # there are several clients
-        self._early: list[tuple[ToCore, list[Frame]]] = []  # messages received together with Start
+        self._early: list[Message] = []  # messages received together with Start
 
     def await_start(self) -> Start:
         """Waits for client 0 and returns its first message.
@@ -65,7 +64,8 @@ class ClientConnections:
         first = self._connections[0] = MessageConnection(stream)
         while not (messages := first.receive()):
             select.select([first], [], [])
-        (start, _), *self._early = [(decode_to_core(message), frames) for message, frames in messages]
+        (message, _), *self._early = messages
+        start = decode_to_core(message)
         if not isinstance(start, Start):
             raise TypeError(f"the first message must be Start, not {type(start).__name__}")
         return start
@@ -73,8 +73,8 @@ class ClientConnections:
     def serve(self, core: EngineCore) -> None:
         """Passes messages to a core from now on. Errors are raised in the callbacks that `Waker.wait` returns."""
         self._core = core
-        for message, frames in self._early:
-            self._handle(message, frames, self._connections[0])
+        if self._early:
+            self._receive(self._connections[0])
         self._listener.setblocking(False)
         self._waker.watch(self._listener, self._accept)
         self._watch(self._connections[0])
@@ -108,23 +108,21 @@ class ClientConnections:
 
     def _receive(self, connection: MessageConnection) -> None:
         try:
-            messages = connection.receive()
+            messages, self._early = self._early or connection.receive(), []
         except EOFError:
             self._leave(connection)
             return
-        for message, frames in messages:
-            self._handle(decode_to_core(message), frames, connection)
-
-    def _handle(self, message: ToCore, frames: list[Frame], connection: MessageConnection) -> None:
-        if isinstance(message, ClientMessage):
-            self._core.receive(message, *frames)
-        elif isinstance(message, Attach):
-            self._connections[message.client_number] = connection
-            self._is_shared = True
-        elif isinstance(message, Stop):
-            self._core.stop()
-        else:
-            raise TypeError(f"{type(message).__name__} cannot come now")
+        for encoded, frames in messages:
+            message = decode_to_core(encoded)
+            if isinstance(message, ClientMessage):
+                self._core.receive(message, *frames)
+            elif isinstance(message, Attach):
+                self._connections[message.client_number] = connection
+                self._is_shared = True
+            elif isinstance(message, Stop):
+                self._core.stop()
+            else:
+                raise TypeError(f"{type(message).__name__} cannot come now")
 
     def _leave(self, connection: MessageConnection) -> None:
         """Cancels the requests of a client that has disconnected."""

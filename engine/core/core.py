@@ -200,7 +200,12 @@ class EngineCore:
         requests = [self._build_request(each, now_s) for each in unpack_client_message(message, frame)]
         with self._lock:
             for request in requests:
-                self._submit(request)
+                self._found_nothing = False
+                try:
+                    self._scheduler.add(request)
+                except ValueError as error:
+                    failure = InvalidRequestError(f"The request cannot run: {error}", param="input")
+                    self._send_failure(request, failure)
             for request_id in message.cancels:
                 self._cancel(request_id)
             for request_id in message.clears:
@@ -307,14 +312,6 @@ class EngineCore:
             began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
             self._watch.record(step, ended_s - began_s)
         self._deliver(running.batch, finished, running.started_s, ended_s)
-
-    def _submit(self, request: Request) -> None:
-        """Queues a request. The caller holds the lock."""
-        self._found_nothing = False
-        try:
-            self._scheduler.add(request)
-        except ValueError as error:
-            self._send_failure(request, InvalidRequestError(f"The request cannot run: {error}", param="input"))
 
     def _cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
         """Ends a request. Later results of it are dropped. The caller holds the lock."""

@@ -72,10 +72,9 @@ class InputEncoder:
         return self._replace_empty(tokenized)
 
     async def windows(
-        self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
+        self, inputs: Sequence[Text], tokenized: list[TokenizedInput], options: RequestOptions
     ) -> Windows:
-        """Returns inputs of the embed task. Inputs above the model's limit are split into windows (long_text.py)."""
-        tokenized = await self.encode(inputs, params, options, param=param)
+        """Splits encoded inputs of the embed task above the model's limit into windows (long_text.py)."""
         if self._long_text is None or all(len(tokens) <= self._info.max_model_len for tokens in tokenized):
             return Windows.whole(tokenized)
         prompt_ids = await self._prompt_ids(self._prompt(options))

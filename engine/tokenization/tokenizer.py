@@ -7,7 +7,7 @@ tokenizer (tokenizer_loader.py) and sends it as a TokenizerSpec.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -79,7 +79,7 @@ class TokenizerPool:
         self._chat_renderer: ChatRenderer | None = None
         self._jobs = TokenizerJobs(num_workers, max_chars, on_refusal)
 
-    async def encode(
+    def encode(
         self,
         inputs: Sequence[Text],
         truncation: Truncation,
@@ -87,7 +87,7 @@ class TokenizerPool:
         prompt: str = "",
         skip_prompt: bool = False,
         add_special_tokens: bool = True,
-    ) -> list[TokenizedInput]:
+    ) -> Awaitable[list[TokenizedInput]]:
         """Tokenizes texts; token ids are checked and taken as they are.
 
         Args:
@@ -102,7 +102,7 @@ class TokenizerPool:
             InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the limit leaves no room.
         """
         texts = [item for item in inputs if isinstance(item, str)]
-        return await self._jobs.run(
+        return self._jobs.run(
             lambda is_cancelled: self._tokenizer.encode(
                 inputs, truncation, prompt, skip_prompt, add_special_tokens, is_cancelled
             ),

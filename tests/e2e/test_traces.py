@@ -28,7 +28,6 @@ LOOPS = ("server/commands/serve.py serve", "engine/core/core.py EngineCore.run")
 
 TO_ENGINE = (
     "server/http/connection.py Connection.on_headers_complete",
-    "server/app.py Application.__call__",
     "engine/tokenization/model_tokenizer.py ModelTokenizer.encode",
     "engine/client/replica.py Replica.run",
     "engine/protocol/message_connection.py MessageConnection.send",
@@ -36,7 +35,7 @@ TO_ENGINE = (
 IN_ENGINE = (
     "engine/scheduling/scheduler.py Scheduler.add",
     "engine/scheduling/scheduler.py Scheduler.schedule",
-    "engine/executors/cpu/array_encoder.py ArrayEncoder.begin",
+    "engine/core/array_runner.py ArrayRunner.begin",
     "engine/pooling/model_pooler.py ModelPooler.pool",
     "engine/protocol/message_connection.py MessageConnection.send",
 )
@@ -50,7 +49,7 @@ CHUNK = (
 )
 """The functions that hand a request or a chunk on, in their order."""
 
-MOST_FUNCTIONS_OF_REQUEST = 51
+MOST_FUNCTIONS_OF_REQUEST = 37
 MOST_FUNCTIONS_OF_CHUNK = 15
 
 RECORDER = """

@@ -108,7 +108,7 @@ async def test_a_process_that_is_stopped_is_given_up(run: Run) -> None:
     await core.start()
     await heard(core._on_message)
     nothing: Any = None  # of what it tells about the model
-    core._take(ModelReady(nothing, nothing), [])
+    core._take_first(ModelReady(nothing, nothing), [])
     os.kill(core._process.pid, signal.SIGSTOP)
     await heard(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
@@ -167,13 +167,13 @@ async def test_closing_ends_the_heartbeat_of_a_process_that_serves(run: Run) -> 
     core = run("stays")
     await core.start()
     nothing: Any = None  # of what it tells about the model
-    core._take(ModelReady(nothing, nothing), [])
+    core._take_first(ModelReady(nothing, nothing), [])
     (heartbeat,) = core._tasks[1:]
     await asyncio.sleep(0)
     await core.close()
     assert heartbeat.cancelled()
     quiet = run("stays", hang_timeout_s=0.0)
-    quiet._take(ModelReady(nothing, nothing), [])
+    quiet._take_first(ModelReady(nothing, nothing), [])
     assert not quiet._tasks
 
 

@@ -141,7 +141,7 @@ async def test_a_message_for_another_receiver_ends_the_client_not_the_engine(sha
         core._receive(LoadFailed("E", "why"), [])
     link = core._link
     assert link is not None
-    link._on_message = lambda message, frames: 1 / 0  # type: ignore[assignment, return-value]
+    link.on_message = lambda message, frames: 1 / 0  # type: ignore[assignment, return-value]
     asking = asyncio.create_task(engine.embed(["hello"], PARAMS))
     await until(lambda: shared.unreadable == [1])
     asking.cancel()
