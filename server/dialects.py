@@ -36,10 +36,10 @@ from .errors import (
     TeiErrorBody,
     explain,
     retry_headers,
+    shown,
     shown_error,
     status_kind,
 )
-from .http.shown_values import shown
 
 Responses = dict[int | str, dict[str, Any]]
 

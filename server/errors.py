@@ -6,8 +6,10 @@ for TEI's clients: every other client has a typed class for 400 and shows its me
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -17,14 +19,24 @@ from pydantic import BaseModel
 from penstock.engine.protocol import errors as engine_errors
 from penstock.engine.protocol.errors import EngineError, EngineOverloadedError
 
-from .http.json_bodies import MAX_SHOWN_ERRORS, TAGS
-from .http.shown_values import shown, shown_names
-
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry at all above 120 s, cohere caps at 60 s.
 EMPTY_TEXT: Final = "empty_text"
 """Type of the validation error of an empty text, which is an error of its own in TEI's dialect."""
+MAX_SHOWN_ERRORS: Final = 3
+"""Errors of one body that a response lists."""
+OWN_TAG: Final = "<own>"
+TEI_TAG: Final = "<tei>"
+COHERE_TAG: Final = "<cohere>"
+_TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
+"""Tags of bodies are no field names: pydantic puts them into the place of an error, and messages leave them out."""
+_MAX_CHARS: Final = 60
+_MAX_NAMES: Final = 20
+
+_REPR: Final = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_CHARS
 HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the details under this request id."
 
 
@@ -167,7 +179,7 @@ def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
 
 def _untagged(loc: Sequence[str | int]) -> list[str | int]:
     """Returns the place of an error without the dialect of the body, which pydantic puts into it."""
-    return [part for part in loc if part not in TAGS]
+    return [part for part in loc if part not in _TAGS]
 
 
 def _field(loc: Sequence[str | int]) -> str:
@@ -179,3 +191,18 @@ def _field(loc: Sequence[str | int]) -> str:
         else:
             path += f".{part}" if path else part
     return path
+
+
+def shown(value: object) -> str:
+    """Returns a JSON value for a message: short, however long or deep it is."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = _REPR.repr(value)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def shown_names(names: Collection[str]) -> str:
+    """Returns names of fields, as many as a reader wants; "nothing" for none."""
+    few = itertools.islice(names, _MAX_NAMES)
+    first = [name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..." for name in few]
+    return ", ".join(first if len(names) <= _MAX_NAMES else [*first, "..."]) or "nothing"

@@ -24,7 +24,7 @@ from penstock.engine.client.own_files import check_folder, open_own, secret_of, 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
 from ..admission import LimitError, ServerRefusalReason
-from ..http.shown_values import shown
+from ..errors import shown
 from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..settings import UsageError
 from .records import FileRecord, new_file_id

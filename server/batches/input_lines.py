@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
+from ..errors import shown
 from ..http.json_reader import count_values
-from ..http.shown_values import shown
 from .records import LineError
 
 MAX_LINES: Final = 50_000

@@ -23,7 +23,7 @@ from penstock.engine.protocol.errors import (
 )
 
 from ..admission import ServerRefusalReason
-from ..http.shown_values import shown
+from ..errors import shown
 from ..routing import BatchUse
 from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
-from ..http.shown_values import shown
+from ..errors import shown
 from ..settings import UsageError
 from .records import BatchRecord, FileRecord
 

@@ -15,7 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
 from ..admission import LimitError, ServerRefusalReason
-from ..http.shown_values import shown
+from ..errors import shown
 
 MULTIPART: Final = "multipart/form-data"
 _PIECE_BYTES: Final = 512 * 1024

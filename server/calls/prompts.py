@@ -14,7 +14,7 @@ from penstock.engine import ModelInfo
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.tokenization.input_encoder import instructed_prompt
 
-from ..http.shown_values import shown
+from ..errors import shown
 
 Role = tuple[str, ...]
 

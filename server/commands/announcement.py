@@ -7,9 +7,8 @@ from typing import Final
 
 from penstock.engine import EngineConfig, ModelInfo
 
-from ..http.shown_values import short_count
 from ..models.served_model import ModelEntry
-from ..models.weight_files import WeightFiles
+from ..models.weight_files import WeightFiles, short_count
 from ..settings import ServerSettings
 
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")

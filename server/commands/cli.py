@@ -18,7 +18,7 @@ from typing import Any, Final
 from penstock.engine.client.engine_process import EngineProcess
 
 from .. import penstock_version
-from ..http.shown_values import short_count
+from ..models.weight_files import short_count
 from ..settings import CommandError, EmbedSettings, InfoSettings, ServerSettings, load, load_failure
 from .default_model import model_and_names
 from .flags import OneLineParser, add_flags, translated

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
-from ..http.shown_values import short_count
+from ..models.weight_files import short_count
 
 Task = Literal["embed", "rerank", "classify", "sparse", "multi_vector"]
 TASKS: Final[tuple[Task, ...]] = get_args(Task)

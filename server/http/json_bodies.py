@@ -10,24 +10,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from .shown_values import shown_names
-
-OWN_TAG: Final = "<own>"
-TEI_TAG: Final = "<tei>"
-COHERE_TAG: Final = "<cohere>"
-
-MAX_SHOWN_ERRORS: Final = 3
-"""Errors of one body that a response lists."""
-
-TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
-"""Tags are no field names: pydantic puts them into the place of an error, and messages leave them out."""
+from ..errors import COHERE_TAG, MAX_SHOWN_ERRORS, OWN_TAG, TEI_TAG, shown_names
 
 
 class JsonBody(BaseModel):

@@ -17,8 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope
 
 from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRefusalReason
+from ..errors import shown
 from .connection import SLOW_BODY
-from .shown_values import shown
 
 WEIGHT: Final = 8
 """Values that a text, a list, an object or a key counts as: it takes more memory and time than a number."""

@@ -20,11 +20,10 @@ from penstock.engine.protocol.request import CLIENT
 
 from ..calls.context import ClientWatch
 from ..dialects import DIALECT, dialect_of
-from ..errors import HIDDEN_MESSAGE
+from ..errors import HIDDEN_MESSAGE, shown
 from ..http.json_bodies import BodyParser, JsonBody
 from ..http.json_reader import check_media
 from ..http.request_head import limits_of
-from ..http.shown_values import shown
 from ..observability.timing import REQUEST
 from ..routing import Route, route_of
 

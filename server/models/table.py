@@ -14,7 +14,7 @@ from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoun
 from penstock.engine.protocol.model_info import ModelKind
 
 from ..admission import ServerRefusalReason
-from ..http.shown_values import shown, shown_names
+from ..errors import shown, shown_names
 from ..observability.timing import REQUEST
 from .manager import ModelManager
 from .served_model import ModelEntry, ModelStatus

@@ -18,10 +18,9 @@ from ..batches.store import Page
 from ..batches.uploads import too_large
 from ..calls.context import context_of
 from ..dialects import OPENAI, Responses
-from ..errors import ErrorBody
+from ..errors import ErrorBody, shown
 from ..http.json_reader import is_from_other_origin, receive_part
 from ..http.json_responses import json_response
-from ..http.shown_values import shown
 from ..routing import Router
 from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 

@@ -26,8 +26,8 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import vector_width
 from ..dialects import COHERE, keys_ignored_by
+from ..errors import COHERE_TAG
 from ..http.encoding import base64_row, check_width, quantize
-from ..http.json_bodies import COHERE_TAG
 from ..routing import BatchUse, Router
 from ..schemas.encodings import QUANTIZATIONS, EmbeddingType, EmbeddingTypes
 from ..schemas.inputs import Contents, SomeTokenIds, Texts

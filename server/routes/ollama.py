@@ -26,11 +26,11 @@ from ..calls.context import ServerContext, context_of
 from ..calls.sizes import size_of_numbers
 from ..calls.vectors import vector_width
 from ..dialects import OLLAMA, OPENAI, keys_ignored_by
+from ..errors import shown
 from ..http.json_bodies import JsonBody
 from ..http.json_responses import json_response
-from ..http.shown_values import short_count, shown
 from ..models.served_model import ModelEntry
-from ..models.weight_files import WeightFiles
+from ..models.weight_files import WeightFiles, short_count
 from ..routing import Access, Router, respond_as
 from ..schemas.inputs import TextOrTexts
 from ..schemas.json_schema import documented

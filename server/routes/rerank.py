@@ -18,7 +18,8 @@ from ..calls.call import RERANKERS, Call
 from ..calls.inputs import cut_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
-from ..http.json_bodies import OWN_TAG, TEI_TAG, by_keys
+from ..errors import OWN_TAG, TEI_TAG
+from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts

@@ -36,9 +36,9 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import vector_width
 from ..dialects import TEI
-from ..http.json_bodies import COHERE_TAG, TEI_TAG, embed_dialect
+from ..errors import COHERE_TAG, TEI_TAG, shown
+from ..http.json_bodies import embed_dialect
 from ..http.json_responses import json_array, json_response
-from ..http.shown_values import shown
 from ..routing import Access, BatchUse, Router, respond_as
 from ..schemas.tei import (
     TeiDecodeRequest,

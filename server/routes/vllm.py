@@ -38,10 +38,10 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import TEI, VLLM, keys_ignored_by
+from ..errors import COHERE_TAG, OWN_TAG, TEI_TAG, shown_names
 from ..http.encoding import Encoding, Rows, check_width
-from ..http.json_bodies import COHERE_TAG, OWN_TAG, TEI_TAG, by_keys
+from ..http.json_bodies import by_keys
 from ..http.json_responses import json_response
-from ..http.shown_values import shown_names
 from ..routing import BatchUse, Router, respond_as
 from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
+from ..errors import shown
 from ..http.json_bodies import JsonBody
-from ..http.shown_values import shown
 from .json_schema import documented
 from .options import Count
 

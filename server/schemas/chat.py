@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.templates import ChatOptions
 
-from ..http.shown_values import shown
+from ..errors import shown
 from . import json_schema
 from .inputs import Inputs, Text
 from .options import Flag, RequestBody

@@ -14,8 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
-from ..errors import EMPTY_TEXT
-from ..http.shown_values import shown, shown_names
+from ..errors import EMPTY_TEXT, shown, shown_names
 from . import json_schema
 from .options import Listed
 

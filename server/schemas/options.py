@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, WithJsonSche
 
 from penstock.engine import PoolingParams
 
+from ..errors import shown, shown_names
 from ..http.json_bodies import JsonBody
 from ..http.request_head import MAX_PRIORITY
-from ..http.shown_values import shown, shown_names
 from . import json_schema
 
 Entry = TypeVar("Entry")

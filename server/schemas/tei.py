@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 from penstock.engine import PoolingParams
 
 from ..dialects import TEI, keys_ignored_by
-from ..http.json_bodies import TEI_TAG
+from ..errors import TEI_TAG
 from .inputs import (
     FullInputs,
     FullText,
