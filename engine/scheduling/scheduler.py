@@ -2,8 +2,8 @@
 
 FairQueue orders the waiting sequences. Short ones run whole; those of similar length near the head of the queue run
 together, because attention over equal lengths is one product. Long ones run in chunks, which take a share of each
-forward. A long sequence gets its memory for all of its length when it starts, so that it can end. It loses the memory
-only to a sequence that arrived earlier.
+forward: short and long sequences get half each while both wait. A long sequence gets its memory for all of its length
+when it starts, so that it can end. It loses the memory only to a sequence that arrived earlier.
 """
 
 from __future__ import annotations
@@ -257,10 +257,14 @@ class Scheduler:
         """Returns the share of the next forward that chunks may have."""
         others_wait = bool(window) or self._last_num_whole > 0
         num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
-        if not window or self._last_num_whole:
-            return ForwardBudget(num_tokens, self._max_num_seqs)
-        # If chunks and the next whole sequence do not fit into one batch, they alternate.
-        return ForwardBudget(min(num_tokens, token_budget - window[0].num_tokens), self._max_num_seqs - 1)
+        # Short sequences that wait get up to half of the forward. If one does not fit beside a chunk, they alternate.
+        short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
+        num_short = min(len(window), self._max_num_seqs // 2)
+        if window and not self._last_num_whole:
+            short_tokens, num_short = max(short_tokens, window[0].num_tokens), max(num_short, 1)
+        else:
+            short_tokens = min(short_tokens, token_budget - self.prefill.config.min_chunk_size)
+        return ForwardBudget(min(num_tokens, token_budget - short_tokens), self._max_num_seqs - num_short)
 
     def _should_start(self, sequence: QueuedSequence, max_tokens: int) -> bool:
         """Whether a long sequence should start now: the next chunks of the running ones leave tokens, or run later."""

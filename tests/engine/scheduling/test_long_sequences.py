@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from penstock.engine.scheduling import Batch, KvCachePool, Request, Scheduler, SequencePool, SsmStatePool
 
+from .checked import CheckedScheduler, Setup
 from .records import make_request, request_ids, run, tokens_of
 
 BUDGET = 32
@@ -440,3 +441,17 @@ def test_every_sequence_runs_to_its_end_once_and_nothing_leaks(
     assert not live
     assert sequence_pool.num_allocations == 0
     assert sequence_pool.usage == 0
+
+
+def test_short_sequences_get_half_of_the_forwards_beside_long_ones() -> None:
+    scheduler = CheckedScheduler(Setup(num_blocks=1_000, budget=64, max_num_seqs=64))
+    scheduler.scheduler.chunk_sizes.record(64, 0, 0.001)  # so fast that a forward may be one chunk
+    scheduler.add(*[8] * 100)
+    for _ in range(20):
+        scheduler.add(200)
+    ran = {True: 0, False: 0}
+    for _ in range(20):
+        for chunk in scheduler.step().chunks:
+            ran[chunk.sequence.is_long] += chunk.num_tokens
+    assert ran[False] >= 20 * 64 // 2 - 64
+    assert ran[True] >= 20 * 64 // 2 - 64
