@@ -1,0 +1,49 @@
+"""Defaults of every family's config.json are those of transformers."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformers
+
+from penstock.engine import families
+
+RENAMED = {"Gemma3Config": "Gemma3TextConfig"}
+# transformers computes or disables these. Files of the Roberta families always name their vocabulary.
+DIFFERENT = {
+    ("BambaConfig", "mamba_d_head"),
+    ("FalconMambaConfig", "time_step_rank"),
+    ("Gemma3Config", "attn_logit_softcapping"),
+    ("JambaConfig", "mamba_dt_rank"),
+    ("MambaConfig", "time_step_rank"),
+    ("Qwen2Config", "sliding_window"),
+    ("Qwen3Config", "sliding_window"),
+    ("RobertaConfig", "vocab_size"),
+}
+
+
+def configs() -> Iterator[type]:
+    for module in pkgutil.iter_modules(families.__path__):
+        names = vars(importlib.import_module(f"{families.__name__}.{module.name}"))
+        for name, value in names.items():
+            if name.endswith("Config") and hasattr(transformers, name) and dataclasses.is_dataclass(value):
+                assert isinstance(value, type)
+                yield value
+
+
+@pytest.mark.parametrize("config", sorted(set(configs()), key=lambda config: config.__name__))
+def test_defaults_are_those_of_transformers(config: Any) -> None:
+    name = config.__name__
+    theirs = getattr(transformers, RENAMED.get(name, name))()
+    fields = [
+        field
+        for field in dataclasses.fields(config)
+        if field.default not in (None, dataclasses.MISSING)
+        and hasattr(theirs, field.name)
+        and (name, field.name) not in DIFFERENT
+    ]
+    assert len(fields) > 4
+    assert {field.name: field.default for field in fields} == {f.name: getattr(theirs, f.name) for f in fields}
