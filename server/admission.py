@@ -100,7 +100,7 @@ def client_of(scope: Scope) -> str:
     return "" if address is None else str(address[0])
 
 
-class AnswerSize(NamedTuple):
+class ResponseSize(NamedTuple):
     """About how large a response is, or a part of one.
 
     Attributes:
@@ -121,9 +121,9 @@ class AnswerSize(NamedTuple):
         """Bytes that it holds until the client has read it: its values or, of a small one, its JSON."""
         return self.kept if self.is_large else self.written
 
-    def plus(self, other: AnswerSize) -> AnswerSize:
+    def plus(self, other: ResponseSize) -> ResponseSize:
         """Returns the size of both."""
-        return AnswerSize(self.written + other.written, self.kept + other.kept)
+        return ResponseSize(self.written + other.written, self.kept + other.kept)
 
 
 class AdmissionController:
@@ -205,7 +205,7 @@ class AdmissionController:
         scope[_BODY_MEMORY] = memory
         return memory
 
-    def hold_response(self, scope: Scope, size: AnswerSize, *, param: str, way_out: str) -> None:
+    def hold_response(self, scope: Scope, size: ResponseSize, *, param: str, way_out: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
 
         Args:
@@ -250,7 +250,7 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
 
 def has_large_response(scope: Scope) -> bool:
     """Returns whether the response to a request is written a part at a time."""
-    size: AnswerSize | None = scope.get(_RESPONSE_SIZE)
+    size: ResponseSize | None = scope.get(_RESPONSE_SIZE)
     return size is not None and size.is_large
 
 

@@ -25,9 +25,9 @@ from penstock.engine import RequestOptions
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..admission import AnswerSize
-from ..http.json_responses import json_answer
-from ..http.request_head import limits_of
+from ..admission import ResponseSize, has_large_response
+from ..http.json_responses import json_response
+from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import Target
 from ..schemas.options import RequestBody
 from .context import ServerContext, context_of
@@ -100,7 +100,7 @@ class Call:
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
-    def reserve(self, size: AnswerSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
+    def reserve(self, size: ResponseSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
         """Reserves memory for the response, or for a further part of it; see AdmissionController.hold_response.
 
         Every response that grows with its request reserves memory: before the model runs if its size is known by then.
@@ -133,10 +133,9 @@ class Call:
         A `priority` of the body wins over that of the header.
 
         Raises:
-            InvalidRequestError: A header is wrong.
             DeadlineExceededError: The request was read for so long that its deadline has passed.
         """
-        limits = limits_of(self.request.scope)
+        limits: RequestLimits = self.request.scope[LIMITS]
         deadline = self.context.deadline(limits)
         left_s = deadline.left_s()
         if left_s <= 0:
@@ -181,4 +180,4 @@ class Call:
 
     def respond(self, content: Any) -> Response:
         """Returns the JSON of a response for which memory has been reserved; `content` is what `iter_json` takes."""
-        return json_answer(self.request, content)
+        return json_response(content, incremental=has_large_response(self.request.scope))

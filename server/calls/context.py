@@ -20,7 +20,7 @@ from penstock.engine.protocol.errors import (
 
 from ..admission import AdmissionController
 from ..http.connection import CONNECTION_LOST
-from ..http.request_head import RequestLimits, limits_of
+from ..http.request_head import LIMITS, RequestLimits
 from ..models.table import ModelTable
 from ..models.weight_files import WeightHeaders
 from ..observability.metrics import Metrics
@@ -94,7 +94,7 @@ class ClientWatch:
     request nothing but a callback. An application behind another server asks ASGI, in a task.
 
     Args:
-        request: Its headers have been checked by `limits_of`.
+        request: Its scope has its LIMITS if it runs a model.
 
     Raises:
         RequestCancelledError: The client has hung up.
@@ -155,4 +155,4 @@ class ClientWatch:
             self._task.cancel()
 
     def _deadline(self) -> Deadline:
-        return context_of(self._request).deadline(limits_of(self._request.scope))
+        return context_of(self._request).deadline(self._request.scope[LIMITS])

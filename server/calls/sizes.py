@@ -14,7 +14,7 @@ import orjson
 from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.multi_vector import SparseVector
 
-from ..admission import AnswerSize
+from ..admission import ResponseSize
 
 EXPECTED_ENTRIES: Final = 512
 """Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
@@ -30,39 +30,39 @@ _HELD_TOKEN: Final = 200
 """Bytes of the same in Python."""
 
 
-def size_of_numbers(num_values: int, *, num_forms: int = 1) -> AnswerSize:
+def size_of_numbers(num_values: int, *, num_forms: int = 1) -> ResponseSize:
     """Returns the size of arrays of float32, which are written in one form or in several."""
-    return AnswerSize(num_forms * _NUMBER * num_values, 4 * num_values)
+    return ResponseSize(num_forms * _NUMBER * num_values, 4 * num_values)
 
 
-def size_of_tokens(num_tokens: int) -> AnswerSize:
+def size_of_tokens(num_tokens: int) -> ResponseSize:
     """Returns the size of tokens with their texts."""
-    return AnswerSize(_TOKEN * num_tokens, _HELD_TOKEN * num_tokens)
+    return ResponseSize(_TOKEN * num_tokens, _HELD_TOKEN * num_tokens)
 
 
-def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False) -> AnswerSize:
+def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False) -> ResponseSize:
     """Returns the size of rows for tokens, each with the text and the class of its token or without them."""
     rows = size_of_numbers(num_rows * width)
     return rows.plus(size_of_tokens(num_rows)) if names_tokens else rows
 
 
-def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) -> AnswerSize:
+def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) -> ResponseSize:
     """Returns the size of the scores of all classes for each input; each score has its name, or the best one only."""
     num_scores = num_inputs * len(labels)
     kept = 4 * num_scores
     if not are_named:
-        return AnswerSize(_NUMBER * num_scores + num_inputs * max(map(len, labels), default=0), kept)
-    return AnswerSize(_NAMED_SCORE * num_scores + num_inputs * sum(map(len, labels)), kept)
+        return ResponseSize(_NUMBER * num_scores + num_inputs * max(map(len, labels), default=0), kept)
+    return ResponseSize(_NAMED_SCORE * num_scores + num_inputs * sum(map(len, labels)), kept)
 
 
-def size_of_scores(num_scores: int) -> AnswerSize:
+def size_of_scores(num_scores: int) -> ResponseSize:
     """Returns the size of scores in objects of their own: of pairs, or of documents without their texts."""
-    return AnswerSize(_NAMED_SCORE * num_scores, 4 * num_scores)
+    return ResponseSize(_NAMED_SCORE * num_scores, 4 * num_scores)
 
 
 def size_of_texts(
     texts: Iterable[str | Mapping[str, Any]], most: int | None = None, *, num_forms: int = 1
-) -> AnswerSize:
+) -> ResponseSize:
     """Returns the size of the texts in a response, which stay in memory until it is read.
 
     Args:
@@ -72,21 +72,21 @@ def size_of_texts(
     """
     sizes = [text.__sizeof__() if isinstance(text, str) else len(orjson.dumps(text)) for text in texts]
     num_bytes = sum(heapq.nlargest(most, sizes) if most is not None and most < len(sizes) else sizes)
-    return AnswerSize(num_forms * num_bytes, num_bytes)
+    return ResponseSize(num_forms * num_bytes, num_bytes)
 
 
-def size_of_sparse(num_inputs: int) -> AnswerSize:
+def size_of_sparse(num_inputs: int) -> ResponseSize:
     """Returns the size of sparse vectors to reserve before it is known; see `size_beyond_expected`."""
     return _entries(EXPECTED_ENTRIES * num_inputs)
 
 
-def size_beyond_expected(vectors: Sequence[SparseVector]) -> AnswerSize:
+def size_beyond_expected(vectors: Sequence[SparseVector]) -> ResponseSize:
     """Returns the size of the entries of sparse vectors beyond the expected number."""
     return _entries(max(sum(vector.values.size for vector in vectors) - EXPECTED_ENTRIES * len(vectors), 0))
 
 
-def _entries(number: int) -> AnswerSize:
-    return AnswerSize(_ENTRY * number, 8 * number)
+def _entries(number: int) -> ResponseSize:
+    return ResponseSize(_ENTRY * number, 8 * number)
 
 
 FEWER_IDS: Final = "Send fewer token ids at once."

@@ -13,7 +13,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..admission import has_large_response
 from ..http.encoding import Encoding, EncodingFormat, Rows, check_width, encode_rows, lazy_rows, wire_rows, wire_shape
-from ..http.json_responses import IncrementalResponse, json_answer
+from ..http.json_responses import IncrementalResponse, json_response
 
 MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
@@ -59,7 +59,7 @@ def vectors_response(
         values = list(encode(rows, first))
     field = "data" if name == "pooling" else name
     data = [{"object": name, "index": i, field: value} for i, value in enumerate(values)]
-    return json_answer(request, {**head, "data": data})
+    return json_response({**head, "data": data}, incremental=incremental)
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
-
-from ..admission import has_large_response
 
 JSON_HEADERS: Final = {"content-type": "application/json"}
 PART_BYTES: Final = 64 * 1024
@@ -223,13 +221,3 @@ def json_response(content: Any, *, incremental: bool = False) -> Response:
     if incremental:
         return IncrementalResponse(iter_json(content), JSON_HEADERS)
     return Response(json_bytes(content), headers=JSON_HEADERS)
-
-
-def json_answer(request: Request, content: Any) -> Response:
-    """Returns the JSON of a response for which memory has been reserved (AdmissionController.hold_response).
-
-    Args:
-        request: The request.
-        content: What `iter_json` takes.
-    """
-    return json_response(content, incremental=has_large_response(request.scope))

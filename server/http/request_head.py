@@ -45,6 +45,10 @@ class RequestLimits:
     namespace: str = ""
 
 
+LIMITS: Final = "penstock.limits"
+"""The key of a request's scope that holds its RequestLimits, if it runs a model."""
+
+
 def limits_of(scope: Scope) -> RequestLimits:
     """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
 

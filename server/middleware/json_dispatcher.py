@@ -23,7 +23,7 @@ from ..dialects import DIALECT, dialect_of
 from ..errors import HIDDEN_MESSAGE, shown
 from ..http.json_bodies import BodyParser, JsonBody
 from ..http.json_reader import check_media
-from ..http.request_head import limits_of
+from ..http.request_head import LIMITS, limits_of
 from ..observability.timing import REQUEST
 from ..routing import Route, route_of
 
@@ -59,13 +59,14 @@ class JsonDispatcher:
         """Responds to a request, or passes it on."""
         CLIENT.set(scope.get("api_client", ""))
         route, response = route_of(scope), self.app
+        is_json = route is not None and route.body_parser is not None
         try:
             if route is not None and route.body_parser is not None:
                 request, body = Request(scope, receive, send), None
                 try:
                     body = await _read_body(request, route, route.body_parser)
                     if route.runs_model:
-                        limits_of(scope)  # raises for wrong headers
+                        scope[LIMITS] = limits_of(scope)
                     with ClientWatch(request) if route.ends_with_client else nullcontext():
                         response = await route.endpoint(body=body, request=request)
                 except Exception as error:
@@ -84,7 +85,8 @@ class JsonDispatcher:
                 raise
             await failure(scope, receive, send)
         finally:
-            self._on_response(scope)
+            if not is_json:
+                self._on_response(scope)
             self._on_end(scope)
 
 

@@ -23,11 +23,11 @@ from ..schemas.chat import InputFields
 from ..schemas.inputs import Text, TextOrTexts
 from ..schemas.json_schema import documented
 from ..schemas.options import (
-    Answer,
     CohereTruncate,
     Flag,
-    ListAnswer,
     Listed,
+    ListResponse,
+    OpenAIResponse,
     PoolingBody,
     VersionMeta,
     parse_truncate,
@@ -148,11 +148,11 @@ class ClassRow(BaseModel):
     num_classes: int
 
 
-class ClassifyResponse(ListAnswer[ClassRow]):
+class ClassifyResponse(ListResponse[ClassRow]):
     """vLLM's answer of POST /classify."""
 
 
-class InfinityClassifyResponse(Answer):
+class InfinityClassifyResponse(OpenAIResponse):
     """Infinity's answer of POST /classify: the classes of each input, best first."""
 
     object: Literal["classify"]
@@ -177,7 +177,7 @@ class TokenClassRow(BaseModel):
     num_classes: int
 
 
-class TokenClassifyResponse(ListAnswer[TokenClassRow]):
+class TokenClassifyResponse(ListResponse[TokenClassRow]):
     """Answer of POST /classify by a token classifier, such as a named-entity model."""
 
     labels: list[str] = Field(description="Class names in the order of `probs`.")
@@ -224,11 +224,11 @@ class CohereClassifyResponse(BaseModel):
 
 router = Router(VLLM, tag="classify")
 
-ClassAnswer = ClassifyResponse | CohereClassifyResponse | InfinityClassifyResponse | TokenClassifyResponse
+AnyClassifyResponse = ClassifyResponse | CohereClassifyResponse | InfinityClassifyResponse | TokenClassifyResponse
 
 
-@router.task("/v1/classify", batch_use=BatchUse.TASK, response_model=ClassAnswer)
-@router.task("/classify", batch_use=BatchUse.TASK, response_model=ClassAnswer)
+@router.task("/v1/classify", batch_use=BatchUse.TASK, response_model=AnyClassifyResponse)
+@router.task("/classify", batch_use=BatchUse.TASK, response_model=AnyClassifyResponse)
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token.
 

@@ -20,7 +20,7 @@ from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EncodingOptions
 from ..schemas.json_schema import documented
-from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Listed
+from ..schemas.options import EmbeddingBody, Flag, Listed, ListResponse
 
 Output = Literal["dense", "sparse", "multi_vector"]
 
@@ -124,7 +124,7 @@ class EncodeRow(BaseModel):
     token_ids: list[int] | None = Field(None, description="Of the rows of multi_vector; with return_token_ids only.")
 
 
-class EncodeResponse(ListAnswer[EncodeRow]):
+class EncodeResponse(ListResponse[EncodeRow]):
     """Answer of POST /v1/encode, in the order of the inputs."""
 
 

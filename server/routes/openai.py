@@ -22,7 +22,7 @@ from ..routing import BatchUse, Router
 from ..schemas.chat import InputFields
 from ..schemas.encodings import EmbeddingTypeOptions
 from ..schemas.json_schema import documented
-from ..schemas.options import EmbeddingBody, Flag, ListAnswer, Truncate, Width, WidthOrZero, truncated
+from ..schemas.options import EmbeddingBody, Flag, ListResponse, Truncate, Width, WidthOrZero, truncated
 
 _PLAIN_PARAMS: Final = PoolingParams()
 _PARAM_FIELDS: Final = frozenset(
@@ -157,11 +157,11 @@ class MultiVectorRow(BaseModel):
     )
 
 
-class MultiVectorResponse(ListAnswer[MultiVectorRow]):
+class MultiVectorResponse(ListResponse[MultiVectorRow]):
     """Answer of POST /v1/multi-vector."""
 
 
-class EmbeddingResponse(ListAnswer[EmbeddingRow]):
+class EmbeddingResponse(ListResponse[EmbeddingRow]):
     """Answer of POST /v1/embeddings."""
 
 

@@ -24,7 +24,7 @@ from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
 from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts
 from ..schemas.json_schema import documented
-from ..schemas.options import Count, Flag, FlagOrWord, ListAnswer, Listed, PairBody, Usage, VersionMeta, truncated
+from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
 from ..schemas.tei import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
@@ -238,7 +238,7 @@ class ScoreRow(BaseModel):
     score: float
 
 
-class ScoreResponse(ListAnswer[ScoreRow]):
+class ScoreResponse(ListResponse[ScoreRow]):
     """Answer of POST /score, in the order of the pairs."""
 
 

@@ -47,7 +47,7 @@ from ..schemas.chat import ChatFields, InputFields
 from ..schemas.encodings import EncodingOptions
 from ..schemas.inputs import Text, TokenIds
 from ..schemas.json_schema import documented
-from ..schemas.options import Count, EmbeddingBody, Flag, ListAnswer, Listed, RequestBody
+from ..schemas.options import Count, EmbeddingBody, Flag, Listed, ListResponse, RequestBody
 from ..schemas.tei import (
     TeiEmbedRequest,
     TeiPredictRequest,
@@ -126,7 +126,7 @@ class PoolingRow(BaseModel):
     )
 
 
-class PoolingResponse(ListAnswer[PoolingRow]):
+class PoolingResponse(ListResponse[PoolingRow]):
     """Answer of POST /pooling, in the order of the inputs."""
 
 

@@ -192,7 +192,7 @@ class Usage(BaseModel):
     total_tokens: int = Field(examples=[12])
 
 
-class Answer(BaseModel):
+class OpenAIResponse(BaseModel):
     """What answers in OpenAI's shape hold beside their rows."""
 
     id: str
@@ -201,7 +201,7 @@ class Answer(BaseModel):
     usage: Usage
 
 
-class ListAnswer(Answer, Generic[Entry]):
+class ListResponse(OpenAIResponse, Generic[Entry]):
     """An answer in OpenAI's shape, with a row for each input, in their order."""
 
     object: Literal["list"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.admission import AdmissionController, AnswerSize, BodyMemory, LimitError, ServerRefusalReason
+from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRefusalReason
 from penstock.server.settings import ServerSettings
 
 MIB = 2**20
@@ -78,7 +78,7 @@ def test_too_large_body_is_refused_while_it_arrives() -> None:
 
 
 def hold(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> None:
-    admission.hold_response(who, AnswerSize(10 * MIB, num_bytes), param="input", way_out="")
+    admission.hold_response(who, ResponseSize(10 * MIB, num_bytes), param="input", way_out="")
 
 
 def refusal(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> EngineOverloadedError:

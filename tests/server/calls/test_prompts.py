@@ -11,12 +11,13 @@ from penstock.server.admission import AdmissionController
 from penstock.server.calls import prompts as prompt_names
 from penstock.server.calls.call import Call
 from penstock.server.calls.context import ServerContext
+from penstock.server.http.request_head import LIMITS, RequestLimits
 from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.table import ModelTable, Target
 from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
-REQUEST = Request({"type": "http", "headers": []})
+REQUEST = Request({"type": "http", "headers": [], LIMITS: RequestLimits()})
 PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}

@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 
 from penstock.server.admission import LARGE_RESPONSE_BYTES, AdmissionController
-from penstock.server.calls.sizes import AnswerSize
+from penstock.server.calls.sizes import ResponseSize
 from penstock.server.calls.vectors import vectors_response
 from penstock.server.http.encoding import EmbedDtype, Encoding, EncodingFormat
 from penstock.server.http.json_responses import (
@@ -33,7 +33,7 @@ def request_for(written: int) -> Request:
     """Return a request whose answer is about so large."""
     request = Request({"type": "http"})
     AdmissionController(ServerSettings()).hold_response(
-        request.scope, AnswerSize(written, 1), param="input", way_out=""
+        request.scope, ResponseSize(written, 1), param="input", way_out=""
     )
     return request
 
