@@ -1,1 +1,1 @@
-"""Files that clients upload, and batches of requests that run through the routes while nobody else wants the engine."""
+"""Uploaded files, and batches of requests that run through the routes while the engine is idle."""

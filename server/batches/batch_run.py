@@ -272,17 +272,8 @@ class BatchRun:
     async def _lines_to_run(self) -> AsyncGenerator[list[LinePlace], None]:
         """Yields the places of lines without a response, some at a time. Retries if the disk fails."""
         last: LinePlace | None = None
-        slices = self._input.slices(self._output.done)
-
-        async def read() -> list[LinePlace] | None:
-            nonlocal slices
-            try:
-                return await asyncio.to_thread(next, slices, None)
-            except OSError:
-                slices = self._input.slices(self._output.done, last)
-                raise
-
-        while places := await self._retry_disk(read):
+        done = self._output.done
+        while places := await self._retry_disk(partial(asyncio.to_thread, self._input.next_places, done, last)):
             last = places[-1]
             yield places
 
@@ -360,7 +351,7 @@ class BatchRun:
     async def _read_and_send(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
         batch, store, name = self.batch, self._context.store, self._name(place.number)
         try:
-            line = await _on_thread(lambda: self._input.read(place))
+            custom_id, content = await _on_thread(lambda: self._input.read(place))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -369,10 +360,10 @@ class BatchRun:
         if is_suspect:
             await self._retry_disk(lambda: store.begin_suspect(batch.id, place.number))
         with self._context.window.run():
-            answer = await self._context.send(batch.endpoint, line.content, batch.owner, name)
+            answer = await self._context.send(batch.endpoint, content, batch.owner, name)
         if is_suspect and answer.status in RETRY_STATUSES:
             await self._retry_disk(lambda: store.stop_suspect(batch.id, place.number))
-        return line.custom_id, answer
+        return custom_id, answer
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line without a response."""
@@ -390,7 +381,7 @@ class BatchRun:
         """Stores the final status and the output files."""
         batch, files = self.batch, self._context.files
         made = [
-            files.made(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
+            files.output_record(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
             for name, file_id, num_bytes in batch.written
             if num_bytes
         ]

@@ -144,7 +144,7 @@ class Files:
         arriving.append(upload)
         try:
             await self._check_upload(owner, upload, num_bytes=1)
-            await upload.receive(self._while_room(body, owner, upload))
+            await upload.receive(self._checked(body, owner, upload))
             file = self._record(file_id, upload, owner)
             await asyncio.to_thread(self._settle, part, file_id)
             async with self._adding:
@@ -185,7 +185,7 @@ class Files:
         """Returns the files that have expired."""
         return await self._store.expired_files(int(self._now()))
 
-    async def clear_away(self) -> None:
+    async def remove_orphans(self) -> None:
         """Removes file contents without a record, left by a killed server."""
         known = await self._store.file_ids()
 
@@ -196,7 +196,7 @@ class Files:
 
         await asyncio.to_thread(clear)
 
-    def made(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> FileRecord:
+    def output_record(self, file_id: str, owner: str, filename: str, num_bytes: int, expires_s: int) -> FileRecord:
         """Returns the record of an output file of a batch."""
         created_at = int(self._now())
         return FileRecord(
@@ -259,7 +259,7 @@ class Files:
                 f"would take {num_bytes} bytes; the limit is {most}, {MOST_LARGE_FILES} of the largest files"
             )
 
-    async def _while_room(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
+    async def _checked(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
         """Yields a body while there is space for it.
 
         Raises:
@@ -271,16 +271,16 @@ class Files:
             unseen += len(piece)
             if unseen >= _CHECK_EVERY_BYTES:
                 unseen = 0
-                await asyncio.to_thread(self._check_room)
+                await asyncio.to_thread(self._check_disk)
                 await self._check_upload(owner, upload)
             yield piece
 
-    def _check_room(self) -> None:
+    def _check_disk(self) -> None:
         disk = shutil.disk_usage(self._folder)
         if disk.free < min(RESERVED_BYTES, disk.total // _RESERVED_SHARE):
             raise StorageError(
-                "The disk of the server is almost full, and what is left is kept for answers. "
-                "Delete files that nobody needs, or try again later."
+                "The disk of the server is almost full, and the rest is reserved for the output of batches. "
+                "Delete files that you do not need, or try again later."
             )
 
     def _settle(self, part: Path, file_id: str) -> None:
@@ -290,7 +290,7 @@ class Files:
 
 def _too_much(reason: str) -> LimitError:
     message = (
-        f"The files of this key {reason}, those that batches made included; "
+        f"The files of this key, with the output of batches, {reason}; "
         "delete some (DELETE /v1/files/ID), or wait until they expire."
     )
     return LimitError(413, message, ServerRefusalReason.FILE_STORAGE, {"connection": "close"})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import itertools
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -23,7 +25,8 @@ MAX_ID_CHARS: Final = 512
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
 """Values are counted before parsing only in lines that are longer. Also the bytes that are read at once."""
-_SLICE_LINES: Final = 100
+_MAX_PLACES: Final = 100
+"""Places of lines that are read at once."""
 _WORK_S: Final = 0.001
 """Seconds of reading after which the thread sleeps as long, so that other threads get the GIL."""
 
@@ -40,20 +43,6 @@ class LinePlace(NamedTuple):
     number: int
     offset: int
     num_bytes: int
-
-
-class InputLine(NamedTuple):
-    """A request of a batch.
-
-    Attributes:
-        number: Line number, from 1.
-        custom_id: The client's name of the request.
-        content: JSON body for the route, without `priority`: all lines have the lowest.
-    """
-
-    number: int
-    custom_id: str
-    content: bytes
 
 
 class CheckResult(NamedTuple):
@@ -119,26 +108,20 @@ class BatchInput:
             errors.append(LineError("too_many_inputs", message))
         return CheckResult(num_lines, errors)
 
-    def slices(self, done: Container[int], after: LinePlace | None = None) -> Iterator[list[LinePlace]]:
-        """Yields the places of the lines after `after` that are not in `done`, up to 100 at a time. Raises OSError."""
-        places: list[LinePlace] = []
-        for place in self._places(after):
-            if place.number in done:
-                continue
-            places.append(place)
-            if len(places) == _SLICE_LINES:
-                yield places
-                places = []
-        if places:
-            yield places
+    def next_places(self, done: Container[int], after: LinePlace | None = None) -> list[LinePlace]:
+        """Returns the places of the next lines after `after` that are not in `done`, at most 100. Raises OSError."""
+        with contextlib.closing(self._places(after)) as places:
+            return list(itertools.islice((place for place in places if place.number not in done), _MAX_PLACES))
 
-    def read(self, place: LinePlace) -> InputLine:
-        """Reads a line of a checked file. Raises OSError."""
+    def read(self, place: LinePlace) -> tuple[str, bytes]:
+        """Returns the custom id of a line of a checked file, and the JSON body for the route. Raises OSError.
+
+        The body has no `priority`: all lines have the lowest.
+        """
         with self._path.open("rb") as file:
             line = self._parsed(self._text(place, file))
-        body = line["body"]
-        body.pop("priority", None)
-        return InputLine(place.number, line["custom_id"], orjson.dumps(body))
+        line["body"].pop("priority", None)
+        return line["custom_id"], orjson.dumps(line["body"])
 
     def custom_ids(self, places: Iterable[LinePlace]) -> list[tuple[int, str]]:
         """Returns numbers and custom ids of lines. One line at a time is in memory. Raises OSError."""
@@ -156,7 +139,7 @@ class BatchInput:
             num_left -= len(piece)
         return _stripped(place.number, text)
 
-    def _places(self, after: LinePlace | None = None) -> Iterator[LinePlace]:
+    def _places(self, after: LinePlace | None = None) -> Generator[LinePlace]:
         """Yields the places of the lines that are not empty. Reads a small part of the file at a time."""
         with self._path.open("rb") as file:
             number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)

@@ -103,7 +103,7 @@ class Batches:
         self._context = RunContext(
             self._store, self.files, routes.send, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
         )
-        await self.files.clear_away()
+        await self.files.remove_orphans()
         crashes = await self._store.take_crashes()
         for batch in await self._store.unfinished():
             logger.info("%s goes on: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
@@ -288,7 +288,7 @@ class BatchMetrics(Collector):
         for status, count in self._batches.num_ended.items():
             ended.add_metric((status,), count)
         lines = CounterMetricFamily(
-            "penstock_batch_lines", "Lines of batches with an answer, or with an error.", labels=("outcome",)
+            "penstock_batch_lines", "Lines of batches with a response, or with an error.", labels=("outcome",)
         )
         for outcome, count in self._batches.num_lines.items():
             lines.add_metric((outcome,), count)

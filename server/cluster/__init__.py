@@ -1,1 +1,1 @@
-"""Beyond one machine, on Ray: replicas of the application behind Ray Serve, and files of texts through Ray Data."""
+"""Several machines, with Ray: replicas of the server behind Ray Serve, and files of texts through Ray Data."""

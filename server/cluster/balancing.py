@@ -1,4 +1,4 @@
-"""Which replica gets a request, and how many replicas a model needs. Imports no Ray.
+"""Chooses the replica for a request, and the number of replicas of a model. Imports no Ray.
 
 A request goes to the replica with the fewest queued tokens. Queued work adds replicas; idle engines remove them.
 """
@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 Id = TypeVar("Id", bound=Hashable)
 QUEUE_S: Final = "queue_s"
-"""Name of a figure that a replica reports to the autoscaler: seconds of work that waits or runs on it."""
+"""Metric that a replica reports to the autoscaler: seconds of work that waits or runs on it."""
 BUSY: Final = "busy"
-"""Name of another: share of the time that its engine computes, 0 to 1."""
+"""Metric that a replica reports to the autoscaler: share of the time that its engine computes, 0 to 1."""
 _MOST_BUSY: Final = 0.8
-"""Replicas are removed only while the others compute for less than this share of the time. Short queues alone do not
-tell idle engines from busy ones that just keep up."""
+"""Replicas are removed only while the others compute for less than this share of the time: a short queue does not mean
+that an engine is idle."""
 _TINY: Final = 1e-6
 
 

@@ -18,12 +18,12 @@ def connected(address: str | None, log_level: str) -> Iterator[None]:
     """Connects to a cluster while it runs.
 
     Args:
-        address: The cluster's, `auto` for that of this machine; None: that of this machine, else a new one that ends
-            with this process.
-        log_level: Of Ray's own messages.
+        address: Address of the cluster; `auto`: the cluster of this machine. None: as `auto`, or a new cluster that
+            ends with this process if there is none.
+        log_level: Level of Ray's own messages.
 
     Raises:
-        CommandError: There is no cluster there.
+        CommandError: There is no cluster at the address.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # for a cluster that is started here
     folder = Path.cwd()

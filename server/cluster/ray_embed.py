@@ -27,19 +27,19 @@ from .ray_connection import connected
 from .ray_settings import RayEmbedSettings
 
 _AT_ONCE: Final = 2
-"""Shards that an engine has at once."""
+"""Shards that an engine embeds at once."""
 _MOST_BLOCKS: Final = 4096
-"""Blocks in which Ray hands the shards out."""
+"""Blocks in which Ray distributes the shards."""
 
 
 class Recipe(NamedTuple):
-    """How every row is embedded, and where it is written.
+    """How rows are embedded, and where they are written.
 
     Attributes:
         config: The engine.
         field: The column that holds the text.
         params: How it is embedded.
-        prompt_name: Named prompt of the model that is put before it.
+        prompt_name: Named prompt of the model, put before every text.
         job: The folder of the output.
         log_level: Of engine and actor.
         log_format: Of the actor.
@@ -76,13 +76,13 @@ class Embedder:
             batch: `item`: their indices.
 
         Returns:
-            `num_rows` of each, and `error`: why it could not be done, or "".
+            `num_rows` of each, and `error`: why it failed, or "".
         """
         shards = [self._shards[index] for index in batch["item"].tolist()]
         return {"num_rows": [shard.num_rows for shard in shards], "error": [self._do(shard) for shard in shards]}
 
     def _do(self, shard: Shard) -> str:
-        if self._recipe.job.has(shard):  # of a machine that was lost after it had written it
+        if self._recipe.job.has(shard):  # written by a machine that was lost
             return ""
         from pyarrow import parquet
 
@@ -119,16 +119,16 @@ class Embedder:
 def embed_on_ray(
     shards: Sequence[Shard], recipe: Recipe, identity: Mapping[str, Any], settings: RayEmbedSettings
 ) -> None:
-    """Embeds all shards that are not done yet. Given again after an interruption, it goes on where it was.
+    """Embeds all shards that are not done yet. After an interruption, call it again: it continues.
 
     Args:
         shards: Of the whole input.
         recipe: How every row is embedded.
         identity: See JobFolder.begin.
-        settings: What the user asked for.
+        settings: Settings of the command.
 
     Raises:
-        CommandError: The work could not be finished; the message says why, and what is done is kept.
+        CommandError: The work failed; the message says why. Finished shards are kept.
     """
     recipe.job.begin(identity, overwrite=settings.overwrite)
     left = recipe.job.left(shards)

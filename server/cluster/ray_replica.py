@@ -62,7 +62,7 @@ def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]
 
 
 def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
-    """Builds the application of one model, as `penstock serve` has it; called in the process of a replica."""
+    """Builds the application of `penstock serve` for one model. Called in the process of a replica."""
     configure_logging(settings.log_level, settings.log_format)
     start = partial(
         AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format

@@ -13,7 +13,7 @@ from .balancing import LoadReport, ReplicaLoads
 
 
 class LeastTokensRouter(FIFOMixin, RequestRouter):
-    """Asks the least loaded replica first, and the others in turn if it takes no more requests. See balancing.py."""
+    """Tries the least loaded replica first, and then the others if it takes no more requests. See balancing.py."""
 
     def initialize_state(self, **settings: Any) -> None:
         """Called by Ray once; there are no settings."""
@@ -23,7 +23,7 @@ class LeastTokensRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas in the order to ask them."""
+        """Returns the replicas in the order in which they are tried."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         reports = {name: LoadReport.of(replica.routing_stats or {}) for name, replica in replicas.items()}
         return [[replicas[name]] for name in self._loads.order(reports)]

@@ -49,10 +49,10 @@ _MOST_STARTS: Final = 3
 
 
 def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
-    """Deploys models and, unless they are to stay (`--detach`), waits for a signal and takes them down again.
+    """Deploys models. Then waits for a signal and takes them down again, except with `--detach`.
 
-    Models that were on the cluster before stay; one of the same name is replaced. A signal also ends the wait for a
-    model that does not start.
+    Other models on the cluster stay; a model of the same name is replaced. A signal also ends the wait for a model that
+    does not start.
 
     Raises:
         CommandError: There is no such cluster, or a model cannot be served; the message says why.
@@ -75,15 +75,15 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
                 return
             threading.Event().wait()
         except KeyboardInterrupt:
-            logger.info("told to stop")
+            logger.info("stopping on a signal")
         finally:
             take_down(ours)
 
 
 def _raise_at_signals() -> None:
-    """Lets the first signal that asks for the end raise KeyboardInterrupt, the one error that Ray's calls let through.
+    """Makes the first stop signal raise KeyboardInterrupt, the one error that Ray's calls do not catch.
 
-    Later signals change nothing: taking models down has time limits of its own. Call this after Ray has set its own
+    Later signals have no effect: taking models down has time limits of its own. Call this after Ray has set its own
     handlers, which abort.
     """
     stops = [
@@ -177,7 +177,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
 def _cause(mount: Mount, error: RuntimeError) -> str:
     """Returns the last error line of the messages that Ray has for a deployment, without the traceback before it."""
     status = serve.status().applications.get(mount.app)
-    said = [each.message for each in status.deployments.values()] if status is not None else []
-    lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
+    messages = [each.message for each in status.deployments.values()] if status is not None else []
+    lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line]
     return str((errors or lines or [error])[-1])

@@ -1,7 +1,4 @@
-"""Settings of `penstock ray`: those of serve and embed, and what only a cluster has.
-
-server/settings/ reads them, as those of other commands.
-"""
+"""Settings of `penstock ray serve` and `penstock ray embed`: those of serve and embed, and those of a cluster."""
 
 from __future__ import annotations
 
@@ -30,17 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings(CommandSettings):
-    """What `penstock ray serve` and `penstock ray embed` share: the cluster, and the engines that run on it."""
+    """Settings of both commands: the cluster, and the engines on it."""
 
     address: str | None = setting(
         None,
-        "Ray cluster, such as host:6379; auto: the one of this machine. Default: that, or if there is none a new one "
-        "that ends with the command.",
+        "Ray cluster, such as host:6379; auto: the cluster of this machine. Default: as auto, or a new cluster that "
+        "ends with the command if there is none.",
         "Cluster",
         "ADDRESS",
     )
-    min_replicas: int = setting(1, "Engines that run always.", "Cluster", "N", least=1)
-    max_replicas: int | None = setting(None, "Most engines; default: --min-replicas.", "Cluster", "N", least=1)
+    min_replicas: int = setting(1, "Smallest number of engines.", "Cluster", "N", least=1)
+    max_replicas: int | None = setting(
+        None, "Largest number of engines; default: --min-replicas.", "Cluster", "N", least=1
+    )
     replica_cpus: float = setting(
         1.0, "Cores that Ray reserves for an engine; also its --num-threads, rounded up.", "Cluster", "N", above=0
     )
@@ -52,8 +51,8 @@ class ClusterSettings(CommandSettings):
         """Returns the configuration of an engine on the cluster.
 
         A local folder is an absolute path, because replicas run in other working directories.
-        It takes no more cores than Ray reserves for it. On a CPU `--dtype auto` is float32: each engine would measure
-        for itself what is faster, and vectors of one model, or of one output, could be of two types.
+        It takes no more cores than Ray reserves for it. On a CPU `--dtype auto` is float32: each engine would choose
+        its own dtype by measurement, and one output could hold vectors of two dtypes.
         """
         if Path(config.model).is_dir():
             config = dataclasses.replace(config, model=str(Path(config.model).resolve()))
@@ -68,7 +67,7 @@ class ClusterSettings(CommandSettings):
 
     @property
     def most_replicas(self) -> int:
-        """Most engines at once."""
+        """Largest number of engines at once."""
         return self.max_replicas or self.min_replicas
 
 
@@ -80,12 +79,14 @@ class RayServeSettings(ClusterSettings, ServerSettings):
         1.0, "Seconds of work that may wait on each engine before engines are added.", "Cluster", "SECONDS", above=0
     )
     upscale_delay_s: float = setting(
-        10.0, "Seconds for which more engines must be wanted.", "Cluster", "SECONDS", least=0
+        10.0, "Seconds that more engines must be needed before they are added.", "Cluster", "SECONDS", least=0
     )
     downscale_delay_s: float = setting(
-        300.0, "Seconds for which fewer engines must be enough.", "Cluster", "SECONDS", least=0
+        300.0, "Seconds that fewer engines must be enough before engines are removed.", "Cluster", "SECONDS", least=0
     )
-    max_ongoing_requests: int = setting(512, "Requests that an engine is sent at once.", "Cluster", "N", least=1)
+    max_ongoing_requests: int = setting(
+        512, "Most requests that are sent to an engine at once.", "Cluster", "N", least=1
+    )
     max_queued_requests: int = setting(
         1024,
         "Requests that wait in each of Ray's proxies; further requests are refused with 429.",
@@ -95,21 +96,21 @@ class RayServeSettings(ClusterSettings, ServerSettings):
     )
     proxy_location: str = setting(
         "EveryNode",
-        "Machines on which Ray listens: those that run an engine, or the head alone.",
+        "Machines on which Ray listens: all that run an engine, or only the head.",
         "Cluster",
         choices=("EveryNode", "HeadOnly"),
     )
-    detach: bool = setting(False, "Leave the models deployed when they serve, and return.", "Cluster")
+    detach: bool = setting(False, "Return when the models serve, and leave them deployed.", "Cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayEmbedSettings(ClusterSettings, EmbedSettings):
     """Settings of `penstock ray embed`."""
 
-    output: str = setting(REQUIRED, "Folder to write, one that every machine shares.", "Input and output", "FOLDER")
+    output: str = setting(REQUIRED, "Folder to write, shared by all machines.", "Input and output", "FOLDER")
     piece_rows: int = setting(
         2048,
-        "Rows of a shard: one file of the output, which is done, or done again, as a whole.",
+        "Rows of a shard. A shard is one file of the output, and is done, or done again, as a whole.",
         "Cluster",
         "ROWS",
         least=1,
@@ -136,7 +137,7 @@ _NOT_HERE: Final = {
     "admin_key": "deploy models, and take them down, by the command",
     "admin_key_file": "deploy models, and take them down, by the command",
 }
-"""Flags that have no effect on a cluster, and why."""
+"""Flags that have no effect on a cluster, each with the reason."""
 
 
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:

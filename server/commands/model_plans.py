@@ -1,4 +1,4 @@
-"""The models that `penstock serve` is asked to serve, from the command line or the TOML file of `--config`."""
+"""The models of `penstock serve`, from the command line or the TOML file of `--config`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELSEWHERE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A TOML file: settings at its top, and a table for each model that is to be served.
+    """A TOML file: settings at its top, and a table for each model.
 
     Attributes:
         path: Of the file.
@@ -41,14 +41,14 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model that is to be served.
+    """A model to serve.
 
     Attributes:
         names: Served names, the shown one first.
         config: Of its engine.
         default_prompt_name: As the setting of that name.
-        is_preloaded: It is loaded when the server starts.
-        is_pinned: It is not unloaded for others.
+        is_preloaded: Whether it is loaded when the server starts.
+        is_pinned: Whether it stays when memory is needed for others.
         ttl_s: Seconds without a request after which it is unloaded; infinity: never.
     """
 
@@ -105,7 +105,7 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def plan_models(settings: ServerSettings, words: Sequence[str | None], file: ConfigFile | None) -> list[ModelPlan]:
-    """Returns the models that are to be served, in their order.
+    """Returns the models to serve, in their order.
 
     Args:
         settings: Of the server. Their engine settings hold for every model, unless its table says otherwise.
@@ -113,7 +113,7 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         file: Of --config.
 
     Raises:
-        UsageError: A table is wrong, two models have one name, or more models are to stay in memory than may.
+        UsageError: A table is wrong, two models have one name, or more models are preloaded or pinned than fit.
     """
     tables = () if file is None else file.models
     if tables and (words or settings.model is not None):

@@ -96,7 +96,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
         server.run(sockets=[listener])
     for error in failures:  # logged last: people read the end of a log first
-        _tell(error)
+        _log_failure(error)
     if failures or not server.started:
         raise SystemExit(_exit_code(failures, plans))
 
@@ -123,7 +123,7 @@ def _serve_by_workers(
         if isinstance(error, NothingServedError):
             logger.error("no HTTP process can serve")
         else:
-            _tell(error)
+            _log_failure(error)
     if supervisor.failures:
         raise SystemExit(_exit_code(supervisor.failures, plans))
     if supervisor.signals[:1] == [signal.SIGINT]:
@@ -131,16 +131,16 @@ def _serve_by_workers(
 
 
 def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
-    """Raises UsageError for what several HTTP processes cannot do."""
+    """Raises UsageError for settings that several HTTP processes do not support."""
     for plan in plans:
         if (plan.config.data_parallel or len(plan.config.devices)) > 1:
             raise UsageError("--api-workers: with more than one, a model has one replica; leave --data-parallel out")
         if plan.config.in_process:
-            raise UsageError("--api-workers: several processes cannot ask an engine that is --in-process")
+            raise UsageError("--api-workers: several processes cannot share an engine that is --in-process")
         if not plan.is_preloaded or plan.ttl_s < math.inf:
             raise UsageError(
-                f"--api-workers: with more than one, every model is loaded at the start; {plan.names[0]}"
-                " is to come and go"
+                f"--api-workers: with more than one, every model is loaded at the start and stays; {plan.names[0]} "
+                "does not"
             )
     for flag, value in (
         ("--admin-key", settings.admin_key),
@@ -148,9 +148,9 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
         ("--model-memory", settings.model_memory),
     ):
         if value:
-            raise UsageError(f"--api-workers: with more than one, models do not come and go; leave {flag} out")
+            raise UsageError(f"--api-workers: with more than one, models are never unloaded; leave {flag} out")
     if settings.data_dir is not None:
-        raise UsageError("--api-workers: with more than one, nobody runs batches; leave --data-dir out")
+        raise UsageError("--api-workers: with more than one, no process runs batches; leave --data-dir out")
 
 
 def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener: socket.socket) -> None:
@@ -165,8 +165,8 @@ def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int
     return exit_code_of(failures[0], config.model, config.revision, START_FAILED) if failures else START_FAILED
 
 
-def _tell(failure: Exception) -> None:
-    """Logs why the engine could not be started."""
+def _log_failure(failure: Exception) -> None:
+    """Logs why the engine did not start."""
     if isinstance(failure, ModelLoadError):
         logger.error("%s", failure.message)
     elif isinstance(failure, OSError):
@@ -268,7 +268,7 @@ def _served_model(
 
 
 def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
-    """Returns the configuration of a model's one core, with the place where it runs: a device, or cores.
+    """Returns the configuration of a model with one core, on one device or set of cores.
 
     Raises:
         UsageError: There is no such place.
@@ -307,7 +307,7 @@ def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo
 
 
 def _num_bytes(info: ModelInfo) -> int:
-    """Returns the Bytes of the weights according to the files; an upper bound if the dtype is measured."""
+    """Returns the bytes of the weights according to the files; an upper bound if the dtype is measured."""
     files = WeightFiles.of(info.path)
     return files.memory().get("float32" if info.dtype == "auto" else info.dtype, files.num_bytes)
 
@@ -319,7 +319,7 @@ def open_cache(settings: ServerSettings) -> VectorCache | None:
         UsageError: An extra is missing, or there are several HTTP processes.
     """
     if settings.api_workers > 1 and (settings.cache is not None or settings.cache_dir is not None):
-        raise UsageError("--api-workers: with more than one, nothing is cached; leave --cache and --cache-dir out")
+        raise UsageError("--api-workers: with more than one, there is no cache; leave --cache and --cache-dir out")
     if settings.cache_dir is not None and importlib.util.find_spec("lmdb") is None:
         raise UsageError("--cache-dir: needs lmdb; install the extra: pip install 'penstock[cache]'")
     if settings.cache is None and settings.cache_dir is None:

@@ -28,13 +28,13 @@ from ..settings import (
 from .model_plans import ELSEWHERE
 
 _FILE_HEAD: Final = """\
-# Settings of `penstock serve --config FILE`. What stands behind a # is off; a value that is shown is the default.
-# A flag of the command line wins over its variable of the environment, and that over this file.
-# What is said of a model here holds for every model whose own table says nothing else.
+# Settings of `penstock serve --config FILE`. Each line that begins with # is off and shows the default.
+# A flag of the command line wins over its environment variable, and the variable over this file.
+# The settings of a model here apply to every model whose own table does not set them.
 """
 _FILE_MODELS: Final = """
-# Models. Each has an engine process of its own, and takes every setting of the group "Model" and others of an engine
-# (limits of a forward and of the queue, memory) for itself; paths are as on the command line.
+# Models. Each has an engine process of its own. Its table may set everything of the group "Model" and the other
+# settings of an engine (limits of a forward and of the queue, memory). Paths are as on the command line.
 
 # [[models]]
 """
@@ -129,7 +129,7 @@ def _comment(each: DeclaredSetting) -> str:
 
 
 def _toml_default(each: DeclaredSetting) -> str:
-    """Returns a default as TOML has it; the word for a value if there is none."""
+    """Returns a default as a TOML value; the metavar if there is none."""
     if each.default is None or each.default == ():
         return f"<{each.metavar}>"
     if each.setting.parse is parse_size:

@@ -1,1 +1,1 @@
-"""Jobs that embed files in shards and go on after an interruption: `penstock embed` and `penstock ray embed`."""
+"""Jobs that embed files in shards and continue after an interruption: `penstock embed` and `penstock ray embed`."""

@@ -23,7 +23,7 @@ from .job_folder import COLUMN, Shard
 PARQUET_ROWS_AT_ONCE: Final = 1024
 SHARD_ROWS: Final = 2048
 SHARD_CHARS: Final = 200_000
-"""Bounds of a shard, which an interrupted run computes again: about ten seconds of a CPU."""
+"""Bounds of a shard, which an interrupted run computes again: about ten seconds on a CPU."""
 
 
 class Row(NamedTuple):
@@ -312,7 +312,7 @@ class ParquetRows(InputFile):
 
     @contextlib.contextmanager
     def _errors(self, num_rows: int) -> Iterator[None]:
-        """Raises BadRowError in place of what pyarrow raises after `num_rows` rows."""
+        """Raises BadRowError for an error of pyarrow after `num_rows` rows."""
         from pyarrow import ArrowException
 
         try:
@@ -338,7 +338,7 @@ def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
 
 
 def _plain(value: object) -> str:
-    """Returns a value that JSON has no type for as text: bytes as base64, all else as Python shows it."""
+    """Returns a value without a JSON type as text: bytes as base64, all else as `str` shows it."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
@@ -346,8 +346,8 @@ def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
     """Returns the Parquet files of a place: one file, or all of a folder in the order of their names.
 
     Raises:
-        UsageError: There is none, one lacks the column of the texts or has the column that is added, or their columns
-            differ.
+        UsageError: There is no file; one lacks the column of the texts or has the column that is added; or their
+            columns differ.
         BadRowError: One cannot be read.
     """
     root = Path(place).resolve()
@@ -363,7 +363,7 @@ def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
 
 
 def stat_digest(inputs: Iterable[InputFile]) -> str:
-    """Returns what tells one set of files from another without reading them: names, sizes and times."""
+    """Returns a digest of names, sizes and modification times, so that large files need not be read."""
     stats = [(str(each.path), status.st_size, status.st_mtime_ns) for each in inputs for status in [each.path.stat()]]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
-"""The folder of a job: a file for each shard that is done, and a manifest that says what the job is.
+"""The folder of a job: a file for each finished shard, and a manifest that identifies the job.
 
-A file is written under another name and moved into place, so that it is there whole or not at all. No list beside the
-files says which are done. A shard that is done twice, by two machines or by two runs, leaves one file.
+A file is written under another name and moved into place, so that it is there whole or not at all. The files alone say
+which shards are finished. A shard that runs twice, on two machines or in two runs, leaves one file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLUMN: Final = "embedding"
 _LOCK: Final = "_lock"
 _UNFINISHED: Final = ".unfinished-"
 _CHANGES_NO_ROW: Final = ("name", "path", "root", "sources", "device", "kernels", "num_lanes", "auto_truncate")
-"""Fields of ModelInfo with which an interrupted job may go on though they differ."""
+"""Fields of ModelInfo that may differ when an interrupted job continues."""
 
 
 class Shard(NamedTuple):
-    """Consecutive rows of one file that are done, or done again, as a whole.
+    """Consecutive rows of one file, which run as a whole.
 
     Attributes:
         number: Its place in the job, counted from 0.
@@ -53,10 +53,10 @@ class Shard(NamedTuple):
 
 
 class JobFolder:
-    """The shards that are done. Several processes may write it: two that do the same shard write the same file.
+    """The finished shards of a job. Several processes may write to it: for the same shard they write the same file.
 
     Args:
-        folder: Where it is; all machines share it.
+        folder: The folder; all machines share it.
         suffix: Of the files of shards: ".npy" or ".parquet".
         start_over: How the user starts over, for messages, such as "delete the folder".
     """
@@ -67,14 +67,14 @@ class JobFolder:
         self._count = _npy_rows if suffix == ".npy" else _parquet_rows
 
     def begin(self, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Begins a job, or goes on with one.
+        """Begins a job, or continues one.
 
         Args:
-            identity: Everything that decides the rows; a job goes on only if all of it is equal.
-            overwrite: Delete first what a job has left.
+            identity: Everything that changes the rows. A job continues only if all of it is equal.
+            overwrite: Delete the files of an earlier job first.
 
         Raises:
-            UsageError: The folder holds something else, or a job that is finished.
+            UsageError: The folder holds other files, another job, or a finished job.
             CommandError: It cannot be written.
         """
         with self.writing():
@@ -105,31 +105,16 @@ class JobFolder:
         return self.folder / f"part-{shard.number:08d}{self._suffix}"
 
     def has(self, shard: Shard) -> bool:
-        """Returns whether a shard is done: its file is whole, and has its rows."""
+        """Returns whether a shard is finished: its file is whole and has all rows."""
         return self._count(self.path(shard)) == shard.num_rows
 
     def left(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Returns the shards that have no file yet, or a damaged one."""
+        """Returns the unfinished shards: those without a file, or with a damaged one."""
         return [shard for shard in shards if not self.has(shard)]
 
     def write(self, path: Path, save: Callable[[Path], object]) -> None:
-        """Writes a file of the folder and returns when it is safe.
-
-        Args:
-            path: Where it is to be.
-            save: Writes it to the path that it is given.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        unfinished = self.folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
-        try:
-            save(unfinished)
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        """Writes a file of the folder; see `replace_file`."""
+        replace_file(path, self.folder / f"{_UNFINISHED}{uuid.uuid4().hex}", save)
 
     def write_vectors(self, shard: Shard, vectors: NDArray[np.float32]) -> None:
         """Writes the file of a shard [N, D]; see `write`."""
@@ -142,14 +127,14 @@ class JobFolder:
         self.write(self.path(shard), save)
 
     def finish(self, identity: Mapping[str, Any]) -> None:
-        """Notes that all shards are done, and removes what killed processes have left."""
+        """Records that all shards are finished, and removes the unfinished files of killed processes."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
         self._write_manifest(identity, is_finished=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes of this machine out. Afterwards a folder without any shard is removed.
+        """Locks the folder against other processes of this machine. At the end a folder without shards is removed.
 
         Raises:
             UsageError: The folder is a file, or another process is writing it.
@@ -178,7 +163,7 @@ class JobFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Raises CommandError, which says what becomes of the work, if the disk refuses."""
+        """Raises CommandError, which tells the user how to continue, if the disk fails."""
         try:
             yield
         except OSError as error:
@@ -188,7 +173,7 @@ class JobFolder:
             ) from error
 
     def _clear(self) -> None:
-        """Deletes what a job has left, and nothing else."""
+        """Deletes the files of an earlier job, and no others."""
         if (self.folder / MANIFEST).exists():
             for pattern in ("part-*", f"{_UNFINISHED}*", MANIFEST):
                 for path in self.folder.glob(pattern):
@@ -246,15 +231,35 @@ class ShardVectors:
 
 
 def model_digest(info: ModelInfo) -> str:
-    """Returns a digest of what decides a model's vectors: what was resolved, and the contents of its files."""
+    """Returns a digest of all that changes a model's vectors: its resolved configuration and the bytes of its files."""
     resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in _CHANGES_NO_ROW}
     digest = hashlib.blake2b(json.dumps(resolved, sort_keys=True, default=str).encode())
     add_files(digest, info)
     return digest.hexdigest()
 
 
+def replace_file(path: Path, unfinished: Path, save: Callable[[Path], object]) -> None:
+    """Replaces a file in one step: the file is there whole, or the earlier one stays. Returns when it is on the disk.
+
+    Args:
+        path: The file.
+        unfinished: Path in the same folder for the unfinished file, which is removed after an error.
+        save: Writes the file to the path that it is given.
+
+    Raises:
+        OSError: The disk fails, or what `save` raises.
+    """
+    try:
+        save(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def write_npy_header(file: BinaryIO, num_rows: int, width: int) -> None:
-    """Writes what comes before the numbers of a .npy file [num_rows, width] float32."""
+    """Writes the header of a .npy file [num_rows, width] float32."""
     header = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, width)}
     np.lib.format.write_array_header_1_0(file, header)
 

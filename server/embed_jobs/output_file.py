@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,7 +17,7 @@ from penstock.engine.model_files.model_folder import one_line
 from ..settings import CommandError, UsageError
 from .columns import JsonColumns
 from .input_file import BadRow, InputFile, JsonLines, ParquetRows, Row, require_pyarrow
-from .job_folder import COLUMN, ShardVectors, write_npy_header
+from .job_folder import COLUMN, ShardVectors, replace_file, write_npy_header
 
 ROWS_AT_ONCE: Final = 1024
 
@@ -46,10 +45,10 @@ class Results(NamedTuple):
     """The outcome of a run.
 
     Attributes:
-        vectors: A row for each row of the input; those of bad and refused rows have no meaning.
+        vectors: A row for each row of the input; NaN for bad and refused rows.
         refused: Why the model refused rows, by their numbers, counted from 0.
         num_skipped: Bad and refused rows.
-        columns: Of a JSONL input, for Parquet.
+        columns: Columns of a JSONL input, for Parquet output.
     """
 
     vectors: ShardVectors
@@ -62,10 +61,10 @@ Writer = Callable[[Path, InputFile, Results], None]
 
 
 def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
-    """Returns the columns that are to be found of a JSONL input for a Parquet output, else None.
+    """Returns an empty JsonColumns if the input is JSONL and the output is Parquet, else None.
 
     Raises:
-        UsageError: The output cannot hold the columns of the input, which a Parquet file lists.
+        UsageError: The output cannot hold the columns of the input.
     """
     if output.suffix.lower() == ".npy":
         return None
@@ -83,39 +82,35 @@ def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
 
 
 def check_names(source: InputFile, row: Row) -> None:
-    """Raises BadRowError for a row of an input that has the field that is added."""
+    """Raises BadRowError for a row that already has the field that is added."""
     if COLUMN in row.record:
         raise source.bad_row(row.line, f"it has a field {COLUMN!r}, the name of the one that is added; rename it")
 
 
 def report_path(output: Path) -> Path:
-    """Returns the file that lists the rows that were left out."""
+    """Returns the path of the list of rows that were left out."""
     return output.with_name(f"{output.name}.skipped.jsonl")
 
 
 def write_output(output: Path, write: Writer, source: InputFile, results: Results) -> None:
-    """Writes the whole output beside its place and moves it there; before it the list of rows that were left out.
+    """Writes the list of rows that were left out, then the output. Each replaces an earlier file in one step.
 
     Args:
-        output: The file; one that is there is replaced in one step.
+        output: The file.
         write: See `writer_for`.
         source: The input; its rows are read again.
         results: Of the run.
 
     Raises:
-        CommandError: The disk refuses, or the format; the message names the next step.
+        CommandError: The disk fails, or the format cannot hold the columns; the message names the next step.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         if results.num_skipped:
-            _write_report(temporary, source, results.refused)
-            temporary.replace(report_path(output))
+            replace_file(report_path(output), temporary, lambda path: _write_report(path, source, results.refused))
         else:
             report_path(output).unlink(missing_ok=True)  # of an earlier run
-        write(temporary, source, results)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(output)
+        replace_file(output, temporary, lambda path: write(path, source, results))
     except OSError as error:
         raise CommandError(
             f"{output} cannot be written: {error.strerror or error}; all {results.vectors.num_rows} rows are done and "
@@ -128,8 +123,6 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
             f"{output.name}.partial to {output.stem}.npy.partial, and give the same command with an output "
             f"{output.stem}.npy"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write_report(path: Path, source: InputFile, refused: Mapping[int, str]) -> None:
@@ -138,23 +131,17 @@ def _write_report(path: Path, source: InputFile, refused: Mapping[int, str]) -> 
             reason = row.reason if isinstance(row, BadRow) else refused.get(number)
             if reason is not None:
                 file.write(orjson.dumps({source.unit: row.line, "reason": reason}) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_npy(path: Path, source: InputFile, results: Results) -> None:
-    """Writes the vectors alone, [N, D] float32: row i is that of row i of the input, and NaN if it was left out."""
+    """Writes the vectors alone, [N, D] float32. Row i is that of row i of the input; NaN if left out."""
+    del source
     vectors = results.vectors
-    skipped = _skipped(source, results.refused) if results.num_skipped else iter(())
-    next_skipped = next(skipped, None)
     with path.open("wb") as file:
         write_npy_header(file, vectors.num_rows, vectors.width)
         for start in range(0, vectors.num_rows, ROWS_AT_ONCE):
-            block = vectors.rows(range(start, min(start + ROWS_AT_ONCE, vectors.num_rows))).astype("<f4", copy=False)
-            while next_skipped is not None and next_skipped < start + len(block):
-                block[next_skipped - start] = np.nan
-                next_skipped = next(skipped, None)
-            file.write(block.data)
+            block = vectors.rows(range(start, min(start + ROWS_AT_ONCE, vectors.num_rows)))
+            file.write(block.astype("<f4", copy=False).data)
 
 
 def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
@@ -218,10 +205,6 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
 
 def _kept(rows: Iterator[Row | BadRow], refused: Collection[int]) -> Iterator[tuple[int, Row]]:
     return ((n, row) for n, row in enumerate(rows) if isinstance(row, Row) and n not in refused)
-
-
-def _skipped(source: InputFile, refused: Collection[int]) -> Iterator[int]:
-    return (number for number, row in enumerate(source.rows()) if isinstance(row, BadRow) or number in refused)
 
 
 def _parquet_schema(source: InputFile, columns: JsonColumns | None) -> Any:

@@ -1,4 +1,4 @@
-"""How far `penstock embed` is: rows that are done, and the time that the rest takes, weighed by the length of texts."""
+"""Progress of `penstock embed`: finished rows, and the remaining time, weighted by the length of texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN: Final = 4
 _ROW_CHARS: Final = 4
-"""What a row costs beside its text: about the tokens around it."""
+"""Weight of a row in addition to its text: about its special tokens."""
 _FORM: Final = "{desc} {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 LOG_EVERY_S: Final = 30.0
 """Seconds between two log lines."""
@@ -26,8 +26,7 @@ LOG_EVERY_S: Final = 30.0
 class Progress:
     """A bar on a terminal, or a log line every 30 seconds; used as a context manager.
 
-    Tokens are known when a row has been read by the model, characters from the start: a row weighs its characters, and
-    no more of them than the model reads.
+    The weight of a row is its characters, at most as many as the model reads. Its tokens are unknown before it runs.
 
     Args:
         lengths: Number of rows by the characters of their text.
@@ -44,7 +43,7 @@ class Progress:
         self._earlier = self._done = 0
         self._began_s = self._logged_s = time.monotonic()
         is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
-        # Every answer is a reason to draw (miniters), ten times a second at most.
+        # Drawn after every request (miniters), but at most ten times a second.
         self._bar: Any = None if is_off else tqdm(total=self._total, bar_format=_FORM, dynamic_ncols=True, miniters=0)
         self._draw(0)
 
@@ -61,7 +60,7 @@ class Progress:
             self._bar.close()
 
     def skip(self, texts: Iterable[str]) -> None:
-        """Counts rows that an earlier run has done: they tell nothing of the speed of this one."""
+        """Counts rows that an earlier run has done. They do not count for the speed of this run."""
         weights = [self._weight(len(text)) for text in texts]
         self._earlier += sum(weights)
         self._done += sum(weights)

@@ -33,21 +33,21 @@ from .progress import Progress
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S: Final = 1.0
-"""Longest wait, in seconds, before an engine that is full is asked again."""
+"""Longest wait, in seconds, before a request that a full engine refused is sent again."""
 REQUEST_ROWS: Final = 32
 REQUEST_CHARS: Final = 8_000
 """Bounds of one request to the engine: about what one forward on a CPU holds, so that no row waits for many others."""
 
 
 class ShardResult:
-    """The answers to a shard while it runs.
+    """The vectors of a shard while it runs.
 
     Args:
         shard: The shard.
-        num_left: Rows that the engine is to be asked for.
+        num_left: Rows that still have to run.
 
     Attributes:
-        vectors: [N, D] float32, a row for each row of the shard; those that are left out have no meaning.
+        vectors: [N, D] float32, a row for each row of the shard, NaN where there is none. D is 0 before the first add.
         refused: Why the model refused rows, by their index in the shard.
     """
 
@@ -59,12 +59,12 @@ class ShardResult:
     def add(self, indices: Sequence[int], vectors: NDArray[np.float32]) -> None:
         """Adds the vectors of rows."""
         if not self.vectors.shape[1]:
-            self.vectors = np.zeros((self.shard.num_rows, vectors.shape[1]), np.float32)
+            self.vectors = np.full((self.shard.num_rows, vectors.shape[1]), np.nan, np.float32)
         self.vectors[indices] = vectors
 
 
 class EmbedRequest(NamedTuple):
-    """Rows of one shard that the engine is asked for at once.
+    """Rows of one shard that are sent to the engine together.
 
     Attributes:
         result: Of the shard.
@@ -78,17 +78,17 @@ class EmbedRequest(NamedTuple):
 
 
 def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None = None) -> None:
-    """Embeds the rows of `file`. Given again after an interruption, it goes on where it was.
+    """Embeds the rows of `file`. After an interruption, call it again: it continues.
 
     Args:
         file: Texts: .txt, .jsonl or .parquet.
-        settings: What the user asked for.
+        settings: Settings of the command.
         model: Local folder or hub id.
-        name: What messages call it; None: that.
+        name: Name of the model in messages; None: `model`.
 
     Raises:
-        UsageError: The file or the output cannot be what they are said to be.
-        CommandError: The work could not be finished; the message says why, and what is done is kept.
+        UsageError: The file or the output cannot be used.
+        CommandError: The work failed; the message says why. Finished shards are kept.
     """
     configure_logging(settings.log_level, settings.log_format)
     try:
@@ -179,7 +179,7 @@ async def _embed_shards(
 ) -> None:
     """Embeds the shards that are not done yet, with at most `batch_size` rows in flight.
 
-    If a row fails, no more is asked for, the rows in flight are waited for, and their shards are kept if they are done.
+    If a row fails, no further rows are sent. The rows in flight are awaited, and finished shards are kept.
     """
     requests = _requests(source, job, shards, progress, settings.batch_size)
     in_flight: dict[asyncio.Task[tuple[int, Exception] | None], int] = {}  # with their rows
@@ -209,7 +209,7 @@ async def _embed_shards(
 def _requests(
     source: InputFile, job: JobFolder, shards: Sequence[Shard], progress: Progress, batch_size: int
 ) -> Iterator[EmbedRequest]:
-    """Yields the rows of the shards that are left to do, in requests of at most REQUEST_ROWS and REQUEST_CHARS."""
+    """Yields the rows of unfinished shards, in requests of at most REQUEST_ROWS and REQUEST_CHARS."""
     most_rows = min(max(batch_size // 2, 1), REQUEST_ROWS)
     left = {shard.number for shard in job.left(shards)}
     for shard, rows in source.in_shards(shards):
@@ -297,7 +297,7 @@ def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
 async def _ask(
     engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
 ) -> NDArray[np.float32]:
-    """Returns the vectors of rows, once the engine has room for them."""
+    """Returns the vectors of rows. Waits while the engine is full."""
     while True:
         try:
             return (await engine.embed([row.text for row in rows], params, options)).embeddings
@@ -306,17 +306,17 @@ async def _ask(
 
 
 def pooling_params(settings: EmbedSettings) -> PoolingParams:
-    """Returns how each row is embedded."""
+    """Returns the pooling parameters of every row."""
     return PoolingParams(dimensions=settings.dimensions, normalize=settings.normalize)
 
 
 def row_options(settings: EmbedSettings) -> dict[str, Any]:
-    """Returns the options that decide the rows of a job."""
+    """Returns the options that change the rows of a job."""
     return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
 
 
 def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
-    """Raises UsageError for an option that the model refuses, so that no row is blamed for it."""
+    """Raises UsageError for an option that the model does not support, before any row runs."""
     if settings.prompt_name is not None and settings.prompt_name not in info.prompts:
         has = ", ".join(info.prompts) or "none"
         raise UsageError(f"--prompt-name: {info.name} has no prompt {settings.prompt_name!r}; it has: {has}")

@@ -1,1 +1,1 @@
-"""What is told of requests: metrics, access log, traces."""
+"""Metrics, access log and traces of requests."""

@@ -26,11 +26,11 @@ _STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)
 _ENGINE_GAUGES: Final = {
     "num_requests": ("penstock_engine_requests", "Requests under way in the engine."),
     "num_tokens": ("penstock_engine_queued_tokens", "Tokens under way in the engine, waiting or running."),
-    "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that no forward had begun when the last one ended."),
+    "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that waited when the last forward ended."),
     "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
     "token_budget": (
         "penstock_engine_token_budget",
-        "The most tokens in one forward; lowered where it is slow or memory short.",
+        "Largest number of tokens in one forward; lowered if forwards are slow or memory is short.",
     ),
 }
 _ENGINE_COUNTERS: Final = {
@@ -40,22 +40,22 @@ _ENGINE_COUNTERS: Final = {
 }
 _REFUSED: Final = (
     "penstock_refused_requests",
-    "Requests that a limit refused or ended, by the limit. Answers to health checks are not counted.",
+    "Requests that a limit refused or ended, by the limit. Health checks are not counted.",
 )
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
     "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
-    "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the most in one, 0 to 1."),
+    "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the token budget, 0 to 1."),
     "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
 }
 _CACHE_GAUGES: Final = {
-    "usage": ("penstock_engine_cache_usage", "Share of the memory for inputs in chunks that is held, 0 to 1."),
+    "usage": ("penstock_engine_cache_usage", "Used share of the memory for chunked inputs, 0 to 1."),
     "memory_pressure": (
         "penstock_engine_memory_pressure",
-        "Share of a full chunk for which there was no memory when chunks were last cut, 0 to 1.",
+        "Share of a full chunk that did not fit into memory when chunks were last scheduled, 0 to 1.",
     ),
     "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
-    "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that have started and not ended."),
+    "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that are running."),
 }
 _CACHE_COUNTERS: Final = {
     "prefix_queried_tokens_total": (
@@ -65,7 +65,7 @@ _CACHE_COUNTERS: Final = {
     "prefix_hit_tokens_total": ("penstock_engine_prefix_hit_tokens", "Tokens that were found in the prefix cache."),
     "num_evicted_blocks_total": (
         "penstock_engine_prefix_evicted_blocks",
-        "Blocks that left the prefix cache because their place was needed.",
+        "Blocks that were evicted from the prefix cache because their memory was needed.",
     ),
     "chunks.preemptions": (
         "penstock_engine_preemptions",
@@ -74,18 +74,18 @@ _CACHE_COUNTERS: Final = {
     "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
     "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
     "chunks.run_s": ("penstock_engine_chunk_duration_seconds", "Seconds that these chunks ran."),
-    "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Failures of chunks, as for want of memory."),
-    "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that ran to their end."),
+    "chunks.failed_chunks": ("penstock_engine_chunk_failures", "Chunks that failed, for example for lack of memory."),
+    "chunks.completed_requests": ("penstock_engine_chunked_inputs_completed", "Long inputs that completed."),
     "chunks.failed_requests": ("penstock_engine_chunked_inputs_failed", "Long inputs that failed too often."),
-    "chunks.cancelled_requests": ("penstock_engine_chunked_inputs_cancelled", "Long inputs that were given up midway."),
+    "chunks.cancelled_requests": ("penstock_engine_chunked_inputs_cancelled", "Long inputs that were cancelled."),
     "chunks.cached_tokens": (
         "penstock_engine_chunk_cached_tokens",
-        "Tokens of long inputs that did not run again because a cache held what comes of them.",
+        "Tokens of long inputs that did not run because their results were cached.",
     ),
 }
 
 _MODEL_GAUGES: Final = {
-    "is_open": ("penstock_vector_cache_open", "1 where inputs are looked up: what was loaded is known by then."),
+    "is_open": ("penstock_vector_cache_open", "1 if inputs are looked up: the loaded model is known."),
 }
 _MODEL_COUNTERS: Final = {
     "num_memory_hits": ("penstock_vector_cache_memory_hits", "Inputs whose embedding was found in memory."),
@@ -94,12 +94,12 @@ _MODEL_COUNTERS: Final = {
 }
 _TIER_GAUGES: Final = {
     "num_bytes": ("penstock_vector_cache_bytes", "Bytes of cached embeddings."),
-    "is_working": ("penstock_vector_cache_working", "1 where embeddings can be kept; 0 on a full or damaged disk."),
+    "is_working": ("penstock_vector_cache_working", "1 if embeddings can be stored; 0 if the disk is full or damaged."),
 }
 _TIER_COUNTERS: Final = {
-    "num_evicted": ("penstock_vector_cache_evictions", "Embeddings that left because room was needed."),
-    "num_dropped": ("penstock_vector_cache_dropped", "Embeddings that were not kept: no room on the disk."),
-    "num_damaged": ("penstock_vector_cache_damaged", "Embeddings that were found to be damaged, and computed again."),
+    "num_evicted": ("penstock_vector_cache_evictions", "Embeddings that were evicted because their memory was needed."),
+    "num_dropped": ("penstock_vector_cache_dropped", "Embeddings that were not stored because the disk is full."),
+    "num_damaged": ("penstock_vector_cache_damaged", "Embeddings that were damaged and computed again."),
 }
 
 _LABELS: Final = ("model", "replica")
@@ -181,32 +181,28 @@ class Metrics(Collector):
         return list(self._registry.collect())
 
     async def scrape(self) -> bytes:
-        """Returns the metrics of all server processes as text. Raises the errors of `gather`."""
-        return self.exposition() if self._gather is None else generate_latest(_Gathered(await self._gather()))
-
-    def exposition(self) -> bytes:
-        """Returns the metrics of this process in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """Returns the metrics of all server processes in Prometheus' text format. Raises the errors of `gather`."""
+        return generate_latest(self._registry if self._gather is None else _Gathered(await self._gather()))
 
     def collect(self) -> Iterable[Metric]:
         """Yields the metrics at scrape time. The histograms of prometheus_client would be slower than all the rest."""
         latency = HistogramMetricFamily(
             "penstock_http_request_duration_seconds",
-            "Seconds from the head of the request to the end of the answer.",
+            "Seconds from the head of the request to the end of the response.",
             labels=("model", "route"),
         )
         for route, histogram in self._latency.items():
             _add(latency, route, histogram)
         stages = HistogramMetricFamily(
             "penstock_stage_duration_seconds",
-            "Seconds that requests which were answered spent in tokenization, queue, inference and encoding.",
+            "Seconds that successful requests spent in tokenization, queue, inference and encoding.",
             labels=("model", "route", "task", "stage"),
         )
         for served, histograms in self._stages.items():
             for stage, histogram in histograms.items():
                 _add(stages, (*served, stage), histogram)
         for name, text, names, counts in (
-            ("penstock_http_requests", "Answers by route and status.", ("model", "route", "status"), self._requests),
+            ("penstock_http_requests", "Responses by route and status.", ("model", "route", "status"), self._requests),
             ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
             ("penstock_tokens", "Tokens of inputs.", ("model", "task"), self._tokens),
             (*_REFUSED, ("reason",), self._refused),
@@ -229,12 +225,12 @@ class Metrics(Collector):
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
         queue = GaugeMetricFamily(
             "penstock_engine_queue_seconds",
-            "Seconds that what waits or runs takes at the rate of the last forwards; 0 before it is measured.",
+            "Seconds of waiting and running work at the rate of the last forwards; 0 before it is measured.",
             labels=("model",),
         )
         for engine, model in engines:
             queue.add_metric((model,), engine.queue_s)
-        ready = GaugeMetricFamily("penstock_engine_ready", "1 where the engine can serve.", labels=_LABELS)
+        ready = GaugeMetricFamily("penstock_engine_ready", "1 if the engine can serve.", labels=_LABELS)
         restarts = CounterMetricFamily("penstock_engine_restarts", "Restarts of the engine.", labels=_LABELS)
         for core in cores:
             ready.add_metric(core.labels, float(core.state is EngineState.READY))

@@ -165,7 +165,13 @@ class TeiPredictRequest(TeiModelBody):
 class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank: with `texts` in place of `documents`."""
 
-    own_names: ClassVar = {**TeiModelBody.own_names, "input": "texts", "text_1": "query", "text_2": "texts"}
+    own_names: ClassVar = {
+        **TeiModelBody.own_names,
+        "input": "texts",
+        "text_1": "query",
+        "text_2": "texts",
+        "use_activation": "raw_scores",
+    }
     model_config = documented(
         {"query": "What holds back the water?", "texts": ["A gate.", "A song."], "return_text": True}
     )

@@ -1,4 +1,4 @@
-"""What each command can be told. The settings of an engine are declared in engine/protocol/config.py."""
+"""Declares the settings of each command. The settings of an engine are declared in engine/protocol/config.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _parse_names(value: object) -> tuple[str, ...]:
 
 
 def _origins_rule(value: tuple[str, ...]) -> str | None:
-    """Refuses what no browser sends as an Origin: it would never match."""
+    """Refuses a value that no browser sends as its origin: it would never match."""
     wrong = next((origin for origin in value if origin != "*" and not _ORIGIN.fullmatch(origin)), None)
     if wrong is None:
         return None
@@ -56,7 +56,7 @@ def _url_rule(value: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSettings:
-    """What all commands with a model share.
+    """Settings of all commands with a model.
 
     Attributes:
         engine: The settings of its engine, without the model; see `engine_config`.
@@ -82,7 +82,7 @@ class CommandSettings:
 
         Args:
             model: Local folder or hub id.
-            name: What messages call it.
+            name: Name of the model in messages.
         """
         return replace(self.engine, model=model, name=name, model_source="default" if self.model is None else "--model")
 
@@ -102,7 +102,7 @@ class EmbedSettings(CommandSettings):
     batch_size: int = setting(512, "Rows in flight at once.", "Input and output", "ROWS", least=1)
     on_bad_row: str = setting(
         "fail",
-        "A row that cannot be read, holds no text, or that the model refuses: end with its line, or leave it out and "
+        "For a row that cannot be read, holds no text, or is refused by the model: fail with its line, or skip it and "
         "list it in OUTPUT.skipped.jsonl.",
         "Input and output",
         choices=("fail", "skip"),
@@ -112,7 +112,7 @@ class EmbedSettings(CommandSettings):
     )
     normalize: bool | None = setting(None, "L2-normalise; default: as the model's files say.", "Input and output")
     prompt_name: str | None = setting(
-        None, "Named prompt of the model that is put before every text.", "Input and output", "NAME"
+        None, "Named prompt of the model, put before every text.", "Input and output", "NAME"
     )
 
 
@@ -154,8 +154,8 @@ class ServerSettings(CommandSettings):
     )
     min_transfer_rate: int = setting(
         16 * 1024,
-        "Bytes a second, such as 16KiB, below which clients may not send a body or read an answer: then the body is "
-        "refused with 408, and the connection of the answer is reset. 0: any rate.",
+        "Lowest rate, in bytes per second such as 16KiB, at which clients may send a body or read a response. A slower "
+        "body is refused with 408; the connection of a slower response is reset. 0: any rate.",
         "Limits",
         "SIZE",
         least=0,
@@ -163,13 +163,13 @@ class ServerSettings(CommandSettings):
     )
     transfer_grace_s: float = setting(
         30.0,
-        "Seconds that a client may take longer than at --min-transfer-rate, such as for a pause.",
+        "Seconds that a client may take longer than at --min-transfer-rate, for example for a pause.",
         "Limits",
         "SECONDS",
         above=0,
     )
     request_timeout_s: float = setting(
-        600.0, "Seconds after which a request is given up with 504; 0: never.", "Limits", "SECONDS", least=0
+        600.0, "Seconds after which a request fails with 504; 0: never.", "Limits", "SECONDS", least=0
     )
     drain_timeout_s: float = setting(
         30.0,
@@ -229,15 +229,15 @@ class ServerSettings(CommandSettings):
     )
     max_loaded_models: int | None = setting(
         None,
-        "Models in memory at once, of several that are served. The others are loaded when a request names them, and "
-        "the model that was not used for longest is unloaded. Default: all.",
+        "Most models in memory at once. Another model is loaded when a request names it, and the least recently used "
+        "model is unloaded. Default: all.",
         "Several models",
         "N",
         least=1,
     )
     model_memory: int | None = setting(
         None,
-        "Memory of all models together, such as 8GiB; beyond it models are unloaded as with --max-loaded-models. "
+        "Memory of all models together, such as 8GiB; above it, models are unloaded as with --max-loaded-models. "
         "Default: no bound.",
         "Several models",
         "SIZE",
@@ -285,15 +285,15 @@ class ServerSettings(CommandSettings):
     )
     batch_retention_s: int = setting(
         30 * 24 * 3600,
-        "Seconds after its end when a batch is removed with its input file, answers and errors.",
+        "Seconds after its end until a batch is removed with its input, output and error files.",
         "Batches",
         "SECONDS",
         least=1,
     )
     answer_memory: int = setting(
         512 * 1024 * 1024,
-        "Memory of all answers under way; while it is full, requests for large ones are refused with 429. One client "
-        "may hold half of it.",
+        "Memory of all responses that are computed or sent. While it is full, requests for large responses are refused "
+        "with 429. One client may hold half of it.",
         "Memory",
         "SIZE",
         above=0,
@@ -301,8 +301,8 @@ class ServerSettings(CommandSettings):
     )
     cache: int | None = setting(
         None,
-        "Memory of a cache of embeddings, such as 1GiB. The same text, asked for in the same way with "
-        "the same key, is then not computed again.",
+        "Memory of a cache of embeddings, such as 1GiB. A text is then not computed again for a request with the same "
+        "options and the same key.",
         "Memory",
         "SIZE",
         above=0,
@@ -310,14 +310,14 @@ class ServerSettings(CommandSettings):
     )
     cache_dir: Path | None = setting(
         None,
-        "Folder on a local disk for such a cache that outlives the server and is shared by all servers of this "
-        "machine that name it (extra `cache`).",
+        "Folder on a local disk for a cache of embeddings that outlives the server. All servers of this machine that "
+        "name the folder share it (extra `cache`).",
         "Memory",
         "FOLDER",
     )
     cache_dir_size: int = setting(
         10 * 1024**3,
-        "Most that a new --cache-dir holds; one that exists keeps its size.",
+        "Largest size of a new --cache-dir; an existing one keeps its size.",
         "Memory",
         "SIZE",
         above=0,
@@ -326,7 +326,7 @@ class ServerSettings(CommandSettings):
     access_log: bool = setting(False, "Log a line for each request, with the time of its stages.", "Logging")
     otlp_traces_endpoint: str | None = setting(
         None,
-        "OpenTelemetry collector that gets traces (extra `otel`), such as http://localhost:4318.",
+        "OpenTelemetry collector that receives traces (extra `otel`), such as http://localhost:4318.",
         "Logging",
         "URL",
         rule=_url_rule,
@@ -335,7 +335,7 @@ class ServerSettings(CommandSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A table [[models]] of the file: what there is to say of one model.
+    """A table [[models]] of the file: the settings of one model.
 
     Attributes:
         engine: As in CommandSettings.

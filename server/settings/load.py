@@ -85,10 +85,10 @@ class DeclaredSetting(NamedTuple):
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def convert(self, value: object) -> Any:
-        """Returns a value of the command line, the environment or a file in the type of the field.
+        """Converts a value of the command line, the environment or a file to the type of the field.
 
         Raises:
-            ValueError: It is no such value; the message says what it must be.
+            ValueError: The value is wrong; the message says what it must be.
         """
         value = self.setting.parse(value) if self.setting.parse is not None else _in_type(value, self.kind)
         if (objection := self.setting.objection(value)) is not None:
@@ -107,7 +107,7 @@ def flag_of(name: str) -> str:
 
 
 def declared_settings(kind: Any) -> Mapping[str, DeclaredSetting]:
-    """Returns the settings that a dataclass declares, those of the configurations within it in their place."""
+    """Returns the settings that a dataclass declares, with those of nested configurations."""
     found: dict[str, DeclaredSetting] = {}
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -136,8 +136,8 @@ def load(
         given: Values of the flags on the command line, by name.
         positional: Settings that the command line takes without a flag.
         file: Values of the file, by name.
-        file_place: Of these values, for messages: what stands before the name.
-        base: Settings that count instead of the environment and the defaults.
+        file_place: Put before the name of such a value in messages.
+        base: Settings that replace the environment and the defaults.
 
     Raises:
         UsageError: A value is wrong or missing; the message names the flag, the variable or the key of the file.
@@ -165,7 +165,7 @@ def load(
 
 
 def public_values(settings: Any) -> dict[str, Any]:
-    """Returns all settings by name, those of the configurations within too, without secrets."""
+    """Returns all settings by name, with those of nested configurations, without secrets."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -177,7 +177,7 @@ def public_values(settings: Any) -> dict[str, Any]:
 
 
 def near_name(name: str, known: Collection[str]) -> str:
-    """Returns which name may have been meant by an unknown one, as the end of a sentence; empty if none is like it."""
+    """Returns "; did you mean NAME?" for an unknown name that is like a known one, else an empty text."""
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -213,7 +213,7 @@ def _is_set(variable: str, declared: DeclaredSetting) -> bool:
 
 
 def _plain_type(hint: Any) -> type:
-    """Returns a type without None and without what is in it: `tuple` of `tuple[str, ...] | None`."""
+    """Returns a type without None and without its arguments: `tuple` for `tuple[str, ...] | None`."""
     if type(None) in get_args(hint):
         hint = next(each for each in get_args(hint) if each is not type(None))
     plain: type = get_origin(hint) or hint
@@ -236,7 +236,7 @@ def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
 
 
 def _in_type(value: Any, kind: type) -> Any:
-    """Returns a value in a type. Raises ValueError that says what it must be."""
+    """Converts a value to a type. Raises ValueError that says what it must be."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         if isinstance(value, bool):

@@ -27,6 +27,7 @@ OF_THE_MODEL = (
     r"^The limit is \d+ tokens, but the model's special tokens alone are",
     r"^Input \d+ is empty: the tokenizer of .* makes no token of it",
     r"^step_tag_id and returned_token_ids need STEP pooling",
+    r"^(use_activation|raw_scores) belongs to scores of a cross-encoder",
     r"has no classes of its own; name them in labels",
     r"with classes of its own; labels and examples need an embedding model",
     r"classifies tokens",

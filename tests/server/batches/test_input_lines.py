@@ -32,11 +32,11 @@ def codes(file: BatchInput) -> list[tuple[str, int | None]]:
 def test_marks_and_empty_lines_are_passed_over(read) -> None:
     file = read(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
     assert file.check() == (2, [])
-    places = [place for part in file.slices(set()) for place in part]
-    assert [file.read(place)[:2] for place in places] == [(1, "a"), (4, "b")]
+    places = file.next_places(set())
+    assert [file.read(place)[0] for place in places] == ["a", "b"]
     assert file.custom_ids(places) == [(1, "a"), (4, "b")]
-    assert [place.number for part in file.slices({1}) for place in part] == [4]
-    assert [place.number for part in file.slices(set(), after=places[0]) for place in part] == [4]
+    assert [place.number for place in file.next_places({1})] == [4]
+    assert [place.number for place in file.next_places(set(), after=places[0])] == [4]
 
 
 def test_other_keys_are_passed_over(read) -> None:
@@ -63,27 +63,28 @@ def test_inputs_are_counted_as_texts(read) -> None:
     assert codes(read(b"\n".join(ids))) == []
 
 
-def test_slices_hold_places_and_no_lines(read) -> None:
+def test_next_places_hold_no_lines(read) -> None:
     file = read(b"\n".join(line(str(i), input="x" * 200_000) for i in range(150)))
     tracemalloc.start()
-    slices = list(file.slices(set()))
+    first = file.next_places(set())
+    second = file.next_places(set(), first[-1])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [len(part) for part in slices] == [100, 50]
+    assert (len(first), len(second)) == (100, 50)
     assert peak < 500_000
-    assert file.read(slices[1][49]).custom_id == "149"
+    assert file.read(second[49])[0] == "149"
 
 
 def test_content_is_the_body_without_its_priority(read) -> None:
     file = read(line(input="é", priority=-5, dimensions=3))
-    ((place,),) = file.slices(set())
-    assert json.loads(file.read(place).content) == {"input": "é", "dimensions": 3}
+    (place,) = file.next_places(set())
+    assert json.loads(file.read(place)[1]) == {"input": "é", "dimensions": 3}
 
 
 def test_line_with_much_white_space_is_not_dropped(read) -> None:
     file = read(b" " * 200_000 + line("a") + b"\n" + line("b"), max_line_bytes=1000)
     assert codes(file) == [("line_too_long", 1)]
-    assert [place.number for part in file.slices(set()) for place in part] == [1, 2]
+    assert [place.number for place in file.next_places(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
 
 
@@ -107,5 +108,5 @@ def test_empty_lines_leave_time_to_other_threads(read, monkeypatch) -> None:
     assert file.check() == (1, [])
     num_pauses = len(pauses)
     assert num_pauses > 0, "the check keeps the interpreter"
-    assert [len(part) for part in file.slices(set())] == [1]
+    assert len(file.next_places(set())) == 1
     assert len(pauses) > num_pauses, "the search for lines keeps the interpreter"

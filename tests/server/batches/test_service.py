@@ -542,7 +542,7 @@ async def test_uploads_leave_room_for_answers_on_the_disk(running, monkeypatch) 
         await upload(batches, bytes(10))
         batch = await begin(batches, lines(range(3)))
         disk.free = 2**30 - 1
-        with pytest.raises(StorageError, match=r"kept for answers.*Delete files"):
+        with pytest.raises(StorageError, match=r"reserved for the output of batches.*Delete files"):
             await upload(batches, bytes(10))
         disk.total = 2**30  # a small one, which keeps a twentieth
         await upload(batches, bytes(10))
