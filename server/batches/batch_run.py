@@ -163,7 +163,7 @@ class BatchRun:
                 try:
                     await self._write_unanswered(_NOT_RUN[BatchStatus.FAILED])
                 except Exception as second_error:
-                    logger.exception("%s cannot tell which lines have no answer", batch.id)
+                    logger.exception("the unanswered lines of %s cannot be listed", batch.id)
                     drop_tracebacks(second_error)
         return BatchStatus.FAILED
 

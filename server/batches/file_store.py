@@ -49,6 +49,8 @@ class DataDir:
     """The data folder of one server. Created if missing, and locked until `close`.
 
     Attributes:
+        files: The folder of file contents.
+        database: The database file.
         secret: Secret bytes that stay the same after a restart.
 
     Args:
@@ -59,7 +61,7 @@ class DataDir:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.files, self.database = folder / "files", folder / "penstock.db"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(folder)
@@ -79,16 +81,6 @@ class DataDir:
         except OSError as error:
             self._lock.close()
             raise UsageError(f"--data-dir: {folder}: {error.strerror}") from error
-
-    @property
-    def files(self) -> Path:
-        """The folder of file contents."""
-        return self._folder / "files"
-
-    @property
-    def database(self) -> Path:
-        """The database file."""
-        return self._folder / "penstock.db"
 
     def close(self) -> None:
         """Unlocks the folder."""
@@ -247,17 +239,15 @@ class Files:
         arriving = self._arriving[owner]
         arriving = arriving[: arriving.index(upload) + 1]
         self._check_count(count + len(arriving))
-        self._check_bytes(num_stored + sum(each.num_bytes for each in arriving) + num_bytes)
-
-    def _check_count(self, count: int) -> None:
-        if count > self.max_files:
-            raise _too_much(f"would be {count}; the limit is {self.max_files} (--max-files)")
-
-    def _check_bytes(self, num_bytes: int) -> None:
+        num_bytes += num_stored + sum(each.num_bytes for each in arriving)
         if num_bytes > (most := MOST_LARGE_FILES * self.max_bytes):
             raise _too_much(
                 f"would take {num_bytes} bytes; the limit is {most}, {MOST_LARGE_FILES} of the largest files"
             )
+
+    def _check_count(self, count: int) -> None:
+        if count > self.max_files:
+            raise _too_much(f"would be {count}; the limit is {self.max_files} (--max-files)")
 
     async def _checked(self, body: AsyncIterator[bytes], owner: str, upload: Upload) -> AsyncIterator[bytes]:
         """Yields a body while there is space for it.

@@ -106,7 +106,7 @@ class Batches:
         await self.files.remove_orphans()
         crashes = await self._store.take_crashes()
         for batch in await self._store.unfinished():
-            logger.info("%s goes on: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
+            logger.info("%s continues: %d of %d lines are done", batch.id, batch.num_done, batch.num_lines)
             if batch.id in crashes:
                 logger.warning("the server was killed while lines of %s ran; they run one at a time now", batch.id)
             self._start(batch, crashes.get(batch.id))
@@ -245,7 +245,7 @@ class Batches:
             try:
                 await self.sweep()
             except (OSError, StorageError) as error:
-                logger.warning("what has expired stays: %s", error)
+                logger.warning("expired files and batches could not be removed: %s", error)
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def sweep(self) -> None:

@@ -30,13 +30,13 @@ def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: i
     host = "localhost" if everywhere else f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"{scheme}://{host}:{port}"
     lines.append(f"  {url}/ is a playground, {url}/docs shows the routes, {url}/v1 is the base URL of OpenAI clients")
-    lines.append(f"  data routes want {'an' if _wants_key(settings) else 'no'} API key")
+    lines.append(f"  data routes need {'an' if _wants_key(settings) else 'no'} API key")
     return "\n".join(lines)
 
 
 def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     if entry.engine is None:
-        why = "could not be loaded; see above" if entry.error is not None else "loaded when a request names it"
+        why = "could not be loaded; see above" if entry.error is not None else "is loaded when a request names it"
         return [f"  {entry.name}: {why}"]
     info, places = entry.engine.info, entry.engine.places
     return [

@@ -20,7 +20,7 @@ from ..settings import GROUPS, UsageError, declared_settings, environment_variab
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line instead of the usage and a line."""
+    """An ArgumentParser that raises UsageError with one line instead of printing its usage."""
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -39,13 +39,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = "", nargs: str = "?") -> None:
-    """Adds one flag for every setting of a command. Values stay text, which `load` converts and checks.
+    """Adds one flag for every setting of a command. Values stay texts; `load` converts and checks them.
 
     Args:
         parser: Of the command.
         kind: The dataclass of its settings.
-        positional: The setting that may stand without a flag; empty for none.
-        nargs: How often it may stand there, as argparse says it.
+        positional: The setting that is given without a flag; empty for none.
+        nargs: Number of such values, in argparse's notation.
     """
     settings = declared_settings(kind).values()
     for title in GROUPS:
@@ -67,9 +67,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = 
                 group.add_argument(flag_of(each.name), dest=each.name, action=action, metavar=each.metavar, **options)
 
 
-_NO_GRAPHS: Final = "nothing is compiled or captured beforehand."
-_NO_CACHE: Final = "memory is taken as it is needed; --kv-cache-memory bounds what is kept for long inputs."
-_OWN_LOGS: Final = "requests are logged with --access-log only, figures are in /metrics."
+_NO_CACHE: Final = "memory is allocated as needed; --kv-cache-memory limits the memory for long inputs."
+_OWN_LOGS: Final = "requests are logged with --access-log only, statistics are in /metrics."
 _JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides")
 
 
@@ -97,12 +96,10 @@ _ONE_DEVICE: Final = "a model runs on one device."
 _ONE_MAXSIM: Final = "vectors of tokens are always compared in the engine process."
 _FOREIGN: Final = {
     "--runner": _Foreign("every model served here is a pooling model.", {"auto", "pooling"}.__contains__),
-    "--convert": _Foreign("the model's files say what it gives.", {"auto", "none", "embed", "classify"}.__contains__),
+    "--convert": _Foreign("the model's files determine its tasks.", {"auto", "none", "embed", "classify"}.__contains__),
     "--task": _Foreign(
-        "the model's files say what it gives.", {"auto", "embed", "embedding", "classify", "score"}.__contains__
+        "the model's files determine its tasks.", {"auto", "embed", "embedding", "classify", "score"}.__contains__
     ),
-    "--enforce-eager": _Foreign(_NO_GRAPHS),
-    "--no-enforce-eager": _Foreign(_NO_GRAPHS),
     "--gpu-memory-utilization": _Foreign(_NO_CACHE, _any),
     "--swap-space": _Foreign(_NO_CACHE, _any),
     "--cpu-offload-gb": _Foreign("weights stay on the device.", lambda value: float(value) == 0),
@@ -111,7 +108,7 @@ _FOREIGN: Final = {
     "--disable-log-requests": _Foreign(_OWN_LOGS),
     "--no-enable-log-requests": _Foreign(_OWN_LOGS),
     "--disable-log-stats": _Foreign(_OWN_LOGS),
-    "--uvicorn-log-level": _Foreign("--log-level is for all.", _any),
+    "--uvicorn-log-level": _Foreign("--log-level holds for the whole server.", _any),
     "--load-format": _Foreign("weights are read as they are stored.", {"auto", "safetensors"}.__contains__),
     "--tokenizer-mode": _Foreign("every tokenizer is a fast one.", {"auto", "hf"}.__contains__),
     "--enable-tokenizer-info-endpoint": _Foreign("/tokenizer_info comes with --operator-routes."),
@@ -119,7 +116,11 @@ _FOREIGN: Final = {
     "--enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
     "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
 }
-_OUR_NAMES: Final = {"--data-parallel-size": "--data-parallel"}
+_OUR_NAMES: Final = {
+    "--data-parallel-size": "--data-parallel",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--no-enforce-eager": "--cuda-graphs",
+}
 """vLLM's names of flags that have another name here."""
 _OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
 """vLLM's names of types that have another name here."""

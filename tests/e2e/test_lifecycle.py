@@ -290,7 +290,7 @@ def test_what_is_served_is_logged_once_and_variables_are_read(launch, default_mo
     server.stop()
     log = server.log.read_text()
     assert log.count("inputs of up to 256 tokens") == 1
-    assert log.count("data routes want an API key") == 1
+    assert log.count("data routes need an API key") == 1
     assert "PENSTOCK_PROT" in log
     assert "secret-key" not in log
     assert "some text" not in log

@@ -33,7 +33,7 @@ def test_what_is_served_and_where(info: ModelInfo) -> None:
     on_cpu = "    on cpu (auto: there is no CUDA device) by torch"
     assert lines[2].startswith(f"{on_cpu}, in float32 (auto: float32 on a CPU); tasks: embed, ")
     assert "http://localhost:8000/docs" in lines[3]
-    assert lines[4:] == ["  data routes want no API key"]
+    assert lines[4:] == ["  data routes need no API key"]
     assert said(info, dtype="float32", device="cpu")[2].startswith(
         "    on cpu (--device) by torch, in float32 (--dtype);"
     )
@@ -114,4 +114,4 @@ def test_an_open_server_warns(info: ModelInfo, settings: dict[str, Any], is_open
     assert (warning is not None) == is_open
     assert warning is None or "--api-key" in warning
     has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})
-    assert said(info, **settings)[-1] == f"  data routes want {'an' if has_key else 'no'} API key"
+    assert said(info, **settings)[-1] == f"  data routes need {'an' if has_key else 'no'} API key"

@@ -233,7 +233,7 @@ def test_info_shows_parameters_and_memory(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["info"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith(
-        "  22.7M parameters, 87 MiB of weights on disk; in memory 87 MiB as float32, 43 MiB as bfloat16"
+        "  22.7M parameters, 86.7 MiB of weights on disk; in memory 86.6 MiB as float32, 43.3 MiB as bfloat16"
     )
 
 

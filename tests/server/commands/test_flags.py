@@ -46,6 +46,8 @@ def test_types_by_vllms_other_words(theirs: str, ours: str) -> None:
 def test_flags_by_vllms_other_names() -> None:
     assert translated(["serve", "--data-parallel-size", "2"]) == (["serve", "--data-parallel", "2"], [])
     assert translated(["serve", "--data_parallel_size=2"]) == (["serve", "--data-parallel=2"], [])
+    assert translated(["serve", "--enforce-eager", "M"]) == (["serve", "--no-cuda-graphs", "M"], [])
+    assert translated(["serve", "--no_enforce_eager"]) == (["serve", "--cuda-graphs"], [])
 
 
 def test_settings_by_dots_and_as_json_are_too_much() -> None:
@@ -54,12 +56,12 @@ def test_settings_by_dots_and_as_json_are_too_much() -> None:
 
 
 def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
-    words = ["serve", "--runner", "pooling", "--enforce-eager", "--gpu_memory_utilization=0.4", "M", "--convert=embed"]
+    words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M", "--convert=embed"]
     left, warnings = translated([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == [
         "--runner",
-        "--enforce-eager",
+        "--disable-log-stats",
         "--gpu-memory-utilization",
         "--convert",
         "--tensor-parallel-size",
