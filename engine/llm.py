@@ -81,7 +81,7 @@ class LLM:
         runner: As in vLLM, where "pooling" chooses what every model here is.
         hf_overrides: Values laid over the model's config.json.
         pooler_config: How token rows become an answer: a PoolerConfig, or its fields.
-        enforce_eager: As in vLLM; nothing is compiled or captured here either way.
+        enforce_eager: As in vLLM: no CUDA graphs, as `cuda_graphs=False`.
         log_level: Least severe level that the engine process logs.
         **settings: Further fields of EngineConfig, such as `dtype`, `max_model_len` and `trust_remote_code`.
 
@@ -104,7 +104,8 @@ class LLM:
     ) -> None:
         if runner not in ("auto", "pooling"):
             raise ValueError(f"runner is {runner!r}; every model here is a pooling model: 'auto' or 'pooling'.")
-        del enforce_eager
+        if enforce_eager:
+            settings["cuda_graphs"] = False
         pooler = pooler_config or PoolerConfig()
         pooler = pooler if isinstance(pooler, PoolerConfig) else PoolerConfig.from_dict(pooler)
         config = EngineConfig(model=model, hf_overrides=hf_overrides or {}, pooler_config=pooler, **settings)

@@ -56,7 +56,8 @@ def test_settings_by_dots_and_as_json_are_too_much() -> None:
 
 
 def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
-    words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M", "--convert=embed"]
+    words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M"]
+    words.append("--convert=embed")
     left, warnings = translated([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
     assert left == ["serve", "M"]
     assert [warning.split()[0] for warning in warnings] == [
