@@ -90,7 +90,7 @@ def replicas_for(queue_s: Collection[float], busy: Collection[float], target_que
 
     Args:
         queue_s: QUEUE_S of each replica that has reported.
-        busy: BUSY of each of them.
+        busy: BUSY of each such replica.
         target_queue_s: Seconds of work that may wait on each replica.
         current: Replicas that are wanted now.
     """

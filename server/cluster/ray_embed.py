@@ -154,7 +154,7 @@ def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar:
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )
-    # `from_items` needs no tasks: they would need cores, and the engines may hold all of them.
+    # `from_items` needs no tasks: tasks would need cores, and the engines may hold all cores.
     indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
     answers = indices.map_batches(
         Embedder,

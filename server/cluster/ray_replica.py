@@ -44,9 +44,9 @@ class Mount(NamedTuple):
 def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
     """Returns the paths of models, each given as configuration, names and default prompt.
 
-    A single model is at the root. Several are each below the last part of their shown name, so that clients choose by
-    their base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a process would have to read and
-    hold the body before the one that answers.
+    A single model is at the root. Each of several is below the last part of its shown name, so that clients choose by
+    their base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a proxy would have to read and hold
+    every body.
 
     Raises:
         UsageError: Two models would have the same path.
@@ -118,7 +118,7 @@ class RayReplica:
             raise RuntimeError("the engine was given up")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what QueuePolicy reads."""
+        """Returns the metrics for QueuePolicy."""
         now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
         passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
         self._seen_s, self._seen_step_s = now_s, step_s
@@ -126,7 +126,7 @@ class RayReplica:
         return {QUEUE_S: sum(engine.queue_s for engine in self._engines()), BUSY: busy}
 
     def record_routing_stats(self) -> dict[str, float]:
-        """Returns what LeastTokensRouter reads: a LoadReport."""
+        """Returns the LoadReport for LeastTokensRouter as a dictionary."""
         engines = self._engines()
         stats = [engine.stats() for engine in engines]
         num_tokens, num_requests = sum(each.num_tokens for each in stats), sum(each.num_requests for each in stats)

@@ -23,7 +23,7 @@ class LeastTokensRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas in the order in which they are tried."""
+        """Returns the replicas, the first one to try first."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         reports = {name: LoadReport.of(replica.routing_stats or {}) for name, replica in replicas.items()}
         return [[replicas[name]] for name in self._loads.order(reports)]

@@ -1,4 +1,4 @@
-"""`penstock ray serve`: one Ray Serve application per model, whose replicas are engines."""
+"""`penstock ray serve`: one Ray Serve application per model. Its replicas are engines."""
 
 from __future__ import annotations
 

@@ -235,5 +235,5 @@ def _models(given: dict[str, Any]) -> int:
 
 
 def _plain(value: object) -> object:
-    """Returns a value that JSON cannot hold as one that it can."""
+    """Converts a value without a JSON type: a dataclass to an object, all else to text."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)

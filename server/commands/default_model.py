@@ -1,4 +1,4 @@
-"""The default model, all-MiniLM-L6-v2, whose files come in a PyPI package; names under which models are served."""
+"""The default model, all-MiniLM-L6-v2 from a PyPI package, and the names under which models are served."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The models that `penstock models` lists.
 
 A model is listed if its architecture runs natively and the tests compare it with transformers or sentence-transformers.
-`tested` says what the tests run: the published weights, or small random weights of the same architecture. Sizes,
+`tested` names the tested weights: the published weights, or small random weights of the same architecture. Sizes,
 languages and licences are from the model cards.
 """
 
@@ -29,7 +29,7 @@ class KnownModel:
         dimensions: Numbers of a dense vector, or of each token's vector; None for scores and vectors over a vocabulary.
         languages: Its languages.
         licence: Its licence; SPDX.
-        tested: What the tests of this project run.
+        tested: The weights that the tests of this project run.
         note: A remark; may be empty.
     """
 

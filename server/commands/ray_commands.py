@@ -1,4 +1,4 @@
-"""`penstock ray serve` and `penstock ray embed`. Ray is imported only when one of them runs."""
+"""`penstock ray serve` and `penstock ray embed`. Ray is imported only when one runs."""
 
 from __future__ import annotations
 
@@ -113,6 +113,6 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
 
 
 def require_ray() -> None:
-    """Raises UsageError that says how to install Ray where it is missing."""
+    """Raises UsageError with the command to install Ray if it is missing."""
     if find_spec("ray") is None:
         raise UsageError("penstock ray needs Ray: run `pip install 'penstock[ray]'`")

@@ -77,7 +77,7 @@ A table `[[models]]` of the TOML file describes one model. It takes the settings
 
 
 def config_template() -> str:
-    """Returns a file in which every setting is a comment, in the groups of the help, with its default."""
+    """Returns a TOML file that has every setting as a comment with its default, grouped as in the help."""
     lines = [_FILE_HEAD]
     settings = [each for each in declared_settings(ServerSettings).values() if each.name not in ELSEWHERE]
     for group in GROUPS:

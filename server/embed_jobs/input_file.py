@@ -388,7 +388,7 @@ def open_input(path: Path, field: str) -> InputFile:
 
 
 def require_pyarrow(flag: str) -> None:
-    """Raises UsageError that says how to install pyarrow where it is missing."""
+    """Raises UsageError with the command to install pyarrow if it is missing."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:

@@ -61,7 +61,7 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def is_list(self) -> bool:
-        """Whether its value is a list of texts, of which the command line may give several."""
+        """Whether its value is a list of texts. The flag may then be given several times."""
         return self.kind is tuple
 
     @property
@@ -236,7 +236,7 @@ def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
 
 
 def _in_type(value: Any, kind: type) -> Any:
-    """Converts a value to a type. Raises ValueError that says what it must be."""
+    """Converts a value to a type. Raises ValueError that names the expected type."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         if isinstance(value, bool):
