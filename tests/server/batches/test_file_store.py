@@ -1,4 +1,4 @@
-"""The folder of files and batches: one server's, and not what others may have put there."""
+"""The folder of files and batches: for one server, and without files of other users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.server.settings import UsageError
 
 
 @pytest.mark.parametrize(("name", "mode"), [("", 0o777), ("secret", 0o644), ("lock", 0o666)])
-def test_what_is_open_to_everybody_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+def test_world_readable_or_writable_file_is_refused(tmp_path: Path, name: str, mode: int) -> None:
     folder = tmp_path / "data"
     data = DataDir(folder)
     data.close()
@@ -25,7 +25,7 @@ def test_what_is_open_to_everybody_is_refused(tmp_path: Path, name: str, mode: i
     again.close()
 
 
-def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_linked_secret_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     DataDir(folder).close()
     (folder / "secret").rename(tmp_path / "secret")

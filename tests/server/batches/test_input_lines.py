@@ -1,4 +1,4 @@
-"""Input files: read line by line, whatever they hold."""
+"""Input files: read line by line, with any content."""
 
 import gc
 import json
@@ -43,7 +43,7 @@ def test_other_keys_are_passed_over(read) -> None:
     assert read(json.dumps({**json.loads(line()), "note": 1}).encode()).check() == (1, [])
 
 
-def test_a_long_line_is_told_and_never_read_whole(read) -> None:
+def test_long_line_is_refused_and_never_read_whole(read) -> None:
     file = read(line("a", input="x" * 500_000) + b"\n" + line("b"), max_line_bytes=1000)
     assert codes(file) == [("line_too_long", 1)]
 

@@ -159,7 +159,7 @@ def written(batches: Batches, batch: BatchRecord) -> tuple[list[str], list[str]]
     return found[0], found[1]
 
 
-async def test_what_is_left_when_the_window_is_over_is_an_error(running, clock) -> None:
+async def test_unanswered_lines_fail_when_the_window_is_over(running, clock) -> None:
     routes = Routes()
     async with running(routes) as batches:
         routes.gate.clear()
@@ -210,7 +210,7 @@ async def test_a_stopped_server_goes_on_where_it_was(running) -> None:
         assert (done, batch.num_tokens, batch.model) >= (100, 3000, "m")
 
 
-async def test_what_was_written_and_does_not_count_is_cut_off(running, tmp_path: Path) -> None:
+async def test_uncounted_output_is_truncated(running, tmp_path: Path) -> None:
     routes = Routes()
     async with running(routes) as batches:
         routes.gate.clear()
@@ -260,7 +260,7 @@ async def test_every_state_goes_on_after_a_restart(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, status: int) -> None:
+async def test_refused_line_is_retried(running, monkeypatch, status: int) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes()
     routes.answer = lambda number: status if routes.asked[number] < 2 else 200
@@ -271,7 +271,7 @@ async def test_a_line_that_is_refused_is_tried_again(running, monkeypatch, statu
         assert routes.asked == {0: 2, 1: 2, 2: 2}
 
 
-async def test_lines_that_are_always_refused_keep_no_others_from_running(running) -> None:
+async def test_always_refused_lines_do_not_block_other_batches(running) -> None:
     routes = Routes(lambda number: 503 if number >= 1000 else 200)
     async with running(routes) as batches:
         stuck = await begin(batches, lines(range(1000, 1100)))
@@ -288,7 +288,7 @@ async def test_lines_that_are_always_refused_keep_no_others_from_running(running
         assert (stuck.num_failed, run._context.window.num_lines) == (100, 0)
 
 
-async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypatch) -> None:
+async def test_many_refused_lines_start_no_further_lines(running, monkeypatch) -> None:
     """However many lines are tried again at once: each of them still counts as refused."""
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.001)
     monkeypatch.setattr(Window, "refuse", lambda window: None)
@@ -307,7 +307,7 @@ async def test_refused_lines_that_are_retried_begin_no_others(running, monkeypat
         assert await until_tried(60) == begun
 
 
-async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running) -> None:
+async def test_always_refused_line_does_not_block_its_batch(running) -> None:
     routes = Routes(lambda number: 503 if number == 0 else 200)
     async with running(routes) as batches:
         batch = await begin(batches, lines(range(50)))
@@ -316,7 +316,7 @@ async def test_one_line_that_is_always_refused_keeps_its_own_batch_going(running
                 await asyncio.sleep(0.005)
 
 
-async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(running, monkeypatch) -> None:
+async def test_line_fails_after_three_timeouts(running, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes(lambda number: 504)
     async with running(routes) as batches:
@@ -324,7 +324,7 @@ async def test_a_line_that_the_server_has_no_time_for_is_given_up_in_the_end(run
         assert (batch.num_completed, batch.num_failed, routes.asked[0]) == (0, 1, 3)
 
 
-async def test_a_line_that_kills_its_engine_is_found_and_given_up(running, monkeypatch) -> None:
+async def test_line_that_kills_its_engine_is_found_and_fails(running, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes, deaths = Routes(), 0
     routes.dies = True
@@ -344,7 +344,7 @@ async def test_a_line_that_kills_its_engine_is_found_and_given_up(running, monke
         assert (json.loads(error)["custom_id"], json.loads(error)["response"]["status_code"]) == ("7", 503)
 
 
-async def test_a_database_that_refuses_loses_nothing(running, monkeypatch) -> None:
+async def test_failing_database_loses_nothing(running, monkeypatch) -> None:
     routes = Routes()
     async with running(routes) as batches:
         batch = await begin(batches, lines(range(200)))
@@ -393,7 +393,7 @@ async def test_files_expire_but_for_those_in_use(running, clock) -> None:
         assert not list(batches.files.path("x").parent.iterdir())
 
 
-async def test_an_input_that_is_gone_fails_its_batch(running) -> None:
+async def test_missing_input_fails_its_batch(running) -> None:
     routes = Routes()
     async with running(routes) as batches:
         file_id = await upload(batches, lines(range(2)))
@@ -415,7 +415,7 @@ async def test_a_fault_of_our_own_fails_the_batch_alone(running, monkeypatch) ->
         await until(batches, await begin(batches, lines(range(2))), BatchStatus.COMPLETED)
 
 
-async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatch) -> None:
+async def test_short_disk_failure_fails_no_batch(running, monkeypatch) -> None:
     """Too many open files while the input is read, once in each place, and a database that is busy at a restart."""
     routes, numbers = Routes(), {("_places", 1), ("_places", 2), ("_places", 150), ("_text", 1)}
 
@@ -457,7 +457,7 @@ async def test_a_disk_that_fails_for_a_moment_fails_no_batch(running, monkeypatc
         assert (batch.num_completed, numbers, next(refusals, None)) == (250, set(), None)
 
 
-async def test_input_that_cannot_be_read_holds_up_no_others(running, monkeypatch) -> None:
+async def test_unreadable_input_does_not_block_other_batches(running, monkeypatch) -> None:
     """An input on a damaged part of the disk: first its check fails, then its lines, then its custom ids."""
     bad, failing = set(), {"check": True, "_text": False}
 
@@ -494,7 +494,7 @@ async def test_input_that_cannot_be_read_holds_up_no_others(running, monkeypatch
         assert (await until(batches, batch, BatchStatus.CANCELLED)).num_failed == 40
 
 
-async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> None:
+async def test_failed_batch_lists_every_line(running, monkeypatch) -> None:
     routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
     async with running(routes) as batches:
         batch = await until(batches, await begin(batches, lines(range(250))), BatchStatus.FAILED)
@@ -505,7 +505,7 @@ async def test_a_batch_that_fails_tells_of_every_line(running, monkeypatch) -> N
         assert json.loads(line)["error"]["code"] == "batch_failed"
 
 
-async def test_an_input_that_goes_while_it_is_run_fails_its_batch(running) -> None:
+async def test_input_removed_during_the_run_fails_its_batch(running) -> None:
     routes = Routes()
     async with running(routes) as batches:
         routes.gate.clear()
@@ -575,7 +575,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
         Batches(settings)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))

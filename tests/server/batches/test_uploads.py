@@ -86,7 +86,7 @@ async def test_wrong_forms_are_refused_and_leave_nothing(files: Files, body: byt
     assert is_empty(files)
 
 
-async def test_what_is_no_form_is_refused(files: Files) -> None:
+async def test_invalid_forms_are_refused(files: Files) -> None:
     for media in ("application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""):
         with pytest.raises(HTTPException) as caught:
             await files.receive(media, pieces(b"", 1), "me")
@@ -134,7 +134,7 @@ async def test_a_file_never_lies_in_memory(tmp_path: Path) -> None:
     data.close()
 
 
-async def test_a_client_that_leaves_leaves_nothing(files: Files) -> None:
+async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield HEAD + FILE + b"x"
         raise HTTPException(400, "The body has not come whole.")
@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_leaves_nothing(files: Files) -> None:
     assert is_empty(files)
 
 
-async def test_a_folder_that_has_gone_is_told(files: Files) -> None:
+async def test_removed_folder_is_an_error(files: Files) -> None:
     files.path("x").parent.rmdir()
     with pytest.raises(StorageError, match="cannot keep the file"):
         await receive(files, HEAD + FILE + b"x" + END)

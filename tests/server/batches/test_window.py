@@ -1,4 +1,4 @@
-"""The rule by which lines of batches run, under a clock of the test."""
+"""When lines of batches run, with a test clock."""
 
 import asyncio
 

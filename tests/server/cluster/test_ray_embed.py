@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on(nodes: Starting, source: Path, tmp_path: Path, mod
     print(f"\na run killed after {len(kept) * PIECE_ROWS} of {NUM_ROWS} rows went on from there")
 
 
-def test_what_cannot_be_done_is_named(nodes: Starting, tmp_path: Path, model: str) -> None:
+def test_failed_rows_are_named(nodes: Starting, tmp_path: Path, model: str) -> None:
     """A row without text, and a model that only the engines find broken: the run ends and says why."""
     texts, broken, out = tmp_path / "in.parquet", tmp_path / "broken", tmp_path / "out"
     parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), texts)

@@ -39,7 +39,7 @@ class Lifespan:
         await self._lifespan.__aexit__(None, None, None)
 
 
-async def test_it_is_healthy_once_its_model_is_loaded(make_engine) -> None:
+async def test_replica_is_healthy_once_its_model_is_loaded(make_engine) -> None:
     engine = make_engine()
     async with Lifespan(engine) as running:
         await running.replica.check_health()
@@ -51,13 +51,13 @@ async def test_it_is_healthy_once_its_model_is_loaded(make_engine) -> None:
     assert engine.is_closed
 
 
-async def test_a_model_that_cannot_be_loaded_says_why() -> None:
+async def test_failed_load_gives_its_reason() -> None:
     async with Lifespan(ModelLoadError("no such model")) as running:
         with pytest.raises(ModelLoadError, match="no such model"):
             await running.replica.check_health()
 
 
-async def test_what_it_tells_of_itself(make_engine) -> None:
+async def test_replica_reports_its_load(make_engine) -> None:
     engine = make_engine()
     async with Lifespan(engine) as running:
         await running.replica.check_health()
@@ -91,7 +91,7 @@ async def test_busy_is_the_share_of_the_time_since_it_was_asked_last(
 
 
 @pytest.mark.parametrize("prefix", ["", "/bge-m3"])
-async def test_its_paths_are_found_wherever_it_is_mounted(make_engine, prefix: str) -> None:
+async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> None:
     async with Lifespan(make_engine()) as running:
         await running.replica.check_health()
         transport = httpx.ASGITransport(running.asgi, root_path=prefix)
@@ -119,6 +119,6 @@ def test_several_are_below_the_last_part_of_their_names() -> None:
     assert mounts[0].default_prompt_name == "query"
 
 
-def test_no_two_are_at_one_place() -> None:
+def test_two_models_at_one_path_are_refused() -> None:
     with pytest.raises(UsageError, match="two models would be served at /name"):
         mounts_of([(config("a/name"), ("a/name",), None), (config("b/name"), ("b/name",), None)])

@@ -121,7 +121,7 @@ def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: P
     assert seconds[1] / seconds[2] >= 1.9
 
 
-def test_replicas_come_and_go_with_the_work_that_waits(nodes: Starting, model: str, tmp_path: Path) -> None:
+def test_replicas_follow_the_waiting_work(nodes: Starting, model: str, tmp_path: Path) -> None:
     flags = ("--max-replicas", "3", "--target-queue-s", "0.5", "--upscale-delay-s", "1", "--downscale-delay-s", "3")
     answers: Counter[str] = Counter()
     vectors: dict[str, list[float]] = {}

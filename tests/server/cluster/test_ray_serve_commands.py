@@ -111,7 +111,7 @@ def signal_soon(number: int, ray_serve: Serve, name: str) -> None:
 
 
 @pytest.mark.parametrize("detach", [True, False])
-def test_a_start_that_fails_takes_down_what_it_has_started_alone(serve_models, ray_serve: Serve, detach: bool) -> None:
+def test_failed_start_takes_down_only_its_own_models(serve_models, ray_serve: Serve, detach: bool) -> None:
     serve_models("a", "b", detach=True)
     assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
     ray_serve.broken = "penstock-d"
@@ -121,7 +121,7 @@ def test_a_start_that_fails_takes_down_what_it_has_started_alone(serve_models, r
     assert ray_serve.is_running
 
 
-def test_a_first_start_that_fails_leaves_nothing(serve_models, ray_serve: Serve) -> None:
+def test_failed_first_start_leaves_nothing(serve_models, ray_serve: Serve) -> None:
     ray_serve.broken = "penstock-b"
     with pytest.raises(CommandError, match="b cannot be served on Ray"):
         serve_models("a", "b", detach=True)
@@ -139,9 +139,7 @@ def test_a_signal_ends_it_once_all_serve(serve_models, ray_serve: Serve, number:
 
 @pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("detach", [True, False])
-def test_a_signal_ends_the_wait_for_a_model_that_does_not_start(
-    serve_models, ray_serve: Serve, number: int, detach: bool
-) -> None:
+def test_signal_ends_the_wait_for_a_stuck_model(serve_models, ray_serve: Serve, number: int, detach: bool) -> None:
     ray_serve.waits_for = "penstock-b"
     signal_soon(number, ray_serve, "penstock-b")
     serve_models("a", "b", detach=detach)
@@ -149,7 +147,7 @@ def test_a_signal_ends_the_wait_for_a_model_that_does_not_start(
     assert not ray_serve.is_running
 
 
-def test_a_second_signal_does_not_cut_off_what_is_taken_down(
+def test_second_signal_does_not_interrupt_the_take_down(
     serve_models, ray_serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def delete(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a server says of itself when it is ready."""
+"""The log lines of a server that is ready."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def said(info: ModelInfo, port: int = 8000, *, places: Sequence[str] = (), **set
     return announcement([entry], load(ServerSettings, settings), port).splitlines()
 
 
-def test_what_is_served_and_where(info: ModelInfo) -> None:
+def test_models_and_urls_are_announced(info: ModelInfo) -> None:
     lines = said(info)
     assert lines[1] == "  a-model: fake, 1.5M parameters, 8 dimensions, inputs of up to 64 tokens"
     on_cpu = "    on cpu (auto: there is no CUDA device) by torch"
@@ -39,14 +39,14 @@ def test_what_is_served_and_where(info: ModelInfo) -> None:
     )
 
 
-def test_replicas_are_told_with_their_places(info: ModelInfo) -> None:
+def test_replicas_are_announced_with_their_devices(info: ModelInfo) -> None:
     lines = said(info, places=["cores 0-3", "cores 4-7"])
     assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
     assert said(info, places=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
     assert said(info, places=["cores 0-3"])[3] == "    1 replica: cores 0-3"
 
 
-def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Path) -> None:
+def test_measurement_is_the_reason_for_the_dtype(make_engine, tmp_path: Path) -> None:
     info = make_engine(path=str(tmp_path), kernels="native, avx512", num_lanes=2, dtype="bfloat16").info
     info.sources["dtype"] = "measured: 1.8 times as fast as float32 here"
     assert ") by native, avx512, 2 lanes, in bfloat16 (measured: 1.8 times as fast as float32 here); " in said(info)[2]
@@ -72,7 +72,7 @@ def test_what_was_measured_is_the_reason_for_the_type(make_engine, tmp_path: Pat
         ),
     ],
 )
-def test_what_bfloat16_is_computed_in(
+def test_arithmetic_of_bfloat16_is_announced(
     dtype: str, arithmetic: str, asked: str, told: str, make_engine, tmp_path: Path
 ) -> None:
     info = make_engine(path=str(tmp_path), dtype=dtype, arithmetic=arithmetic).info
@@ -84,7 +84,7 @@ def test_what_bfloat16_is_computed_in(
 @pytest.mark.parametrize(
     ("host", "shown"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81"), ("::", "http://localhost:81")]
 )
-def test_the_address_can_be_opened(info: ModelInfo, host: str, shown: str) -> None:
+def test_announced_address_can_be_opened(info: ModelInfo, host: str, shown: str) -> None:
     assert f"  {shown}/ is a playground" in said(info, 81, host=host)[3]
 
 

@@ -1,4 +1,4 @@
-"""The flags of the cache of embeddings: off by default, and what is missing is told before a model is loaded."""
+"""The flags of the cache of embeddings: off by default; missing extras are errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_several_http_processes_have_none(tmp_path: Path) -> None:
     assert open_cache(ServerSettings(api_workers=2)) is None
 
 
-def test_a_folder_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--cache-dir: needs lmdb; .*penstock\[cache\]"):
         open_cache(ServerSettings(cache_dir=tmp_path))

@@ -66,7 +66,7 @@ def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: 
         (("--max-model-len", "100000"), "--max-model-len"),
     ],
 )
-def test_what_the_models_files_refuse_is_one_line_and_code_2(flags: tuple[str, ...], part: str) -> None:
+def test_unsupported_model_files_give_one_line_and_code_2(flags: tuple[str, ...], part: str) -> None:
     done = run("serve", "--port", "0", *flags)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -79,7 +79,7 @@ def test_a_wrong_variable_is_named() -> None:
     assert "PENSTOCK_PORT: " in done.stderr
 
 
-def test_info_of_something_that_is_no_model_is_one_line(tmp_path) -> None:
+def test_info_of_no_model_gives_one_line(tmp_path) -> None:
     done = run("info", str(tmp_path))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -120,7 +120,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
         (("--otlp-traces-endpoint", "a"), "must begin with http:// or https:// and name a host (got 'a')"),
     ],
 )
-def test_wrong_values_are_told_in_plain_words(
+def test_wrong_values_give_plain_messages(
     arguments: tuple[str, str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2
@@ -217,7 +217,7 @@ def test_bool_flags_have_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_an_interruption_says_what_goes_on(
+def test_interruption_tells_how_to_continue(
     arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -238,7 +238,7 @@ def test_info_shows_parameters_and_memory(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("info", "--json")])
-def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> None:
+def test_closed_output_pipe_is_no_error(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-P", "-m", "penstock.server", *arguments]
@@ -249,7 +249,7 @@ def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> N
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no disk that is always full")
 @pytest.mark.parametrize("command", ["models", "config"])
-def test_output_to_a_full_disk_is_one_line_and_an_error(command: str) -> None:
+def test_output_to_a_full_disk_gives_one_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
         command_line = [sys.executable, "-P", "-m", "penstock.server", command]
         done = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -257,7 +257,7 @@ def test_output_to_a_full_disk_is_one_line_and_an_error(command: str) -> None:
     assert done.stderr == "penstock: error: the output cannot be written: No space left on device\n"
 
 
-def test_a_link_to_a_folder_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_link_to_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "models--of--somebody").mkdir()
     (tmp_path / "short").symlink_to(tmp_path / "models--of--somebody")
     assert model_and_names(f"{tmp_path}/short/")[1] == ("short", f"{tmp_path}/short/")

@@ -55,7 +55,7 @@ def test_settings_by_dots_and_as_json_are_too_much() -> None:
         translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
 
 
-def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
+def test_flags_without_effect_are_dropped_with_a_warning() -> None:
     words = ["serve", "--runner", "pooling", "--disable-log-stats", "--gpu_memory_utilization=0.4", "M"]
     words.append("--convert=embed")
     left, warnings = translated([*words, "--tensor-parallel-size", "1", "--no-enable-flash-late-interaction"])
@@ -83,6 +83,6 @@ def test_what_has_no_meaning_here_is_left_out_with_a_warning() -> None:
         ("--runner", ""),
     ],
 )
-def test_what_cannot_be_had_is_refused(flag: str, value: str) -> None:
+def test_unsupported_values_are_refused(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
         translated(["serve", flag, value])

@@ -1,4 +1,4 @@
-"""The list of models to begin with: what it says of them holds here, and it claims no more than was tested."""
+"""The list of `penstock models`: its facts are true, and it claims only tested models."""
 
 import json
 import re
@@ -16,7 +16,7 @@ models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.
 
 
 @models
-def test_its_family_is_packed_and_compared_with_transformers(model) -> None:
+def test_family_is_packed_and_compared_with_transformers(model) -> None:
     assert model.family in FAMILIES
     text = "".join((PARITY / name).read_text() for name in ("test_encoders.py", "test_decoders.py"))
     compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
@@ -24,13 +24,13 @@ def test_its_family_is_packed_and_compared_with_transformers(model) -> None:
 
 
 @models
-def test_a_language_model_that_reranks_has_a_recipe(model) -> None:
+def test_reranking_language_model_has_a_recipe(model) -> None:
     is_decoder = model.family.startswith("qwen")
     assert (find_recipe(model.family, [model.name]) is not None) == (is_decoder and "rerank" in model.tasks)
 
 
 @models
-def test_its_facts_are_complete(model) -> None:
+def test_facts_of_a_model_are_complete(model) -> None:
     assert re.fullmatch(r"[\w-]+/[\w.-]+", model.name)
     assert model.tasks
     assert set(model.tasks) <= set(TASKS)
@@ -50,7 +50,7 @@ def test_weights_are_claimed_of_the_default_model_alone() -> None:
     assert "the weights of that model were not run" in as_table(KNOWN_MODELS)
 
 
-def test_what_is_made_for_a_task_comes_first() -> None:
+def test_models_with_the_task_as_main_task_come_first() -> None:
     names = [model.name for model in models_for("multi_vector")]
     assert names == ["lightonai/GTE-ModernColBERT-v1", "BAAI/bge-m3"]
     assert models_for(None) == list(KNOWN_MODELS)

@@ -1,4 +1,4 @@
-"""What the command line and a file say is to be served."""
+"""The models to serve, from the command line and a file."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ from penstock.server.settings import ServerSettings, UsageError, declared_settin
 
 @pytest.fixture
 def planned(tmp_path: Path):
-    """Plan what a file and a command line say."""
+    """Plan the models of a file and a command line."""
 
     def plan(text: str | None = None, **given: Any) -> tuple[ServerSettings, list[ModelPlan]]:
         if text is not None:
@@ -35,7 +35,7 @@ def test_models_of_the_command_line(planned) -> None:
     ]
 
 
-def test_one_model_is_as_ever(planned) -> None:
+def test_one_model_needs_no_file(planned) -> None:
     settings, (plan,) = planned(model=["owner/a"], served_model_name=["x,y"], default_prompt_name="query")
     assert (plan.names, plan.default_prompt_name) == (("x", "y"), "query")
     assert plan.config == settings.engine_config("owner/a", "x")
@@ -125,7 +125,7 @@ def test_models_are_named_in_one_place(planned, tmp_path: Path) -> None:
         planned(config=str(tmp_path / "none.toml"), model=["a/b"])
 
 
-def test_the_environment_says_nothing_of_one_model_of_a_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_does_not_change_tables_of_models(planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_NAME", "x")
     monkeypatch.setenv("PENSTOCK_TTL", "1")
     monkeypatch.setenv("PENSTOCK_DTYPE", "float32")

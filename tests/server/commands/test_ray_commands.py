@@ -1,4 +1,4 @@
-"""`penstock ray`: what is refused before any cluster is asked, and what is said without Ray."""
+"""`penstock ray`: errors that are found without a cluster, and the message without Ray."""
 
 import sys
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_the_command_line_loads_no_ray() -> None:
         (("embed", "in", "out", "--in-process"), "--in-process: not on Ray"),
     ],
 )
-def test_what_a_cluster_cannot_heed_is_refused(said, words: tuple[str, ...], message: str) -> None:
+def test_flags_without_effect_on_a_cluster_are_refused(said, words: tuple[str, ...], message: str) -> None:
     code, line = said(*words)
     assert code == 2
     assert line.startswith(f"penstock: error: {message}")
@@ -103,7 +103,7 @@ def test_no_setting_of_the_server_is_ignored() -> None:
     assert not HEEDED & set(_NOT_HERE)
 
 
-def test_models_that_come_and_go_are_refused(said, tmp_path: Path) -> None:
+def test_pin_and_ttl_are_refused_on_a_cluster(said, tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text('[[models]]\nmodel = "a/b"\nttl = 60\n')
     assert said("serve", "--config", str(file)) == (
@@ -112,9 +112,7 @@ def test_models_that_come_and_go_are_refused(said, tmp_path: Path) -> None:
     )
 
 
-def test_a_broken_model_is_told_before_a_cluster_is_asked(
-    said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_model_is_refused_without_a_cluster(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     (tmp_path / "config.json").write_text("{")
     code, line = said("serve", str(tmp_path))
@@ -122,9 +120,7 @@ def test_a_broken_model_is_told_before_a_cluster_is_asked(
     assert "config.json" in line
 
 
-def test_an_input_that_is_none_is_told_before_a_cluster_is_asked(
-    said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_input_is_refused_without_a_cluster(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     parquet.write_table(pa.table({"body": ["a"]}), tmp_path / "in.parquet")
     code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
@@ -151,7 +147,7 @@ def test_an_input_within_the_output_is_kept(said, tmp_path: Path, monkeypatch: p
     assert all(file.exists() for file in files)
 
 
-def test_a_column_that_would_be_replaced_is_told(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_with_an_embedding_column_is_refused(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     parquet.write_table(pa.table({"text": ["a"], "embedding": [[1.0]]}), tmp_path / "in.parquet")
     code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
@@ -182,7 +178,7 @@ def test_engines_of_a_cluster_do_not_choose_a_type_each(
         assert ("a/b: --dtype auto is float32" in caplog.text) == (dtype == "float32")
 
 
-def test_the_manifest_says_in_which_numbers(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_holds_the_dtype(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
     runs = []
     stub = SimpleNamespace(
@@ -199,7 +195,7 @@ def test_the_manifest_says_in_which_numbers(said, tmp_path: Path, monkeypatch: p
     assert one["model"] != other["model"]
 
 
-def test_an_engine_takes_the_cores_that_are_reserved_for_it() -> None:
+def test_engine_uses_its_reserved_cores() -> None:
     settings = RayServeSettings(replica_cpus=2.5)
     assert settings.on_replica(settings.engine_config("m")).num_threads == 3
     settings = load(RayServeSettings, {"replica_cpus": 2.5, "num_threads": 1})

@@ -51,7 +51,7 @@ def _signals_as_before() -> Iterator[None]:
         ("owner/name", ModelLoadError("The hub does not answer."), "The hub does not answer.", 3),
     ],
 )
-def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
+def test_failed_engine_start_ends_the_server_with_one_line(
     model: str,
     failure: Exception,
     line: str,
@@ -87,7 +87,7 @@ def test_an_engine_that_cannot_start_ends_the_server_in_a_line(
         ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(
+def test_settings_unsupported_by_several_processes_are_refused(
     config: dict[str, object], plan: dict[str, object], settings: dict[str, object], message: str
 ) -> None:
     made = ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan)
@@ -103,7 +103,7 @@ def test_what_several_processes_cannot_do_is_refused(
         ({"device": "cpu"}, "cpu"),
     ],
 )
-def test_one_place_is_where_the_engine_of_several_processes_runs(
+def test_one_device_is_used_by_several_processes(
     given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Mock()
@@ -118,13 +118,13 @@ def test_one_place_is_where_the_engine_of_several_processes_runs(
     assert bool(config.cores) == (given.get("devices") == ("cpu",))
 
 
-def test_a_place_that_is_not_there_is_refused() -> None:
+def test_contradicting_devices_are_refused() -> None:
     made = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="leave --device cuda:0 out"):
         serve.kept_config(made, 1)
 
 
-def test_several_models_that_stay_are_served_by_several_processes() -> None:
+def test_several_processes_serve_several_pinned_models() -> None:
     plans = [ModelPlan((name,), EngineConfig(model=name), is_pinned=True, ttl_s=math.inf) for name in ("a", "b")]
     serve.check_workers(ServerSettings(api_workers=2), plans)
 
@@ -199,7 +199,7 @@ def test_missing_folder_keeps_no_other_from_serving(tmp_path: Path, caplog: pyte
     assert "gone could not be loaded now" in caplog.text
 
 
-def test_start_is_refused_where_no_model_can_be_used(tmp_path: Path) -> None:
+def test_start_is_refused_if_no_model_is_usable(tmp_path: Path) -> None:
     bad = model(tmp_path / "bad")
     (bad / "config.json").write_text("")
     shutil.copytree(bad, tmp_path / "worse")

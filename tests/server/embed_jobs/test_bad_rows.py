@@ -1,4 +1,4 @@
-"""Rows that `penstock embed --on-bad-row skip` leaves out, and the list of them."""
+"""Rows left out by `penstock embed --on-bad-row skip`, and their list."""
 
 import json
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_resumed_run_lists_every_bad_row_once(
     check_report(output)
 
 
-def test_run_that_failed_goes_on_with_skip(fake, tmp_path: Path) -> None:
+def test_failed_run_continues_with_skip(fake, tmp_path: Path) -> None:
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(["a", "b", LONG, "c"]))
     with pytest.raises(CommandError, match=r"line 3: 102 tokens.*--on-bad-row skip"):

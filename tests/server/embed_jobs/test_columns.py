@@ -144,7 +144,7 @@ def test_lines_of_text_are_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_value_that_parquet_cannot_hold_is_named_first(rows: list, part: str, fake, tmp_path: Path) -> None:
+def test_value_without_parquet_type_is_refused_before_the_run(rows: list, part: str, fake, tmp_path: Path) -> None:
     rows = [row if isinstance(row, str) else {"text": "a", **row} for row in rows]
     with pytest.raises(CommandError) as error:
         run(write_jsonl(tmp_path / "in.jsonl", *rows), tmp_path / "out.parquet")

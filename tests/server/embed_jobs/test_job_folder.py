@@ -1,4 +1,4 @@
-"""What an interrupted job leaves behind, and how it goes on."""
+"""The files of an interrupted job, and how it continues."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
     output.write(output.path(shard), lambda path: parquet.write_table(table, path))
 
 
-def test_a_run_goes_on_with_what_is_not_done(output: JobFolder) -> None:
+def test_interrupted_run_continues_with_unfinished_shards(output: JobFolder) -> None:
     output.begin(IDENTITY, overwrite=False)
     assert output.left(SHARDS) == SHARDS
     write(output, SHARDS[1])
@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_what_is_not_done(output: JobFolder) -> None:
     assert output.left(SHARDS) == [SHARDS[0], SHARDS[2]]
 
 
-def test_a_shard_is_done_when_its_file_is_whole(output: JobFolder) -> None:
+def test_shard_is_finished_when_its_file_is_whole(output: JobFolder) -> None:
     output.begin(IDENTITY, overwrite=False)
     path = output.path(SHARDS[0])
     write(output, SHARDS[0])
@@ -49,14 +49,14 @@ def test_a_shard_is_done_when_its_file_is_whole(output: JobFolder) -> None:
     assert output.has(SHARDS[0])
 
 
-def test_a_shard_that_is_written_twice_is_there_once(output: JobFolder) -> None:
+def test_shard_written_twice_leaves_one_file(output: JobFolder) -> None:
     output.begin(IDENTITY, overwrite=False)
     for _ in range(2):
         write(output, SHARDS[0])
     assert sorted(path.name for path in output.folder.iterdir()) == [MANIFEST, "part-00000000.parquet"]
 
 
-def test_a_write_that_fails_leaves_nothing(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     output.begin(IDENTITY, overwrite=False)
 
     def full(table: pa.Table, path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_damaged_manifest_is_named(output: JobFolder, content: str) -> None:
     output.begin(IDENTITY, overwrite=True)
 
 
-def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(CommandError, match="cannot be written"):
         JobFolder(tmp_path / "out", ".npy", "delete the folder").begin(IDENTITY)
@@ -130,7 +130,7 @@ def job(tmp_path: Path) -> JobFolder:
     return JobFolder(tmp_path / "out.npy.partial", ".npy", "delete the folder")
 
 
-def test_a_shard_of_vectors_is_done_when_its_file_is_whole(job: JobFolder) -> None:
+def test_npy_shard_is_finished_when_its_file_is_whole(job: JobFolder) -> None:
     job.begin(IDENTITY)
     job.write_vectors(SHARDS[0], np.ones((4, 8), np.float32))
     assert job.left(SHARDS[:1]) == []
@@ -155,7 +155,7 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     assert np.isnan(vectors.rows([5])).all()
 
 
-def test_two_processes_do_not_write_one_folder(job: JobFolder) -> None:
+def test_second_process_is_refused_the_folder(job: JobFolder) -> None:
     with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
         pass
     assert not job.folder.exists(), "a folder without a shard goes"

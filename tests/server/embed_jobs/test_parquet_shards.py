@@ -1,4 +1,4 @@
-"""Parquet files in shards, whatever row groups they have."""
+"""Parquet files in shards, independent of their row groups."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_every_row_is_in_one_shard(tmp_path: Path, group: int, most_rows: int) -
     assert all(1 <= shard.num_rows <= most_rows for shard in shards)
 
 
-def test_what_cannot_be_an_input_is_refused(tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="IN: there is no Parquet file"):
         parquet_inputs(str(tmp_path), "text")
     write(tmp_path / "a.parquet", range(3))
@@ -54,7 +54,7 @@ def test_what_cannot_be_an_input_is_refused(tmp_path: Path) -> None:
         parquet_inputs(str(tmp_path), "text")
 
 
-def test_an_input_that_was_written_anew_is_another(tmp_path: Path) -> None:
+def test_rewritten_input_has_another_digest(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", range(30))
     inputs = parquet_inputs(str(path), "text")
     first, (shard,) = stat_digest(inputs), shards_of(inputs, 100)

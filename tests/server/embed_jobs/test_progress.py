@@ -11,7 +11,7 @@ from penstock.server.embed_jobs.progress import Progress
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]):
-    """What stands on the line now, as the percentage and the rest."""
+    """Percentage and remaining time of the progress line."""
 
     def last() -> tuple[int, str]:
         line = re.split(r"[\r\n]+", capsys.readouterr().err.rstrip())[-1]
@@ -39,7 +39,7 @@ def test_a_long_text_weighs_more(make_engine, shown) -> None:
     assert shown() == (10, "10/11 rows")
 
 
-def test_what_is_cut_weighs_nothing(make_engine, shown) -> None:
+def test_truncated_characters_have_no_weight(make_engine, shown) -> None:
     with bar(make_engine(auto_truncate=True, max_model_len=24).info, "a" * 10_000, "a" * 96) as progress:
         progress.update(["a" * 10_000])
     assert shown() == (50, "1/2 rows")

@@ -134,7 +134,7 @@ def test_an_interrupted_run_repeats_no_finished_shard(lines, fake, tmp_path) -> 
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_shards_are_kept_in_whatever_order_they_end(lines, fake, tmp_path) -> None:
+def test_shards_finish_in_any_order(lines, fake, tmp_path) -> None:
     """The first rows are never answered before the run ends: what came after them is kept."""
     output, answered = tmp_path / "out.npy", []
 
@@ -325,7 +325,7 @@ def test_a_damaged_parquet_is_named(damage: str, fake, tmp_path) -> None:
     assert not fake.calls
 
 
-def test_columns_that_the_output_cannot_hold_do_not_lose_the_embeddings(fake, tmp_path, monkeypatch) -> None:
+def test_unwritable_columns_keep_the_embeddings(fake, tmp_path, monkeypatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -344,7 +344,7 @@ def test_columns_that_the_output_cannot_hold_do_not_lose_the_embeddings(fake, tm
 
 
 @pytest.mark.parametrize(("source", "output"), [("a" * 300 + ".txt", "out.npy"), ("in.txt", "a" * 300 + ".npy")])
-def test_names_that_no_file_can_have_are_one_line(source: str, output: str, lines, tmp_path) -> None:
+def test_too_long_file_names_give_one_line(source: str, output: str, lines, tmp_path) -> None:
     with pytest.raises(CommandError, match=r"File name too long: .*aaaa"):
         run(tmp_path / source, tmp_path / output)
 
@@ -370,7 +370,7 @@ def test_too_long_a_row_is_named_and_shards_before_it_are_kept(lines, fake, tmp_
     assert (tmp_path / "out.npy.partial" / "part-00000000.npy").exists()
 
 
-def test_an_output_that_exists_is_kept(lines, fake, tmp_path) -> None:
+def test_existing_output_is_kept(lines, fake, tmp_path) -> None:
     output = tmp_path / "out.npy"
     output.write_text("precious")
     with pytest.raises(UsageError, match="exists; give --overwrite"):
@@ -405,7 +405,7 @@ def test_wrong_paths(source: str, output: str, part: str, lines, fake, tmp_path)
         ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'"),
     ],
 )
-def test_an_option_that_the_model_refuses_is_not_a_lines_fault(option, message, lines, fake, tmp_path) -> None:
+def test_option_refused_by_the_model_names_no_row(option, message, lines, fake, tmp_path) -> None:
     with pytest.raises(UsageError, match=message):
         run(lines, tmp_path / "out.npy", **option)
     assert not fake.calls
@@ -420,7 +420,7 @@ def test_a_byte_order_mark_is_skipped(name: str, content: str, fake, tmp_path) -
     assert embedded_texts(fake) == ["a", "b"]
 
 
-def test_fields_that_cannot_be_written_do_not_lose_the_embeddings(fake, tmp_path, monkeypatch) -> None:
+def test_unwritable_fields_keep_the_embeddings(fake, tmp_path, monkeypatch) -> None:
     deep = "[" * 500 + "]" * 500
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b", "deep": ' + deep + "}\n")
     monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # such as a value of Parquet

@@ -1,4 +1,4 @@
-"""Where the time of a request went, as told by headers, metrics, log lines and traces; and what none of them tells."""
+"""Times of requests in headers, metrics, log lines and traces, none of which holds texts or keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def engine(make_engine):
-    """An engine that says where it spent seconds, without spending them."""
+    """An engine that reports times of stages without spending them."""
 
     class TimedEngine(make_engine):
         async def _enter(self, name: str, *arguments: object) -> None:
@@ -70,7 +70,7 @@ async def test_stages_are_in_metrics_by_route_and_task(client: httpx.AsyncClient
     assert len(sums) == 8
 
 
-async def test_every_figure_names_its_model(client: httpx.AsyncClient, engine) -> None:
+async def test_every_metric_names_its_model(client: httpx.AsyncClient, engine) -> None:
     await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})
     await client.post("/rerank", json={"query": "a", "documents": ["b", "c"]})
     await client.post("/rerank", json={"query": "a", "texts": ["b"]})
@@ -216,7 +216,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
     assert collected.endpoints == [COLLECTOR]
 
 
-async def test_a_trace_goes_on_with_that_of_the_client(serving, engine, collected: Collected) -> None:
+async def test_trace_continues_the_trace_of_the_client(serving, engine, collected: Collected) -> None:
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
         headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
         await client.post("/v1/embeddings", json={"input": [SECRET]}, headers=headers)
@@ -277,7 +277,7 @@ async def test_log_lines_name_the_trace(
     assert caplog.records[-1].fields["trace_id"] == TRACE_ID
 
 
-async def test_a_failure_is_an_error_of_its_span(serving, engine, collected: Collected) -> None:
+async def test_failure_marks_its_span_as_error(serving, engine, collected: Collected) -> None:
     engine.failure = RuntimeError("a bug")
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 500

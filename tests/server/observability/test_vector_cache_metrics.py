@@ -28,7 +28,7 @@ def lines(cache: VectorCache, *engines: Engine) -> set[str]:
     return set(generate_latest(registry).decode().splitlines())
 
 
-def test_what_models_found_and_what_tiers_hold(tmp_path: Path) -> None:
+def test_hits_of_models_and_sizes_of_tiers_are_counted(tmp_path: Path) -> None:
     cache = VectorCache(2**20, tmp_path, 2**20)
     row = {"embedding": np.zeros(100, np.float32)}
 

@@ -64,6 +64,6 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size such as"):
         parse_size(text)
