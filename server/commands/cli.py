@@ -221,8 +221,8 @@ def _info(given: dict[str, Any]) -> int:
         head = {"name": info.name, "path": info.path, "parameters": files.num_parameters, "bytes": files.num_bytes}
         print(json.dumps({**head, "memory": files.memory(), "fields": fields}, indent=2, default=_plain))
         return 0
-    weights = f"{short_count(files.num_parameters)} parameters, {shown_bytes(files.num_bytes)} of weights on disk"
-    memory = ", ".join(f"{shown_bytes(num_bytes)} as {dtype}" for dtype, num_bytes in files.memory().items())
+    weights = f"{short_count(files.num_parameters)} parameters, {files.num_bytes / 2**20:.1f} MiB of weights on disk"
+    memory = ", ".join(f"{num_bytes / 2**20:.1f} MiB as {dtype}" for dtype, num_bytes in files.memory().items())
     in_memory = f"; in memory {memory}" if memory else ""
     print(f"{info.name} ({info.path})\n  {weights}{in_memory}\n{format_table(rows)}")
     return 0
