@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ class Seen:
         waits_s: Each Retry-After.
     """
 
-    seconds: dict[int, list[float]] = field(default_factory=lambda: {200: [], 429: []})
+    seconds: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     waits_s: list[int] = field(default_factory=list)
 
     @property
