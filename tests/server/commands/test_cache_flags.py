@@ -29,7 +29,7 @@ def test_it_is_off_unless_it_has_room(tmp_path: Path) -> None:
 
 def test_several_http_processes_have_none(tmp_path: Path) -> None:
     for given in ({"cache": 2**30}, {"cache_dir": tmp_path}):
-        with pytest.raises(UsageError, match="--api-workers: with more than one, nothing is cached"):
+        with pytest.raises(UsageError, match="--api-workers: with more than one, there is no cache"):
             open_cache(ServerSettings(api_workers=2, **given))
     assert open_cache(ServerSettings(api_workers=2)) is None
 
