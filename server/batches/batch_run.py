@@ -303,11 +303,11 @@ class BatchRun:
         try:
             while True:
                 async with self._context.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
-                    asked = await self._send(place, is_suspect=is_suspect)
-                if asked is None:
+                    result = await self._send(place, is_suspect=is_suspect)
+                if result is None:
                     wait_s = self._context.retry_s
                 else:
-                    custom_id, answer = asked
+                    custom_id, answer = result
                     if answer.status == _KEY_REVOKED:
                         raise _KeyRevokedError
                     num_tries += 1

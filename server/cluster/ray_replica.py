@@ -51,13 +51,15 @@ def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]
     Raises:
         UsageError: Two models would have the same path.
     """
-    places = [re.sub(r"[^\w.-]+", "-", names[0].rstrip("/").rpartition("/")[2]) for _, names, _ in models]
-    twice = [place for place, count in Counter(places).items() if count > 1]
-    if twice:
-        raise UsageError(f"MODEL: two models would be served at /{twice[0]}; give one another `name` in --config FILE")
+    paths = [re.sub(r"[^\w.-]+", "-", names[0].rstrip("/").rpartition("/")[2]) for _, names, _ in models]
+    duplicates = [path for path, count in Counter(paths).items() if count > 1]
+    if duplicates:
+        raise UsageError(
+            f"MODEL: two models would be served at /{duplicates[0]}; give one another `name` in --config FILE"
+        )
     return [
-        Mount(*model, f"penstock-{place}", "/" if len(models) == 1 else f"/{place}")
-        for model, place in zip(models, places, strict=True)
+        Mount(*model, f"penstock-{path}", "/" if len(models) == 1 else f"/{path}")
+        for model, path in zip(models, paths, strict=True)
     ]
 
 

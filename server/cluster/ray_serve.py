@@ -117,11 +117,11 @@ def start_proxies(settings: RayServeSettings) -> None:
         ssl_keyfile=key or certificate,
     )
     serve.start(proxy_location=settings.proxy_location, http_options=options)
-    held = _get_global_client().http_config
+    now = _get_global_client().http_config
     for field, flag in _PROXY_FLAGS.items():
-        if getattr(held, field) != getattr(options, field):
+        if getattr(now, field) != getattr(options, field):
             raise UsageError(
-                f"{flag}: Ray Serve runs on this cluster with another: {getattr(held, field)}; give that, or end it by "
+                f"{flag}: Ray Serve runs on this cluster with another: {getattr(now, field)}; give that, or end it by "
                 "`serve shutdown`"
             )
 

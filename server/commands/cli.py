@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CommandError as error:
-        _say_last(f"penstock: error: {error}")
+        _print_last(f"penstock: error: {error}")
         return error.exit_code
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _forget_output()
@@ -68,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _forget_output()
-        _say_last(f"penstock: error: the output cannot be written: {error.strerror}")
+        _print_last(f"penstock: error: the output cannot be written: {error.strerror}")
         return CommandError.exit_code
     except KeyboardInterrupt as interrupt:
         is_terminated = isinstance(interrupt, TerminatedError)
         word = "terminated" if is_terminated else "interrupted"
-        _say_last("; ".join([f"penstock: {word}", *map(str, interrupt.args)]))
+        _print_last("; ".join([f"penstock: {word}", *map(str, interrupt.args)]))
         return TERMINATED if is_terminated else INTERRUPTED
 
 
@@ -82,7 +82,7 @@ def _forget_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say_last(text: str) -> None:
+def _print_last(text: str) -> None:
     """Prints after all log lines, unless nobody reads stderr: printing would block for ever."""
     from penstock.engine.logs import flush_logs
 
@@ -156,10 +156,10 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
 
     Yields None if `in_process`, or if it cannot be started: the engine reports why when it starts one itself.
     """
-    asked: list[int] = []
+    received: list[int] = []
     stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
     for each in stops:  # a half-started process could not be stopped
-        signal.signal(each, lambda number, _: asked.append(number))
+        signal.signal(each, lambda number, _: received.append(number))
     with contextlib.ExitStack() as stack:
         process = None
         if not in_process:
@@ -167,7 +167,7 @@ def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
                 process = stack.enter_context(EngineProcess())
         for each in stops:
             signal.signal(each, _stop)
-        for number in asked:
+        for number in received:
             _stop(number, None)
         yield process
 

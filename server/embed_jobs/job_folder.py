@@ -81,8 +81,8 @@ class JobFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 self._clear()
-            held = self._read()
-            if held is None:
+            manifest = self._read()
+            if manifest is None:
                 names = sorted(path.name for path in self.folder.iterdir())
                 if others := [name for name in names if name != _LOCK and not name.startswith(_UNFINISHED)]:
                     raise UsageError(
@@ -91,13 +91,13 @@ class JobFolder:
                     )
                 self._write_manifest(identity, is_finished=False)
                 return
-        differing = [key for key, value in identity.items() if held["identity"].get(key) != value]
+        differing = [key for key, value in identity.items() if manifest["identity"].get(key) != value]
         if differing:
             raise UsageError(
                 f"{self.folder} holds an unfinished run with another {', '.join(differing)}; give the same command "
                 f"again to finish it, or {self._start_over} to start over"
             )
-        if held["finished"]:
+        if manifest["finished"]:
             raise UsageError(f"{self.folder} is finished; {self._start_over} to start over")
 
     def path(self, shard: Shard) -> Path:
@@ -184,9 +184,9 @@ class JobFolder:
         if not path.exists():
             return None
         try:
-            held = json.loads(path.read_bytes())
-            if isinstance(held["identity"], dict) and isinstance(held["finished"], bool):
-                return dict(held)
+            manifest = json.loads(path.read_bytes())
+            if isinstance(manifest["identity"], dict) and isinstance(manifest["finished"], bool):
+                return dict(manifest)
             reason = "it describes no job"
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = one_line(error)
