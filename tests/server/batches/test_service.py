@@ -253,7 +253,7 @@ async def test_every_state_goes_on_after_a_restart(
     caplog.set_level(logging.INFO, "penstock.server")
     async with running(routes) as batches:
         num_done = 3 if status is BatchStatus.FINALIZING else 0
-        assert f"{batch.id} goes on: {num_done} of {batch.num_lines} lines are done" in caplog.messages
+        assert f"{batch.id} continues: {num_done} of {batch.num_lines} lines are done" in caplog.messages
         expected = BatchStatus.CANCELLED if status is BatchStatus.CANCELLING else BatchStatus.COMPLETED
         batch = await until(batches, batch, expected)
         assert (batch.num_completed, batch.num_failed) == ((0, 3) if expected is BatchStatus.CANCELLED else (3, 0))
