@@ -45,7 +45,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, Scheduler, SequencePool
+from penstock.engine.scheduling import Allocation, PrefillChunk, QueuedSequence, Scheduler, SequencePool
 
 LOADS: Final = {"single texts": 1, "32 texts": 32}
 WIDTH: Final = 384
@@ -88,7 +88,7 @@ class PackingRunner(Runner):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward:
         """See Runner."""
         batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
         time.sleep(self._forward_s)

@@ -40,7 +40,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Allocation, Chunk, KvCachePool, QueuedSequence, SequencePool
+from penstock.engine.scheduling import Allocation, KvCachePool, PrefillChunk, QueuedSequence, SequencePool
 
 WIDTH: Final = 384
 BUDGET: Final = 8192
@@ -101,7 +101,7 @@ class SimulatedRunner(Runner):
         """See Runner."""
         return self._num_begun - self.device.num_ended() < self._num_under_way
 
-    def begin(self, chunks: Sequence[Chunk]) -> SimulatedForward | EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> SimulatedForward | EndedForward:
         """See Runner."""
         self.device.spend(self.half_s)
         done = [index for index, chunk in enumerate(chunks) if chunk.is_last]

@@ -23,7 +23,7 @@ from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, SequencePool
+from penstock.engine.scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
 from penstock.server.commands.cli import main
 
 _AS_ENGINE: Final = "engine-process"
@@ -45,7 +45,7 @@ class IdleRunner(Runner):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward:
         """See Runner."""
         values = np.repeat(self._row, len(chunks), axis=0)
         return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=values)]))

@@ -17,7 +17,7 @@ from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
-from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
+from ..scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
 from .loading.cpu_kernels import load_array_encoder
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -103,7 +103,7 @@ class ArrayRunner(Runner):
         """See Runner."""
         self._encoder.machine.set_wakeup_fd(fd)
 
-    def begin(self, chunks: Sequence[Chunk]) -> ArrayForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward:
         """See Runner. All chunks are whole sequences, as the model attends both ways."""
         began_s = time.perf_counter()
         params = [chunk.sequence.request.params for chunk in chunks]

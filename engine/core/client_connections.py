@@ -110,7 +110,7 @@ class ClientConnections:
         try:
             messages, self._early = self._early or connection.receive(), []
         except EOFError:
-            self._leave(connection)
+            self._disconnect(connection)
             return
         for encoded, frames in messages:
             message = decode_to_core(encoded)
@@ -124,13 +124,13 @@ class ClientConnections:
             else:
                 raise TypeError(f"{type(message).__name__} cannot come now")
 
-    def _leave(self, connection: MessageConnection) -> None:
+    def _disconnect(self, connection: MessageConnection) -> None:
         """Cancels the requests of a client that has disconnected."""
         self._waker.ignore(connection)
         connection.close()
         for client in [number for number, own in self._connections.items() if own is connection]:
             del self._connections[client]
-            self._core.forget(client)
+            self._core.cancel_client(client)
 
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:

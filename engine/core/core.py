@@ -46,7 +46,7 @@ from ..protocol.messages import (
 )
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling import Allocation, Batch, Chunk, QueuedSequence, Request, Scheduler, SequencePool, block_keys
+from ..scheduling import Allocation, Batch, PrefillChunk, QueuedSequence, Request, Scheduler, SequencePool, block_keys
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, EndedForward, Forward, Runner
 from .step_watch import Step, StepWatch
@@ -58,7 +58,7 @@ _MAX_BUDGETS_IN_FLIGHT: Final = 2
 """Token budgets. The next batch begins while the last sequences of the one before it run."""
 
 Send = Callable[[FromCore, list[Frame]], None]
-Collected = tuple[list[Chunk], BatchOutputs]
+Collected = tuple[list[PrefillChunk], BatchOutputs]
 """Chunks that ran together, and their outputs."""
 
 
@@ -179,11 +179,9 @@ class EngineCore:
         """
         with self._watch.during(Step()):
             self._wait()
-            with self._lock:
-                is_last = self._stopping
-                batch = self._next_batch() if not is_last and self._can_begin() else None
-            if batch is not None:
-                self._begin(batch)
+            is_last = self._stopping
+            if not is_last:
+                self._begin_batch()
             for running in list(self._running):
                 if running in self._running and (running.forward.is_done or is_last):
                     self._finish(running)
@@ -214,7 +212,7 @@ class EngineCore:
         if is_awaited:
             self._waker.wake()
 
-    def forget(self, client_number: int) -> None:
+    def cancel_client(self, client_number: int) -> None:
         """Cancels all requests of a client that has disconnected."""
         with self._lock:
             for request_id in [i for i in self._scheduler.requests if client_number_of(i) == client_number]:
@@ -253,7 +251,7 @@ class EngineCore:
         """
         scheduler = self._scheduler
         waits = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
-        return scheduler.has_work and (not waits or scheduler.has_much)
+        return scheduler.has_work and (not waits or scheduler.has_large_batch)
 
     def _fits_another(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock.
@@ -263,22 +261,24 @@ class EngineCore:
         if not self._running:
             return True
         runner, scheduler = self._runner, self._scheduler
-        if not runner.can_begin or (scheduler.has_long and (not runner.keeps_order or scheduler.awaits_quiet)):
+        if not runner.can_begin or (scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device)):
             return False
         num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
 
-    def _next_batch(self) -> Batch:
-        """Takes a batch from the scheduler. The caller holds the lock."""
-        free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
-        batch = self._scheduler.schedule(time.monotonic(), free_tokens)
-        for request in batch.expired:
-            self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
-        self._found_nothing = not batch.chunks and bool(self._running)
-        return batch
+    def _begin_batch(self) -> None:
+        """Schedules a batch and starts its forward, if there is one to start and the device has capacity.
 
-    def _begin(self, batch: Batch) -> None:
-        """Starts a batch. The next chunks of its prompts may follow while it runs."""
+        The next chunks of its prompts may follow while it runs.
+        """
+        with self._lock:
+            if not self._can_begin():
+                return
+            free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
+            batch = self._scheduler.schedule(time.monotonic(), free_tokens)
+            for request in batch.expired:
+                self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
+            self._found_nothing = not batch.chunks and bool(self._running)
         self._runner.forget(batch.finished)
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
@@ -296,7 +296,7 @@ class EngineCore:
         self._watch.in_flight.append(step)
         if batch.num_long and not forward.is_done:
             with self._lock:
-                self._scheduler.go_on(batch)
+                self._scheduler.allow_next_chunks(batch)
 
     def _finish(self, running: RunningBatch) -> None:
         """Waits for a batch and sends its results. Batches with chunks are finished in the order of their start."""
@@ -313,9 +313,9 @@ class EngineCore:
             self._watch.record(step, ended_s - began_s)
         self._deliver(running.batch, finished, running.started_s, ended_s)
 
-    def _cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
+    def _cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
         """Ends a request. Later results of it are dropped. The caller holds the lock."""
-        request = self._scheduler.cancel(request_id, forget=forget)
+        request = self._scheduler.cancel(request_id, uncache=uncache)
         self._found_nothing = False
         self._has_released |= request is not None and not self._runner.sequence_pool.is_empty
         return request
@@ -335,7 +335,7 @@ class EngineCore:
             self._fail(sequence, error)
 
     def _collect(
-        self, chunks: list[Chunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, ran_alone: bool = True
+        self, chunks: list[PrefillChunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, ran_alone: bool = True
     ) -> list[Collected]:
         """Returns the outputs of a batch. If it fails, its halves run again, so that only the failing sequences fail.
 
@@ -375,7 +375,7 @@ class EngineCore:
             self._fail(chunk.sequence, failure)
         return []
 
-    def _run_again(self, chunks: list[Chunk]) -> list[Collected]:
+    def _run_again(self, chunks: list[PrefillChunk]) -> list[Collected]:
         """Runs the chunks of a failed batch again, without those of cancelled sequences; see `_collect`."""
         with self._lock:
             chunks = [chunk for chunk in chunks if chunk.sequence.is_in_flight(chunk)]
@@ -403,7 +403,7 @@ class EngineCore:
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in collected):
                 message = f"The model gave values that are not finite for input {sequence.index}."
                 # Also ends its other sequences of this batch. Their blocks may be wrong: the prefix cache drops them.
-                self._cancel(sequence.request.request_id, forget=True)
+                self._cancel(sequence.request.request_id, uncache=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
             blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
             finished = [
@@ -465,7 +465,7 @@ class RequestBuilder:
         return request
 
 
-def not_finite(chunks: Sequence[Chunk], outputs: BatchOutputs) -> Iterator[QueuedSequence]:
+def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[QueuedSequence]:
     """Yields the sequences with NaN or inf in their outputs, except cancelled ones.
 
     Args:
@@ -478,7 +478,7 @@ def not_finite(chunks: Sequence[Chunk], outputs: BatchOutputs) -> Iterator[Queue
             yield sequence
 
 
-def results_of(chunks: Sequence[Chunk], outputs: BatchOutputs, started_s: float) -> list[ResultBlock]:
+def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultBlock]:
     """Maps batch outputs back to requests and skips cancelled ones. Records when the first forward of a request began.
 
     Args:

@@ -28,8 +28,8 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import (
     Allocation,
     CacheSpec,
-    Chunk,
     KvCachePool,
+    PrefillChunk,
     QueuedSequence,
     SequencePool,
     SsmStatePool,
@@ -170,7 +170,7 @@ class ModelRunner(Runner):
         """See Runner."""
         self._watch.set_wakeup_fd(fd)
 
-    def begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
         """See Runner. On CUDA the batch is packed, and all that it needs asked for, while others may run."""
         with device_errors():
             return self._begin(chunks)
@@ -212,7 +212,7 @@ class ModelRunner(Runner):
                 self.take_times()  # most of the time was compilation
 
     @torch.inference_mode()
-    def _begin(self, chunks: Sequence[Chunk]) -> EndedForward | DeviceForward:
+    def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
         cache = None

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, Chunk, QueuedSequence, SequencePool
+from ..scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
 
 
 class DeviceMemoryError(Exception):
@@ -96,7 +96,7 @@ class Runner(Protocol):
         """
         ...
 
-    def begin(self, chunks: Sequence[Chunk]) -> Forward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         """Starts a forward: as `execute`, but may return before its end. Raises the errors of `execute`.
 
         Pooling states and cursors are already those after the forward. If `keeps_order`, the next chunks of the same
@@ -104,7 +104,7 @@ class Runner(Protocol):
         """
         ...
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         """Runs one forward and pools it. A failed forward changes no state of its sequences.
 
         Args:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ..scheduling import Chunk
+from ..scheduling import PrefillChunk
 
 logger = logging.getLogger("penstock.engine")
 
@@ -38,7 +38,7 @@ class Step:
     num_looks: int = 0
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk]) -> Step:
+    def of(cls, chunks: Sequence[PrefillChunk]) -> Step:
         """Returns the step that runs a forward of these chunks."""
         return cls(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
 

@@ -21,7 +21,7 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask
-from ..scheduling import Chunk, PrefillChunk, QueuedSequence, Request, SequencePool
+from ..scheduling import PrefillChunk, QueuedSequence, Request, SequencePool
 from .loading.load_errors import needs_torch
 from .runner import DeviceLimits, DeviceMemoryError, Forward
 
@@ -80,7 +80,7 @@ class SampleBatches:
         """Returns the default parameters of every task."""
         return [PoolingParams().resolved(task, self._info) for task in self._tasks]
 
-    def batch(self, lengths: Sequence[int], params: Sequence[PoolingParams]) -> list[Chunk]:
+    def batch(self, lengths: Sequence[int], params: Sequence[PoolingParams]) -> list[PrefillChunk]:
         """Returns whole sequences in ascending length, which take their parameters from `params` in rotation."""
         return [
             PrefillChunk(self.sequence(i, length, params[i % len(params)]), 0, length)
@@ -97,7 +97,9 @@ class SampleBatches:
         return QueuedSequence(request_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
 
 
-def warm_up(info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[Chunk]], BatchOutputs]) -> None:
+def warm_up(
+    info: ModelInfo, tokenizer: TokenizerSpec, execute: Callable[[Sequence[PrefillChunk]], BatchOutputs]
+) -> None:
     """Runs one batch with every task; see Runner.warm_up.
 
     Classes are computed as logits: an activation might hide values that are not finite.
@@ -143,7 +145,7 @@ class GpuWarmUp:
         self,
         info: ModelInfo,
         samples: SampleBatches,
-        begin: Callable[[Sequence[Chunk]], Forward],
+        begin: Callable[[Sequence[PrefillChunk]], Forward],
         config: SchedulerConfig,
         gauge: MemoryGauge,
         memory: int | None,
@@ -217,7 +219,7 @@ class GpuWarmUp:
         for forward in [self._begin(self._samples.batch(small, params)) for _ in range(2)]:
             forward.outputs()
 
-    def _execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def _execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         return self._begin(chunks).outputs()
 
     def _run_default(self, lengths: Sequence[int]) -> None:
@@ -285,7 +287,7 @@ def _peak_bytes(run: Callable[[Sequence[int]], object], gauge: MemoryGauge, leng
 
 def run_all_kinds(
     samples: SampleBatches,
-    run: Callable[[Sequence[Chunk]], object],
+    run: Callable[[Sequence[PrefillChunk]], object],
     sequence_pool: SequencePool,
     *,
     token_budget: int,
@@ -324,7 +326,7 @@ def run_all_kinds(
 
 def _all_kinds(
     samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
-) -> Iterator[list[Chunk]]:
+) -> Iterator[list[PrefillChunk]]:
     yield from _chunked(samples, sequence_pool, token_budget, longest, max_num_seqs)
     longest = min(longest, token_budget)
     edges = [edge + beside for edge in _TILES for beside in (-1, 0, 1)]
@@ -356,7 +358,7 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
 
 def _chunked(
     samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
-) -> Iterator[list[Chunk]]:
+) -> Iterator[list[PrefillChunk]]:
     """Yields three chunks of a sequence for every task and size; the second beside a whole sequence if two may run."""
     for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
         if size < 1 or not sequence_pool.can_hold(3 * size):
@@ -373,4 +375,4 @@ def _chunked(
                 yield [*samples.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
                 yield [third]
             finally:
-                sequence_pool.free(sequence.allocation, forget=True)
+                sequence_pool.free(sequence.allocation, uncache=True)

@@ -5,14 +5,13 @@ from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_promp
 from .kv_cache_pool import KvCachePool
 from .prefix_cache import PrefixCache, block_keys
 from .scheduler import Scheduler
-from .sequence import Batch, Chunk, ChunkState, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import Batch, ChunkState, PrefillChunk, QueuedSequence, Request, Status
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
 
 __all__ = [
     "Allocation",
     "Batch",
     "CacheSpec",
-    "Chunk",
     "ChunkState",
     "ChunkStateError",
     "ChunkedPrefillManager",

@@ -47,7 +47,7 @@ class ChunkedPrefillManager:
     chunks with `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
     Not thread-safe: the caller uses one thread or holds a lock.
     Invariants: the chunks of a prompt cover it without gap or overlap. They run in order, and one at a time unless
-    `go_on` allows the next.
+    `allow_next_chunk` allows the next.
 
     Args:
         config: How prompts are cut; None takes the defaults.
@@ -192,7 +192,7 @@ class ChunkedPrefillManager:
         chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
         return chunk
 
-    def go_on(self, chunk_id: ChunkId) -> None:
+    def allow_next_chunk(self, chunk_id: ChunkId) -> None:
         """Allows the next chunk of a prompt while this one runs: the device will run them in this order.
 
         Raises:

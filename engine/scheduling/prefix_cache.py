@@ -123,7 +123,7 @@ class PrefixCache:
         if self._pool.free(block) == 1 and block in self._key_of:
             self._parked[block] = None
 
-    def forget(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         """Removes a block from the cache, with the reference of the cache."""
         del self._block_of[self._key_of.pop(block)]
         self._parked.pop(block, None)
@@ -133,7 +133,7 @@ class PrefixCache:
         """Removes every block from the cache and returns their number. Sequences keep the blocks that they hold."""
         num_cached = self.num_cached
         for block in sorted(self._key_of):
-            self.forget(block)
+            self.remove(block)
         return num_cached
 
     def evict(self, count: int) -> None:

@@ -15,7 +15,7 @@ from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from .chunk_size import ChunkSizeController
 from .chunked_prefill import ChunkedPrefillManager
 from .fair_queue import FairQueue, group_by_length
-from .sequence import Batch, Chunk, ForwardBudget, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import Batch, ForwardBudget, PrefillChunk, QueuedSequence, Request, Status
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
@@ -37,11 +37,11 @@ _POOL_PRESSURE: Final = 0.5
 class Scheduler:
     """The table of requests, and the policy over them.
 
-    Not thread-safe: its owner holds a lock. Batches may overlap: the next is scheduled before one is finished
-    (`finish`). A batch with chunks of long sequences may be overlapped only after `go_on`, unless `awaits_quiet`; such
-    batches are finished in order. What failed is cancelled or given to `retry` before that.
-    Invariant: a batch never exceeds `token_budget`, except for a single sequence that must run whole, or the maximum
-    number of sequences. `_leave` alone releases what a sequence holds.
+    Not thread-safe: its owner holds a lock. The next batch may be scheduled before one is finished (`finish`). If that
+    one has chunks of long sequences, call `allow_next_chunks` before, and wait while `needs_idle_device` is set; such
+    batches are finished in order. Failed chunks are cancelled or given to `retry` before `finish`.
+    Invariants: a batch exceeds `token_budget` only if it is one sequence that must run whole, and never the maximum
+    number of sequences. Only `_release` frees the memory of a sequence.
 
     Args:
         config: Limits of the number of sequences and of their wait.
@@ -58,7 +58,7 @@ class Scheduler:
         chunk_sizes: Sizes of forwards and of chunks.
         token_budget: Tokens of a batch now.
         memory_pressure: Share of a full chunk for which memory was short when chunks were last cut, 0 to 1.
-        awaits_quiet: Whether the next batch should wait until none runs: it takes memory from a running chunk.
+        needs_idle_device: Whether the next batch should wait until none runs: it takes memory from a running chunk.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Scheduler:
         )
         self.token_budget = self._full_budget
         self.memory_pressure = 0.0
-        self.awaits_quiet = False
+        self.needs_idle_device = False
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +100,7 @@ class Scheduler:
         return bool(self.waiting.num_long or self.prefill.requests)
 
     @property
-    def has_much(self) -> bool:
+    def has_large_batch(self) -> bool:
         """Whether there is enough for a batch that waits behind another one: a part of a full batch, or a next chunk.
 
         Fewer sequences run together with those that arrive until the device is free.
@@ -122,14 +122,14 @@ class Scheduler:
         token_s = self.chunk_sizes.token_s or _FORWARD_S / self._full_budget
         self.waiting.add(request, self.prefill.config.ageing_s / token_s)
 
-    def cancel(self, request_id: int, *, forget: bool = False) -> Request | None:
+    def cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
         """Ends a request and returns it; None if it is unknown.
 
-        With `forget`, its results may be wrong: none of its blocks stays in the prefix cache.
+        With `uncache` none of its blocks stays in the prefix cache: its results may be wrong.
         """
         request = self.requests.get(request_id)
         for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
-            self._leave(sequence, Status.FINISHED, forget=forget)
+            self._release(sequence, Status.FINISHED, uncache=uncache)
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
@@ -139,7 +139,7 @@ class Scheduler:
             now_s: Seconds. Monotonic time, as in Request.arrival_s.
             free_tokens: Tokens of a forward that the device has memory for now; None if unknown.
         """
-        self.awaits_quiet = False
+        self.needs_idle_device = False
         config = self.prefill.config
         batch, self._finished = Batch(finished=self._finished), []
         budget = ForwardBudget(self.chunk_sizes.forward_tokens(self.token_budget), self._max_num_seqs)
@@ -156,14 +156,14 @@ class Scheduler:
         batch.num_left = self.waiting.num_seqs
         return batch
 
-    def go_on(self, batch: Batch) -> None:
+    def allow_next_chunks(self, batch: Batch) -> None:
         """Records that a batch was started on a device that keeps the order: the next chunks may be scheduled now.
 
         Nothing is committed to the prefix cache before `finish`: the values of a chunk may not be finite.
         """
         for chunk in batch.chunks if batch.num_long else []:
             if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # otherwise cancelled meanwhile
-                self.prefill.go_on(chunk.chunk_id)
+                self.prefill.allow_next_chunk(chunk.chunk_id)
 
     def finish(self, batch: Batch) -> list[Request]:
         """Records that a batch ran, except for cancelled and retried chunks; returns the requests that are complete."""
@@ -180,14 +180,14 @@ class Scheduler:
             if sequence.allocation is not None:
                 self._pool.commit(sequence.allocation, chunk.end)
             if sequence.is_complete:
-                self._leave(sequence, Status.FINISHED)
+                self._release(sequence, Status.FINISHED)
                 finished += [] if sequence.request.num_unfinished else [sequence.request]
         self._num_good_steps = (self._num_good_steps + 1) % _GOOD_STEPS
         if not self._num_good_steps:
             self.token_budget = min(2 * self.token_budget, self._full_budget)
         return finished
 
-    def retry(self, chunk: Chunk, error: Exception) -> bool:
+    def retry(self, chunk: PrefillChunk, error: Exception) -> bool:
         """Lets tokens that ran out of memory run again in smaller chunks; returns False if that cannot help."""
         sequence = chunk.sequence
         if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
@@ -294,12 +294,12 @@ class Scheduler:
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
         """Takes memory from running long sequences for one that waits; returns whether it did.
 
-        Takes none while one of their chunks runs, but sets `awaits_quiet`: the result of that chunk is still wanted.
-        Pooled rows stay pooled. Keys and values stay in the prefix cache until the blocks are needed.
+        Takes none while one of their chunks runs, whose result is still wanted, but sets `needs_idle_device`. Pooled
+        rows stay pooled. Keys and values stay in the prefix cache until the blocks are needed.
         """
         victims = self._victims(sequence)
-        self.awaits_quiet = any(victim.earlier_chunks for victim, _ in victims)
-        if self.awaits_quiet:
+        self.needs_idle_device = any(victim.earlier_chunks for victim, _ in victims)
+        if self.needs_idle_device:
             return False
         for victim, _ in victims:
             self.prefill.preempt(victim.request_id)
@@ -342,7 +342,7 @@ class Scheduler:
             batch.chunks.append(chunk)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> Chunk | None:
+    def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> PrefillChunk | None:
         """Starts a short sequence after its cached prefix; returns None if there is no room."""
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
         if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._pool.can_hold(num_tokens):
@@ -356,7 +356,7 @@ class Scheduler:
         sequence.chunk = PrefillChunk(sequence, num_cached, num_tokens)
         return sequence.chunk
 
-    def _charge(self, chunk: Chunk) -> None:
+    def _charge(self, chunk: PrefillChunk) -> None:
         """Charges the client of a chunk for its tokens, but not again for those of a preempted sequence."""
         self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled), 0))
 
@@ -373,11 +373,11 @@ class Scheduler:
 
     def _wait_again(self, sequence: QueuedSequence) -> None:
         """Lets a running sequence wait again, to run in chunks."""
-        self._leave(sequence, Status.WAITING)
+        self._release(sequence, Status.WAITING)
         sequence.is_long = True
         self.waiting.add_again(sequence)
 
-    def _leave(self, sequence: QueuedSequence, status: Status, *, forget: bool = False) -> None:
+    def _release(self, sequence: QueuedSequence, status: Status, *, uncache: bool = False) -> None:
         """Ends a sequence, or makes a running one wait again; releases what it holds."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -385,7 +385,7 @@ class Scheduler:
             self.prefill.remove_request(sequence.request_id)
         sequence.status, sequence.chunk = status, None
         if sequence.allocation is not None:
-            self._pool.free(sequence.allocation, forget=forget)
+            self._pool.free(sequence.allocation, uncache=uncache)
             sequence.allocation = None
         if status is Status.FINISHED:
             if sequence.is_long:

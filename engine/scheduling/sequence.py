@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..protocol.params import PoolingParams
 from .sequence_pool import Allocation
@@ -70,9 +70,6 @@ class PrefillChunk:
         return self.sequence.prompt[self.start : self.end]
 
 
-Chunk: TypeAlias = PrefillChunk
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedSequence:
     """One input of a request, from its arrival to its end.
@@ -89,7 +86,7 @@ class QueuedSequence:
         num_done: Tokens at the start that need not run again: they are computed, or were found in the prefix cache.
         num_pooled: Tokens that are pooled. They stay pooled if the sequence is preempted and computes them again.
         chunk: The chunk that is scheduled or runs, and after which none may be scheduled yet.
-        earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.go_on.
+        earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.allow_next_chunk.
         chunk_size: Tokens of a chunk while memory is free; 0 takes the configured size.
         num_failures: Failures since a chunk last completed.
         error: The last failure.
@@ -196,7 +193,7 @@ class ForwardBudget:
 class Batch:
     """The chunks of one forward, and what was decided with them."""
 
-    chunks: list[Chunk] = field(default_factory=list)  # first those that start a sequence; then by length
+    chunks: list[PrefillChunk] = field(default_factory=list)  # first those that start a sequence; then by length
     num_long: int = 0  # chunks of long sequences
     expired: list[Request] = field(default_factory=list)  # finished because their deadline has passed
     preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # with the memory that they lost

@@ -253,12 +253,12 @@ class SequencePool:
             return 0
         return len(self.prefixes.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
 
-    def free(self, allocation: Allocation, *, forget: bool = False) -> None:
+    def free(self, allocation: Allocation, *, uncache: bool = False) -> None:
         """Frees blocks and slot. Committed blocks stay in the prefix cache until other sequences need the memory.
 
         Args:
             allocation: Of a sequence that has ended or was preempted.
-            forget: Keep none of its blocks in the prefix cache: their values may be wrong.
+            uncache: Keep none of its blocks in the prefix cache: their values may be wrong.
 
         Raises:
             InvalidSlot: The allocation has been freed before.
@@ -277,10 +277,10 @@ class SequencePool:
             self.prefixes.release(allocation.block_ids[i])
             if i in allocation.twins:
                 self.prefixes.release(allocation.twins[i])
-        if forget:
+        if uncache:
             for block in allocation.block_ids[allocation.num_cached_tokens // self.kv.block_size : num_committed]:
                 if self.prefixes.is_cached(block):
-                    self.prefixes.forget(block)
+                    self.prefixes.remove(block)
 
     def clear_prefixes(self) -> int | None:
         """Empties the prefix cache; returns how many blocks it held, None if prefixes are not kept.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
 from ...protocol.config import SchedulerConfig
-from ...scheduling import Allocation, CacheSpec, Chunk, PoolPlan, QueuedSequence, SequencePool
+from ...scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence, SequencePool
 from .stream import DeviceStream
 
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
@@ -63,7 +63,7 @@ class ChunkMemory:
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
         self._uses: defaultdict[QueuedSequence, _SlotUse] = defaultdict(_SlotUse)
 
-    def batch_cache(self, chunks: Sequence[Chunk]) -> BatchCache | None:
+    def batch_cache(self, chunks: Sequence[PrefillChunk]) -> BatchCache | None:
         """Returns the cache that a forward over `chunks` uses, with places on the host; None if it uses none.
 
         Args:
@@ -87,7 +87,7 @@ class ChunkMemory:
             **cache,
         )
 
-    def advance(self, chunks: Sequence[Chunk]) -> None:
+    def advance(self, chunks: Sequence[PrefillChunk]) -> None:
         """Records that a forward over `chunks` was started. Later forwards read the states that it writes."""
         if self._ssm is None:
             return
@@ -109,7 +109,7 @@ class ChunkMemory:
             return  # it lost the slot before it ran there, so the slot holds another sequence's states
         use.saved = self._stream.save(self._ssm.at(self._place(use, allocation)))
 
-    def restore(self, chunks: Sequence[Chunk]) -> None:
+    def restore(self, chunks: Sequence[PrefillChunk]) -> None:
         """Puts saved states into the slots that the sequences have now."""
         for sequence in [chunk.sequence for chunk in chunks]:
             use = self._uses.get(sequence)
@@ -122,7 +122,7 @@ class ChunkMemory:
         """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 
-    def _kv_places(self, chunks: Sequence[Chunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
+    def _kv_places(self, chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
         """Returns the block tables of the later chunks, and the block place of every row that is kept."""
         held = [chunk.sequence.allocation for chunk in chunks]
         blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
@@ -146,7 +146,7 @@ class ChunkMemory:
             "store_slots": _indices(slots),
         }
 
-    def _state_places(self, chunks: Sequence[Chunk]) -> dict[str, Tensor | None]:
+    def _state_places(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
         """Returns the places from which states are read and to which they are written."""
         held = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
         saved = [(i, c, self._uses[c.sequence], a) for i, c, a in held if a is not None]

@@ -17,7 +17,7 @@ from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Allocation, Chunk, QueuedSequence, SequencePool
+from penstock.engine.scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
 
 FORWARD_S = 0.05
 
@@ -49,7 +49,7 @@ class WaitingRunner(Runner):
     def warm_up(self) -> None:
         """Needs none."""
 
-    def begin(self, chunks: Sequence[Chunk]) -> EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward:
         time.sleep(FORWARD_S)
         sums = np.array([[chunk.sequence.prompt.token_ids.sum()] for chunk in chunks], np.float32)
         return EndedForward(BatchOutputs.of(len(chunks), [ArrayBlock(name="embedding", values=sums)]))

@@ -26,8 +26,8 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import (
     Allocation,
-    Chunk,
     KvCachePool,
+    PrefillChunk,
     QueuedSequence,
     SequencePool,
     SsmStatePool,
@@ -88,7 +88,7 @@ class FakeRunner(Runner):
         self.tokenizer = TOKENIZER
         self.sequence_pool = sequence_pool or SequencePool()
         self.batches: list[list[tuple[int, int, int, int]]] = []
-        self.hook: Callable[[Sequence[Chunk]], object] = lambda chunks: None
+        self.hook: Callable[[Sequence[PrefillChunk]], object] = lambda chunks: None
         self.answer: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
         self.free: int | None = None
         self.num_looks = 0
@@ -104,10 +104,10 @@ class FakeRunner(Runner):
     def set_wakeup_fd(self, fd: int | None) -> None:
         """Nothing is ever waited for."""
 
-    def begin(self, chunks: Sequence[Chunk]) -> Forward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         return EndedForward(self.execute(chunks))
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         order = [(c.start > 0, c.num_tokens) for c in chunks]
         assert order == sorted(order)
         self.batches.append([(*named(c.sequence), c.start, c.end) for c in chunks])
@@ -127,7 +127,7 @@ class FakeRunner(Runner):
                 outputs.append({"embedding": np.array([value], np.float32)} if chunk.is_last else {})
         return joined(outputs)
 
-    def _sum(self, chunk: Chunk) -> tuple[float, np.ndarray]:
+    def _sum(self, chunk: PrefillChunk) -> tuple[float, np.ndarray]:
         """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""
         sequence = chunk.sequence
         at, total = self.states.get(sequence, (0, 0.0))
@@ -184,11 +184,11 @@ class StreamRunner(FakeRunner):
     def can_begin(self) -> bool:  # type: ignore[override]
         return len(self.queue) < 2
 
-    def begin(self, chunks: Sequence[Chunk]) -> QueuedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> QueuedForward:
         self.queue.append(QueuedForward(self, super().execute(chunks)))
         return self.queue[-1]
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         return self.begin(chunks).outputs()
 
     def end(self) -> None:

@@ -185,14 +185,14 @@ def test_clients_come_and_go(clients: ClientConnections, address: str, waker: Wa
     other.close()
     take_in(waker)
     assert core.receive.call_args.args[1] == b"last words"
-    core.forget.assert_not_called()
+    core.cancel_client.assert_not_called()
     take_in(waker)
-    core.forget.assert_called_once_with(4)
+    core.cancel_client.assert_called_once_with(4)
     clients.send(RequestFailed(of(4, 1), "E", "for nobody"), [])
     assert first.heard(0.1) is None  # nor is it for the first
     first.close()
     take_in(waker)
-    assert core.forget.call_args.args == (0,)
+    assert core.cancel_client.call_args.args == (0,)
 
 
 def test_one_that_goes_before_it_is_accepted_is_nobody(clients: ClientConnections, address: str, waker: Waker) -> None:
@@ -203,7 +203,7 @@ def test_one_that_goes_before_it_is_accepted_is_nobody(clients: ClientConnection
     RawClient(address).close()
     take_in(waker)
     take_in(waker)
-    core.forget.assert_not_called()
+    core.cancel_client.assert_not_called()
     first.close()
 
 

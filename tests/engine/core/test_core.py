@@ -27,7 +27,7 @@ from penstock.engine.protocol.messages import (
     SubmitRequest,
 )
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import Chunk, QueuedSequence, Request
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 
 from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
@@ -43,18 +43,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def fail_on(*culprits: tuple[int, int], error: Exception) -> Callable[[Sequence[Chunk]], None]:
-    def hook(chunks: Sequence[Chunk]) -> None:
+def fail_on(*culprits: tuple[int, int], error: Exception) -> Callable[[Sequence[PrefillChunk]], None]:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
         if any(named(chunk.sequence) in culprits for chunk in chunks):
             raise error
 
     return hook
 
 
-def above(num_tokens: int) -> Callable[[Sequence[Chunk]], None]:
+def above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
     """Forwards of more tokens find no memory."""
 
-    def hook(chunks: Sequence[Chunk]) -> None:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) > num_tokens:
             raise DeviceMemoryError("too many")
 
@@ -249,7 +249,7 @@ def test_a_forward_that_failed_holds_nothing_while_it_is_tried_again() -> None:
     held: list[weakref.ref[np.ndarray]] = []
     alive = []
 
-    def hook(chunks: Sequence[Chunk]) -> None:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
         activations = np.zeros(1000)
         alive.append(sum(each() is not None for each in held))
         held.append(weakref.ref(activations))
@@ -296,7 +296,7 @@ def test_the_times_of_a_request_are_from_its_first_forward_to_its_last(clock: Cl
     runner = FakeRunner(pool())
     steps = Steps(runner, chunk_size=32)
 
-    def tick(chunks: Sequence[Chunk]) -> None:
+    def tick(chunks: Sequence[PrefillChunk]) -> None:
         clock.now_s += 0.5
 
     runner.hook = tick

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.messages import StepResults
-from penstock.engine.scheduling import Chunk
+from penstock.engine.scheduling import PrefillChunk
 
 from .fake_runner import PARAMS, ROWS, Steps, StreamRunner, named, pool
 
@@ -55,7 +55,7 @@ def run_all(steps: Steps, chance: random.Random | None = None) -> None:
 
 
 def fail_on(request_id: int, error: Exception, steps: Steps) -> None:
-    def hook(chunks: Sequence[Chunk]) -> None:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
         if any(chunk.sequence.request.request_id == request_id for chunk in chunks):
             raise error
 
@@ -88,7 +88,7 @@ def test_the_next_batch_begins_before_the_answers_of_the_last_one_leave() -> Non
     order: list[str] = []
     begin, take = stream(steps).begin, steps.take
 
-    def spy_begin(chunks: Sequence[Chunk]) -> object:
+    def spy_begin(chunks: Sequence[PrefillChunk]) -> object:
         order.append("begin")
         return begin(chunks)
 
@@ -305,7 +305,7 @@ def test_the_chunk_behind_another_comes_back_smaller_where_memory_is_short() -> 
     steps.submit(1, 200)
     steps.run()
 
-    def above_32(chunks: Sequence[Chunk]) -> None:
+    def above_32(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) > 32:
             raise DeviceMemoryError("too many")
 
@@ -324,7 +324,7 @@ def test_whole_sequences_that_lack_memory_beside_a_batch_run_when_it_has_ended()
     steps.submit(1, 60)
     steps.run()
 
-    def beside(chunks: Sequence[Chunk]) -> None:
+    def beside(chunks: Sequence[PrefillChunk]) -> None:
         if stream(steps).queue:
             raise DeviceMemoryError("the other has it")
 
@@ -340,7 +340,7 @@ def test_a_batch_with_a_chunk_that_lacks_memory_beside_another_runs_alone_first(
     steps.submit(1, 90)
     steps.run()
 
-    def beside(chunks: Sequence[Chunk]) -> None:
+    def beside(chunks: Sequence[PrefillChunk]) -> None:
         if stream(steps).queue:
             raise DeviceMemoryError("the other has it")
 
@@ -357,7 +357,7 @@ def test_what_was_cancelled_meanwhile_does_not_run_again() -> None:
     steps.submit(1, 90)
     steps.submit(2, 9)
 
-    def gone(chunks: Sequence[Chunk]) -> None:
+    def gone(chunks: Sequence[PrefillChunk]) -> None:
         if 1 in steps.core._scheduler.requests:
             steps.cancel(1)
             raise ValueError("it broke on the way")

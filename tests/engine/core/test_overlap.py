@@ -9,7 +9,7 @@ from penstock.engine.core import core as core_module
 from penstock.engine.core.runner import DeviceMemoryError, EndedForward
 from penstock.engine.core.step_watch import Step
 from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.scheduling import Chunk
+from penstock.engine.scheduling import PrefillChunk
 
 from .fake_runner import FakeRunner, Steps
 
@@ -17,7 +17,7 @@ from .fake_runner import FakeRunner, Steps
 class SlowForward:
     """Ends when it is told to."""
 
-    def __init__(self, runner: "LaneRunner", chunks: Sequence[Chunk]) -> None:
+    def __init__(self, runner: "LaneRunner", chunks: Sequence[PrefillChunk]) -> None:
         self.runner, self.chunks = runner, chunks
         self.is_done = False
 
@@ -44,7 +44,7 @@ class LaneRunner(FakeRunner):
     def set_wakeup_fd(self, fd: int | None) -> None:
         self.wakeup_fd = fd
 
-    def begin(self, chunks: Sequence[Chunk]) -> SlowForward | EndedForward:
+    def begin(self, chunks: Sequence[PrefillChunk]) -> SlowForward | EndedForward:
         self.began.append([chunk.sequence.request.request_id for chunk in chunks])
         self.running.append(SlowForward(self, chunks))
         return self.running[-1]
@@ -118,7 +118,7 @@ def test_a_request_that_ends_while_it_runs_is_not_answered(lanes: tuple[LaneRunn
 def test_a_forward_that_fails_runs_again_by_halves_beside_the_other(lanes: tuple[LaneRunner, Steps]) -> None:
     runner, steps = lanes
 
-    def fail(chunks: Sequence[Chunk]) -> None:
+    def fail(chunks: Sequence[PrefillChunk]) -> None:
         if any(chunk.sequence.request.request_id == 2 for chunk in chunks):
             raise ValueError("a text that no model likes")
 
@@ -142,11 +142,11 @@ def test_a_forward_that_cannot_begin_fails_its_requests_alone(lanes: tuple[LaneR
     steps.submit(1, 40)
     steps.run()
 
-    def refuse(chunks: Sequence[Chunk]) -> None:
+    def refuse(chunks: Sequence[PrefillChunk]) -> None:
         if any(chunk.sequence.request.request_id == 2 for chunk in chunks):
             raise DeviceMemoryError("none")
 
-    def begin(chunks: Sequence[Chunk]) -> EndedForward:
+    def begin(chunks: Sequence[PrefillChunk]) -> EndedForward:
         raise DeviceMemoryError("none")
 
     runner.begin = begin  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def test_a_forward_that_cannot_begin_fails_its_requests_alone(lanes: tuple[LaneR
 def test_a_forward_that_lacks_memory_beside_another_runs_again_alone(lanes: tuple[LaneRunner, Steps]) -> None:
     runner, steps = lanes
 
-    def fail_beside_others(chunks: Sequence[Chunk]) -> None:
+    def fail_beside_others(chunks: Sequence[PrefillChunk]) -> None:
         if runner.running:
             raise DeviceMemoryError("the other has it")
 

@@ -8,10 +8,10 @@ import pytest
 from penstock.engine.core.core import not_finite, results_of
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 
 
-def chunk(request: Request, index: int = 0, *, num_tokens: int = 3, end: int = 3) -> Chunk:
+def chunk(request: Request, index: int = 0, *, num_tokens: int = 3, end: int = 3) -> PrefillChunk:
     """A chunk that is under way, from the first token."""
     sequence = QueuedSequence(
         request_id=(request.request_id, index), prompt=range(num_tokens), num_tokens=num_tokens, request=request,

@@ -20,7 +20,7 @@ from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import Chunk, SequencePool
+from penstock.engine.scheduling import PrefillChunk, SequencePool
 
 from .conftest import SaveFolder
 from .fake_runner import TOKENIZER, FakeRunner, model, pool
@@ -90,7 +90,7 @@ def test_every_kind_of_batch_runs_once_and_nothing_is_held_afterwards(caplog: py
     info = replace(model(), is_matryoshka=True, embedding_size=8)
     ran: list[tuple[list[int], list[int]]] = []
 
-    def run(chunks: Sequence[Chunk]) -> None:
+    def run(chunks: Sequence[PrefillChunk]) -> None:
         assert sum(c.num_tokens for c in chunks) <= 2048
         assert len(chunks) <= 100
         ran.append(([c.num_tokens for c in chunks], [c.start for c in chunks]))
@@ -127,7 +127,7 @@ def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int)
     runner = FakeRunner(sequence_pool)
     ran: list[int] = []
 
-    def run(chunks: Sequence[Chunk]) -> None:
+    def run(chunks: Sequence[PrefillChunk]) -> None:
         assert sum(chunk.num_tokens for chunk in chunks) <= 2048
         ran.append(len(chunks))
         runner.execute(chunks)
@@ -138,7 +138,7 @@ def test_no_batch_has_more_sequences_or_tokens_than_a_forward(max_num_seqs: int)
 
 
 def test_a_batch_that_finds_no_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def run(chunks: Sequence[Chunk]) -> None:
+    def run(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) == 1024:
             raise DeviceMemoryError("none is left")
 
@@ -293,7 +293,7 @@ def test_two_small_batches_run_at_once_after_recording_and_large_ones_alone(capl
             events.append(("end", self.num_tokens))
             return super().outputs()
 
-    def begin(chunks: Sequence[Chunk]) -> EndedForward:
+    def begin(chunks: Sequence[PrefillChunk]) -> EndedForward:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         if len(chunks) == 4:
             raise DeviceMemoryError("the graphs have it")

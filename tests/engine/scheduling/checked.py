@@ -109,9 +109,9 @@ class CheckedScheduler:
         self.check()
         return number
 
-    def cancel(self, number: int, *, forget: bool = False) -> None:
+    def cancel(self, number: int, *, uncache: bool = False) -> None:
         is_live = number in self.scheduler.requests
-        assert (self.scheduler.cancel(number, forget=forget) is not None) == is_live
+        assert (self.scheduler.cancel(number, uncache=uncache) is not None) == is_live
         assert number not in self.scheduler.requests
         self.check()
 
@@ -143,7 +143,7 @@ class CheckedScheduler:
                 if not self.scheduler.retry(chunk, MemoryError("no memory")):
                     self.cancel(number)
             elif index in cancelled:
-                self.cancel(number, forget=index % 2 == 1)
+                self.cancel(number, uncache=index % 2 == 1)
         for request in self.scheduler.finish(batch):
             assert request.request_id not in self.scheduler.requests
         self.check()

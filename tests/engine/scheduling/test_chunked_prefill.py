@@ -350,10 +350,10 @@ def test_the_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager)
     for _ in range(2):
         chunks.append(manager.start_chunk(schedule(manager).chunk_id))
         assert manager.peek() is None
-        manager.go_on(chunks[-1].chunk_id)
+        manager.allow_next_chunk(chunks[-1].chunk_id)
     assert bounds(chunks) == [(0, 8), (8, 16)]
     with pytest.raises(ChunkStateError, match="has been followed already"):
-        manager.go_on(chunks[0].chunk_id)
+        manager.allow_next_chunk(chunks[0].chunk_id)
     with pytest.raises(ChunkStateError, match="runs after another one"):
         manager.complete_chunk(chunks[1].chunk_id)
     manager.complete_chunk(chunks[0].chunk_id)
@@ -372,9 +372,9 @@ def test_calls_in_a_wrong_state_are_refused(manager: ChunkedPrefillManager) -> N
             with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of request 'a' is {message}")):
                 getattr(manager, call)(*arguments)
 
-    refuses(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "go_on")
+    refuses(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "allow_next_chunk")
     schedule(manager)
-    refuses(chunk_id, "scheduled; it must be running", "complete_chunk", "go_on")
+    refuses(chunk_id, "scheduled; it must be running", "complete_chunk", "allow_next_chunk")
     manager.start_chunk(chunk_id)
     refuses(chunk_id, "running; it must be scheduled", "start_chunk")
     refuses(("a", 8), "not in flight", "start_chunk", "complete_chunk", "fail_chunk")

@@ -62,8 +62,8 @@ def play(setup: Setup, events: list[Any]) -> None:
                 )
             case ("step", step_s, free_tokens, failing, cancelled):
                 scheduler.step(step_s, free_tokens=free_tokens, failing=failing, cancelled=cancelled)
-            case ("cancel", number, forget):
-                scheduler.cancel(number, forget=forget)
+            case ("cancel", number, uncache):
+                scheduler.cancel(number, uncache=uncache)
             case ("shrink", num_tokens):
                 scheduler.shrink(num_tokens)
             case ("record", chunk_tokens, whole_tokens, step_s):

@@ -236,7 +236,7 @@ def test_a_chunk_that_failed_is_not_found_by_others() -> None:
     scheduler.add(one(2, 100))
     run(scheduler)
     assert sequence_pool.prefixes.num_cached > 0
-    scheduler.cancel(2, forget=True)
+    scheduler.cancel(2, uncache=True)
     assert sequence_pool.prefixes.num_cached == 0
     assert sequence_pool.usage == 0
 

@@ -80,9 +80,9 @@ def test_blocks_behind_a_gap_are_not_found() -> None:
     for key, block in zip(keys, blocks, strict=True):
         cache.register(key, block)
     assert cache.find(keys) == blocks
-    cache.forget(blocks[1])
+    cache.remove(blocks[1])
     assert cache.find(keys) == blocks[:1]
-    cache.forget(blocks[0])
+    cache.remove(blocks[0])
     assert cache.find(keys) == []
     assert (cache.num_cached, pool.ref_count(blocks[0]), pool.ref_count(blocks[2])) == (1, 1, 2)
 
@@ -96,7 +96,7 @@ def test_forget_keeps_blocks_that_were_only_read() -> None:
     allocation = start(sequence_pool, "b", "xyzw")
     sequence_pool.commit(allocation, 17)
     assert found(sequence_pool, "xyzw") == 4
-    sequence_pool.free(allocation, forget=True)
+    sequence_pool.free(allocation, uncache=True)
     assert found(sequence_pool, "xyzw") == 2
     assert sequence_pool.prefixes is not None
     assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
@@ -108,9 +108,9 @@ def test_an_equal_block_of_another_is_not_forgotten() -> None:
     first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "x")
     sequence_pool.commit(first, 5)
     sequence_pool.commit(second, 5)
-    sequence_pool.free(second, forget=True)
+    sequence_pool.free(second, uncache=True)
     assert found(sequence_pool, "x") == 1
-    sequence_pool.free(first, forget=True)
+    sequence_pool.free(first, uncache=True)
     assert found(sequence_pool, "x") == 0
     assert sequence_pool.kv is not None
     assert sequence_pool.kv.num_free == 8
@@ -122,7 +122,7 @@ def test_a_reader_keeps_what_is_forgotten_until_it_ends() -> None:
     sequence_pool.commit(first, 9)
     second = start(sequence_pool, "b", "xyz")
     sequence_pool.commit(second, 13)
-    sequence_pool.free(first, forget=True)
+    sequence_pool.free(first, uncache=True)
     assert found(sequence_pool, "xyz") == 0
     assert sequence_pool.usage == 4 / 8
     assert start(sequence_pool, "c", "xyz").num_cached_tokens == 0
@@ -163,7 +163,7 @@ TEXTS = ["x", "xy", "xyz", "xyzw", "xv", "xvz", "y", "yz"]
 events = st.one_of(
     st.tuples(st.just("start"), st.sampled_from(TEXTS)),
     st.tuples(st.just("commit"), st.integers(0, 99)),
-    st.tuples(st.sampled_from(["end", "end and forget", "clear"]), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["end", "end and uncache", "clear"]), st.integers(0, 99)),
 )
 
 
@@ -190,8 +190,8 @@ def test_the_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str 
                 known.setdefault(allocation.keys[i], allocation.block_ids[i])
         elif running:
             allocation = running.pop(argument % len(running))
-            sequence_pool.free(allocation, forget=event == "end and forget")
-            if event == "end and forget":
+            sequence_pool.free(allocation, uncache=event == "end and uncache")
+            if event == "end and uncache":
                 computed = allocation.block_ids[allocation.num_cached_tokens // BLOCK_SIZE :]
                 known = {key: block for key, block in known.items() if block not in computed}
         for text in TEXTS:

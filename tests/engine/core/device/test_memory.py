@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from penstock.engine.core.device.memory import MemoryMeter
 from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.scheduling import Chunk
+from penstock.engine.scheduling import PrefillChunk
 
 from ..fake_runner import BLOCK, FakeRunner, Steps, pool
 
@@ -127,7 +127,7 @@ class Device(FakeRunner):
         self.token_bytes, self.context_bytes = token_bytes, context_bytes
         self.meter = MemoryMeter(self.gauge, token_bytes)
 
-    def execute(self, chunks: Sequence[Chunk]) -> BatchOutputs:
+    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         self.meter.begin()
         outputs = super().execute(chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)

@@ -25,7 +25,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Chunk, PrefillChunk, QueuedSequence, Request
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from penstock.kernels.cpu import CpuKernelError, Machine
 
 from ..torch.test_encoders import FAMILIES, HAS_TYPES, SIZES
@@ -54,7 +54,7 @@ def both(info: ModelInfo, machine: Machine) -> tuple[ArrayRunner, ModelRunner]:
     return arrays, ModelRunner(info, TOKENIZER, model, load_torch_dense(info), EngineConfig(model="m"))
 
 
-def chunks_of(info: ModelInfo, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[Chunk]:
+def chunks_of(info: ModelInfo, inputs: Sequence[TokenizedInput], params: Sequence[PoolingParams]) -> list[PrefillChunk]:
     """A batch of whole sequences; an input whose parameters are None has those of the model's first task."""
     return [
         PrefillChunk(
