@@ -112,14 +112,9 @@ class ResponseSize(NamedTuple):
     kept: int
 
     @property
-    def is_large(self) -> bool:
-        """Whether it is written a part at a time while the client reads it."""
-        return self.written >= LARGE_RESPONSE_BYTES
-
-    @property
     def held(self) -> int:
         """Bytes that it holds until the client has read it: its values or, of a small one, its JSON."""
-        return self.kept if self.is_large else self.written
+        return self.kept if self.written >= LARGE_RESPONSE_BYTES else self.written
 
     def plus(self, other: ResponseSize) -> ResponseSize:
         """Returns the size of both."""
@@ -194,7 +189,8 @@ class AdmissionController:
         for name, value in scope["headers"]:
             if name == b"content-length":
                 num_bytes = int(value) if value.isdigit() else sys.maxsize
-                self.check_body_bytes(num_bytes)
+                if num_bytes > self.max_body_bytes:
+                    self.check_body_bytes(num_bytes)
                 if num_bytes <= SMALL_BODY_BYTES:
                     return None
                 break
@@ -251,7 +247,7 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
 def has_large_response(scope: Scope) -> bool:
     """Returns whether the response to a request is written a part at a time."""
     size: ResponseSize | None = scope.get(_RESPONSE_SIZE)
-    return size is not None and size.is_large
+    return size is not None and size.written >= LARGE_RESPONSE_BYTES
 
 
 class BodyMemory:

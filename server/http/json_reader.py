@@ -40,6 +40,7 @@ class JsonReader:
     def __init__(self, admission: AdmissionController, max_entries: int) -> None:
         self._admission = admission
         self._max_entries = max_entries
+        self._uncounted_bytes = min(SMALL_BODY_BYTES, admission.max_json_values // _MOST_PER_BYTE)
 
     async def read(self, scope: Scope, receive: Receive) -> Any:
         """Returns the value of a body.
@@ -72,7 +73,7 @@ class JsonReader:
         if not body:
             detail = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
             raise RequestValidationError([detail])
-        if self._must_count(body):
+        if len(body) > self._uncounted_bytes and self._must_count(body):
             num_values = 0
             for num_values in count_values(body):
                 self._admission.check_json_values(num_values)
@@ -117,8 +118,6 @@ class JsonReader:
         """Returns whether a body may hold more values than are allowed, or more than its bytes account for."""
         if len(body) > SLICE_BYTES:
             return True
-        if len(body) <= SMALL_BODY_BYTES and _MOST_PER_BYTE * len(body) <= self._admission.max_json_values:
-            return False
         most = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
         return most > min(len(body), self._admission.max_json_values)
 

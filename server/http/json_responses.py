@@ -218,6 +218,18 @@ def json_response(content: Any, *, incremental: bool = False) -> Response:
         content: What `iter_json` takes.
         incremental: Encode and send the body a part at a time.
     """
-    if incremental:
-        return IncrementalResponse(iter_json(content), JSON_HEADERS)
-    return Response(json_bytes(content), headers=JSON_HEADERS)
+    return IncrementalResponse(iter_json(content), JSON_HEADERS) if incremental else JsonResponse(json_bytes(content))
+
+
+class JsonResponse(Response):
+    """A response with a JSON body. Starlette's own class takes twice as long to make its headers.
+
+    Args:
+        body: The JSON.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
