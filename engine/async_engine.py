@@ -41,15 +41,15 @@ from .tokenization.input_encoder import InputEncoder
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
 _NUM_PARAMS: Final = 64
-"""Resolved parameters that are kept for requests that ask for the same."""
+"""Number of resolved parameters that are cached."""
 
 
 class AsyncEngine:
     """One served model. Create it with `start`.
 
     Every call that runs the model raises InvalidRequestError where the request is wrong (see PoolingParams.verify and
-    TokenizerPool), and, whatever is asked for, EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
-    ModelExecutionError as Dispatcher.open and OpenRequest.run do.
+    TokenizerPool), and EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
+    ModelExecutionError; see Dispatcher.open and OpenRequest.run.
 
     Args:
         config: What is served.
@@ -77,7 +77,7 @@ class AsyncEngine:
         self._dispatcher = dispatcher
         self._group = group
 
-        # Most requests ask for the same: they share one object, which is sent to the core once a turn.
+        # Equal parameters share one object, which a message to the core contains once.
         @lru_cache(_NUM_PARAMS)
         def resolved(params: PoolingParams, task: PoolingTask) -> PoolingParams:
             return params.resolved(task, info)

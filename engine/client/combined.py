@@ -1,4 +1,4 @@
-"""Embeddings that are not one vector for each text by itself: of parts, of tokens, sparse, several at once."""
+"""Late chunking, token vectors, sparse vectors, and several outputs of one forward."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CombinedEmbedder:
 
     Args:
         info: The model.
-        encoder: Of its inputs.
-        dispatcher: Runs them.
+        encoder: Encodes its inputs.
+        dispatcher: Runs the inputs.
         recipe_tokens: The tokens of a multi-vector model's recipe.
     """
 
@@ -66,8 +66,8 @@ class CombinedEmbedder:
                 param="outputs",
             )
         for task in others:
-            asked = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
-            asked.verify(task, self._info)
+            own = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
+            own.verify(task, self._info)
         params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
         async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
@@ -86,18 +86,18 @@ class CombinedEmbedder:
 
     @property
     def _width(self) -> int:
-        """Width of the vector of a token, where the request asks for no other."""
+        """Width of a token vector if the request does not set `dimensions`."""
         return self._info.dimensions or self._info.embedding_size or self._info.hidden_size
 
     def _with_side(self, params: PoolingParams, options: RequestOptions) -> PoolingParams:
-        """Says which side of a multi-vector model's recipe the inputs are read by."""
+        """Sets `is_query` for multi-vector models."""
         if self._info.multi_vector is None:
             return params
         is_query = options.prompt_name in QUERY_PROMPTS if options.is_query is None else options.is_query
         return params.clone(is_query=is_query)
 
     def _token_ids(self, tokenized: Sequence[TokenizedInput], params: PoolingParams) -> list[list[int]]:
-        """Returns, for each input, the ids of the tokens that have a vector in the answer."""
+        """Returns, for each input, the ids of the tokens with a vector in the result."""
         recipe, heads = self._info.multi_vector, self._info.token_heads
         if heads is not None and heads.vectors_file is not None:
             return [tokens.token_ids[1:].tolist() for tokens in tokenized]

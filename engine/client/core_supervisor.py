@@ -50,38 +50,37 @@ class CoreClient(Protocol):
     """Receives the events of a core, such as a Replica."""
 
     def connect(self, send: Send) -> None:
-        """The core can serve; `send` reaches it."""
+        """The core can serve. `send` sends messages to it."""
 
     def disconnect(self, reason: str) -> None:
-        """The core has gone."""
+        """The core has ended."""
 
     def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
-        """Takes the results of one step."""
+        """Handles the results of one step."""
 
     def receive_failure(self, message: RequestFailed) -> None:
-        """Takes the failure of one request."""
+        """Handles the failure of one request."""
 
     def receive_cleared(self, message: PrefixCacheCleared) -> None:
-        """Takes the answer to ClearPrefixes."""
+        """Handles the answer to a request to empty the prefix cache."""
 
 
 class CoreSupervisor:
-    """Owns one core and connects it to its table. Belongs to one event loop.
+    """Starts one core, connects it to its client, and restarts it when it dies. Belongs to one event loop.
 
-    Requests that a dying core takes with it fail with EngineUnavailableError; they are not run again, since one of them
-    may have killed it.
+    Requests in a dying core fail with EngineUnavailableError. They are not run again: one of them may have killed it.
 
     Args:
         config: The model to serve.
-        replica: Gets the core's results.
+        replica: Receives the core's results.
         on_change: Called when `state` has changed.
         log_level: Level of the core's log.
-        log_format: Its form, "console" or "json".
+        log_format: Its format, "console" or "json".
         process: An engine process that has been started already, for the first start.
 
     Attributes:
         state: State of the core.
-        num_restarts: How often a dead core was replaced.
+        num_restarts: Number of cores that replaced a dead one.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class CoreSupervisor:
         self._start_message = msgspec.structs.replace(self._start_message, config=config)
 
     def drain(self) -> None:
-        """Marks the engine as ending, so that its core is not replaced any more."""
+        """Marks the engine as ending: a dead core is no longer replaced."""
         self._is_ending = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -161,7 +160,7 @@ class CoreSupervisor:
             await self._core.close()
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that the core's process holds for itself; 0 where that is not known."""
+        """Returns the bytes of private memory of the core's process; 0 if unknown."""
         return self._core.host_bytes() if self._core is not None else 0
 
     def _enter(self, state: EngineState) -> None:
@@ -192,7 +191,7 @@ class CoreSupervisor:
         self._ready.set_result(message)
 
     def _core_ended(self, reason: str) -> None:
-        """Called when the core is gone without having been asked to go."""
+        """Called when the core has ended without Stop."""
         self._replica.disconnect(reason)
         if not self._ready.done():
             self._ready.set_exception(MachineError(f"The model could not be loaded: {reason}."))

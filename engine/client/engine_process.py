@@ -1,7 +1,7 @@
 """An engine process as its parent sees it: its socket, start, end and memory. running_core.py sends it messages.
 
-Imports next to nothing, so that a server can start the process, which may have torch to import, before it imports what
-it needs itself.
+Imports few modules, so that a server can start the engine process, which may import torch, before the server's own
+imports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SocketFolder(NamedTuple):
 
     Attributes:
         path: Path of the folder, in this process and in a child that inherits the descriptors.
-        descriptors: Open files that a process has to inherit, under the same number, for `path` to mean the folder.
+        descriptors: Open files that a child must inherit under the same number, so that `path` means the folder.
     """
 
     path: str
@@ -43,13 +43,13 @@ class SocketFolder(NamedTuple):
 
 @contextmanager
 def socket_folder() -> Iterator[SocketFolder]:
-    """Makes a folder where temporary files lie, which this user alone can enter, and removes it.
+    """Creates a temporary folder that only this user can enter, and removes it at the end.
 
-    A socket's path may be 107 bytes long, and TMPDIR may be longer. Such a folder is reached through an open file of
-    it: an abstract socket would be short too, but open to every user of the machine.
+    The path of a socket has at most 107 bytes; TMPDIR may be longer. A folder with a long path is opened, and named by
+    its descriptor below /proc. An abstract socket would be open to every user of the machine.
 
     Raises:
-        OSError: There is no place for it; on systems without /proc also: its path is too long.
+        OSError: It cannot be created, or its path is too long and there is no /proc.
     """
     folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
     try:
@@ -68,22 +68,21 @@ def socket_folder() -> Iterator[SocketFolder]:
 
 
 _KILLED_S: Final = 1.0
-"""Seconds that a killed process gets to be gone."""
+"""Seconds to wait for the end of a killed process."""
 _MOST_WAITING: Final = 1024
 """Connections that the process has not accepted yet."""
 
 
 class EngineProcess:
-    """A process that runs worker.py and waits for Start. As a context manager it leaves none behind.
+    """A process that runs worker.py and waits for Start. As a context manager it kills the process at the end.
 
     Attributes:
-        address: Path of the Unix socket where clients connect, at once: they are accepted when it has started.
-        lifeline: A socket. The process echoes every message, from a thread of its own; its end tells the
-            process that this one has gone.
-        pid: Its number.
+        address: Path of the Unix socket for clients. They may connect at once and are accepted when the process runs.
+        lifeline: A socket. A thread of the process echoes every message. The process ends when the socket closes.
+        pid: Process id.
 
     Raises:
-        OSError: No process can be started, or there is no place for its sockets.
+        OSError: No process or socket can be created.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class EngineProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative: the number of a signal; None while it runs."""
+        """The exit code, or minus the number of a signal; None while it runs."""
         return self._process.poll()
 
     async def wait(self) -> int:
@@ -122,7 +121,7 @@ class EngineProcess:
         return await asyncio.shield(self._ended)
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory of its private memory; 0 if it has ended or the system does not report it."""
+        """Returns the bytes of its private memory; 0 if it has ended or the system does not report them."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text("ascii", "replace")
         except OSError:
@@ -144,15 +143,15 @@ class EngineProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver holds it: it is left behind
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver blocks its end
             self._process.wait(_KILLED_S)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:
         code = self._process.wait()
 
-        def tell() -> None:
+        def set_result() -> None:
             if not ended.done():
                 ended.set_result(code)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_result)

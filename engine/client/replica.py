@@ -44,7 +44,7 @@ _FAILURES: dict[str, type[EngineError]] = {
 }
 _LEAST_PART: Final = 256
 _LEAST_SHARE: Final = 8
-"""A part of a request has at least so many tokens, and that part of a full forward: less gains no time by itself."""
+"""Smallest part of a request: 256 tokens and an eighth of a full forward. A smaller part would save no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +73,13 @@ class Run:
 
     Attributes:
         request_id: Number of the request in the engine.
-        answer: Has the outputs of each input in the end.
-        outputs: Outputs that have arrived.
+        answer: Future of the outputs of each input.
+        outputs: Arrived outputs of each input.
         num_left: Inputs that are not done.
         sent_s: Seconds, of time.perf_counter().
-        num_tokens: Of each input that is not done; None where the core is the only one, and nobody asks.
-        parts: Of outputs that came in part.
-        timing: Where the time went, when the last row has come.
+        num_tokens: Tokens of each input that is not done; None if there is only one replica.
+        parts: Incomplete outputs, by input and name.
+        timing: Times of the run; None until its last row has arrived.
     """
 
     request_id: int
@@ -92,10 +92,10 @@ class Run:
     timing: Timing | None = None
 
     def put(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
-        """Keeps one array of the answer; parts are joined when the last one is there.
+        """Stores one array of the answer. The last part of an output completes it.
 
-        Those of several rows are copied, as they reach the caller: a view would keep all that its batch gave, in pinned
-        memory where a GPU ran it in this process. Single rows are stacked soon.
+        Arrays of several rows are copied: a view would keep the results of the whole batch alive, in pinned memory if a
+        GPU of this process ran it. Single rows are copied soon, when they are stacked.
         """
         if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
             self.outputs[index][name] = np.concatenate([*parts, array])
@@ -107,7 +107,7 @@ class Run:
             self.parts.setdefault((index, name), []).append(own)
 
     def time(self, times: StageTimes) -> None:
-        """Records where the time went since the run was sent."""
+        """Records the waiting and running time of the run."""
         if self.timing is not None:
             times.add(Stage.QUEUE, self.sent_s, self.timing.queue_s)
             times.add(Stage.INFERENCE, self.sent_s + self.timing.queue_s, self.timing.inference_s)
@@ -117,16 +117,16 @@ class Run:
 class Replica:
     """The requests of one engine process.
 
-    Requests of one turn of the event loop are sent together, so that they can run as one batch.
+    Requests of one iteration of the event loop are sent together, so that they can run as one batch.
 
     Args:
         ids: Numbers for requests.
-        whole: Figures of all replicas together.
-        is_only: There is no other one: the figures of the whole are its own.
+        whole: Counters of all replicas together.
+        is_only: There is no other replica; its counters are `whole`.
 
     Attributes:
-        stats: Its figures. Where there are others, too, `num_tokens` and `num_requests` are those of its runs.
-        rate: How fast it works.
+        stats: Its counters. With several replicas, `num_tokens` and `num_requests` count its own runs.
+        rate: Its drain rate.
     """
 
     def __init__(self, ids: Iterator[int], whole: DispatcherStats, *, is_only: bool) -> None:
@@ -146,7 +146,7 @@ class Replica:
         return self._send is not None
 
     def connect(self, send: Send) -> None:
-        """Begins to run requests and sends them with `send`."""
+        """Starts to run requests. `send` sends messages to the engine."""
         self._send = send
         self.rate.is_live = True
 
@@ -168,7 +168,7 @@ class Replica:
         options: RequestOptions,
         left_s: float | None,
     ) -> list[Arrays]:
-        """Runs inputs that have been let in; see OpenRequest.run. `left_s` are the seconds up to their deadline."""
+        """Runs admitted inputs; see OpenRequest.run. `left_s`: seconds until their deadline; None for no deadline."""
         run = self.begin(inputs, params, options, left_s)
         try:
             outputs = await run.answer
@@ -200,7 +200,9 @@ class Replica:
             self.stats.enter(sum(run.num_tokens))
         self._runs[run.request_id] = run
         client = options.client, options.namespace
-        self._turn().requests.append(SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client))
+        self._next_message().requests.append(
+            SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client)
+        )
         return run
 
     def end(self, run: Run) -> None:
@@ -208,7 +210,7 @@ class Replica:
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
         if self._runs.pop(run.request_id, None) is not None:
-            self._turn().cancels.append(run.request_id)
+            self._next_message().cancels.append(run.request_id)
 
     async def clear_prefixes(self) -> int | None:
         """Empties the prefix cache of the core; see Dispatcher.clear_prefixes."""
@@ -217,13 +219,13 @@ class Replica:
         clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._clearings[request_id] = clearing
         try:
-            self._turn().clears.append(request_id)
+            self._next_message().clears.append(request_id)
             return await clearing
         finally:
             del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
     def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
-        """Takes the results of one step."""
+        """Handles the results of one step."""
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
@@ -256,11 +258,11 @@ class Replica:
             self._settle(run.request_id, None)
 
     def receive_failure(self, message: RequestFailed) -> None:
-        """Fails one request with the error that the core names."""
+        """Fails one request with the error of the core."""
         self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
 
     def receive_cleared(self, message: PrefixCacheCleared) -> None:
-        """Takes the answer to ClearPrefixes."""
+        """Handles the answer to `clear_prefixes`."""
         clearing = self._clearings.get(message.request_id)
         if clearing is not None and not clearing.done():
             clearing.set_result(message.num_blocks)
@@ -269,8 +271,8 @@ class Replica:
         if self._send is None:
             raise EngineUnavailableError("The engine is not running at the moment. Please try again.")
 
-    def _turn(self) -> ClientMessageBuilder:
-        """Returns the message of this turn of the event loop, which is sent at its end."""
+    def _next_message(self) -> ClientMessageBuilder:
+        """Returns the message that is sent at the end of this iteration of the event loop."""
         if self._outgoing.is_empty:
             asyncio.get_running_loop().call_soon(self._flush)
         return self._outgoing
@@ -281,7 +283,7 @@ class Replica:
             return
         try:
             self._send(*outgoing.pack())
-        except Exception:  # our own bug, such as a number that no message can hold: it must leave nobody waiting
+        except Exception:  # our own bug, such as a number that no message can hold: its requests must not wait for ever
             logger.exception("requests could not be sent to the engine")
             error = ModelExecutionError("The request could not be sent to the engine.")
             for request in outgoing.requests:
@@ -301,10 +303,10 @@ class Replica:
 
 
 class ReplicaRouter:
-    """Runs requests on replicas as one Replica would. Belongs to one event loop.
+    """Distributes requests over several replicas. Belongs to one event loop.
 
     Args:
-        replicas: Several.
+        replicas: At least two.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -320,7 +322,7 @@ class ReplicaRouter:
         """Runs inputs; see Replica.run. Where one part fails, the others are cancelled.
 
         Raises:
-            EngineUnavailableError: No replica is there, or one died that held a part.
+            EngineUnavailableError: No replica runs, or a replica died that held a part.
         """
         runs: list[tuple[Replica, Run]] = []
         try:
@@ -347,7 +349,7 @@ class ReplicaRouter:
         return live
 
     def _parts(self, inputs: Sequence[TokenizedInput]) -> Iterator[tuple[Replica, Sequence[TokenizedInput]]]:
-        """Yields who runs which inputs, in their order."""
+        """Yields each replica and its inputs, in the order of the inputs."""
         live = self._live()
         num_tokens = list(map(len, inputs))
         least = max(_LEAST_PART, live[0].stats.token_budget // _LEAST_SHARE)
@@ -371,12 +373,12 @@ class ReplicaRouter:
 
 
 def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[float]:
-    """Divides the tokens of a request so that all have as many queued afterwards, as far as it can be.
+    """Divides the tokens of a request so that all replicas have the same number queued afterwards, if possible.
 
     Args:
         queued: Tokens that each replica has queued.
-        num_tokens: To be divided.
-        least: Tokens that a share is worth having with.
+        num_tokens: Tokens of the request.
+        least: Smallest share that is worth sending.
 
     Returns:
         A share for each: 0, the whole, or at least `least`.

@@ -37,12 +37,12 @@ OnExit = Callable[[str], None]
 _STOP_TIMEOUT_S: Final = 5.0
 """Seconds that a core gets to finish its step before it is killed."""
 _MUTE_S: Final = 5.0
-"""Seconds that a core which has closed its connection gets to end."""
+"""Seconds after which a core that has closed its connection but goes on is killed."""
 _KILL_TIMEOUT_S: Final = 10.0
-"""Seconds after which nobody waits for a killed core any more."""
+"""Seconds to wait for the end of a killed core."""
 _NUM_BEATS: Final = 10
-"""Questions without an answer that make a hang. They are counted and the time is not looked at: a machine that sleeps,
-or a client that was stopped, asks nothing meanwhile, and finds the answers when it goes on."""
+"""Unanswered questions after which a process counts as hung. Questions are counted instead of seconds: a machine that
+sleeps, or a stopped client, sends none meanwhile, and finds the answers when it continues."""
 
 
 class Heartbeat:
@@ -70,8 +70,8 @@ class Heartbeat:
             await asyncio.sleep(self._interval_s)
         self._on_silence()
 
-    def heard(self) -> None:
-        """Takes an answer."""
+    def answered(self) -> None:
+        """Notes an answer."""
         self._num_unanswered = 0
 
 
@@ -81,8 +81,8 @@ class CoreLink:
     Args:
         address: Where the core takes connections.
         on_message: Called for every message of the core; an attribute.
-        on_unreadable: Called once when a message cannot be read, and the log says why; or when the core has closed the
-            connection and nobody says that it has ended.
+        on_unreadable: Called once when a message cannot be read (the log says why), or when the core has closed the
+            connection but its process goes on.
 
     Raises:
         OSError: The core has gone.
@@ -94,14 +94,14 @@ class CoreLink:
         self._connection = MessageConnection.open(address)
         self._timer: asyncio.TimerHandle | None = None
         self._loop, self._descriptor = asyncio.get_running_loop(), self._connection.fileno()
-        self._loop.add_reader(self._descriptor, self.hear)
+        self._loop.add_reader(self._descriptor, self.receive)
 
     def send(self, message: ToCore, *frames: Frame) -> None:
-        """Sends a message without blocking; nobody gets it where the core has gone."""
+        """Sends a message without blocking. The message is lost if the core has ended."""
         self._connection.send(encode(message), frames)
 
-    def hear(self) -> None:
-        """Takes all messages that have come."""
+    def receive(self) -> None:
+        """Handles all messages that have arrived."""
         try:
             for message, frames in self._connection.receive():
                 if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
@@ -129,7 +129,7 @@ class ProcessCore:
     Args:
         start: The first message: the model to serve.
         on_message: Called for every message of the core.
-        on_exit: Called once with a reason when the process ends without having been asked to, or hangs.
+        on_exit: Called once with a reason when the process ends without Stop, or hangs.
         process: An engine process that has been started already; None starts one.
     """
 
@@ -151,7 +151,7 @@ class ProcessCore:
         """Starts the core; ModelReady or LoadFailed follows. Raises OSError if no process can be started."""
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
-        with contextlib.suppress(ConnectionError):  # it has ended already: who watches it says why
+        with contextlib.suppress(ConnectionError):  # it has ended already: `_watch` reports why
             self._link = CoreLink(process.address, self._take_first, self._end_unreadable)
             self._resources.callback(self._link.close)
             self._link.send(self._start)
@@ -214,7 +214,7 @@ class ProcessCore:
     def _hear_lifeline(self, lifeline: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):
             if lifeline.recv(_NUM_BEATS):
-                self._heartbeat.heard()
+                self._heartbeat.answered()
                 return
         asyncio.get_running_loop().remove_reader(lifeline)  # the process ends
 
@@ -235,14 +235,14 @@ class ProcessCore:
         code = await process.wait()
         if not self._closing:
             if self._link is not None:
-                self._link.hear()  # its last messages, such as LoadFailed
+                self._link.receive()  # its last messages, such as LoadFailed
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             if code == STUCK_EXIT_CODE:
                 reason += ", as a step exceeded its time limit"
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 
     def _give_up(self) -> None:
-        """Takes a process that does not answer as lost. It need not have ended: a driver may hold it for ever."""
+        """Gives up a process that does not answer. Its end is not awaited: a driver may hold it for ever."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -275,7 +275,7 @@ class ThreadCore:
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
-            if not self._is_stuck:  # else nobody waits for it any more
+            if not self._is_stuck:  # else another core has replaced it
                 loop.call_soon_threadsafe(self._on_message, message, frames)
 
         def run() -> None:
@@ -313,11 +313,11 @@ class ThreadCore:
         self._thread.start()
         self._core = await created
 
-    def send(self, turn: ClientMessage, frame: Frame) -> None:
-        """Sends the requests of one turn of the event loop."""
+    def send(self, message: ClientMessage, frame: Frame) -> None:
+        """Passes a message to the core."""
         if self._core is None:
             raise RuntimeError("the core has not been started")
-        self._core.receive(turn, frame)
+        self._core.receive(message, frame)
 
     def host_bytes(self) -> int:
         """Returns 0: its memory is that of this process."""

@@ -43,8 +43,8 @@ class PairScorer:
 
     Args:
         info: The model.
-        encoder: Of its inputs.
-        dispatcher: Runs them.
+        encoder: Encodes its inputs.
+        dispatcher: Runs the inputs.
     """
 
     def __init__(self, info: ModelInfo, encoder: InputEncoder, dispatcher: Dispatcher) -> None:

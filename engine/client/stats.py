@@ -43,21 +43,20 @@ class DispatcherStats:
     Attributes:
         num_requests: Requests under way.
         num_tokens: Tokens under way.
-        num_waiting: Sequences in the engine that no forward has begun, at the last step.
+        num_waiting: Sequences that waited in the engine at the last step.
         num_waiting_tokens: Their tokens.
         token_budget: The most tokens in one forward, at the last step; 0 before the first.
         num_batched_tokens_total: Tokens that went through the model.
         num_steps_total: Forwards.
-        step_s_total: Seconds spent in them.
+        step_s_total: Seconds of all forwards.
         num_refused_total: Requests refused because the queue was full.
         step_tokens: Tokens of the forwards.
-        step_seqs: Their sequences.
-        step_seconds: Seconds that they took.
-        step_fill: Their tokens as a share of the most that there could have been, 0 to 1.
-        cache_use: Of the memory of prompts that run in chunks, as it was told last; None for models that run them
-            whole.
-        replicas: Figures of each replica of an engine that has several; empty for one.
-        vectors: Of the cache of embeddings; None without one.
+        step_seqs: Sequences of the forwards.
+        step_seconds: Seconds of the forwards.
+        step_fill: Tokens of the forwards divided by their token budgets, 0 to 1.
+        cache_use: Latest use of the memory of prompts that run in chunks; None for models that run them whole.
+        replicas: Counters of each replica; empty if there is only one.
+        vectors: Counters of the cache of embeddings; None without a cache.
     """
 
     num_requests: int = 0
@@ -78,16 +77,16 @@ class DispatcherStats:
     vectors: CacheStats | None = None
 
     def enter(self, num_tokens: int) -> None:
-        """Counts a request as under way."""
+        """Counts the start of a request."""
         self.num_requests += 1
         self.num_tokens += num_tokens
 
     def leave(self, num_tokens: int) -> None:
-        """Counts a request as under way no more."""
+        """Counts the end of a request."""
         self.num_requests -= 1
         self.num_tokens -= num_tokens
         if not self.num_requests:
-            self.num_waiting = self.num_waiting_tokens = 0  # no step may follow that would say so
+            self.num_waiting = self.num_waiting_tokens = 0  # no step may follow that reports it
 
     def count_refusal(self) -> None:
         """Counts a request that was refused."""
@@ -99,7 +98,7 @@ class DispatcherStats:
         load = message.load
         if load is not None:
             self.token_budget = load.token_budget
-        if load is not None and self.num_requests:  # or all have been cancelled, and no step may follow that says so
+        if load is not None and self.num_requests:  # else all are cancelled, and no step may follow
             self.num_waiting, self.num_waiting_tokens = load.num_waiting, load.num_waiting_tokens
         if not message.num_tokens:
             return
@@ -128,7 +127,7 @@ class StepHistogram:
         total: Sum of the values.
 
     Args:
-        bounds: Largest value of each range, ascending; greater ones are counted beyond the last.
+        bounds: Largest value of each range, ascending; greater values are counted above the last bound.
     """
 
     __slots__ = ("_bounds", "_counts", "total")
@@ -144,7 +143,7 @@ class StepHistogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """Returns, for each bound and for infinity, how many values are not greater."""
+        """Returns, for each bound and for infinity, the number of values that are not greater."""
         return list(zip((*self._bounds, float("inf")), itertools.accumulate(self._counts), strict=True))
 
 

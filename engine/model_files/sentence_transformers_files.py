@@ -73,6 +73,7 @@ class SentenceTransformersFiles:
         max_seq_length: Tokens. Limit of the Transformer module.
         tokenizer_max_length: Tokens. model_max_length among the module's tokenizer arguments.
         transformer_source: The file of max_seq_length and tokenizer_max_length.
+        transformer_config: The content of that file.
         do_lower_case: Lower-case text before tokenizing.
         prompts: Named prompts.
         default_prompt_name: Prompt applied when a request names none.
@@ -81,7 +82,7 @@ class SentenceTransformersFiles:
         logit_score: The LogitScore module.
         pair_chat: Pairs go through the tokenizer's chat template.
         mask_folder: Folder of the MultiVectorMask module.
-        is_pylate: PyLate has saved the model.
+        settings: Content of config_sentence_transformers.json.
         splade_folder: Folder of the SpladePooling module.
     """
 
@@ -94,6 +95,7 @@ class SentenceTransformersFiles:
     max_seq_length: int | None = None
     tokenizer_max_length: int | None = None
     transformer_source: str = ""
+    transformer_config: dict[str, Any] = field(default_factory=dict)
     do_lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
@@ -102,7 +104,7 @@ class SentenceTransformersFiles:
     logit_score: LogitScoreFile | None = None
     pair_chat: PairChat | None = None
     mask_folder: str | None = None
-    is_pylate: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
     splade_folder: str | None = None
 
 
@@ -152,7 +154,8 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
     files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
     _read_settings(root, files)
-    if files.pooling is None and (files.is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
+    is_pylate = files.settings.get("model_type") == "ColBERT" or "query_prefix" in files.settings
+    if files.pooling is None and (is_pylate or any(e["type"].startswith("pylate.") for _, e in folders)):
         # PyLate normalises token vectors in `encode`, without a Normalize module.
         files.has_normalize = True
     return files
@@ -173,7 +176,7 @@ def _checked_folder(root: Path, folder: Any) -> str:
 
 def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
     """Reads config_sentence_transformers.json."""
-    config = read_object(root / SETTINGS_FILE)
+    config = files.settings = read_object(root / SETTINGS_FILE)
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):
         raise ModelLoadError(f"{root / SETTINGS_FILE}: prompts is {prompts!r}; it must be an object of texts by name.")
@@ -191,7 +194,6 @@ def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
             f"{root / SETTINGS_FILE}: truncate_dim is {files.truncate_dim!r}; it must be a positive integer."
         )
     files.activation_fn = config.get("activation_fn")
-    files.is_pylate = config.get("model_type") == "ColBERT" or "query_prefix" in config
 
 
 def _unsupported(root: Path, what: str) -> UnsupportedModelError:
@@ -215,6 +217,7 @@ def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles)
         if config:
             tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
             files.transformer_source = str(Path(folder) / name)
+            files.transformer_config = config
             files.max_seq_length = config.get("max_seq_length")
             files.tokenizer_max_length = tokenizer.get("model_max_length")
             files.do_lower_case = bool(config.get("do_lower_case", False))

@@ -109,15 +109,13 @@ def _hides(draft: ModelDraft) -> bool:
 
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
     """Returns the recipe, its prompts, and its source."""
-    settings = read_object(root / SETTINGS_FILE)
-    averages = str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
             if own_source.startswith(MODULES_FILE):  # read_stanford_modules made them up
                 draft.sources[name] = draft.source_of("architectures")
         recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
         return recipe, prompts, METADATA_FILE
-    module = read_object(root / files.transformer_source) if files.transformer_source else {}
+    settings, module = files.settings, files.transformer_config
     source = files.transformer_source or SETTINGS_FILE
     recipe, prompts = MultiVector(), {}
     if _PYLATE_KEYS & settings.keys():
@@ -125,7 +123,7 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
         source = SETTINGS_FILE
     elif settings.get("model_type") == "ColBERT":
         recipe = MultiVector(skip_words=_PUNCTUATION)
-    own: dict[str, Any] = {"averages": averages}
+    own: dict[str, Any] = {"averages": str(settings.get("similarity_fn_name")).lower() == "meanmaxsim"}
     for name in ("query_length", "document_length"):
         if module.get(name) is not None:
             own[name] = _length(module[name], f"{files.transformer_source}: {name}")
@@ -234,7 +232,7 @@ def resolve_sparse(draft: ModelDraft, root: Path) -> None:
     if draft.fields["kind"] is not ModelKind.EMBEDDING:
         return
     if files is not None and files.splade_folder is not None:
-        _resolve_splade(draft, root / files.splade_folder / "config.json", read_object(root / SETTINGS_FILE))
+        _resolve_splade(draft, root / files.splade_folder / "config.json", files.settings)
         return
     folder = Path(draft.fields["path"])
     found = [name if (folder / name).is_file() else None for name in (_WEIGHTS_FILE, _VECTORS_FILE)]

@@ -133,11 +133,6 @@ class PoolerConfig:
         object.__setattr__(self, older, None)
 
     @classmethod
-    def from_json(cls, text: str) -> PoolerConfig:
-        """Parses the JSON of `--pooler-config`; see `json_object` and `from_dict`."""
-        return cls.from_dict(json_object(text))
-
-    @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PoolerConfig:
         """Builds the configuration from plain values.
 

@@ -103,7 +103,7 @@ class ModelInfo:
         dense: Dense modules after the pooling, in order.
         normalize: Default L2 normalisation of embeddings.
         dimensions: Default width to cut to; None leaves the native width.
-        is_matryoshka: Any width up to embedding_size may be asked for.
+        is_matryoshka: Requests may set any width up to embedding_size.
         matryoshka_dimensions: The widths that the model declares.
         use_activation: Default of use_activation for classes.
         activation: Function from class logits to scores.

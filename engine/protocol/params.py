@@ -112,10 +112,10 @@ class PoolingParams:
     def _verify_normalize(self) -> None:
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequestError(
-                "{normalize} is {asked} and use_activation is {other}, but for embeddings they are two names of one "
+                "{normalize} is {given} and use_activation is {other}, but for embeddings they are two names of one "
                 "option; give one of them.",
                 param="normalize",
-                asked=self.normalize,
+                given=self.normalize,
                 other=self.use_activation,
             )
 
@@ -154,9 +154,9 @@ class PoolingParams:
             return
         if not 1 <= dims <= model.embedding_size:
             raise InvalidRequestError(
-                "{dimensions} is {asked}; {model.name} gives 1 to {model.embedding_size}.",
+                "{dimensions} is {given}; {model.name} gives 1 to {model.embedding_size}.",
                 param="dimensions",
-                asked=dims,
+                given=dims,
                 model=model,
             )
         if self.any_dimensions:
@@ -164,19 +164,19 @@ class PoolingParams:
         if model.matryoshka_dimensions:
             if dims not in model.matryoshka_dimensions:
                 raise InvalidRequestError(
-                    "{dimensions} is {asked}; {model.name} declares {declared} and its native {model.embedding_size}.",
+                    "{dimensions} is {given}; {model.name} declares {declared} and its native {model.embedding_size}.",
                     param="dimensions",
-                    asked=dims,
+                    given=dims,
                     model=model,
                     declared=listed(model.matryoshka_dimensions),
                 )
         elif not model.is_matryoshka:
             raise InvalidRequestError(
-                "{dimensions} is {asked}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
+                "{dimensions} is {given}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
                 "or ask for its native {model.embedding_size}. Where it is known to bear cutting, load it with "
                 "--hf-overrides '{{\"is_matryoshka\": true}}', or with sizes: '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
-                asked=dims,
+                given=dims,
                 model=model,
             )
 
@@ -206,8 +206,8 @@ class PoolingParams:
         task = _task_of(task)
         self.verify(task, model)
         if task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
-            asked = self.normalize if self.normalize is not None else self.use_activation
-            normalize = model.normalize if asked is None else asked
+            given = self.normalize if self.normalize is not None else self.use_activation
+            normalize = model.normalize if given is None else given
             return self.clone(
                 task=task, normalize=normalize, use_activation=normalize, dimensions=self.dimensions or model.dimensions
             )

@@ -213,14 +213,14 @@ class InputEncoder:
         return self._info.prompts[name]
 
     def _truncation(self, params: PoolingParams, *, param: str | None) -> Truncation:
-        asked = params.truncate_prompt_tokens
+        requested = params.truncate_prompt_tokens
         limit, name = self._info.max_model_len, self._info.limit_name
-        if asked is not None and asked != -1:
-            limit, name = asked, "{truncate_prompt_tokens}"
+        if requested is not None and requested != -1:
+            limit, name = requested, "{truncate_prompt_tokens}"
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
-        cut = not params.refuse_too_long and (asked is not None or self._auto_truncate)
+        cut = not params.refuse_too_long and (requested is not None or self._auto_truncate)
         recipe = self._info.multi_vector
         if recipe is not None:
             own = recipe.max_num_tokens(is_query=params.is_query)

@@ -210,7 +210,7 @@ class Passages:
     Attributes:
         texts: All passages, in the order of the documents.
         owners: The document of each passage.
-        cut_document: The first document of which text was dropped; None if there is none.
+        cut_document: The first document that lost text; None if no document did.
     """
 
     texts: list[str]

@@ -204,7 +204,7 @@ class HttpProcess:
                 self._on_message(self, message)
             case MetricsReport():
                 self.metrics = message.families
-                self._heartbeat.heard()
+                self._heartbeat.answered()
                 if (answer := self._questions.pop(message.question, None)) is not None and not answer.done():
                     answer.set_result(None)
             case _:

@@ -62,7 +62,7 @@ async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyP
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
         if len(asked) in (9, 18):
-            heartbeat.heard()
+            heartbeat.answered()
         await sleep(0)
 
     monkeypatch.setattr(running_core.asyncio, "sleep", pause)
@@ -92,7 +92,7 @@ async def test_a_process_answers_on_its_lifeline_from_the_first_question_on(run:
     core._heartbeat = Mock()
     core._ask()
     core._ask()
-    await heard(core._heartbeat.heard)
+    await heard(core._heartbeat.answered)
     await heard(core._on_message)  # its answer to Start, which may come after that of its lifeline
     core._on_message.reset_mock()
     core._process.kill()
@@ -117,7 +117,7 @@ async def test_a_process_that_is_stopped_is_given_up(run: Run) -> None:
 
 async def test_who_answers_lives() -> None:
     hung = []
-    heartbeat = Heartbeat(0.02, lambda: heartbeat.heard(), lambda: hung.append(1))
+    heartbeat = Heartbeat(0.02, lambda: heartbeat.answered(), lambda: hung.append(1))
     running = asyncio.create_task(heartbeat.run())
     await asyncio.sleep(0.2)
     assert not running.done()

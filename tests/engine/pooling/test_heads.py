@@ -12,6 +12,7 @@ from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.model_info import Activation, ModelKind
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.setting import json_object
 
 from .conftest import make_info
 
@@ -86,8 +87,8 @@ def test_no_row_is_wider_than_it_was(widths: tuple[int, ...]) -> None:
 
 def test_scores_of_a_configuration_of_vllm() -> None:
     """It subtracts `logit_bias` and multiplies with `logit_scale`; newer names are mean, and sigma that divides."""
-    older = PoolerConfig.from_json('{"logit_bias": 4.5, "logit_scale": 0.25}')
-    newer = PoolerConfig.from_json('{"logit_mean": 4.5, "logit_sigma": 4}')
+    older = PoolerConfig.from_dict(json_object('{"logit_bias": 4.5, "logit_scale": 0.25}'))
+    newer = PoolerConfig.from_dict(json_object('{"logit_mean": 4.5, "logit_sigma": 4}'))
     for config in (older, newer):
         assert config.logit_mean is not None
         assert config.logit_sigma is not None

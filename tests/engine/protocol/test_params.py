@@ -10,6 +10,7 @@ from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
+from penstock.engine.protocol.setting import json_object
 from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
 
@@ -247,13 +248,13 @@ def test_pooler_config_from_json() -> None:
         "chunked_processing_mode": "Windows",
     }
     enums = {"pooling_type": PoolingType.MEAN, "chunked_processing_mode": ChunkedProcessingMode.WINDOWS}
-    config = PoolerConfig.from_json(json.dumps(fields))
+    config = PoolerConfig.from_dict(json_object(json.dumps(fields)))
     assert config == PoolerConfig(**{**fields, **enums, "logit_mean": 1.0, "returned_token_ids": (1, 0)})
-    assert PoolerConfig.from_json("{}") == PoolerConfig()
-    older = PoolerConfig.from_json('{"logit_bias": 4.5, "logit_scale": 0.2}')
+    assert PoolerConfig.from_dict(json_object("{}")) == PoolerConfig()
+    older = PoolerConfig.from_dict(json_object('{"logit_bias": 4.5, "logit_scale": 0.2}'))
     assert older == PoolerConfig(logit_mean=4.5, logit_sigma=5.0)
     assert dataclasses.replace(older, dimensions=8) == PoolerConfig(logit_mean=4.5, logit_sigma=5.0, dimensions=8)
-    assert PoolerConfig.from_json('{"normalize": null}') == PoolerConfig()
+    assert PoolerConfig.from_dict(json_object('{"normalize": null}')) == PoolerConfig()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_pooler_config_from_json() -> None:
 )
 def test_pooler_config_refuses(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PoolerConfig.from_json(text)
+        PoolerConfig.from_dict(json_object(text))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_pooler_config_refuses(text: str, message: str) -> None:
 def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: PoolingType) -> None:
     expected = PoolerConfig(pooling_type=pooling_type)
     given: Any = {"pooling_type": name}
-    assert PoolerConfig(**given) == PoolerConfig.from_json(json.dumps(given)) == expected
+    assert PoolerConfig(**given) == PoolerConfig.from_dict(json_object(json.dumps(given))) == expected
     assert type(PoolerConfig(**given).pooling_type) is PoolingType
     given = {"seq_pooling_type": name, "tok_pooling_type": "step", "task": "Embed", "returned_token_ids": [1]}
     config = PoolerConfig(**given)
