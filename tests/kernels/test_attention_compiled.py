@@ -110,7 +110,7 @@ def test_attention_compiles_without_spills(
         assert wanted in ptx, "products do not run on the tensor cores of this device"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("dtype", "head_size", "num_pairs", "has_norm"),
     [

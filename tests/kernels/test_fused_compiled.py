@@ -18,7 +18,7 @@ pytestmark = [
 TYPES = {"place_ptr": "*fp32", "ids_ptr": "*i64", "positions_ptr": "*i64", "types_ptr": "*i64", "eps": "fp32"}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "width", "options"),
     [

@@ -15,7 +15,7 @@ pytestmark = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("is_many", [False, True], ids=["few_rows", "many_rows"])
 @pytest.mark.parametrize("num_groups", [16, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])

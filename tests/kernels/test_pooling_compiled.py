@@ -24,7 +24,7 @@ POINTERS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "pooling", "width"),
     [
