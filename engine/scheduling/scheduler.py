@@ -151,6 +151,8 @@ class Scheduler:
         window = self._short_window(now_s, batch)
         if self.has_long:
             self._add_chunks(window, batch, budget, now_s, free_tokens)
+        else:
+            self._waits_for_memory = False
         self._add_whole(window, batch, budget)
         batch.chunks.sort(key=lambda chunk: (chunk.start > 0, chunk.end - chunk.start))
         batch.num_left = self.waiting.num_seqs
@@ -343,9 +345,13 @@ class Scheduler:
         self._last_num_whole = len(batch.chunks) - num_chunks
 
     def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> PrefillChunk | None:
-        """Starts a short sequence after its cached prefix; returns None if there is no room."""
+        """Starts a short sequence after its cached prefix; returns None if there is no room.
+
+        It takes no memory, and so reads no prefix, if a long sequence waits for memory that only short ones hold.
+        """
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
-        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and self._pool.can_hold(num_tokens):
+        may_hold = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
+        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_hold:
             if budget.has_room(num_tokens - self._pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
