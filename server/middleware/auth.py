@@ -1,6 +1,6 @@
-"""API keys: requests to routes that are not open must carry one. Without keys any Authorization header is ignored.
+"""API keys: a request needs one unless its route is open. Without keys any Authorization header is ignored.
 
-The keys are those of the settings, and those of a file that may change while the server runs.
+Keys come from the settings, and from a file that may change while the server runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 SALT_BYTES: Final = 32
 MAX_OFFERS: Final = 2
-"""Headers with a key that one request may have: Authorization and api-key. Each is hashed before anything is known."""
-LOOK_EVERY_S: Final = 1.0
-"""Seconds between two looks at the file."""
+"""Headers with a key that one request may have: Authorization and api-key. Each is hashed."""
+CHECK_EVERY_S: Final = 1.0
+"""Seconds between two checks of the file."""
 _NAMESPACE: Final = b"namespace"
 """The purpose of a digest: other digests with the same salt tell nothing about it."""
 _Version = tuple[int, int, int]
@@ -80,19 +80,19 @@ def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 class ApiKeys:
-    """Knows keys by salted digests, so that neither a comparison nor an identity tells anything about a key.
+    """Keeps keys as salted digests, so that neither a comparison nor an identity reveals a key.
 
-    The file holds one key a line; empty lines and lines that begin with # are skipped. It is read again when it has
-    changed. A file that has gone or holds no key any more changes nothing: the log says so, and the last keys stay.
+    The file holds one key per line; empty lines and lines that begin with # are skipped. It is read again when it has
+    changed. If it is missing or holds no key, an error is logged and the last keys stay valid.
 
     Args:
         given: Keys of the settings.
         file: File with more keys.
         flag: Option that names the file, for errors and logs.
-        salt: Secret behind the identities; the same one makes the same identities after a restart, and in other
-            processes. Default: a new one.
-        namespace_salt: Secret behind the namespaces of cached vectors and prefixes, if servers share a cache: that of
-            its folder. Default: the identities.
+        salt: Secret of the identities: equal salts make equal identities after a restart and in other processes.
+            Default: a new one.
+        namespace_salt: Secret of the namespaces of cached vectors and prefixes if servers share a cache: the one of
+            its folder. Default: namespaces are identities.
         clock_s: Monotonic time.
 
     Raises:
@@ -115,7 +115,7 @@ class ApiKeys:
         self._given = frozenset(self._known(key.encode()) for key in given)
         self._file, self._flag = file, flag
         self._clock_s = clock_s
-        self._next_look_s = clock_s() + LOOK_EVERY_S
+        self._next_check_s = clock_s() + CHECK_EVERY_S
         self._version: _Version | None = None
         self._owners = self._given
         if file is not None:
@@ -141,7 +141,7 @@ class ApiKeys:
 
     def knows(self, owner: str) -> bool:
         """Returns whether the key of an owner is still valid. "" is valid, and without keys every owner is."""
-        self._look()
+        self._reload_if_changed()
         return not owner or not self._owners or owner in self._owners
 
     def namespace_of(self, owner: str) -> str:
@@ -150,18 +150,18 @@ class ApiKeys:
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:
         """Returns the identity of the key that is offered; None if none is valid, or there are more than MAX_OFFERS."""
-        self._look()
+        self._reload_if_changed()
         offered = list(islice(offers, MAX_OFFERS + 1))
         if len(offered) > MAX_OFFERS:
             return None
         # The time of this lookup depends on digests with a secret salt, so it tells nothing about a key.
         return next((owner for owner in map(self._digest, offered) if owner in self._owners), None)
 
-    def _look(self) -> None:
-        """Reads the file again if it has changed, at most once in a while."""
-        if self._file is None or (now_s := self._clock_s()) < self._next_look_s:
+    def _reload_if_changed(self) -> None:
+        """Reads the file again if it has changed. Checks it once in CHECK_EVERY_S."""
+        if self._file is None or (now_s := self._clock_s()) < self._next_check_s:
             return
-        self._next_look_s = now_s + LOOK_EVERY_S
+        self._next_check_s = now_s + CHECK_EVERY_S
         version: _Version | None = None
         try:
             version = _version(self._file)

@@ -86,16 +86,16 @@ class SupervisedModels:
         self.metrics = Metrics(table.named_engines)
         self.metrics.register(ModelMetrics(table.entries))
 
-    async def answer(self, number: int, tell: Send) -> None:
+    async def answer(self, number: int, send: Send) -> None:
         """Waits until a model is loaded, or has failed, and sends that to the process that asked for it."""
         error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
         if error is None and engine is not None and engine.ready is not None:
-            tell(EngineChanged(number, engine.status))
-            tell(ModelLoaded(number, engine.ready))
+            send(EngineChanged(number, engine.status))
+            send(ModelLoaded(number, engine.ready))
             return
         kind = type(error).__name__ if isinstance(error, EngineError) else ModelLoadError.__name__
-        tell(ModelNotLoaded(number, kind, str(error)))
+        send(ModelNotLoaded(number, kind, str(error)))
 
     def _starter(self, number: int) -> Callable[[], Awaitable[AsyncEngine]]:
         async def start() -> AsyncEngine:
@@ -261,11 +261,11 @@ class WorkerSupervisor:
         if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
             self._fail(NothingServedError())
 
-    async def _send_metrics(self, tell: Send, question: int) -> None:
+    async def _send_metrics(self, send: Send, question: int) -> None:
         await asyncio.gather(*(each.update_metrics(_METRICS_S) for each in self._workers))
         own = to_families(self._models.metrics.families())
         families = of_server(own, [self._ended_metrics, *(each.metrics for each in self._workers)])
-        tell(MetricsReport(question, families))
+        send(MetricsReport(question, families))
 
     def _send_all(self, message: FromSupervisor) -> None:
         for worker in self._workers:

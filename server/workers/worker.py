@@ -103,10 +103,8 @@ class PassedConnectionServer(HttpServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the application, then receives connections."""
         await super().startup(sockets=[])
-        taking: Any = _ConnectionReceiver(
-            self._end, self._make, self.config
-        )  # takes the place of a listener of uvicorn
-        self.servers.append(taking)
+        receiver: Any = _ConnectionReceiver(self._end, self._make, self.config)
+        self.servers.append(receiver)  # in place of a listener of uvicorn
 
     def _make(self) -> PassedConnection:
         return PassedConnection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -130,9 +128,8 @@ class _ConnectionReceiver:
         """Receives the connections that were sent, and then no more: the acceptor sends them to another process."""
         if not self._is_closed:
             self._is_closed = True
-            self._end.shutdown(
-                socket.SHUT_RD
-            )  # sent connections stay, no more can be sent, and ends are still reported
+            # Connections that were sent stay, no more can be sent, and ends of connections are still reported.
+            self._end.shutdown(socket.SHUT_RD)
             while self._handle():
                 pass
 
@@ -247,7 +244,7 @@ class SupervisorLink:
             async with asyncio.timeout(_METRICS_S):
                 return to_metrics(await answer)
         except TimeoutError as error:
-            raise EngineUnavailableError("The metrics of the server's other processes do not come.") from error
+            raise EngineUnavailableError("The other processes of the server have not sent their metrics.") from error
         finally:
             del self._questions[question]
 
@@ -312,10 +309,7 @@ def main() -> None:
     plan = WorkerPlan.receive(control)
     settings = plan.settings
     configure_logging(settings.log_level, settings.log_format)
-    for name in (
-        manager.__name__,
-        "uvicorn.error",
-    ):  # the supervising process logs the loading of models, start and end
+    for name in (manager.__name__, "uvicorn.error"):  # the supervising process logs loads, start and end
         logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
     raise_file_limit()
 

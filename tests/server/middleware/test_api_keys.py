@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.middleware.auth import LOOK_EVERY_S, ApiKeys
+from penstock.server.middleware.auth import CHECK_EVERY_S, ApiKeys
 from penstock.server.settings import UsageError
 
 BODY = {"input": "a"}
@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
     def tick(self) -> None:
-        self.now_s += LOOK_EVERY_S
+        self.now_s += CHECK_EVERY_S
 
 
 def write(file: Path, text: str) -> None:
