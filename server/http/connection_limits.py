@@ -27,7 +27,7 @@ _PLENTY: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
-    """How slowly clients may send bodies and read answers.
+    """How slowly clients may send bodies and read responses.
 
     Attributes:
         body_s: Seconds for a whole body; infinity: any.

@@ -80,7 +80,7 @@ _BYTE_ORDERS: Final[dict[Endianness, Literal["=", ">", "<"]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How the vectors of one answer are written.
+    """How the vectors of one response are written.
 
     Attributes:
         format: FLOAT (JSON numbers), BASE64, BYTES or BYTES_ONLY.
@@ -96,7 +96,7 @@ class Encoding:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the answer is a body of bytes and not JSON."""
+        """Whether the response is a body of bytes and not JSON."""
         return self.format in (EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY)
 
     @property
@@ -211,12 +211,12 @@ def _float8_middles(num_mantissa_bits: int) -> NDArray[np.float32]:
 
 
 def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "embedding_type") -> NDArray[Any]:
-    """Returns the rows in the asked type: int8 and uint8 as [N, D], binary and ubinary as [N, D / 8].
+    """Returns the rows as integers: int8 and uint8 as [N, D], binary and ubinary as [N, D / 8].
 
     Args:
         rows: [N, D] float32; need not be normalised.
         kind: The type.
-        param: Name of the request field that asked for it; see `check_width`.
+        param: Name of the request field that names the type; see `check_width`.
     """
     check_width(rows.shape[1], kind, param=param)
     if kind in ("binary", "ubinary"):

@@ -26,7 +26,7 @@ _TICK_S: Final = 1.0
 _COLLECT_EVERY_S: Final = 30.0
 """Least seconds between two full garbage collections of an idle server."""
 _GOODBYE_S: Final = 1.0
-"""Seconds that an idle client gets to answer the end of TLS when the server stops; uvloop would give it 30."""
+"""Seconds that an idle client has for closing TLS when the server stops; uvloop would wait for 30."""
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:

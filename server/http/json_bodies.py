@@ -1,4 +1,4 @@
-"""Bodies of requests: checked by a schema that knows its own keys, and on shared paths told apart by them.
+"""Schemas of request bodies, which know their keys. On a shared path the keys of a body tell its dialect.
 
 Body = Annotated[
     Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],

@@ -88,7 +88,7 @@ class JsonReader:
             raise RequestValidationError([invalid]) from error
 
     def check_entries(self, body: Any, tag: str) -> None:
-        """Counts the entries of the lists of a parsed body, before anybody looks into them.
+        """Counts the entries of the lists of a parsed body before they are validated.
 
         A flat list of numbers is the token ids of one input and may be longer.
 
@@ -111,8 +111,8 @@ class JsonReader:
 
     def _check_list(self, entries: list[Any], place: tuple[str, ...]) -> None:
         if len(entries) > self._max_entries and type(entries[0]) not in (int, float):
-            told = f"has {len(entries)} entries; the limit is {self._max_entries}"
-            raise RequestValidationError([{"type": "value_error", "loc": place, "msg": told, "input": None}])
+            message = f"has {len(entries)} entries; the limit is {self._max_entries}"
+            raise RequestValidationError([{"type": "value_error", "loc": place, "msg": message, "input": None}])
 
     def _must_count(self, body: bytes | bytearray) -> bool:
         """Returns whether a body may hold more values than are allowed, or more than its bytes account for."""

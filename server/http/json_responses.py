@@ -166,7 +166,7 @@ class IncrementalResponse(Response):
 
     Args:
         parts: The body, in parts of any size.
-        headers: Of the answer.
+        headers: Of the response.
     """
 
     def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:

@@ -30,10 +30,10 @@ _PRIORITY: Final = b"x-priority"
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How a request wants to be treated among others.
+    """Deadline, priority and client of a request.
 
     Attributes:
-        timeout_s: Seconds after which its answer is of no use; None: it does not say.
+        timeout_s: Seconds until its deadline; None: the request sets none.
         priority: A ChunkPriority or another level; lower goes first.
         client: The client in fair queueing; "" where clients are not told apart.
         namespace: Cached vectors and prefixes of this namespace alone may be used; "" without API keys.

@@ -36,7 +36,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetModel(msgspec.Struct, tag=True, frozen=True):
-    """Worker: asks for a model by its index in the plan. The answer is ModelLoaded or ModelNotLoaded."""
+    """Worker: requests a model by its index in the plan. The response is ModelLoaded or ModelNotLoaded."""
 
     model: int
 
@@ -97,7 +97,7 @@ class GetMetrics(msgspec.Struct, tag=True, frozen=True):
 
 
 class MetricsReport(msgspec.Struct, tag=True, frozen=True):
-    """Both: the answer to GetMetrics."""
+    """Both: the response to GetMetrics."""
 
     question: int
     families: list[MetricFamily]
