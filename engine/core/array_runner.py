@@ -50,7 +50,13 @@ class ArrayForward:
 
     def outputs(self) -> BatchOutputs:
         """See Forward."""
-        return self.runner.finish(self)
+        try:
+            output = ArrayOutput(*self.running.result())
+            outputs = self.runner.pooler.pool(output, _describe(self.batch, self.params)).to_host()
+        except MemoryError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self.runner.record_time(self.batch.num_tokens, self.began_s)
+        return outputs
 
 
 class ArrayRunner(Runner):
@@ -61,6 +67,9 @@ class ArrayRunner(Runner):
         tokenizer: For the clients.
         encoder: With its weights.
         dense: The Dense modules that follow the pooling.
+
+    Attributes:
+        pooler: Pools the outputs of forwards.
     """
 
     def __init__(
@@ -72,7 +81,7 @@ class ArrayRunner(Runner):
         self.num_lanes = encoder.machine.num_lanes
         self.keeps_order = False
         self._encoder = encoder
-        self._pooler = array_pooler(info, encoder, dense)
+        self.pooler = array_pooler(info, encoder, dense)
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # the last forward
 
@@ -109,23 +118,16 @@ class ArrayRunner(Runner):
         params = [chunk.sequence.request.params for chunk in chunks]
         try:
             batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
-            running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(params))
+            running = self._encoder.begin(batch, need_attention=self.pooler.needs_attention(params))
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
         return ArrayForward(self, running, batch, params, began_s)
 
-    def finish(self, forward: ArrayForward) -> BatchOutputs:
-        """Waits for a forward and pools it; see Forward.outputs."""
-        try:
-            output = ArrayOutput(*forward.running.result())
-            outputs = self._pooler.pool(output, _describe(forward.batch, forward.params)).to_host()
-        except MemoryError as error:
-            raise DeviceMemoryError(str(error)) from error
+    def record_time(self, num_tokens: int, began_s: float) -> None:
+        """Records the time of a forward. Where forwards overlap, each counts for the time since the last one ended."""
         now_s = time.perf_counter()
-        # Where forwards overlap, each counts for the time since the last one ended.
-        self._times.append(ForwardTime(0, forward.batch.num_tokens, now_s - max(forward.began_s, self._ended_s)))
+        self._times.append(ForwardTime(0, num_tokens, now_s - max(began_s, self._ended_s)))
         self._ended_s = now_s
-        return outputs
 
     def warm_up(self) -> None:
         """See Runner."""

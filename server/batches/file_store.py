@@ -25,7 +25,7 @@ from penstock.engine.protocol.errors import InvalidRequestError, StorageError, U
 
 from ..admission import LimitError, ServerRefusalReason
 from ..errors import shown
-from ..schemas.batches import LEAST_EXPIRY_S, MOST_EXPIRY_S
+from ..schemas.batch_bodies import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..settings import UsageError
 from .records import FileRecord, new_file_id
 from .store import Store

@@ -25,7 +25,7 @@ from penstock.engine.protocol.errors import (
 from ..admission import ServerRefusalReason
 from ..errors import shown
 from ..routing import BatchUse
-from ..schemas.batches import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
+from ..schemas.batch_bodies import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
 from ..settings import ServerSettings
 from .batch_run import BatchRun, RunContext
 from .file_store import DataDir, Files

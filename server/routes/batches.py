@@ -22,7 +22,7 @@ from ..errors import ErrorBody, shown
 from ..http.json_reader import is_from_other_origin, receive_part
 from ..http.json_responses import json_response
 from ..routing import Router
-from ..schemas.batches import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
+from ..schemas.batch_bodies import UPLOAD, BatchList, BatchObject, BatchRequest, FileDeleted, FileList, FileObject
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {

@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTask
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 
 from ..calls.call import CLASSIFIERS, EMBEDDERS, Call
-from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.request_inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_of_classes, size_of_texts
 from ..dialects import COHERE, INFINITY, VLLM, keys_ignored_by
 from ..routing import BatchUse, Router
@@ -33,7 +33,7 @@ from ..schemas.options import (
     parse_truncate,
     truncated,
 )
-from ..schemas.tei import TeiPrediction
+from ..schemas.tei_bodies import TeiPrediction
 from .tei import prediction_rows
 
 MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs, which are compared on the event loop.

@@ -11,7 +11,7 @@ from penstock.engine import ModelInfo, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 from ..calls.call import EMBEDDERS, Call
-from ..calls.inputs import check_inputs, engine_inputs
+from ..calls.request_inputs import check_inputs, engine_inputs
 from ..calls.sizes import size_beyond_expected, size_of_numbers, size_of_sparse
 from ..calls.vectors import check_encodings, vector_width
 from ..dialects import PENSTOCK, keys_ignored_by

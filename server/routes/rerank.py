@@ -15,7 +15,7 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.call import RERANKERS, Call
-from ..calls.inputs import cut_texts
+from ..calls.request_inputs import cut_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
 from ..errors import OWN_TAG, TEI_TAG
@@ -25,7 +25,7 @@ from ..schemas import json_schema
 from ..schemas.inputs import Documents, TextOrObject, content_text, document_texts, parse_text_or_texts
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, Flag, FlagOrWord, Listed, ListResponse, PairBody, Usage, VersionMeta, truncated
-from ..schemas.tei import TeiRank, TeiRerankRequest
+from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}

@@ -40,7 +40,7 @@ from ..errors import COHERE_TAG, TEI_TAG, shown
 from ..http.json_bodies import embed_dialect
 from ..http.json_responses import json_array, json_response
 from ..routing import Access, BatchUse, Router, respond_as
-from ..schemas.tei import (
+from ..schemas.tei_bodies import (
     TeiDecodeRequest,
     TeiEmbedRequest,
     TeiInfo,

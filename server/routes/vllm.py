@@ -26,7 +26,7 @@ from penstock.engine.protocol.templates import ChatOptions
 
 from ..calls.call import Call
 from ..calls.context import context_of
-from ..calls.inputs import check_inputs, check_messages, engine_inputs
+from ..calls.request_inputs import check_inputs, check_messages, engine_inputs
 from ..calls.sizes import (
     FEWER_IDS,
     check_num_chars,
@@ -48,7 +48,7 @@ from ..schemas.encodings import EncodingOptions
 from ..schemas.inputs import Text, TokenIds
 from ..schemas.json_schema import documented
 from ..schemas.options import Count, EmbeddingBody, Flag, Listed, ListResponse, RequestBody
-from ..schemas.tei import (
+from ..schemas.tei_bodies import (
     TeiEmbedRequest,
     TeiPredictRequest,
     TeiRerankRequest,

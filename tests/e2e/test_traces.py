@@ -49,7 +49,7 @@ CHUNK = (
 )
 """The functions that hand a request or a chunk on, in their order."""
 
-MOST_FUNCTIONS_OF_REQUEST = 37
+MOST_FUNCTIONS_OF_REQUEST = 36
 MOST_FUNCTIONS_OF_CHUNK = 15
 
 RECORDER = """

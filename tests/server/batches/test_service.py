@@ -31,7 +31,7 @@ from penstock.server.batches.service import MOST_UNFINISHED, Batches
 from penstock.server.batches.store import Page, Store
 from penstock.server.batches.window import MOST_LINES, Window
 from penstock.server.routing import BatchUse
-from penstock.server.schemas.batches import BatchRequest
+from penstock.server.schemas.batch_bodies import BatchRequest
 from penstock.server.settings import ServerSettings, UsageError, load
 
 from ...clock import Clock

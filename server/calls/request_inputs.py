@@ -1,4 +1,4 @@
-"""The inputs of a request before the engine runs them: counts them, renders chats into texts, and cuts texts."""
+"""The inputs of a request before the engine runs them: limits their number, renders chats, and cuts texts."""
 
 from __future__ import annotations
 
