@@ -131,7 +131,8 @@ class _Client:
 class FairQueue:
     """Waiting sequences by client. Not thread-safe: its owner holds a lock.
 
-    Adding and removing a sequence cost O(log n). A window of k sequences costs O(k), and a step for each client.
+    Adding a request costs a binary search and moves the part of a list behind it. Removing a sequence marks it. A
+    window of k sequences costs O(k), and a step for each client.
 
     Args:
         forward_tokens: Tokens of a full forward; `due` is rounded up to a multiple of it.
