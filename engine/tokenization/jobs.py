@@ -106,7 +106,12 @@ class TokenizerJobs:
         began_s = time.perf_counter()
         try:
             if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
-                return _run_work(work, _never_cancelled)
+                try:
+                    return work(_never_cancelled)
+                except (Exception, KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - a panic in the tokenizers library
+                    raise _failure(error) from None
             self.chars.add(client, num_chars)
             num_waiting = self.chars.used
             try:
@@ -197,23 +202,22 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
         if job.future.done():
             continue
         try:
-            done.append((job.future, _run_work(job.work, job.future.done), None))
-        except Exception as error:  # noqa: BLE001 - raised again by `run`
-            if not isinstance(error, EngineError):
+            done.append((job.future, job.work(job.future.done), None))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised again by `run`; or a panic in the tokenizers library
+            if not isinstance(error, Exception):
+                error = _failure(error)
+            elif not isinstance(error, EngineError):
                 error.add_note("In a tokenizer thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
             drop_tracebacks(error)  # the frames of this thread hold the text and the future of the error
             done.append((job.future, None, error))
     return done
 
 
-def _run_work(work: Callable[[IsCancelled], T], is_cancelled: IsCancelled) -> T:
-    """Runs `work`. A panic in the tokenizers library becomes a RuntimeError."""
-    try:
-        return work(is_cancelled)
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - a panic; its text may hold the input
-        raise RuntimeError(f"the tokenizer failed: {type(error).__name__}") from None
+def _failure(error: BaseException) -> RuntimeError:
+    """Returns the error for a panic in the tokenizers library, whose text may hold the input."""
+    return RuntimeError(f"the tokenizer failed: {type(error).__name__}")
 
 
 def _never_cancelled() -> bool:
