@@ -272,8 +272,11 @@ class BatchRun:
     async def _lines_to_run(self) -> AsyncGenerator[list[LinePlace], None]:
         """Yields the places of lines without a response, some at a time. Retries if the disk fails."""
         last: LinePlace | None = None
-        done = self._output.done
-        while places := await self._retry_disk(partial(asyncio.to_thread, self._input.next_places, done, last)):
+
+        async def read() -> list[LinePlace]:
+            return await asyncio.to_thread(self._input.next_places, self._output.done, last)
+
+        while places := await self._retry_disk(read):
             last = places[-1]
             yield places
 
