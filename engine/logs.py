@@ -18,11 +18,11 @@ from typing import Any, Final, TextIO
 import orjson
 
 _MOST_WAITING: Final = 4096
-"""Lines that wait to be written. What is logged beyond them is lost, and counted."""
+"""Lines that may wait to be written. Further lines are lost and counted."""
 _GATHER_S: Final = 0.01
-"""Seconds in which more lines come before they are written: to wake the thread for each took as long as the line."""
+"""Seconds to collect lines before a write: waking the thread for each line would double the cost of a line."""
 _PATIENCE_S: Final = 1.0
-"""Seconds that an end waits for a reader that takes nothing."""
+"""Seconds to wait at exit for a reader that does not read."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -43,9 +43,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines from a thread of its own, in order: a reader that has stopped reading holds nobody who logs.
+    """Writes lines in order from its own thread: a reader that has stopped reading does not block callers.
 
-    The thread stays until the process ends: other libraries close every handler when they configure theirs, and log on.
+    The thread runs until the process ends: other libraries close every handler when they configure theirs, and continue
+    to log.
 
     Args:
         stream: A file with a descriptor, such as sys.stderr.
@@ -57,11 +58,11 @@ class BackgroundHandler(logging.Handler):
         self._waiting: list[str] = []
         self._num_dropped = 0
         self._is_writing = False
-        self._changed = threading.Condition()  # its lock may be taken twice: signal handlers log, too
+        self._changed = threading.Condition()  # its lock is reentrant: signal handlers log, too
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Has the line of `record` written soon, if there is room."""
+        """Queues the line of `record`, if there is room."""
         try:
             line = self.format(record)  # now: its arguments may change
         except Exception:  # noqa: BLE001 - whatever a caller's arguments raise
@@ -76,16 +77,16 @@ class BackgroundHandler(logging.Handler):
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits until nothing waits, a second at most. Called by the logging module when the process ends."""
+        """Waits at most a second until all lines are written. The logging module calls it when the process ends."""
         self.wait_written()
 
     def wait_written(self) -> bool:
-        """Waits as `flush`; returns whether all has been written."""
+        """Waits like `flush`. Returns whether all lines are written."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, _PATIENCE_S)
 
     def _write_all(self) -> None:
-        """Writes what waits, for ever. Runs on the thread."""
+        """Writes queued lines until the process ends. Runs in the thread."""
         num_lost = 0
         while True:
             lines, num_dropped = self._take()
@@ -94,7 +95,7 @@ class BackgroundHandler(logging.Handler):
                 num_lost = 0
 
     def _take(self) -> tuple[list[str], int]:
-        """Returns the lines that wait, once there are any, and the number of those dropped after them."""
+        """Waits for lines. Returns them and the number of lines dropped after them."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -107,10 +108,10 @@ class BackgroundHandler(logging.Handler):
             return lines, num_dropped
 
     def _pieces(self, lines: Sequence[str]) -> Iterator[tuple[bytes, int]]:
-        """Yields what is written at once, with its number of lines: as many as a pipe takes in one piece.
+        """Yields pieces of lines and their number of lines. A pipe takes a piece in one write.
 
-        Other processes that write there cannot come between; and each write lets go of the interpreter's lock, for
-        which a thread beside a busy one then waits 5 ms.
+        So other processes cannot write between its lines. Each write also releases the interpreter's lock, and getting
+        it back from a busy thread takes 5 ms.
         """
         piece, number = b"", 0
         for line in map(self._encoded, lines):
@@ -124,10 +125,10 @@ class BackgroundHandler(logging.Handler):
         return f"{line}\n".encode(self._stream.encoding, "backslashreplace")
 
     def _write(self, piece: bytes) -> bool:
-        """Returns whether lines could be written.
+        """Writes lines. Returns whether they could be written.
 
-        Straight to the descriptor: the lock of the stream's buffer, held by a write that does not return, would hold
-        the end of the process.
+        Writes to the descriptor: a blocked write would hold the lock of the stream's buffer and block the exit of the
+        process.
         """
         try:
             while piece:
@@ -143,20 +144,20 @@ class BackgroundHandler(logging.Handler):
 
 
 def flush_logs() -> bool:
-    """Waits until what was logged has been written, a second at most.
+    """Waits at most a second until all logged lines are written.
 
     Returns:
-        Whether it has: else nobody reads stderr, and whoever writes there himself would wait for ever.
+        Whether they are. If not, stderr has no reader, and writing to it directly would block.
     """
     handlers = logging.getLogger().handlers
     return all(each.wait_written() for each in handlers if isinstance(each, BackgroundHandler))
 
 
 def configure_logging(level: str, line_format: str) -> None:
-    """Sends all loggers, those of libraries too, to stderr, without a wait for who reads it.
+    """Sends all loggers, those of libraries too, to stderr, without waiting for its reader.
 
     Args:
-        level: Least severe level that is logged, such as "info".
+        level: Lowest level that is logged, such as "info".
         line_format: "console" or "json".
     """
     stderr: dict[str, Any] = {"class": "logging.NullHandler"}

@@ -1,4 +1,4 @@
-"""Checks the owner and mode of files and folders that outlive the process, before they are trusted; and the secret.
+"""Checks the owner and mode of files that outlive the process before they are used, and creates their secret.
 
 Another user of the machine may have made a folder before this server did, or may write to it. Only this user and root
 can make a file of this user, or change its mode. So each file is checked when it is opened, and its folder must not let
@@ -39,21 +39,21 @@ def check_own(path: Path) -> None:
 
 
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int = stat.S_IWOTH) -> int:
-    """Opens a file that check_own does not refuse; a new one is for this user alone.
+    """Opens a file after the checks of check_own. A new file is for this user alone.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         flags: See os.open.
-        forbidden: Rights that nobody else may have.
+        forbidden: Permissions that other users must not have.
 
     Returns:
         Its descriptor.
 
     Raises:
-        OSError: It cannot be opened, or is refused.
+        OSError: It cannot be opened, or fails a check.
     """
     try:
-        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)  # a pipe would be waited for
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)  # opening a pipe would block
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refusal(path, "is a link; remove it", path.name) from error
@@ -67,10 +67,10 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int 
 
 
 def secret_of(folder: Path) -> bytes:
-    """Returns the secret of a folder; a new one where there is none or half of one. The caller has locked the folder.
+    """Returns the secret of a folder; creates it if it is missing or incomplete. The caller holds the folder's lock.
 
     Raises:
-        OSError: It cannot be read or written, or others may have read it or put it there.
+        OSError: It cannot be read or written, or other users may have read or written it.
     """
     path = folder / "secret"
     try:
@@ -85,7 +85,7 @@ def secret_of(folder: Path) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are safe on the disk."""
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,19 +24,19 @@ if TYPE_CHECKING:  # lmdb is an extra
 logger = logging.getLogger("penstock.engine")
 
 ENTRY_BYTES: Final = 300
-"""Bytes of an entry beside its row: its key, two objects and a place in the table."""
+"""Bytes of an entry in addition to its row: its key, two objects and a slot of the table."""
 _ALIGNMENT: Final = 4
 
 
 class MemoryTier:
-    """Rows by key, up to so many bytes. Belongs to one event loop.
+    """The most recently used rows by key, up to a limit in bytes. Belongs to one event loop.
 
     Args:
-        max_bytes: Bytes of all entries.
+        max_bytes: Limit of the bytes of all entries.
 
     Attributes:
-        num_bytes: Bytes of the entries that are held.
-        num_evicted: Entries that have left because room was needed.
+        num_bytes: Bytes of all entries.
+        num_evicted: Entries that were removed to make room.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -50,7 +50,7 @@ class MemoryTier:
         return len(self._rows)
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns a row and marks it as used; None if it is not held."""
+        """Returns a row and marks it as used; None if the tier does not hold it."""
         row = self._rows.get(key)
         if row is not None:
             self._rows.move_to_end(key)
@@ -77,11 +77,11 @@ class TierFigures:
 
     Attributes:
         name: "memory" or "disk".
-        num_bytes: Bytes that its rows take.
-        num_evicted: Rows that this process has removed from it because room was needed.
-        num_dropped: Rows that it did not take: no room on the disk.
-        num_damaged: Rows that were found to be damaged.
-        is_working: Whether it takes rows.
+        num_bytes: Bytes of its rows.
+        num_evicted: Rows that this process has removed to make room.
+        num_dropped: Rows that were not stored: no room on the disk.
+        num_damaged: Damaged rows that were found.
+        is_working: Whether it stores rows.
     """
 
     name: str
@@ -93,7 +93,7 @@ class TierFigures:
 
 
 class Found(NamedTuple):
-    """The outputs that were found, by key, and how many of them were in memory."""
+    """The found outputs by key, and the number that were in memory."""
 
     arrays: dict[bytes, Arrays]
     num_in_memory: int
@@ -105,9 +105,9 @@ class VectorCache:
     If the folder cannot be used, the log says so, and only memory is used.
 
     Args:
-        max_bytes: Bytes of rows in memory; 0 for none.
-        folder: Of the rows on disk (disk.py); None for none. It needs the package lmdb.
-        disk_bytes: Size of a new file in it.
+        max_bytes: Bytes of rows in memory; 0 stores none.
+        folder: Folder of the rows on disk (disk.py), which need the package lmdb; None stores none on disk.
+        disk_bytes: Size of a new file in the folder.
 
     Attributes:
         secret: Secret of the key hashes. Processes that share a folder have the same one.
@@ -121,11 +121,11 @@ class VectorCache:
 
     @property
     def shared_secret(self) -> bytes | None:
-        """The secret if other processes have it, too, since they share the folder; None without a folder."""
+        """The secret if other processes share it through the folder; None without a folder."""
         return None if self._shared is None else self.secret
 
     async def find(self, keys: Sequence[bytes]) -> Found:
-        """Returns the outputs of the keys that are held."""
+        """Returns the outputs of the keys that the cache holds."""
         rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
         num_in_memory = len(rows)
         if self._shared is not None and num_in_memory < len(keys):
@@ -137,7 +137,7 @@ class VectorCache:
         return Found({key: unpack(row) for key, row in rows.items()}, num_in_memory)
 
     def keep(self, key: bytes, arrays: Arrays) -> None:
-        """Keeps the outputs of one input, if all their numbers are finite."""
+        """Stores the outputs of one input if all values are finite."""
         row = pack(arrays)
         if row is None:
             return
@@ -146,7 +146,7 @@ class VectorCache:
             self._shared.put(key, row)
 
     def figures(self) -> list[TierFigures]:
-        """Returns the figures of each tier that was asked for."""
+        """Returns the size and evictions of each configured tier."""
         memory = self._memory
         figures = [TierFigures(name="memory", num_bytes=memory.num_bytes, num_evicted=memory.num_evicted)]
         if self._shared is not None:
@@ -173,7 +173,7 @@ class VectorCache:
 
 
 def _open(folder: Path, disk_bytes: int) -> SharedTier | None:
-    """Opens the rows on disk; None, and a line in the log, where they cannot be used."""
+    """Opens the rows on disk. Logs an error and returns None if they cannot be used."""
     from .disk import (
         DiskError,  # lmdb is an extra
         SharedTier,
@@ -187,7 +187,11 @@ def _open(folder: Path, disk_bytes: int) -> SharedTier | None:
 
 
 def pack(arrays: Arrays) -> bytes | None:
-    """Returns arrays as bytes; None where a number is not finite, which no answer may hold."""
+    """Returns arrays as bytes; None if a value is not finite.
+
+    Format: count; for each array the length of its name, name, number of axes, axes; zeros up to a multiple of 4; the
+    values as float32.
+    """
     head = [bytes([len(arrays)])]
     for name, array in arrays.items():
         head.append(struct.pack(f"<B{len(name)}sB{array.ndim}I", len(name), name.encode(), array.ndim, *array.shape))
@@ -201,7 +205,7 @@ def pack(arrays: Arrays) -> bytes | None:
 
 
 def unpack(packed: bytes) -> Arrays:
-    """Returns the arrays that `pack` was given, as views that nobody can write to."""
+    """Returns the arrays of a packed row as read-only views."""
     shapes: dict[str, tuple[int, ...]] = {}
     place = 1
     for _ in range(packed[0]):

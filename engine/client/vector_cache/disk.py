@@ -39,25 +39,25 @@ logger = logging.getLogger("penstock.engine")
 _NUMBER_BYTES: Final = 8
 _SEAL_BYTES: Final = 8
 _FOLDER: Final = "vectors-1"
-"""Its number is that of the layout; a row whose numbers are made in another way has another key."""
+"""The number is the version of the layout. Changed arithmetic changes the keys instead."""
 _MODE: Final = 0o600
 _READERS_BYTES: Final = 64 * 1024
-"""Of the table of readers: a thousand threads of all processes together."""
+"""Size of the table of readers: a thousand threads of all processes."""
 _FULL: Final = 0.75
-"""Share of the file from which on rows leave. Every change is written to free pages, which the rest is for."""
+"""Used share of the file at which rows are evicted. Every change is written to free pages: the rest."""
 _AT_ONCE: Final = 1 / 64
-"""Share of the file that is written or freed by one transaction: each row may change a page of its own, and what a
-transaction gives up is free for the second one after it."""
+"""Share of the file that one transaction writes or frees: each row may change its own page, and the pages that a
+transaction releases are free for the second transaction after it."""
 _PAUSES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""Seconds to wait for those who read."""
+"""Seconds to wait for readers."""
 _FEW_ROWS: Final = 128
-"""Rows that are read in the turn of the event loop that asks for them, about 0.5 ms; more are read in a thread."""
+"""Rows that are read on the event loop, in about 0.5 ms; more are read in a thread."""
 _MAX_WAITING_BYTES: Final = 64 * 2**20
-"""Bytes of rows that wait to be written; further rows are not written."""
+"""Bytes of rows that may wait to be written; further rows are dropped."""
 _PAUSE_S: Final = 30.0
-"""Seconds for which nothing is written to a full disk."""
+"""Seconds without writes after the disk was full."""
 _GATHER_S: Final = 0.05
-"""Seconds in which rows come together before they are written: each time costs the disk a flush."""
+"""Seconds to collect rows before a write, because each write flushes the disk."""
 _CLOSE_S: Final = 10.0
 
 
@@ -66,24 +66,24 @@ class DiskError(Exception):
 
 
 class NoRoomError(DiskError):
-    """There is no room now: on the disk, in the file, or in the table of those who read."""
+    """No room at the moment: on the disk, in the file, or in the table of readers."""
 
 
 class DiskTier:
-    """Rows by key, in a folder. Reading is safe from any thread, also while one writes; one thread writes.
+    """Rows by key, in a folder. Any thread may read, also during a write. One thread writes.
 
     Args:
-        folder: Made where it is not there, for this user alone.
-        max_bytes: Size of the file of a new one; one that is there keeps its size.
+        folder: Created for this user alone if it does not exist.
+        max_bytes: Size of a new file; an existing file keeps its size.
 
     Attributes:
-        secret: Of the folder, the same for all its processes: keys and the namespaces of clients are made with it.
+        secret: Secret of the folder, the same for all its processes: input of keys and of client namespaces.
         max_bytes: Size of the file.
-        num_evicted: Rows that this process has removed because room was needed.
-        num_damaged: Rows that this process has found to be damaged.
+        num_evicted: Rows that this process has removed to make room.
+        num_damaged: Damaged rows that this process has found.
 
     Raises:
-        DiskError: The folder cannot be used: no room, no right, a damaged file, or one that others may have made.
+        DiskError: The folder cannot be used: no room, no permission, a damaged file, or a file of another user.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -98,10 +98,10 @@ class DiskTier:
         self._folder = folder
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Returns the row of each key; None where there is none, or a damaged one.
+        """Returns the row of each key; None if it is missing or damaged.
 
         Raises:
-            NoRoomError: Too many read.
+            NoRoomError: Too many readers.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -116,7 +116,7 @@ class DiskTier:
         return rows
 
     def write(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        """Writes rows by key; older ones leave where room is needed. Rows that are too large are left out.
+        """Writes rows by key and evicts older rows to make room. Skips rows that are too large.
 
         Raises:
             NoRoomError: Not all of them are written.
@@ -128,10 +128,10 @@ class DiskTier:
                 self._write(batch)
 
     def num_bytes(self) -> int:
-        """Returns the Bytes of the pages in use, by whichever process. Takes microseconds.
+        """Returns the bytes of the pages that all processes use. Takes microseconds.
 
         Raises:
-            NoRoomError: Too many read.
+            NoRoomError: Too many readers.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -139,7 +139,7 @@ class DiskTier:
             return self._used_bytes()
 
     def close(self) -> None:
-        """Lets go of the file. Nobody may read or write then."""
+        """Closes the file. Do not read or write afterwards."""
         self._env.close()
         os.close(self._file)
 
@@ -152,8 +152,8 @@ class DiskTier:
             if os.fstat(readers).st_size < _READERS_BYTES:
                 os.posix_fallocate(readers, 0, _READERS_BYTES)
         finally:
-            os.close(readers)  # before LMDB opens it: to close a file ends every lock that its process has on it
-        os.close(open_own(data))  # LMDB takes an empty one for a new one
+            os.close(readers)  # before LMDB opens it: closing a file ends all locks of its process on it
+        os.close(open_own(data))  # LMDB treats an empty file as new
         size = data.stat().st_size
         self.max_bytes = max(size, max_bytes) // page * page if size <= 2 * page else size
         self._env = lmdb.open(
@@ -173,7 +173,7 @@ class DiskTier:
             raise
 
     def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
-        """Writes rows that one transaction takes. Pages that somebody reads are not free yet: then it waits."""
+        """Writes the rows of one transaction. Waits if readers still hold the pages that it needs."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 self._make_room(int(_AT_ONCE * self.max_bytes))
@@ -181,7 +181,7 @@ class DiskTier:
             except lmdb.MapFullError:
                 if pause_s is None:
                     raise
-                self._env.reader_check()  # one that has died reads for ever
+                self._env.reader_check()  # frees the pages of readers that have died
                 time.sleep(pause_s)
             except lmdb.Error as error:
                 if os.strerror(EIO) in str(error):
@@ -191,7 +191,7 @@ class DiskTier:
                 return
 
     def _batches(self, rows: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Yields rows as they stand on disk, as many at once as a transaction takes."""
+        """Yields the sealed rows of one transaction at a time."""
         left = most = int(_AT_ONCE * self.max_bytes)
         batch: list[tuple[bytes, bytes]] = []
         for key, row in rows:
@@ -219,7 +219,7 @@ class DiskTier:
                 transaction.put(key, last.to_bytes(_NUMBER_BYTES, "big"), db=self._numbers)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Removes the rows that came first until there is room for so many bytes, a part of the file at a time."""
+        """Evicts the oldest rows until `num_bytes` fit, in transactions of limited size."""
         most = max(int(_FULL * self.max_bytes) - num_bytes, 0)
         while (used := self._used_bytes()) > most:
             with self._env.begin(write=True) as transaction:
@@ -236,10 +236,10 @@ class DiskTier:
                     self.num_evicted += 1
 
     def _check_room(self) -> None:
-        """Looks whether the disk takes a transaction: where it took a part of one, LMDB says only that it failed.
+        """Checks for disk space for a transaction, because LMDB does not report a full disk after a partial write.
 
         Raises:
-            OSError: It does not.
+            OSError: The disk is full.
         """
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, int(_AT_ONCE * self.max_bytes))
@@ -257,7 +257,7 @@ class DiskTier:
 
 @contextmanager
 def _errors(folder: Path) -> Iterator[None]:
-    """Says in our words what the system or LMDB refuses."""
+    """Converts errors of the system and of LMDB to DiskError."""
     try:
         yield
     except (OSError, lmdb.Error) as error:
@@ -269,7 +269,7 @@ def _errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from opening the folder for the moment."""
+    """Holds the lock of the folder, so that one process at a time opens it."""
     file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -288,8 +288,8 @@ class SharedTier:
 
     Attributes:
         tier: Tier to read and write.
-        is_working: Rows are read, and written.
-        num_dropped: Rows that were not written: no room on the disk, or more than it takes in.
+        is_working: Rows are read and written.
+        num_dropped: Rows that were not written: the disk was full or too slow.
 
     Raises:
         DiskError: See DiskTier.
@@ -311,7 +311,7 @@ class SharedTier:
         self._thread.start()
 
     async def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Returns the row of each key; None where there is none."""
+        """Returns the row of each key; None if it is missing."""
         if self._is_damaged or not keys:
             return [None] * len(keys)
         try:
@@ -323,7 +323,7 @@ class SharedTier:
             return [None] * len(keys)
 
     def num_bytes(self) -> int:
-        """Returns the Bytes that the rows of all processes take now; as before while the disk cannot be read."""
+        """Returns the bytes of the rows of all processes; the last known value while the disk cannot be read."""
         if not self._is_damaged:
             try:
                 self._num_bytes = self.tier.num_bytes()
@@ -332,7 +332,7 @@ class SharedTier:
         return self._num_bytes
 
     def put(self, key: bytes, row: bytes) -> None:
-        """Has a row written soon, if it can be."""
+        """Queues a row to be written."""
         with self._wake:
             is_much = self._num_waiting_bytes + len(row) > _MAX_WAITING_BYTES
             if self._is_damaged or is_much:
@@ -349,11 +349,11 @@ class SharedTier:
             self._is_ending = True
             self._wake.notify()
         self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():  # else another process has stopped while it writes: the files stay open
+        if not self._thread.is_alive():  # else a stopped process holds the write lock: the files stay open
             self.tier.close()
 
     def _write(self) -> None:
-        """Writes waiting rows until the end. Runs on the thread."""
+        """Writes queued rows until `close`. Runs in the thread."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiting or self._is_ending)
@@ -378,7 +378,7 @@ class SharedTier:
             self.is_working = True
 
     def _note(self, error: DiskError) -> None:
-        """Logs the fault once and stops using the disk."""
+        """Logs the error once and stops writing to the disk, or using it if it is damaged."""
         is_new = self.is_working or (not isinstance(error, NoRoomError) and not self._is_damaged)
         self.is_working = False
         if isinstance(error, NoRoomError):
@@ -392,12 +392,12 @@ class SharedTier:
 
 
 def seal(key: bytes, packed: bytes) -> bytes:
-    """Returns a row as it stands on disk."""
+    """Returns a row with its digest, as stored on disk."""
     return packed + _digest(key, packed)
 
 
 def unseal(key: bytes, sealed: bytes) -> bytes | None:
-    """Returns the row that was sealed under `key`; None where this is another or a damaged one."""
+    """Returns the row that was sealed under `key`; None for a damaged row or the row of another key."""
     packed = sealed[:-_SEAL_BYTES]
     return packed if packed and sealed[-_SEAL_BYTES:] == _digest(key, packed) else None
 

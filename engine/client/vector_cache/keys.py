@@ -36,7 +36,7 @@ CHANGES_NO_VECTOR: Final = frozenset(
     {
         *("name", "path", "root", "sources", "labels", "problem_type"),
         "adapters",  # none is applied
-        "num_lanes",  # rows are bitwise equal on any number of lanes
+        "num_lanes",  # rows are bitwise equal for any number of lanes
         # These decide the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),
         *("pair_chat", "enable_chunked_processing", "max_embed_len", "chunk_overlap", "chunked_processing_mode"),
@@ -47,16 +47,16 @@ CHANGES_NO_VECTOR: Final = frozenset(
         *("activation", "logit_mean", "logit_sigma", "classifier_tokens", "classifier_method"),
     }
 )
-"""Fields of ModelInfo that are no part of the identity; all others are."""
+"""Fields of ModelInfo that are not part of the identity."""
 _FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.json", "*.py")
 _READ_BYTES: Final = 4 * 2**20
 _ELSEWHERE: Final = "--"
-"""In an auto_map, between a repository and the class in it."""
+"""Separates a repository from its class in an auto_map."""
 KEY_BYTES: Final = 32
 IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "refuse_too_long", "truncation_side", "any_dimensions"})
-"""Fields of PoolingParams that change no vector of the same tokens; all others are part of the key."""
+"""Fields of PoolingParams that are not part of the key, because they change no vector of the same tokens."""
 _KEPT_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
-"""Tasks with one vector per input. Rows for tokens would be larger by the number of tokens."""
+"""Tasks with one vector per input. Rows of token-level tasks would be too large."""
 _NUM_PREFIXES: Final = 256
 
 
@@ -69,10 +69,10 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
 
     Args:
         info: The resolved description of the model.
-        is_wanted: Asked on the way, from the thread that reads.
+        is_wanted: Called during reading, in the reading thread. False ends the reading.
 
     Raises:
-        UnknownIdentityError: It is not wanted any more, the folder holds no files, or code runs that is not in it.
+        UnknownIdentityError: `is_wanted` returned False, the folder is empty, or the model runs code from elsewhere.
         OSError: A file cannot be read.
     """
     if not info.packed and _ELSEWHERE in str(info.config.get("auto_map")):
@@ -118,7 +118,7 @@ def _libraries(info: ModelInfo) -> Iterator[str]:
 
 
 def _files(info: ModelInfo) -> list[Path]:
-    """Returns the files of a model in one order, those of Dense modules too, wherever the folder lies."""
+    """Returns the files of a model and its Dense modules, in a fixed order."""
     folders = [Path(info.path), *(Path(os.path.normpath(Path(info.path, dense.folder))) for dense in info.dense)]
     files = [file for folder in folders for pattern in _FILES for file in sorted(folder.glob(pattern))]
     return [file for file in dict.fromkeys(files) if file.is_file()]
@@ -128,7 +128,7 @@ class Keys:
     """Makes the keys of one model.
 
     Args:
-        secret: Secret of the cache: without it nobody can compute a key.
+        secret: Secret of the cache. Keys cannot be computed without it.
         identity: Digest of all that decides the model's vectors; see identity_of.
         embedding_size: Width of an embedding that is not cut.
     """
@@ -155,7 +155,7 @@ class Keys:
             inputs: Tokenized inputs.
             params: Resolved.
             namespace: Namespace of the client; "" where clients share rows.
-            finish: Name of the function that is applied to the outputs before they are kept; "" for none.
+            finish: Name of the function that is applied to the outputs before they are stored; "" for none.
         """
         prefix = self._prefix(params, namespace, finish)
         keys = []
@@ -169,7 +169,7 @@ class Keys:
 
 
 def is_kept(params: PoolingParams, finish: str = "") -> bool:
-    """Whether outputs of such a request are kept: one vector per input, or the result of a Finish."""
+    """Whether outputs of such a request are cached: one vector per input, or the result of a Finish."""
     return bool(finish) or {params.task, *params.also} <= _KEPT_TASKS
 
 

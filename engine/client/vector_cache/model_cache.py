@@ -1,4 +1,4 @@
-"""One model's part of the cache: an engine looks inputs up here before it runs them, and keeps the results."""
+"""The cache of one model: looks inputs up before they run, and stores the results."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MIN_NORM: Final = 1e-12
 
 
 def whole_params(params: PoolingParams) -> PoolingParams | None:
-    """Returns the parameters of the row that is kept for a request: all dimensions, not normalised.
+    """Returns the parameters of the cached row of a request: all dimensions, not normalised.
 
     Returns:
-        None if the request asks for whole rows, or for outputs that are not embeddings.
+        None if the request itself has these parameters, or has outputs that are not embeddings.
     """
     if not is_kept(params) or PoolingTask.EMBED not in (params.task, *params.also):
         return None
@@ -42,11 +42,11 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
 def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Machine | None) -> list[Arrays]:
     """Truncates and normalises whole embeddings; other outputs stay as they are.
 
-    The C library gives the bits that it gives inside an engine on this machine. numpy differs from it, and an engine on
-    torch or a GPU from both, by at most 2.5e-7 of the row's norm.
+    The C library gives the same bits as in an engine on this machine. Results of numpy, torch and GPUs
+    differ by at most 2.5e-7 of the row's norm.
 
     Args:
-        outputs: Of each input, with the whole "embedding" [W] float32. Not modified.
+        outputs: Outputs of each input, with the whole "embedding" [W] float32. Not modified.
         params: Resolved.
         machine: The C library; None cuts with numpy.
     """
@@ -66,9 +66,9 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Ma
 logger = logging.getLogger("penstock.engine")
 
 _MANY_TOKENS: Final = 250_000
-"""Their keys take about a millisecond: more are made in a thread."""
+"""Computing their keys takes about a millisecond; more are computed in a thread."""
 _MANY_NUMBERS: Final = 1_000_000
-"""To cut rows of so many takes about a millisecond: more are cut in a thread."""
+"""Cutting this many values takes about a millisecond; more are cut in a thread."""
 _NUM_PARAMS: Final = 64
 
 Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
@@ -77,10 +77,10 @@ Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arr
 class ModelCache:
     """Looks up inputs of one model. Belongs to the event loop of its engine.
 
-    It is off until the identity of the loaded model is known: nothing is found, and nothing kept.
+    It is off until the identity of the loaded model is known: no lookup, no stored row.
 
     Args:
-        cache: Where rows are, with those of other models.
+        cache: Stores the rows of all models.
 
     Attributes:
         stats: Counters.
@@ -94,7 +94,7 @@ class ModelCache:
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
-        self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # one object for like requests, as in AsyncEngine
+        self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # equal requests share one object, as in AsyncEngine
         self._machine = shared_machine()
 
     def expect(self, model: str) -> None:
@@ -105,21 +105,21 @@ class ModelCache:
         """Computes the identity of the loaded model in a thread. After that inputs are looked up.
 
         Args:
-            model: The folder that they have loaded.
+            model: The folder that the cores have loaded.
             info: The resolved description of the model.
-            has_one_core: False: other replicas may still have earlier files.
+            has_one_core: False: other replicas may have loaded earlier files.
         """
         self.close()
         if {PoolingTask.EMBED, PoolingTask.SPARSE_EMBED} & set(info.tasks):
             self._opening = asyncio.create_task(self._open(model, info, has_one_core=has_one_core))
 
     async def wait(self) -> None:
-        """Waits until it is known whether inputs are looked up."""
+        """Waits until the identity of the model is known, or cannot be determined."""
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
 
     def close(self) -> None:
-        """Ends what `open` has begun."""
+        """Closes the cache and cancels a running `open`."""
         self._use(None)
         self._num_opened += 1  # a thread that reads weights for the last one ends
         if self._opening is not None:
@@ -137,10 +137,10 @@ class ModelCache:
         compute: Compute,
         finish: str = "",
     ) -> list[Arrays]:
-        """Returns the outputs of each input. `compute` runs the inputs that are not found, each once.
+        """Returns the outputs of each input. `compute` runs the inputs that are missing, each once.
 
-        Embeddings are computed and kept whole, and cut and normalised here. This also holds before the cache is open,
-        so a text has the same vector then.
+        Embeddings are computed and stored whole, then cut and normalised here, also before the cache is open: a text
+        has the same vector at all times.
 
         Args:
             inputs: Tokenized inputs.
@@ -177,7 +177,7 @@ class ModelCache:
         self.stats.num_misses += len(missing)
         if missing:
             outputs = await compute(list(missing.values()), params)
-            is_current = self._keys is keys_of  # else another model has come meanwhile
+            is_current = self._keys is keys_of  # else the model was replaced meanwhile
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output
                 if is_current:
@@ -205,5 +205,5 @@ def _stamp(model: str) -> bytes | None:
     try:
         folder = Path(model).expanduser().resolve()
         return stamp_of(folder) if folder.is_dir() else None
-    except OSError:  # it changes at this moment, and equals no other state
+    except OSError:  # it is changing, so it equals no other state
         return secrets.token_bytes()
