@@ -240,18 +240,15 @@ class EngineCore:
                 self._wants_work = False
 
     def _can_begin(self) -> bool:
-        """Whether a batch should be started now. The caller holds the lock."""
-        return (self._has_released or (not self._found_nothing and self._has_use())) and self._fits_another()
-
-    def _has_use(self) -> bool:
-        """Whether a batch of the waiting sequences should be started now, if there is room for one.
+        """Whether a batch should be started now. The caller holds the lock.
 
         A batch that would wait on the device behind another one saves only the time between the two. That pays for
         large batches.
         """
         scheduler = self._scheduler
-        waits = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
-        return scheduler.has_work and (not waits or scheduler.has_large_batch)
+        would_wait = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
+        has_batch = scheduler.has_work and not self._found_nothing and (not would_wait or scheduler.has_large_batch)
+        return (has_batch or self._has_released) and self._fits_another()
 
     def _fits_another(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock.
