@@ -115,7 +115,6 @@ MAY_WAIT = (
 WAITS_IN = {
     "kernels/causal_conv1d/__init__.py": {"causal_conv1d_torch", "_final_states"},
     "kernels/grouped_linear/__init__.py": {"_loop", "grouped_linear_reference"},
-    "kernels/rotary/__init__.py": {"rotary_reference"},
     "kernels/selective_scan/__init__.py": {"_scan_group"},
     "engine/executors/torch/packed_batch.py": {"PackedBatch"},  # of arrays on the host
     "engine/executors/torch/layers/experts.py": {"OneByOneExperts"},  # on a CPU

@@ -5,14 +5,12 @@ Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; Zhang and Sennrich
 (arXiv 1910.07467).
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends import FLOAT_DTYPES, check_tensor, describe, has_triton
-
-Backend = Literal["triton", "reference"]
+from ..backends import FLOAT_DTYPES, Backend, check_tensor, choose, describe
 
 __all__ = ["Backend", "HeadNorm", "KvSlots", "rotary"]
 
@@ -69,19 +67,14 @@ def rotary(
         num_turned: Heads of q and k together.
         norm: Norm of these heads before the rotation; None has none.
         store: Slots of the cache that keys and values are copied to; None stores nothing.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "reference": layers on other devices
-            call a function for each step instead.
+        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". "reference" is "torch".
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit together; the message says which.
     """
     _check(qkv, cos, sin, num_turned, norm, store)
-    if backend is None:
-        backend = "triton" if qkv.is_cuda and has_triton() else "reference"
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-    if backend == "reference":
-        rotary_reference(qkv, cos, sin, num_turned, norm, store)
+    if choose(backend, qkv) != "triton":
+        _rotary_torch(qkv, cos, sin, num_turned, norm, store)
     elif qkv.shape[0]:
         from ._triton import rotary_triton
 
@@ -124,24 +117,28 @@ def _check(
         raise ValueError(f"{num_turned} heads of q and k are too few for {num_kv_heads} of v")
 
 
-def rotary_reference(
+def _rotary_torch(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_turned: int, norm: HeadNorm | None, store: KvSlots | None
 ) -> None:
-    """Same as `rotary`."""
-    turned_TUK = qkv[:, :num_turned].float()
+    """Same as `rotary`. With `store` it waits for the device of the slots."""
+    turned_TUK = qkv[:, :num_turned]
+    x_TUK = turned_TUK.float()
     if norm is not None:
-        scale_TU1 = torch.rsqrt(turned_TUK.square().mean(-1, keepdim=True) + norm.eps)
-        turned_TUK = turned_TUK * scale_TU1 * norm.weight
+        scale_TU1 = torch.linalg.vector_norm(x_TUK, dim=-1, keepdim=True)
+        scale_TU1 = scale_TU1.square_().div_(x_TUK.shape[-1]).add_(norm.eps).rsqrt_()
+        x_TUK = (x_TUK * scale_TU1).mul_(norm.weight)
     num_pairs = cos.shape[1]
-    a_TUJ, b_TUJ = turned_TUK[..., :num_pairs], turned_TUK[..., num_pairs : 2 * num_pairs]
+    a_TUJ, b_TUJ = x_TUK[..., :num_pairs], x_TUK[..., num_pairs : 2 * num_pairs]
     cos_T1J, sin_T1J = cos[:, None], sin[:, None]
-    parts = [a_TUJ * cos_T1J - b_TUJ * sin_T1J, b_TUJ * cos_T1J + a_TUJ * sin_T1J, turned_TUK[..., 2 * num_pairs :]]
-    qkv[:, :num_turned] = torch.cat(parts, dim=-1).to(qkv.dtype)
+    first_TUJ = (a_TUJ * cos_T1J).addcmul_(b_TUJ, sin_T1J, value=-1)
+    # Without a norm float32 rows are written in place: `a` is read before it is written.
+    turned_TUK[..., num_pairs : 2 * num_pairs] = b_TUJ.mul_(cos_T1J).addcmul_(a_TUJ, sin_T1J)
+    turned_TUK[..., :num_pairs] = first_TUJ
+    if norm is not None:
+        turned_TUK[..., 2 * num_pairs :] = x_TUK[..., 2 * num_pairs :]
     if store is None:
         return
-    block_size = store.k_cache.shape[1]
-    num_kv_heads = qkv.shape[1] - num_turned
-    for row, slot in zip(qkv, store.slots.tolist(), strict=True):
-        if slot >= 0:
-            store.k_cache[slot // block_size, slot % block_size] = row[num_turned - num_kv_heads : num_turned]
-            store.v_cache[slot // block_size, slot % block_size] = row[num_turned:]
+    is_stored = store.slots >= 0
+    keys_TGK, values_TGK = qkv[:, 2 * num_turned - qkv.shape[1] : num_turned], qkv[:, num_turned:]
+    for cache, rows_TGK in ((store.k_cache, keys_TGK), (store.v_cache, values_TGK)):
+        cache.flatten(0, 1)[store.slots[is_stored]] = rows_TGK[is_stored]

@@ -1,4 +1,4 @@
-"""kernels/rotary: every backend against the reference, the reference against the layers, and nothing else written."""
+"""kernels/rotary: triton against torch, torch against the formula, and nothing else written."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.layers.norm import RmsNorm
-from penstock.engine.executors.torch.layers.rotary import Rotation
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from .assertions import assert_close
@@ -79,16 +77,24 @@ def test_backend_equals_reference(
             assert torch.equal(store.v_cache.flatten(0, 1)[slot], own[1])
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_reference_equals_the_layers(case: RotaryCase) -> None:
-    """On a CPU decoders call a norm, and a rotation one after the other, and then store."""
-    made = make(case, torch.float32, torch.device("cpu"), True, False)
+def test_the_torch_path_equals_the_formula(case: RotaryCase, has_norm: bool) -> None:
+    made = make(case, torch.float32, torch.device("cpu"), has_norm, True)
     cos, sin, num_turned = made.positional
-    norm = made.options["norm"]
-    expected = RmsNorm(norm.weight, norm.eps)(made.qkv[:, :num_turned].clone())
-    Rotation(cos[:, None, None], sin[:, None, None]).apply_(expected[:, None])
-    rotary(made.qkv, cos, sin, num_turned, norm=norm, backend="reference")
-    assert_close("turned", expected, made.qkv[:, :num_turned], 1e-6)
+    norm, store = made.options["norm"], made.options["store"]
+    x, num_pairs = made.qkv[:, :num_turned].double(), cos.shape[1]
+    if norm is not None:
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    a, b = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    expected = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * num_pairs :]], dim=-1)
+    rotary(made.qkv, *made.positional, norm=norm, store=store, backend="torch")
+    assert_close("turned", expected, made.qkv[:, :num_turned].double(), 1e-6)
+    for row, slot in zip(made.qkv, store.slots.tolist(), strict=True):
+        if slot >= 0:
+            assert torch.equal(store.k_cache.flatten(0, 1)[slot], row[case.num_heads : num_turned])
+            assert torch.equal(store.v_cache.flatten(0, 1)[slot], row[num_turned:])
 
 
 def test_no_rows() -> None:
@@ -123,7 +129,7 @@ def test_places_beyond_two_to_the_31() -> None:
         ({"norm": HeadNorm(torch.ones(4, 8), 1e-6)}, "norm.weight must be"),
         ({"store": KvSlots(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())}, "store.k_cache"),
         ({"store": KvSlots(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())}, "store.slots"),
-        ({"backend": "torch"}, "backend must be one of"),
+        ({"backend": "cuda"}, "backend must be one of"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:

@@ -83,21 +83,15 @@ class Embedding:
             positions_T = batch.positions
             if spec.padding_id is not None:
                 positions_T = padding_aware_positions(batch.input_ids, positions_T, spec.padding_id)
-        if norm.backend == "triton":
-            return embed_norm(
-                batch.input_ids,
-                self._tables,
-                norm.norm,
-                positions=positions_T,
-                token_type_ids=types_T,
-                out_dtype=self.words_VE.dtype,
-                backend="triton",
-            )
-        sum_TE = F.embedding(batch.input_ids, self.words_VE)
-        if positions_T is not None and self._places_QE is not None:
-            places_T = positions_T if types_T is None else positions_T + types_T * spec.num_positions
-            sum_TE = F.embedding(places_T, self._places_QE).add_(sum_TE)
-        return norm(sum_TE).to(self.words_VE.dtype)
+        return embed_norm(
+            batch.input_ids,
+            self._tables,
+            norm.norm,
+            positions=positions_T,
+            token_type_ids=types_T,
+            out_dtype=self.words_VE.dtype,
+            backend=norm.backend,
+        )
 
 
 class Layer:

@@ -18,24 +18,8 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.request import TokenizedInput
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
-DISTILBERT_SIZES = {
-    "vocab_size": 200,
-    "dim": 48,
-    "n_layers": 3,
-    "n_heads": 4,
-    "hidden_dim": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
+from .parity import ENCODER_SIZES
+
 LENGTHS = (1, 2, 7, 63, 130)
 
 Save = Callable[..., tuple[Path, transformers.PreTrainedModel]]
@@ -120,7 +104,7 @@ def pack() -> Callable[..., PackedBatch]:
 def sequences() -> list[list[int]]:
     """Token ids of odd lengths."""
     numbers = np.random.default_rng(0)
-    return [numbers.integers(3, SIZES["vocab_size"], length).tolist() for length in LENGTHS]
+    return [numbers.integers(3, ENCODER_SIZES["vocab_size"], length).tolist() for length in LENGTHS]
 
 
 BLOCK_SIZE = 16

@@ -1,20 +1,26 @@
-"""How models are compared with those of transformers."""
+"""Sizes of tiny models, and how models are compared with those of transformers."""
 
 import torch
 
-DECODER_SIZES = {
+ENCODER_SIZES = {
     "vocab_size": 200,
     "hidden_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "intermediate_size": 80,
     "max_position_embeddings": 160,
     "num_labels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
+DISTILBERT_SIZES = {
+    "vocab_size": 200,
+    "dim": 48,
+    "n_layers": 3,
+    "n_heads": 4,
+    "hidden_dim": 80,
+    "max_position_embeddings": 160,
+    "num_labels": 3,
+}
+DECODER_SIZES = ENCODER_SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def rows_of(reference, sequences, **options):

@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import PagedLengths, attention, attention_paged
-from penstock.kernels.backends import upload
+from penstock.kernels.backends import Backend, upload
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
 from .linear import Linear
-from .norm import RmsNorm
 from .rotary import Rotation
 from .weights import Fusion, Weights
 
@@ -59,8 +58,8 @@ class Attention:
         spec: The shape.
         window: (left, right) tokens that a query sees beside its own; None sees all.
         kv_index: Number of this layer among the attention layers, which is its number in the cache.
-        qk_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
-        fusion: With FUSED, kernels/rotary norms, turns and stores at once.
+        head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
+        fusion: With FUSED, one kernel norms, turns and stores at once.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class Attention:
         window: tuple[int, int] | None = None,
         *,
         kv_index: int = 0,
-        qk_norm: RmsNorm | None = None,
+        head_norm: HeadNorm | None = None,
         fusion: Fusion = Fusion.NONE,
     ) -> None:
         self._is_fused = fusion is Fusion.FUSED
-        self._head_norm = None if qk_norm is None else HeadNorm(qk_norm.norm.weight, qk_norm.norm.eps)
+        self._backend: Backend = "triton" if self._is_fused else "torch"
+        self._head_norm = head_norm
         self.qkv = qkv
         self.spec = spec
         self.window = window
         self.kv_index = kv_index
-        self.qk_norm = qk_norm
 
     @classmethod
     def load(
@@ -93,13 +92,15 @@ class Attention:
         layer: LayerSpec | None = None,
     ) -> Self:
         """Reads the projections, and the norms of heads that `layer` has."""
-        qk_norm = None
+        head_norm = None
         if layer is not None and layer.query_norm is not None and layer.key_norm is not None:
-            qk_norm = RmsNorm.load_heads(
-                weights, ((layer.query_norm, spec.num_heads), (layer.key_norm, spec.num_kv_heads))
-            )
+            parts = [
+                (weights.tensor(f"{norm.name}.weight", norm.size, dtype=torch.float32) + norm.offset).expand(count, -1)
+                for norm, count in ((layer.query_norm, spec.num_heads), (layer.key_norm, spec.num_kv_heads))
+            ]
+            head_norm = HeadNorm(torch.cat(parts), layer.query_norm.eps)
         product = Linear.load(weights, qkv)
-        return cls(product, spec, window, kv_index=kv_index, qk_norm=qk_norm, fusion=weights.fusion)
+        return cls(product, spec, window, kv_index=kv_index, head_norm=head_norm, fusion=weights.fusion)
 
     def plan(self, batch: PackedBatch) -> BatchPlan:
         """Returns how the kernels walk this batch; layers of one window share it."""
@@ -246,15 +247,11 @@ class Attention:
         spec = self.spec
         num_qk = spec.num_heads + spec.num_kv_heads
         qkv_TUK = self.qkv(hidden_TD).unflatten(1, (-1, spec.head_size))
-        qk_TUK, v_TGK = qkv_TUK[:, :num_qk], qkv_TUK[:, num_qk:]
-        if rotation is not None and self._is_fused:
-            rotary(qkv_TUK, *rotation.angles, num_qk, norm=self._head_norm, store=store, backend="triton")
-            return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
-        if self.qk_norm is not None:
-            qk_TUK = self.qk_norm(qk_TUK)
         if rotation is not None:
-            rotation.apply_(qk_TUK[:, None])
-        return qk_TUK[:, : spec.num_heads], qk_TUK[:, spec.num_heads :], v_TGK
+            rotary(qkv_TUK, *rotation, num_qk, norm=self._head_norm, store=store, backend=self._backend)
+        else:
+            assert self._head_norm is None, "norms of heads come with rotary positions"
+        return qkv_TUK[:, : spec.num_heads], qkv_TUK[:, spec.num_heads : num_qk], qkv_TUK[:, num_qk:]
 
     def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
         """Writes the keys and values that later chunks read into their slots of the cache."""

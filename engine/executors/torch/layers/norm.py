@@ -9,7 +9,6 @@ Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.074
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,30 +84,29 @@ class RmsNorm(SumNorm):
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis, in float32 and rounded once at the end.
 
     Args:
-        weight: [D], or [H, D] for a weight that differs between heads; float32.
+        weight_D: [D], float32.
         eps: Added to the mean.
         fused_dtype: Type of the inputs for which torch's own kernel keeps the weight exactly; None where there is none.
         fusion: With FUSED, kernels/norm has rows [T, D] without a residual too.
     """
 
-    __slots__ = ("_eps", "_fused_D", "_has_kernel", "_size", "_weight")
+    __slots__ = ("_eps", "_fused_D", "_size", "_weight_D")
 
     def __init__(
         self,
-        weight: Tensor,
+        weight_D: Tensor,
         eps: float,
         *,
         fused_dtype: torch.dtype | None = None,
         fusion: Fusion = Fusion.NONE,
     ) -> None:
-        self._weight = weight
+        self._weight_D = weight_D
         self._eps = eps
-        self._size = weight.shape[-1]
-        super().__init__(Norm("rms", weight, None, eps), fusion)
-        self._has_kernel = self.backend == "triton" and weight.dim() == 1
-        # On a CPU torch has no kernel for it and takes twice as long as the lines below.
-        is_fused = weight.device.type == "cuda" and weight.dim() == 1 and fused_dtype is not None
-        self._fused_D = weight.to(fused_dtype) if is_fused else None
+        self._size = len(weight_D)
+        super().__init__(Norm("rms", weight_D, None, eps), fusion)
+        # On a CPU torch has no kernel for it and takes twice as long as the last lines of the call.
+        is_fused = weight_D.device.type == "cuda" and fused_dtype is not None
+        self._fused_D = weight_D.to(fused_dtype) if is_fused else None
 
     @classmethod
     def load(cls, weights: Weights, spec: NormSpec) -> RmsNorm:
@@ -122,24 +120,15 @@ class RmsNorm(SumNorm):
         is_exact = not spec.offset or weights.dtype == torch.float32
         return cls(weight_D, spec.eps, fused_dtype=weights.dtype if is_exact else None, fusion=weights.fusion)
 
-    @classmethod
-    def load_heads(cls, weights: Weights, norms: Sequence[tuple[NormSpec, int]]) -> RmsNorm:
-        """Reads norms of one width, each repeated for its number of heads: q and k are normalised at once."""
-        parts = [
-            (weights.tensor(f"{spec.name}.weight", spec.size, dtype=torch.float32) + spec.offset).expand(count, -1)
-            for spec, count in norms
-        ]
-        return cls(torch.cat(parts), norms[0][0].eps)
-
     def __call__(self, x: Tensor) -> Tensor:
         """Normalises the last axis; the result is new and has the type of the input."""
-        if self._has_kernel:
+        if self.backend == "triton":
             return add_norm(x, self.norm, backend="triton")[0]
         if self._fused_D is not None:
             return F.rms_norm(x, (self._size,), self._fused_D, self._eps)
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = scale.square_().div_(self._size).add_(self._eps).rsqrt_()
-        normed: Tensor = (x * scale).mul_(self._weight).to(x.dtype)
+        normed: Tensor = (x * scale).mul_(self._weight_D).to(x.dtype)
         return normed
 
 

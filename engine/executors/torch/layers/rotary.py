@@ -7,8 +7,7 @@ Shape letters: T packed tokens, N sequences, H heads, K head size, J pairs of co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,33 +20,16 @@ if TYPE_CHECKING:
     from ..packed_batch import PackedBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
+class Rotation(NamedTuple):
     """The angles of one batch; the same for every layer of one kind.
 
     Attributes:
-        cos: [T, 1, 1, J] float32.
-        sin: [T, 1, 1, J] float32.
+        cos: [T, J] float32.
+        sin: [T, J] float32.
     """
 
     cos: Tensor
     sin: Tensor
-
-    @property
-    def angles(self) -> tuple[Tensor, Tensor]:
-        """The cosines and the sines, [T, J] each, for kernels/rotary."""
-        return self.cos[:, 0, 0], self.sin[:, 0, 0]
-
-    def apply_(self, x_TCHK: Tensor) -> None:
-        """Rotates the first 2 * J columns of [T, C, H, K] in place; the arithmetic is float32.
-
-        C lets q and k that lie side by side be rotated at once.
-        """
-        first, second = x_TCHK[..., : 2 * self.cos.shape[-1]].chunk(2, dim=-1)
-        a, b = first.float(), second.float()
-        rotated = (a * self.cos).addcmul_(b, self.sin, value=-1)
-        second.copy_(b.mul_(self.cos).addcmul_(a, self.sin))
-        first.copy_(rotated)
 
 
 class RotaryEmbedding:
@@ -78,7 +60,7 @@ class RotaryEmbedding:
         cos_TJ, sin_TJ = angles_TJ.cos(), angles_TJ.sin_()
         if self._factor != 1.0:
             cos_TJ, sin_TJ = cos_TJ.mul_(self._factor), sin_TJ.mul_(self._factor)
-        return Rotation(cos_TJ[:, None, None], sin_TJ[:, None, None])
+        return Rotation(cos_TJ, sin_TJ)
 
     def _frequencies(self, batch: PackedBatch) -> Tensor:
         """Returns [J], or [T, J] where the sequences of the batch differ in it."""

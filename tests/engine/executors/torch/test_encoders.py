@@ -7,26 +7,8 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.model_files.resolve import with_device
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError
 
-from ..parity import assert_close
+from ..parity import DISTILBERT_SIZES as DISTILBERT, ENCODER_SIZES as SIZES, assert_close
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
-DISTILBERT = {
-    "vocab_size": 200,
-    "dim": 48,
-    "n_layers": 3,
-    "n_heads": 4,
-    "hidden_dim": 80,
-    "max_position_embeddings": 160,
-    "num_labels": 3,
-}
 MODERNBERT = (
     SIZES
     | {"local_attention": 16, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}

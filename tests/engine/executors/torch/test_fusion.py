@@ -19,8 +19,7 @@ from penstock.engine.executors.torch.spec_model import Layer
 from penstock.engine.model_files.resolve import with_device
 
 from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
-from ..conftest import DISTILBERT_SIZES, SIZES
-from ..parity import assert_close, unit_error
+from ..parity import DISTILBERT_SIZES, ENCODER_SIZES as SIZES, assert_close, unit_error
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or triton's interpreter")),

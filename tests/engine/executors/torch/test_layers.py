@@ -9,6 +9,7 @@ from penstock.engine.executors.torch.layers.norm import LayerNorm, RmsNorm
 from penstock.engine.executors.torch.layers.rotary import RotaryEmbedding
 from penstock.engine.families.rope import RopeSpec
 from penstock.engine.protocol.errors import UnsupportedModelError
+from penstock.kernels.rotary import rotary
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -87,8 +88,8 @@ def test_layer_norm_takes_its_statistics_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rms_norm_is_rounded_once(dtype):
-    x = (torch.randn(5, 4, 16) * 30).to(dtype)
-    weight = 1.0 + 0.01 * torch.randn(4, 16)
+    x = (torch.randn(5, 16) * 30).to(dtype)
+    weight = 1.0 + 0.01 * torch.randn(16)
     expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     normed = RmsNorm(weight, 1e-6)(x)
     assert normed.dtype == dtype
@@ -97,25 +98,25 @@ def test_rms_norm_is_rounded_once(dtype):
 
 def test_rotation_of_part_of_a_head_leaves_the_rest(pack):
     rotation = RotaryEmbedding(RopeSpec(theta=100.0, size=4), torch.device("cpu"))(pack([[5, 6, 7]]))
-    x = torch.randn(3, 1, 2, 8)
+    x = torch.randn(3, 2, 8)
     turned, small = x.clone(), x[..., :4].clone()
-    rotation.apply_(turned)
-    rotation.apply_(small)
+    rotary(turned, *rotation, 2)
+    rotary(small, *rotation, 2)
     torch.testing.assert_close(turned, torch.cat([small, x[..., 4:]], -1), rtol=0, atol=0)
 
 
 def test_rotation_turns_each_pair_of_halves(pack):
-    rotary = RotaryEmbedding(RopeSpec(theta=100.0, size=8), torch.device("cpu"))
+    embedding = RotaryEmbedding(RopeSpec(theta=100.0, size=8), torch.device("cpu"))
     batch = pack([[5, 6, 7]])
     positions = batch.positions
-    x = torch.randn(3, 2, 4, 8)
+    x = torch.randn(3, 4, 8)
     expected = torch.empty_like(x)
     for i in range(4):
         angle = positions * 100.0 ** (-2 * i / 8)
-        cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         expected[..., i] = x[..., i] * cos - x[..., i + 4] * sin
         expected[..., i + 4] = x[..., i + 4] * cos + x[..., i] * sin
-    rotary(batch).apply_(x)
+    rotary(x, *embedding(batch), 4)
     torch.testing.assert_close(x, expected)
 
 
