@@ -10,7 +10,7 @@ from ..families.registry import FAMILIES
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
-from .draft import ModelDraft
+from .draft import ModelDraft, config_parts
 from .model_folder import ADAPTER_FILE
 from .reranker import find_answers, resolve_answers, resolve_score_template
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE
@@ -160,8 +160,7 @@ def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
 
 def _check_layers(draft: ModelDraft) -> None:
     """Refuses an absurd number of layers, because libraries create lists of that length."""
-    text_config = draft.config.get("text_config")
-    for part in (draft.config, text_config if isinstance(text_config, dict) else {}):
+    for part in config_parts(draft.config):
         for key in _LAYER_KEYS:
             value = part.get(key)
             if isinstance(value, int | float) and not 0 < value <= _MOST_LAYERS:

@@ -52,12 +52,17 @@ class ModelDraft:
 
     def lookup(self, name: str) -> tuple[Any, str]:
         """Returns a size and its source. Also looks into the text part of a multimodal config."""
-        text_config = self.config.get("text_config")
-        for part in (self.config, text_config if isinstance(text_config, dict) else {}):
+        for part in config_parts(self.config):
             for key in _ALIASES[name]:
                 if part.get(key) is not None:
                     return part[key], self.source_of(key)
         return None, ""
+
+
+def config_parts(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Returns a config.json and, for a multimodal model, its text part."""
+    text_config = config.get("text_config")
+    return (config, text_config) if isinstance(text_config, dict) else (config,)
 
 
 def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

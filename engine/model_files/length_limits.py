@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ModelLoadError
 from ..protocol.tasks import ChunkedProcessingMode, PoolingTask
-from .draft import ModelDraft
+from .draft import ModelDraft, config_parts
 from .sentence_transformers_files import SentenceTransformersFiles
 
 # Families that number positions from pad_token_id + 1. The first rows of their position table are unused.
@@ -96,8 +96,7 @@ def resolve_long_text(draft: ModelDraft) -> None:
 
 def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str]:
     """Returns the rows of the position table, the tokens that they allow, and the source; None without a table."""
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    for part in config_parts(config):
         for key in _POSITION_KEYS:
             rows = part.get(key)
             # XLNet and T5 write -1 if there is no table.

@@ -80,7 +80,8 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     if draft.fields["kind"] is not ModelKind.EMBEDDING or not gives_vectors or files is None:
         return
     recipe, prompts, source = _read(draft, root, files)
-    if recipe.expansion is not None and not recipe.expansion.attends and not _hides(draft):
+    can_hide = draft.fields["packed"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
+    if recipe.expansion is not None and not recipe.expansion.attends and not can_hide:
         raise UnsupportedModelError(
             f"{source} of {draft.name} fills queries up with tokens that the others must not attend to, for which "
             f"penstock has code in these families: {', '.join(sorted(_HIDING_MODEL_TYPES))}."
@@ -103,15 +104,13 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
         )
 
 
-def _hides(draft: ModelDraft) -> bool:
-    return draft.fields["packed"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
-
-
 def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tuple[MultiVector, dict[str, str], str]:
     """Returns the recipe, its prompts, and its source."""
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
-            if own_source.startswith(MODULES_FILE):  # read_stanford_modules made them up
+            if own_source.startswith(
+                MODULES_FILE
+            ):  # the model has no such file: read_stanford_modules created the modules
                 draft.sources[name] = draft.source_of("architectures")
         recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
         return recipe, prompts, METADATA_FILE

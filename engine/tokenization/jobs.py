@@ -28,7 +28,6 @@ from ..protocol.shared_resource import SharedResource
 from .model_tokenizer import IsCancelled
 
 T = TypeVar("T")
-"""Whether the caller of a job has disconnected, so that the job can stop."""
 
 LONG_JOB: Final = 20_000
 """Characters. A longer job gets a worker of its own, so that short jobs do not wait for it."""

@@ -139,8 +139,9 @@ class Keys:
             fields = {name: value for name, value in dataclasses.asdict(params).items() if name not in IN_THE_IDS}
             if fields["dimensions"] == embedding_size:
                 fields["dimensions"] = None
+            canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
             digest = blake2b(digest_size=KEY_BYTES, key=secret)
-            for part in (identity, _canonical(fields), namespace.encode(), finish.encode()):
+            for part in (identity, canonical.encode(), namespace.encode(), finish.encode()):
                 digest.update(struct.pack("<Q", len(part)) + part)
             return digest
 
@@ -171,7 +172,3 @@ class Keys:
 def is_kept(params: PoolingParams, finish: str = "") -> bool:
     """Whether outputs of such a request are cached: one vector per input, or the result of a Finish."""
     return bool(finish) or {params.task, *params.also} <= _KEPT_TASKS
-
-
-def _canonical(fields: object) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
