@@ -81,8 +81,8 @@ class Dialect:
     Attributes:
         name: For messages and tests.
         ignored_keys: Keys that its clients send although nothing here depends on them, with the reason. Every other key
-            that is no field of a body is refused by its name, misspelt or not: nobody should take an answer for what it
-            is not. The servers of vLLM, TEI and Infinity overlook unknown keys; those of OpenAI, Cohere, Jina and
+            that is no field of a body is refused by its name: an ignored key would give a response that differs from
+            the request. The servers of vLLM, TEI and Infinity overlook unknown keys; those of OpenAI, Cohere, Jina and
             Voyage refuse them as well.
         error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
             `detail`; TEI's and Ollama's read `error` as a text.

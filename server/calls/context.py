@@ -1,4 +1,4 @@
-"""The state of one application, the deadline of a request, and the end of a request whose client has gone."""
+"""The state of one application, the deadline of a request, and the watch that cancels its work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def context_of(request: Request) -> ServerContext:
 
 
 class Deadline(NamedTuple):
-    """The time after which the response to a request is of no use.
+    """The time at which a request is given up.
 
     Attributes:
         timeout_s: Seconds from the arrival of the request on; infinity: never.
@@ -82,16 +82,16 @@ class Deadline(NamedTuple):
         return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
 
     def error(self) -> DeadlineExceededError:
-        """Returns the error of a request that it has passed for."""
+        """Returns the error of a request whose deadline has passed."""
         message = f"The deadline of {self.timeout_s:g} s passed before the answer."
         return OwnDeadlineExceededError(message) if self.is_own else DeadlineExceededError(message)
 
 
 class ClientWatch:
-    """Ends the work inside if its client hangs up or its deadline passes: `with ClientWatch(request): ...`.
+    """Cancels the work inside if the client hangs up or the deadline passes: `with ClientWatch(request): ...`.
 
-    Requests to routes that run no model have no deadline. The connection tells when its client has gone, which costs a
-    request nothing but a callback. An application behind another server asks ASGI, in a task.
+    Requests to routes that run no model have no deadline. The connection sets a future when its client disconnects, so
+    a request costs one callback. Behind another ASGI server a task waits for the message http.disconnect.
 
     Args:
         request: Its scope has its LIMITS if it runs a model.
@@ -136,8 +136,8 @@ class ClientWatch:
 
     def _watch(self) -> None:
         loop = self._task.get_loop()
-        told: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
-        self._lost = lost = loop.create_task(self._wait_for_hangup()) if told is None else told
+        known: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
+        self._lost = lost = loop.create_task(self._wait_for_hangup()) if known is None else known
         lost.add_done_callback(self._hang_up)
         if runs_model(self._request.scope) and (left_s := (deadline := self._deadline()).left_s()) < math.inf:
             self._timer = loop.call_later(max(left_s, 0.0), self._end, deadline.error())

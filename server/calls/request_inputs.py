@@ -19,7 +19,7 @@ _TEXTS_TOGETHER: Final = 32
 
 
 def check_inputs(call: Call, body: InputFields) -> None:
-    """Raises InvalidRequestError unless a request holds something to run, and not too much."""
+    """Raises InvalidRequestError if a request holds no inputs or too many."""
     body.check_given()
     call.check_count(body.input or (), "input")
     if body.messages is not None:

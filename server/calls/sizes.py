@@ -1,6 +1,6 @@
-"""How large a response will be, before the engine computes it, and how many tokens a request for tokens may have.
+"""Estimates the size of a response before the engine computes it, and limits the tokens of tokenization requests.
 
-One size is the JSON of a response, the other the memory of its values while they wait to be written.
+A size has two parts: the bytes of the JSON, and the memory of the values until they are written.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def _entries(number: int) -> ResponseSize:
 
 FEWER_IDS: Final = "Send fewer token ids at once."
 MAX_DECODED_IDS: Final = 1_000_000  # In one request: seconds of a tokenizer thread, and a few megabytes of text.
-MAX_ANSWERED_TOKENS: Final = 500_000  # In an answer with tokens: 70 bytes of JSON each, and twice that to hold.
+MAX_ANSWERED_TOKENS: Final = 500_000  # In a response with tokens: 70 bytes of JSON and 200 of memory each.
 MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request for tokens: one with its place is 60 bytes of JSON and more.
 
 
 def check_num_chars(num_chars: int, param: str) -> None:
-    """Raises InvalidRequestError if a request has more characters than are answered with their tokens at once."""
+    """Raises InvalidRequestError if a request for tokens has too many characters."""
     if num_chars > MAX_TOKENIZED_CHARS:
         raise InvalidRequestError(
             f"{param} has {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send less text at once.",
@@ -105,7 +105,7 @@ def check_num_chars(num_chars: int, param: str) -> None:
 
 
 def check_num_tokens(num_tokens: int, param: str) -> None:
-    """Raises InvalidRequestError if a text has more tokens than are answered with at once."""
+    """Raises InvalidRequestError if a response would hold too many tokens."""
     if num_tokens > MAX_ANSWERED_TOKENS:
         raise InvalidRequestError(
             f"{param} has {num_tokens} tokens or more; an answer holds at most {MAX_ANSWERED_TOKENS}. "
@@ -115,7 +115,7 @@ def check_num_tokens(num_tokens: int, param: str) -> None:
 
 
 def check_num_ids(num_ids: int, param: str) -> None:
-    """Raises InvalidRequestError if a request has more tokens than are turned into text at once."""
+    """Raises InvalidRequestError if a request has too many tokens to decode."""
     if num_ids > MAX_DECODED_IDS:
         raise InvalidRequestError(
             f"{param} has {num_ids} tokens; the limit is {MAX_DECODED_IDS}. Send fewer at once.", param=param

@@ -1,4 +1,4 @@
-"""Answers with a vector or matrix per input: JSON rows, or bytes with the rest in a header, as vLLM has it."""
+"""Responses with a vector or a matrix per input: rows in JSON, or bytes with the other fields in a header (vLLM)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def vectors_response(
     *,
     name: str = "embedding",
 ) -> Response:
-    """Returns the answer to a request for vectors, for which room has been taken.
+    """Returns the response to a request for vectors. Its memory has been reserved.
 
     Args:
-        request: That is answered.
+        request: The request.
         head: The fields beside `data`: id, object, created, model, usage.
         rows: [N, D] float32, or N arrays.
-        encodings: How to write them; of several, each row holds them all by their names.
-        name: The `object` of a row; its field too, but for "pooling", whose field is `data`.
+        encodings: Encodings by name. With several, each row is an object with one value per encoding.
+        name: The `object` of each row and the field of its value; the field is `data` if the name is "pooling".
     """
     (first, *others) = encodings.values()
     incremental = has_large_response(request.scope)
@@ -63,7 +63,7 @@ def vectors_response(
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:
-    """Raises InvalidRequestError if the header of an answer in bytes would be longer than clients take."""
+    """Raises InvalidRequestError if the header of a response in bytes would be longer than clients accept."""
     if encoding.format is EncodingFormat.BYTES and num_rows > MAX_METADATA_ROWS:
         raise InvalidRequestError(
             f"encoding_format is 'bytes', which puts a line for each of the {num_rows} inputs into a header that HTTP "
@@ -75,14 +75,14 @@ def check_bytes(encoding: Encoding, num_rows: int) -> None:
 def check_encodings(
     encodings: Mapping[str, Encoding], num_rows: int, model: ModelInfo, params: PoolingParams, *, quantized_by: str
 ) -> None:
-    """Raises InvalidRequestError where embeddings cannot be written as asked; see `check_bytes` and `check_width`.
+    """Raises InvalidRequestError if embeddings cannot be written in these encodings; see `check_bytes`, `check_width`.
 
     Args:
         encodings: See `vectors_response`.
-        num_rows: Inputs.
-        model: That embeds them.
-        params: Of the request.
-        quantized_by: Field that asks for integers.
+        num_rows: Number of inputs.
+        model: The model.
+        params: Pooling parameters of the request.
+        quantized_by: The field of the request that selects integers.
     """
     for encoding in encodings.values():
         check_bytes(encoding, num_rows)
@@ -91,7 +91,7 @@ def check_encodings(
 
 
 def vector_width(model: ModelInfo, params: PoolingParams) -> int:
-    """Returns the width of the embeddings that a request asks for: at most the model's, which refuses more."""
+    """Returns the width of the embeddings of a request, at most that of the model."""
     return min(params.dimensions or model.dimensions or model.embedding_size, model.embedding_size)
 
 
@@ -112,7 +112,7 @@ def _large_bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encodin
 def _bytes_headers(
     head: Mapping[str, Any], shapes: Sequence[tuple[tuple[int, ...], int]], encoding: Encoding
 ) -> dict[str, str]:
-    """Returns the headers of an answer in bytes, given the shape of each row and its number of bytes."""
+    """Returns the headers of a response in bytes, given the shape and the bytes of each row."""
     headers = {"content-type": "application/octet-stream"}
     if encoding.format is EncodingFormat.BYTES_ONLY:
         return headers

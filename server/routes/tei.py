@@ -56,7 +56,7 @@ from . import cohere
 from .cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 
 RERANK: Final = "rerank"
-"""Name of the task in metrics and logs, which tells rankings from scores of pairs."""
+"""Name of the task in metrics and logs. Scores of pairs have another one."""
 _NO_TEXTS: Final = "Send fewer texts at once, or leave return_text out."
 _POOLING_NAMES: Final = {"LAST": "last_token"}
 _STAGE_HEADERS: Final = {

@@ -88,14 +88,14 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
 
     def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
-        """Returns the task, given those that the model serves; one that it refuses where it has none of this route."""
+        """Returns the task: that of the body, else the first that the model serves, else CLASSIFY."""
         if self.task is not None:
             return PoolingTask(self.task)
         order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
 
     def check_prompt(self, task: PoolingTask) -> None:
-        """Raises InvalidRequestError where a task for texts as they are is asked for with a prompt."""
+        """Raises InvalidRequestError if the body names a prompt: this task reads texts without one."""
         for name in self.prompt_fields:
             if getattr(self, name):
                 raise InvalidRequestError(
@@ -319,7 +319,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 async def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-    """Returns the ids and, if they are asked for, the strings of the tokens."""
+    """Returns the ids of the tokens, and their strings if the body requests them."""
     text, adds_special = body.prompt or "", body.add_special_tokens is not False
     if body.messages is not None:
         (text,) = await engine.render_chats(body.messages, body.chat_options())

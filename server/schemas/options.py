@@ -19,7 +19,7 @@ from . import json_schema
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list whose check ends at the first wrong entry: pydantic would make an error of each, gigabytes of a large body."""
+"""A list whose check stops at the first wrong entry. Pydantic would make an error of each entry."""
 
 
 def parse_flag(value: Any) -> Any:
@@ -248,7 +248,7 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
     Args:
         params: Pooling parameters of the request.
         truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there; False
-            refuses those that do not fit. None leaves it to the server.
+            refuses longer inputs. None: the server's default.
     """
     if truncate is None or params.truncate_prompt_tokens is not None:
         return params

@@ -154,7 +154,7 @@ class TeiPredictRequest(TeiModelBody):
 
     @property
     def is_raw(self) -> bool:
-        """Whether logits are asked for."""
+        """Whether the response holds logits."""
         return bool(self.raw_scores) or self.function_to_apply == "none"
 
     def pooling_params(self) -> PoolingParams:
