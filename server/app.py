@@ -198,7 +198,9 @@ class Application(DocumentedApp):
 
     layers: RequestMiddleware
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
         """Responds to a request; FastAPI begins and ends the lifespan."""
         if scope["type"] != "http":
             return self.own_layers(scope, receive, send)

@@ -79,7 +79,7 @@ class ArrayOps:
 
     def doubles(self, rows: Floats) -> Floats:
         """See RowOps."""
-        return rows.astype(np.float64)
+        return rows.astype(np.float64)  # pyright: ignore[reportReturnType]
 
     def copied(self, rows: Floats) -> Floats:
         """See RowOps."""
