@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from penstock.engine.core.loading.weights_loader import load_dense, load_model
 from penstock.engine.families.registry import find_family
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
+from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 
 from ..parity import assert_close, rows_of
 
@@ -330,3 +332,12 @@ def with_dense(info, specs):
     from dataclasses import replace
 
     return replace(info, dense=specs)
+
+
+def test_vocabulary_head_is_float32_on_a_cpu(save_model, resolve):
+    folder, _ = save_model("BertForMaskedLM", **(SIZES | {"vocab_size": 301}))
+    info = resolve(folder)
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)
+    head = load_model(replace(info, dtype="bfloat16", sparse=recipe)).vocabulary_head
+    assert head is not None
+    assert head(torch.ones(1, SIZES["hidden_size"])).dtype == torch.float32
