@@ -209,7 +209,7 @@ def test_the_device_says_how_far_models_are_fused(monkeypatch):
     assert Fusion.of_device(cuda) is Fusion.EPILOGUE
     monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda: (8, 0)}.__getitem__)
     assert Fusion.of_device(cuda) is (Fusion.FUSED if find_spec("triton") else Fusion.EPILOGUE)
-    monkeypatch.setattr("penstock.engine.executors.torch.layers.fusion.find_spec", lambda _: None)
+    monkeypatch.setattr("penstock.engine.executors.torch.layers.weights.find_spec", lambda _: None)
     assert Fusion.of_device(cuda) is Fusion.EPILOGUE
 
 
