@@ -1,4 +1,4 @@
-"""Runs tokenized inputs through the C library alone: a Runner without torch, which takes a second to import."""
+"""Runs tokenized inputs through the C library and numpy: a Runner without torch, which takes a second to import."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.kernels.cpu import CpuForward, Machine
+from penstock.kernels.cpu import CpuForward, Machine, Pages, Past
 
+from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
-from ..executors.cpu.heads import ArrayHead, load_dense
+from ..executors.cpu.heads import ArrayHead
 from ..executors.cpu.packed_arrays import PackedArrays
-from ..pooling import PoolingMetadata
+from ..pooling import PoolingMetadata, TokenMaps
 from ..pooling.array_ops import array_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..protocol.params import PoolingParams
-from ..scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
-from .loading.cpu_kernels import load_array_encoder
+from ..scheduling import Allocation, PrefillChunk, QueuedSequence
+from .device.memory import HostMemory
+from .device.sequence_memory import KvPlaces
+from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .runner import DeviceMemoryError, ForwardTime, Runner
+from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, in_chunks, num_chunk_tokens
 from .warm_up import warm_up
 
 
@@ -32,15 +34,17 @@ class ArrayForward:
     Attributes:
         runner: Began it.
         running: On the lanes.
-        batch: Its sequences.
-        params: Theirs.
+        metadata: Describes its batch.
+        num_tokens: Tokens of the batch.
+        chunk_tokens: Tokens of chunks of long sequences among them.
         began_s: Seconds, of time.perf_counter.
     """
 
     runner: ArrayRunner
     running: CpuForward
-    batch: PackedArrays
-    params: Sequence[PoolingParams]
+    metadata: PoolingMetadata
+    num_tokens: int
+    chunk_tokens: int
     began_s: float
 
     @property
@@ -50,47 +54,46 @@ class ArrayForward:
 
     def outputs(self) -> BatchOutputs:
         """See Forward."""
-        try:
-            output = ArrayOutput(*self.running.result())
-            outputs = self.runner.pooler.pool(output, _describe(self.batch, self.params)).to_host()
-        except MemoryError as error:
-            raise DeviceMemoryError(str(error)) from error
-        self.runner.record_time(self.batch.num_tokens, self.began_s)
-        return outputs
+        return self.runner.finish(self)
 
 
-class ArrayRunner(Runner):
-    """A Runner of an encoder on a CPU. `load` makes one of a model that runs as arrays.
+class ArrayRunner(PoolingRunner[Floats]):
+    """A Runner of an encoder or a decoder on a CPU. `load` makes one of a model that runs as arrays.
 
     Args:
         info: The model, on the CPU.
         tokenizer: For the clients.
         encoder: With its weights.
+        config: Limits of the pool.
         dense: The Dense modules that follow the pooling.
-
-    Attributes:
-        pooler: Pools the outputs of forwards.
+        maps: Heads for single tokens; None for none.
     """
 
     def __init__(
-        self, info: ModelInfo, tokenizer: TokenizerSpec, encoder: ArrayEncoder, dense: Sequence[ArrayHead] = ()
+        self,
+        info: ModelInfo,
+        tokenizer: TokenizerSpec,
+        encoder: ArrayEncoder,
+        config: EngineConfig,
+        dense: Sequence[ArrayHead] = (),
+        maps: TokenMaps[Floats] | None = None,
     ) -> None:
-        self.info = info
-        self.tokenizer = tokenizer
-        self.sequence_pool = SequencePool()  # empty: inputs run whole
-        self.num_lanes = encoder.machine.num_lanes
+        super().__init__(info, tokenizer, array_pooler(info, encoder, dense, maps), config, HostMemory())
         self.keeps_order = False
+        self.num_lanes = encoder.machine.num_lanes
         self._encoder = encoder
-        self.pooler = array_pooler(info, encoder, dense)
+        self._pages: Pages | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # the last forward
+        if encoder.cache_spec is not None and self._keeps_chunks():
+            self._reserve_pages()
 
     @classmethod
     def load(cls, info: ModelInfo, machine: Machine, config: EngineConfig) -> ArrayRunner:
         """Loads a model.
 
         Args:
-            info: On the CPU, in its type; `why_torch` says nothing of it.
+            info: On the CPU, in its type; see choose_kernels.
             machine: The C library.
             config: What to serve.
 
@@ -101,7 +104,8 @@ class ArrayRunner(Runner):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            return cls(info, tokenizer, load_array_encoder(info, machine), load_dense(info, machine))
+            encoder, dense = load_array_encoder(info, machine), load_array_dense(info, machine)
+            return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, machine))
 
     @property
     def can_begin(self) -> bool:
@@ -112,22 +116,39 @@ class ArrayRunner(Runner):
         """See Runner."""
         self._encoder.machine.set_wakeup_fd(fd)
 
-    def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward:
-        """See Runner. All chunks are whole sequences, as the model attends both ways."""
+    def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
+        """See Runner. Waits for sequences that hold pages: if one is cancelled, others may get its pages at once."""
         began_s = time.perf_counter()
-        params = [chunk.sequence.request.params for chunk in chunks]
+        chunk_tokens = num_chunk_tokens(chunks)
         try:
-            batch = PackedArrays.build([chunk.sequence.prompt for chunk in chunks])
-            running = self._encoder.begin(batch, need_attention=self.pooler.needs_attention(params))
+            if not in_chunks(chunks):
+                return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
+            assert self._pages is not None, "only a runner with pages gives sequences memory"
+            past = Past(self._pages, *KvPlaces.of(chunks, self._pages.page_size))
+            batch = PackedArrays.build([c.tokens for c in chunks], [c.start for c in chunks], past)
+            if chunk_tokens:
+                self._meter.begin()
+            outputs = self._begin(chunks, batch, began_s).outputs()
+            if chunk_tokens:
+                self._meter.end(batch.num_tokens)
+            return EndedForward(outputs)
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
-        return ArrayForward(self, running, batch, params, began_s)
 
-    def record_time(self, num_tokens: int, began_s: float) -> None:
-        """Records the time of a forward. Where forwards overlap, each counts for the time since the last one ended."""
+    def finish(self, forward: ArrayForward) -> BatchOutputs:
+        """Waits for a forward and pools it; see Forward.outputs."""
+        try:
+            output = ArrayOutput(*forward.running.result())
+            outputs = self._pooler.pool(output, forward.metadata, self._chunks).to_host()
+        except MemoryError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self._chunks.commit(forward.metadata)
         now_s = time.perf_counter()
-        self._times.append(ForwardTime(0, num_tokens, now_s - max(began_s, self._ended_s)))
+        # Where forwards overlap, each counts for the time since the last one ended.
+        seconds = now_s - max(forward.began_s, self._ended_s)
+        self._times.append(ForwardTime(forward.chunk_tokens, forward.num_tokens - forward.chunk_tokens, seconds))
         self._ended_s = now_s
+        return outputs
 
     def warm_up(self) -> None:
         """See Runner."""
@@ -135,25 +156,26 @@ class ArrayRunner(Runner):
             warm_up(self.info, self.tokenizer, self.execute)
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """See Runner. Sequences that run whole have nothing to lose."""
-
-    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
-        """See Runner. Nothing is kept of sequences that run whole."""
-
-    def free_tokens(self) -> None:
-        """See Runner. Asked of chunks alone, which there are none of."""
+        """See Runner. Decoders have no states to save."""
 
     def take_times(self) -> list[ForwardTime]:
         """See Runner."""
         times, self._times = self._times, []
         return times
 
+    def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
+        metadata = self._describe(chunks, batch, in_chunks=batch.past is not None)
+        running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
+        return ArrayForward(self, running, metadata, batch.num_tokens, num_chunk_tokens(chunks), began_s)
 
-def _describe(batch: PackedArrays, params: Sequence[PoolingParams]) -> PoolingMetadata:
-    return PoolingMetadata(
-        params=params,
-        seq_lens=tuple(batch.lengths.tolist()),
-        cu_seqlens=batch.cu_seqlens,
-        token_ids=batch.input_ids,
-        skip_tokens=batch.skip_tokens,
-    )
+    def _reserve_pages(self) -> None:
+        """Reserves memory for sequences in chunks. They run one batch after another, each on all lanes."""
+        spec, itemsize = self._encoder.cache_spec, self._encoder.page_itemsize
+        assert spec is not None, "a decoder"
+        plan = self._make_pool(spec, itemsize, self._gauge.available())
+        if plan is None:
+            return
+        layer = spec.kv_layers[0]
+        shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
+        self._pages = Pages.allocate(len(spec.kv_layers), shape, itemsize)
+        self.num_lanes = 1

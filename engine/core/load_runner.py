@@ -1,4 +1,4 @@
-"""Loads a model into the runner that suits it. Imports torch only for one that needs it."""
+"""Loads a model into its runner. Imports torch only for a model that needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..model_files.resolve import resolve_model, with_device
 from ..protocol.config import EngineConfig
 from .array_runner import ArrayRunner
 from .host import may_have_gpu, pin
-from .loading.cpu_kernels import choose_kernels, why_torch
+from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import needs_torch
 from .runner import Runner
 
@@ -22,31 +22,32 @@ _FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
 def load_runner(config: EngineConfig) -> Runner:
     """Loads the model that a configuration names.
 
-    Where there may be a GPU for it, torch decides on the device, and runs the model. A process that has cores of its
-    own keeps to them from here on.
+    Torch selects the device if there may be a GPU. The C library runs the models that it knows on a CPU. A process that
+    has cores of its own keeps to them from here on.
 
     Raises:
         ModelLoadError: The model cannot be served, or needs torch where that is not installed.
     """
     if config.cores is not None:
         pin(config.cores)
-    kernels = None
+    info, name = resolve_model(config), config.name or config.model
+    device, dtype = "cpu", "float32" if config.dtype == "auto" else config.dtype
     why = f"--device {config.device} is torch's"
-    if config.device == "cpu" or (config.device == "auto" and not may_have_gpu()):
-        dtype = "float32" if config.dtype == "auto" else config.dtype
-        kernels = choose_kernels(with_device(resolve_model(config), "cpu", dtype), config)
-        info, machine = kernels
-        if machine is None:
-            why = f"the native kernels do not run {info.architecture} in {info.dtype} here"
-        elif not (why := why_torch(info)):
-            return ArrayRunner.load(info, machine, config)
-    else:
+    if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
         _let_segments_grow()
         os.environ.setdefault(_FUSION_VARIABLE, "1")
-    with needs_torch(config.name or config.model, why):
+        with needs_torch(name, why):
+            from .device.device import resolve_device
+        device, dtype = resolve_device(config)
+    info, machine = choose_kernels(with_device(info, device, dtype), config)
+    if machine is not None:
+        return ArrayRunner.load(info, machine, config)
+    if device == "cpu":
+        why = f"the native kernels do not run {info.architecture} in {info.dtype} here"
+    with needs_torch(name, why):
         from .model_runner import ModelRunner
 
-        return ModelRunner.load(config, kernels)
+        return ModelRunner.load(info, config)
 
 
 def _let_segments_grow() -> None:

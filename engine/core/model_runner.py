@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,40 +11,31 @@ from typing import Final
 
 import torch
 
-from penstock.kernels.cpu import Machine
-
 from ..executors.torch.base import PackedModel
 from ..executors.torch.heads import Dense
 from ..executors.torch.packed_batch import PackedBatch
-from ..model_files.resolve import resolve_model, with_device
-from ..pooling import ChunkedPoolingManager, PoolingMetadata, TokenMaps
+from ..pooling import TokenMaps
 from ..pooling.output import OutputCopy
 from ..pooling.tensor_ops import tensor_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import (
     Allocation,
     CacheSpec,
-    KvCachePool,
     PrefillChunk,
     QueuedSequence,
-    SequencePool,
-    SsmStatePool,
-    plan_pool,
 )
 from .cuda_graphs import ForwardGraphs, record_forwards
-from .device.chunk_memory import ChunkMemory, describe_pool
-from .device.device import device_errors, multiply_exactly, resolve_device
-from .device.memory import DeviceMemory, MemoryGauge, MemoryMeter
+from .device.chunk_memory import ChunkMemory
+from .device.device import device_errors, gauge_of, multiply_exactly, total_memory
+from .device.memory import MemoryGauge
 from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardClock, make_current, stream_of
 from .host import threads_of
-from .loading.cpu_kernels import choose_kernels
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .runner import EndedForward, ForwardTime, Runner
+from .runner import EndedForward, ForwardTime, PoolingRunner, in_chunks, num_chunk_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -82,7 +72,7 @@ class DeviceForward:
         return self.copy.arrived()
 
 
-class ModelRunner(Runner):
+class ModelRunner(PoolingRunner[torch.Tensor]):
     """A Runner on torch. `load` makes one from an EngineConfig.
 
     Args:
@@ -108,44 +98,33 @@ class ModelRunner(Runner):
         gauge: MemoryGauge | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
-        self.info = info
-        self.tokenizer = tokenizer
-        self.sequence_pool = SequencePool()
         self._device = torch.device(info.device)
+        super().__init__(info, tokenizer, tensor_pooler(info, model, dense, maps), config, gauge_of(self._device))
         self._model = model
-        self._pooler = tensor_pooler(info, model, dense, maps)
-        self._chunks = ChunkedPoolingManager[torch.Tensor](
-            info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=self._pooler.ops
-        )
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
         self._clock = ForwardClock(self._stream)
         self._watch = EventWatcher(self._device)
         self._under_way: deque[DeviceEvent] = deque()  # ends of forwards
-        self._meter = MemoryMeter(DeviceMemory(self._device), _token_bytes(info))
         self._samples = SampleBatches(info, tokenizer)
         self._gpu_warm_up: GpuWarmUp | None = None
         self._graphs: ForwardGraphs | None = None
-        self._config = config
-        self._reserve_memory(DeviceMemory(self._device), gauge)
+        self._reserve_memory(gauge)
 
     @classmethod
-    def load(cls, config: EngineConfig, kernels: tuple[ModelInfo, Machine | None] | None = None) -> ModelRunner:
-        """Loads the model that a configuration names.
+    def load(cls, info: ModelInfo, config: EngineConfig) -> ModelRunner:
+        """Loads a model.
 
-        Makes the device the current one of the calling thread. The same thread must run the forwards.
+        Makes its device the current one of the calling thread. The same thread must run the forwards.
 
         Args:
-            config: The model and its settings.
-            kernels: The model on its device and the result of choose_kernels; None: `load` calls it.
+            info: The model, on its device; see choose_kernels.
+            config: What to serve.
 
         Raises:
             ModelLoadError: The model cannot be served.
         """
         torch.set_num_threads(threads_of(config))
-        if kernels is None:
-            kernels = choose_kernels(with_device(resolve_model(config), *resolve_device(config)), config)
-        info, machine = kernels
         make_current(torch.device(info.device))
         if info.device != "cpu":
             multiply_exactly()
@@ -153,9 +132,7 @@ class ModelRunner(Runner):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
-            model = load_model(info, trust_remote_code=config.trust_remote_code, machine=machine)
-            if model.machine is not None:
-                torch.set_num_threads(1)  # little work is left to torch; more threads would slow down the C library
+            model = load_model(info, trust_remote_code=config.trust_remote_code)
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @property
@@ -183,14 +160,10 @@ class ModelRunner(Runner):
 
     def forget(self, sequences: Sequence[QueuedSequence]) -> None:
         """See Runner."""
-        for sequence in sequences:
-            self._chunks.cancel(sequence)
-            if self._memory is not None:
+        super().forget(sequences)
+        if self._memory is not None:
+            for sequence in sequences:
                 self._memory.forget(sequence)
-
-    def free_tokens(self) -> int:
-        """See Runner."""
-        return self._meter.free_tokens()
 
     def take_times(self) -> list[ForwardTime]:
         """See Runner."""
@@ -213,31 +186,23 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
-        sequences = [chunk.sequence for chunk in chunks]
-        params = [sequence.request.params for sequence in sequences]
         cache = None
-        if self._memory is not None:
-            if any(c.sequence.is_long and c.sequence.allocation is None for c in chunks):
-                raise ValueError(
-                    "a chunk lost its memory before it ran"
-                )  # cancelled meanwhile; the other chunks run again
+        if in_chunks(chunks):
+            assert self._memory is not None, "only a runner with memory for chunks gives sequences some"
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:
-            batch = PackedBatch.build([sequence.prompt for sequence in sequences], self._device)
-            metadata = PoolingMetadata.for_batch(batch, params)
+            batch = PackedBatch.build([chunk.sequence.prompt for chunk in chunks], self._device)
         else:
             starts = [chunk.start for chunk in chunks]
             batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
-            metadata = PoolingMetadata.for_batch(batch, params, seq_ids=sequences)
-        if any(s.prompt.query is not None for s in sequences):
-            metadata.queries = [s.prompt.query for s in sequences]
-        chunk_tokens = sum(c.num_tokens for c in chunks if c.sequence.is_long)
+        metadata = self._describe(chunks, batch, in_chunks=cache is not None)
+        chunk_tokens = num_chunk_tokens(chunks)
         if chunk_tokens:
             self._meter.begin()
         self._clock.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
-        output = forward(batch, need_attention=self._pooler.needs_attention(params))
+        output = forward(batch, need_attention=self._pooler.needs_attention(metadata.params))
         pooled = self._pooler.pool(output, metadata, self._chunks)
         result = pooled.begin_copy(self._stream.to_host) if self._stream.is_beside_host else pooled.to_host()
         if self._memory is not None and cache is not None:
@@ -252,7 +217,7 @@ class ModelRunner(Runner):
         self._watch.add(ended)
         return DeviceForward(result, ended, self._watch)
 
-    def _reserve_memory(self, memory: DeviceMemory, gauge: MemoryGauge | None) -> None:
+    def _reserve_memory(self, gauge: MemoryGauge | None) -> None:
         """Reserves the memory of sequences in chunks: a share of the memory that the largest forward leaves free.
 
         Raises:
@@ -260,54 +225,33 @@ class ModelRunner(Runner):
             ModelLoadError: There is too little for the chunks that `kv_cache_memory` asks for.
         """
         config = self._config
-        keeps = config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching
-        spec = self._model.cache_spec if keeps else None
+        spec = self._model.cache_spec if self._keeps_chunks() else None
         is_whole = spec is None or not config.scheduler.enable_chunked_prefill
-        given = config.cache.kv_cache_memory
-        if spec is not None and given is not None:
-            self._make_pool(spec, config, given)
+        is_given = config.cache.kv_cache_memory is not None
+        if spec is not None and is_given:
+            self._reserve_chunks(spec, 0)
         if gauge is None and self._device.type == "cuda":
-            gauge = memory
+            gauge = self._gauge
         num_taken = 0
         if gauge is not None:
-            self._gpu_warm_up = GpuWarmUp(self.info, self._samples, self.begin, config.scheduler, gauge, memory.total())
+            memory = total_memory(self._device)
+            self._gpu_warm_up = GpuWarmUp(self.info, self._samples, self.begin, config.scheduler, gauge, memory)
             self.limits, num_taken = self._gpu_warm_up.find_limits(is_whole=is_whole)
-        if spec is not None and given is None:
-            num_free = max((gauge or memory).available() - num_taken, 0)
-            self._make_pool(spec, config, int(num_free * config.cache.cache_memory_fraction / config.num_engines))
+        if spec is not None and not is_given:
+            self._reserve_chunks(spec, max((gauge or self._gauge).available() - num_taken, 0))
             if self._gpu_warm_up is not None and self._memory is None and not is_whole:
                 self.limits, _ = self._gpu_warm_up.find_limits(is_whole=True)
         self.take_times()
 
-    def _make_pool(self, spec: CacheSpec, config: EngineConfig, memory: int) -> None:
-        """Reserves `memory` Bytes for sequences in chunks, if they hold at least one.
-
-        Raises:
-            ModelLoadError: They do not, and `kv_cache_memory` asks for them.
-        """
-        dtype, limits = self._model.cache_dtype or torch_dtype(self.info.dtype), config.cache
-        try:
-            plan = plan_pool(
-                dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
-                memory,
-                block_size=limits.kv_block_size,
-                itemsize=dtype.itemsize,
-                max_num_seqs=config.scheduler.seqs(self.info.device),
+    def _reserve_chunks(self, spec: CacheSpec, num_free: int) -> None:
+        """Reserves the memory of sequences in chunks, if it holds at least one; see `_make_pool`."""
+        dtype = torch_dtype(self.info.dtype)
+        plan = self._make_pool(spec, dtype.itemsize, num_free)
+        if plan is not None:
+            block_size = self._config.cache.kv_block_size
+            self._memory = ChunkMemory(
+                spec, plan, block_size=block_size, dtype=dtype, device=self._device, stream=self._stream
             )
-        except ModelLoadError as error:
-            if limits.kv_cache_memory is not None:
-                raise
-            logger.warning("inputs do not run in chunks: %s", error.message)
-            return
-        self._memory = ChunkMemory(
-            spec, plan, block_size=limits.kv_block_size, dtype=dtype, device=self._device, stream=self._stream
-        )
-        self.sequence_pool = SequencePool(
-            KvCachePool(plan.num_blocks, limits.kv_block_size) if plan.num_blocks else None,
-            SsmStatePool(plan.num_slots) if plan.num_slots else None,
-            enable_prefix_caching=limits.enable_prefix_caching and spec.shares_prefixes,
-        )
-        logger.info("%s", describe_pool(self.sequence_pool, config.scheduler, plan.bytes))
 
 
 @contextmanager
@@ -315,10 +259,3 @@ def _load_errors(info: ModelInfo) -> Iterator[None]:
     """As load_errors, also for shortages of memory that only torch's message shows."""
     with load_errors(info), device_errors():
         yield
-
-
-def _token_bytes(info: ModelInfo) -> int:
-    """Estimates the Bytes of a token of a forward: the rows of a layer and of its MLP."""
-    inner = info.config.get("intermediate_size")  # a list where layers differ
-    width = 8 * info.hidden_size + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * info.hidden_size)
-    return width * torch_dtype(info.dtype).itemsize

@@ -1,13 +1,24 @@
-"""The interface between the loop and the two runners. Plain Python without torch."""
+"""The interface between the loop and the two runners, and the steps that they share. Plain Python without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol
 
+from ..pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata
+from ..pooling.heads import R
 from ..protocol.batch_outputs import BatchOutputs
+from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
+from ..scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence, SequencePool
+from .device.memory import MemoryGauge, MemoryMeter
+from .device.sequence_memory import make_pool
+
+if TYPE_CHECKING:
+    from ..executors.cpu.packed_arrays import PackedArrays
+    from ..executors.torch.packed_batch import PackedBatch
+
+_HALF_TYPES: Final = ("bfloat16", "float16")
 
 
 class DeviceMemoryError(Exception):
@@ -152,3 +163,102 @@ class EndedForward:
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
+
+
+class PoolingRunner(Runner, Generic[R]):
+    """The steps that the runners of arrays and of tensors share: sizes of memory, descriptions of batches, states.
+
+    Args:
+        info: The model, on its device.
+        tokenizer: For the clients.
+        pooler: Of the model.
+        config: Limits of the pool.
+        gauge: Measures the memory of the device.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: TokenizerSpec,
+        pooler: ModelPooler[R],
+        config: EngineConfig,
+        gauge: MemoryGauge,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.sequence_pool = SequencePool()
+        self._config = config
+        self._pooler = pooler
+        self._chunks = ChunkedPoolingManager[R](
+            info.hidden_size, strategy=info.sequence_pooling or info.token_pooling, ops=pooler.ops
+        )
+        self._gauge = gauge
+        self._meter = MemoryMeter(gauge, _token_bytes(info))
+
+    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+        """See Runner."""
+        for sequence in sequences:
+            self._chunks.cancel(sequence)
+
+    def free_tokens(self) -> int:
+        """See Runner."""
+        return self._meter.free_tokens()
+
+    def _make_pool(self, spec: CacheSpec, itemsize: int, num_free: int) -> PoolPlan | None:
+        """Makes the pool of sequences in chunks: a share of `num_free` Bytes, or the size that the operator gives."""
+        config = self._config
+        num_bytes = config.cache.kv_cache_memory
+        if num_bytes is None:
+            num_bytes = int(num_free * config.cache.cache_memory_fraction / config.num_engines)
+        max_num_seqs = config.scheduler.seqs(self.info.device)
+        made = make_pool(spec, config, num_bytes=num_bytes, itemsize=itemsize, max_num_seqs=max_num_seqs)
+        if made is None:
+            return None
+        plan, self.sequence_pool = made
+        return plan
+
+    def _keeps_chunks(self) -> bool:
+        """Whether the operator wants chunks or a prefix cache."""
+        return self._config.scheduler.enable_chunked_prefill or self._config.cache.enable_prefix_caching
+
+    def _describe(
+        self, chunks: Sequence[PrefillChunk], batch: PackedBatch | PackedArrays, *, in_chunks: bool
+    ) -> PoolingMetadata:
+        """Describes a batch for the pooler. `in_chunks`: whether a sequence holds memory."""
+        sequences = [chunk.sequence for chunk in chunks]
+        params = [sequence.request.params for sequence in sequences]
+        metadata = PoolingMetadata.for_batch(batch, params)
+        if in_chunks:
+            metadata = PoolingMetadata.for_batch(
+                batch,
+                params,
+                seq_ids=sequences,
+                starts=[chunk.start for chunk in chunks],
+                prompt_lens=[sequence.num_tokens for sequence in sequences],
+            )
+        if any(sequence.prompt.query is not None for sequence in sequences):
+            metadata.queries = [sequence.prompt.query for sequence in sequences]
+        return metadata
+
+
+def in_chunks(chunks: Sequence[PrefillChunk]) -> bool:
+    """Whether a sequence of a batch holds memory.
+
+    Raises:
+        ValueError: A chunk lost its memory before it ran: it was cancelled, and the others run again.
+    """
+    if any(chunk.sequence.is_long and chunk.sequence.allocation is None for chunk in chunks):
+        raise ValueError("a chunk lost its memory before it ran")
+    return any(chunk.sequence.allocation is not None for chunk in chunks)
+
+
+def num_chunk_tokens(chunks: Sequence[PrefillChunk]) -> int:
+    """Returns the tokens of chunks of long sequences."""
+    return sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_long)
+
+
+def _token_bytes(info: ModelInfo) -> int:
+    """Estimates the Bytes of a token of a forward: the rows of a layer and of its MLP."""
+    inner = info.config.get("intermediate_size")  # a list where layers differ
+    width = 8 * info.hidden_size + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * info.hidden_size)
+    return width * (2 if info.dtype in _HALF_TYPES else 4)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo
 from ..scheduling import CacheSpec, KvLayerSpec, SsmLayerSpec
 from .rope import RopeSpec
@@ -359,6 +360,14 @@ class VocabularySpec:
     norm: NormSpec
     decoder: str
     biases: tuple[str, ...]
+
+
+def no_vocabulary_head(info: ModelInfo) -> UnsupportedModelError:
+    """Returns the error for a checkpoint without the head that makes sparse vectors."""
+    return UnsupportedModelError(
+        f"{info.name} makes sparse vectors from a masked language model, but its checkpoint holds no head of one that "
+        "penstock knows (BERT, RoBERTa, DistilBERT, MPNet, ModernBERT)."
+    )
 
 
 HeadSpec = tuple[LinearSpec | NormSpec, ...] | AnswerSpec

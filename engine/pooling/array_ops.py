@@ -6,12 +6,13 @@ Shape letters: T packed tokens of N sequences, R rows, D model width, H heads, W
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Machine, Pooling
+from penstock.kernels.cpu import Format, Machine, Pooling
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder
@@ -19,8 +20,8 @@ from ..executors.cpu.heads import ArrayHead
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .heads import Cut
-from .metadata import PickedRows, PoolingMetadata
-from .model_pooler import ModelPooler
+from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums
+from .model_pooler import ModelPooler, TokenMaps
 
 _POOLINGS: Final = {
     PoolingType.CLS: Pooling.CLS,
@@ -31,6 +32,10 @@ _POOLINGS: Final = {
     PoolingType.WEIGHTED_MEAN: Pooling.WEIGHTED_MEAN,
     PoolingType.ATTENTION: Pooling.WEIGHTED,
 }
+
+
+_BLOCK_ROWS: Final = 128
+"""Rows of logits over a vocabulary that are held at once."""
 
 
 class ArrayOps:
@@ -110,6 +115,43 @@ class ArrayOps:
         weights: Floats = attention.mean(axis=1) if head is None else np.ascontiguousarray(attention[:, head])
         return weights
 
+    def saturated(self, logits: Floats, *, twice: bool) -> Floats:
+        """See RowOps."""
+        np.log1p(np.maximum(logits, 0, out=logits), out=logits)
+        return np.log1p(logits, out=logits) if twice else logits
+
+    def entries(self, values: Floats) -> tuple[Floats, list[int]]:
+        """See RowOps."""
+        rows, columns = np.nonzero(values)
+        pairs = np.stack([columns.astype(np.float32), values[rows, columns]], axis=1)
+        return pairs, np.bincount(rows, minlength=len(values)).tolist()
+
+    def group_max(self, values: Floats, groups: IntArray, num_groups: int) -> Floats:
+        """See RowOps."""
+        largest = np.zeros((num_groups, 1), np.float32)
+        np.maximum.at(largest[:, 0], groups, values[:, 0])
+        return largest
+
+    def maxsim(
+        self,
+        queries: Floats,
+        documents: Floats,
+        query_lens: Sequence[int],
+        document_lens: Sequence[int],
+        query_of: Sequence[int],
+    ) -> Floats:
+        """See RowOps. One product for neighbours that share a query."""
+        largest = np.zeros((len(document_lens), max(query_lens)), np.float32)
+        query_bounds, bounds = prefix_sums(query_lens), prefix_sums(document_lens)
+        present = np.flatnonzero(document_lens).tolist()
+        for query, run in groupby(present, key=query_of.__getitem__):
+            members = list(run)
+            first, end = bounds[members[0]], bounds[members[-1] + 1]
+            packed = self._machine.pack(queries[query_bounds[query] : query_bounds[query + 1]], None, Format.F32)
+            similarities = self._machine.product(packed, documents[first:end])
+            largest[members, : query_lens[query]] = np.maximum.reduceat(similarities, bounds[members] - first)
+        return largest
+
     def scores(self, logits: Floats, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> Floats:
         """See RowOps."""
         if (info.logit_mean, info.logit_sigma) != (0.0, 1.0):
@@ -142,9 +184,20 @@ class ArrayOps:
         )
 
 
-def array_pooler(info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead]) -> ModelPooler[Floats]:
+def array_pooler(
+    info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead], maps: TokenMaps[Floats] | None = None
+) -> ModelPooler[Floats]:
     """Returns the pooler of a model that runs as arrays. See ModelPooler."""
-    return ModelPooler(info, ArrayOps(encoder.machine), encoder.classify, encoder.classify_tokens, dense)
+    return ModelPooler(
+        info,
+        ArrayOps(encoder.machine),
+        encoder.classify,
+        encoder.classify_tokens,
+        dense,
+        maps,
+        vocabulary_head=encoder.vocabulary_head,
+        block_rows=_BLOCK_ROWS,
+    )
 
 
 def _activated(logits: Floats, activation: Activation) -> Floats:

@@ -194,6 +194,40 @@ class RowOps(Protocol[R]):
         """Returns the weight of every row [T], float32, of attention weights [T, H]; None averages the heads."""
         ...
 
+    def saturated(self, logits: R, *, twice: bool) -> R:
+        """Returns log(1 + x) of values above 0, or log(1 + log(1 + x)); 0 for others. May write to `logits`."""
+        ...
+
+    def entries(self, values: R) -> tuple[R, list[int]]:
+        """Returns column and value [S, 2] float32 of the entries of [N, V] other than 0, and the number in each row."""
+        ...
+
+    def group_max(self, values: R, groups: IntArray, num_groups: int) -> R:
+        """Returns the maximum of 0 and the values of each group [G, 1], of values [R, 1] and their groups [R]."""
+        ...
+
+    def maxsim(
+        self,
+        queries: NDArray[np.float32],
+        documents: R,
+        query_lens: Sequence[int],
+        document_lens: Sequence[int],
+        query_of: Sequence[int],
+    ) -> R:
+        """Returns the largest product of each vector of a query with those of a document. See penstock.kernels.maxsim.
+
+        Args:
+            queries: [S, W] of all queries, end to end, on the host.
+            documents: [R, W] of all documents, end to end.
+            query_lens: Vectors of each query.
+            document_lens: Vectors of each document.
+            query_of: The query of each document.
+
+        Returns:
+            [N, max(query_lens)] float32: zeros past the vectors of the query.
+        """
+        ...
+
     def scores(self, logits: R, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> R:
         """Returns activation((logits - mean) / sigma) [R, C] float32; where not `uses_activation`, without it."""
         ...
@@ -338,6 +372,39 @@ class VectorFilter:
 
     def _skips(self, params: PoolingParams) -> bool:
         return self._recipe is not None and len(self._skip_ids) > 0 and self._recipe.skips(is_query=params.is_query)
+
+
+def compare(
+    ops: RowOps[R], vectors: R, row_lens: Sequence[int], queries: Sequence[NDArray[np.float32] | None]
+) -> tuple[R, tuple[int, ...], tuple[int, ...]]:
+    """Compares the vectors of documents, or of parts of them, with those of their queries (ColBERT).
+
+    Args:
+        ops: Arithmetic of the vectors.
+        vectors: [R, W] float32.
+        row_lens: Vectors of each document; they sum to R.
+        queries: [Q, W] float32 each, on the host.
+
+    Returns:
+        [P, max Q] float32: for every document that has vectors here, their largest similarity to each vector of its
+        query; the rows of each document, 1 or 0; and the columns of each document.
+
+    Raises:
+        ValueError: A document has no query.
+    """
+    different: dict[int, NDArray[np.float32]] = {}
+    for query in queries:
+        if query is None:
+            raise ValueError("a document needs the vectors of a query to be compared with")
+        different.setdefault(id(query), query)
+    places = {key: place for place, key in enumerate(different)}
+    query_of = [places[id(query)] for query in queries]
+    query_lens = [len(query) for query in different.values()]
+    similarities = ops.maxsim(np.concatenate(list(different.values())), vectors, query_lens, row_lens, query_of)
+    present = np.flatnonzero(row_lens)
+    if len(present) < len(row_lens):
+        similarities = ops.pick(similarities, present)
+    return similarities, tuple(int(length > 0) for length in row_lens), tuple(query_lens[q] for q in query_of)
 
 
 def check_attention_head(head: int | None, num_heads: int | None) -> None:

@@ -15,6 +15,7 @@ from ..protocol.tasks import PoolingType
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..executors.cpu.packed_arrays import PackedArrays
     from ..executors.torch.packed_batch import PackedBatch
     from .states import PoolingStates
 
@@ -182,32 +183,31 @@ class PoolingMetadata:
     @classmethod
     def for_batch(
         cls,
-        batch: PackedBatch,
+        batch: PackedBatch | PackedArrays,
         params: Sequence[PoolingParams],
         *,
         seq_ids: Sequence[Hashable] | None = None,
+        starts: Sequence[int] | None = None,
         prompt_lens: Sequence[int] | None = None,
     ) -> PoolingMetadata:
         """Describes a batch as the model runs it.
 
         Args:
-            batch: Whole sequences, or chunks that begin at its `cache.context_lens`.
+            batch: Whole sequences, or chunks.
             params: One per sequence, resolved.
             seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
-            prompt_lens: Tokens of each whole sequence; None: those of `cache.prompt_lens`, or each sequence ends with
-                its chunk.
+            starts: Place of each chunk in its sequence; None: all begin at 0.
+            prompt_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
 
         Raises:
             ValueError: The lengths do not fit together.
         """
-        _check_lengths(len(batch.seq_lens), params=params, prompt_lens=prompt_lens, seq_ids=seq_ids)
+        num_seqs = len(batch.seq_lens)
+        _check_lengths(num_seqs, params=params, prompt_lens=prompt_lens, seq_ids=seq_ids, starts=starts)
         chunks = None
         if seq_ids is not None:
-            cache = batch.cache
-            starts = np.array([0] * len(seq_ids) if cache is None else cache.context_lens, np.int64)
-            if prompt_lens is None and cache is not None:
-                prompt_lens = cache.prompt_lens
-            chunks = ChunkSpans.of(seq_ids, starts, batch.seq_lens, prompt_lens)
+            first_places = np.zeros(num_seqs, np.int64) if starts is None else np.array(starts, np.int64)
+            chunks = ChunkSpans.of(seq_ids, first_places, batch.seq_lens, prompt_lens)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -215,6 +215,25 @@ class PoolingMetadata:
             token_ids=batch.token_ids,
             skip_tokens=batch.skip_tokens,
             chunks=chunks,
+        )
+
+    @classmethod
+    def of_rows(
+        cls, seq_lens: IntArray, *, skips: IntArray | None = None, token_ids: NDArray[np.int64] | None = None
+    ) -> PoolingMetadata:
+        """Describes rows end to end, without parameters.
+
+        Args:
+            seq_lens: [N], rows of each sequence.
+            skips: [N], rows at the head of each that are left out; None for none.
+            token_ids: See the attribute.
+        """
+        return cls(
+            params=(),
+            seq_lens=tuple(seq_lens.tolist()),
+            cu_seqlens=prefix_sums(seq_lens).astype(np.int32),
+            token_ids=token_ids,
+            skip_tokens=skips.astype(np.int32) if skips is not None and skips.any() else None,
         )
 
     @property

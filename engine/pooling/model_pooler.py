@@ -5,15 +5,15 @@ The same steps serve numpy arrays (`array_ops.array_pooler`) and tensors (`tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..protocol.batch_outputs import OutputGroup, by_group, distinct_params
 from ..protocol.model_info import ModelInfo
+from ..protocol.multi_vector import SparseKind
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
@@ -26,16 +26,14 @@ from .heads import (
     RowOps,
     VectorFilter,
     check_attention_head,
+    compare,
     token_rows,
 )
 from .metadata import ChunkSpans, PoolingMetadata, check_gap, rows_between
 from .output import OutputBlock, PoolerOutput
+from .sparse import SparsePooler
 
 R_co = TypeVar("R_co", covariant=True)
-SparsePool = Callable[[R, PoolingMetadata], tuple[R, tuple[int, ...]]]
-"""Rows of indices and values [S, 2], and their number for each sequence; see SparsePooler.pool."""
-Compare = Callable[[R, Sequence[int], Sequence[NDArray[np.float32] | None]], tuple[R, tuple[int, ...], tuple[int, ...]]]
-"""See tensor_ops.compare."""
 
 
 class ForwardOutput(Protocol[R_co]):
@@ -84,8 +82,8 @@ class ModelPooler(Generic[R]):
         classify_tokens: Token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
         maps: Heads for single tokens, and the tokens that they leave out.
-        sparse: Makes sparse vectors, of models that have some.
-        compare: Compares token vectors with those of queries, of models that have some.
+        vocabulary_head: Hidden states to logits over the vocabulary, of models that make sparse vectors of these.
+        block_rows: The most rows that this head gets at once.
 
     Raises:
         ValueError: ATTENTION pooling with a head that the model does not have.
@@ -100,8 +98,8 @@ class ModelPooler(Generic[R]):
         dense: Sequence[RowMap[R]] = (),
         maps: TokenMaps[R] | None = None,
         *,
-        sparse: SparsePool[R] | None = None,
-        compare: Compare[R] | None = None,
+        vocabulary_head: RowMap[R] | None = None,
+        block_rows: int = 1,
     ) -> None:
         maps = maps or TokenMaps()
         self._info = info
@@ -112,7 +110,13 @@ class ModelPooler(Generic[R]):
             check_attention_head(info.attention_head, info.num_attention_heads)
         # Without a projection, cut and normalisation are part of the pooling kernel.
         self._is_fused = len(self._types) == 1 and not dense
-        self._sparse, self._compare = sparse, compare
+        self._sparse: SparsePooler[R] | None = None
+        if info.sparse is not None:
+            head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
+            assert head is not None, "the loader reads the head that ModelInfo names"
+            self._sparse = SparsePooler(
+                ops, info.sparse, head, info.vocab_size, block_rows=block_rows, unweighted_ids=maps.unweighted_ids
+            )
         self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
         self._embedding_head = EmbeddingPoolerHead(ops, dense)
         # A Dense that takes concatenated rows cannot take a token's.
@@ -206,7 +210,7 @@ class ModelPooler(Generic[R]):
             hidden_states = self.ops.pick(hidden_states, rows)
         if group.name == "sparse":
             assert self._sparse is not None, "PoolingParams.verify refuses tasks that the model lacks"
-            values, row_lens = self._sparse(hidden_states, metadata)
+            values, row_lens = self._sparse.pool(hidden_states, metadata)
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
         has_vectors = group.name in ("token_embeddings", "similarities")
         kept, row_lens = (
@@ -220,8 +224,7 @@ class ModelPooler(Generic[R]):
         else:
             values = self._token_classifier_head(hidden_states, metadata.params, row_lens, group.columns)
         if group.name == "similarities":
-            assert self._compare is not None, "PoolingParams.verify refuses tasks that the model lacks"
-            values, row_lens, widths = self._compare(values, row_lens, metadata.queries or ())
+            values, row_lens, widths = compare(self.ops, values, row_lens, metadata.queries or ())
         return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens, widths=widths)
 
     def _pool_chunks(

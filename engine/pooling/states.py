@@ -173,7 +173,7 @@ class PoolingStates(Generic[R]):
             raise ValueError("ATTENTION pooling needs the attention weights of the model")
         if self.weights.shape != (self.num_tokens,):
             raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
-        metadata = _whole([self.num_tokens], np.array([self.skip_tokens]))
+        metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
         rows = self.ops.concat(self.rows)
         return self.ops.pool(rows, metadata, PoolingType.ATTENTION, Cut(), weights=self.weights)
 
@@ -209,7 +209,7 @@ def update_states(
     firsts, places = firsts + num_repeated, chunk_starts + num_repeated
     lengths, skips = ends - firsts, (skip_tokens - places).clip(0)
     rows = ops.pick(hidden_states, rows_between(firsts, ends))
-    metadata = _whole(lengths.tolist(), skips)
+    metadata = PoolingMetadata.of_rows(lengths, skips=skips)
     for pooling_type in types:
         if pooling_type.is_token_level or pooling_type is PoolingType.ATTENTION:
             continue
@@ -251,13 +251,3 @@ def finalize_states(states: Sequence[PoolingStates[R]]) -> R:
 def _place_sum(first: int, end: int) -> int:
     """Returns the sum of the places first + 1 to end, which WEIGHTED_MEAN multiplies the rows with."""
     return (end * (end + 1) - first * (first + 1)) // 2
-
-
-def _whole(seq_lens: Sequence[int], skips: IntArray) -> PoolingMetadata:
-    """Describes rows end to end, of sequences of which `skips` [N] rows at the head are left out."""
-    return PoolingMetadata(
-        params=(),
-        seq_lens=tuple(seq_lens),
-        cu_seqlens=prefix_sums(seq_lens).astype(np.int32),
-        skip_tokens=skips.astype(np.int32) if skips.any() else None,
-    )

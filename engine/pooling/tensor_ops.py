@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.backends import upload
-from penstock.kernels.cpu import Machine
 from penstock.kernels.maxsim import maxsim
 from penstock.kernels.pooling import PoolingKind, pool
 
 from ..executors.torch.base import PackedModel
+from ..executors.torch.heads import BLOCK_ROWS
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
 from .heads import Cut, RowMap
-from .metadata import PickedRows, PoolingMetadata
+from .metadata import IntArray, PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
-from .sparse import SparsePooler
 
 _KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.CLS: "cls",
@@ -36,18 +35,19 @@ _KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.ATTENTION: "weighted",
 }
 
+# Logits held at once on a GPU, whose products want thousands of rows: about 4,000 over a vocabulary of 30,000.
+_MAX_LOGITS: Final = 1 << 27
+
 
 class TensorOps:
     """See RowOps.
 
     Args:
         device: Where rows are pooled.
-        machine: The C library, which then pools float32 rows on a CPU.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", machine: Machine | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
-        self._machine = machine
 
     def pool(
         self,
@@ -78,7 +78,6 @@ class TensorOps:
             skip_tokens=None if skip_tokens is None else on_device(skip_tokens, device),
             weights=weights,
             max_seqlen=max(metadata.seq_lens, default=None),  # short sequences need not be shared out on CUDA
-            machine=self._machine,
         )
         return pooled if picked is None else self.pick(pooled, picked)
 
@@ -134,6 +133,38 @@ class TensorOps:
             return attention.float().contiguous()
         return attention.float().mean(dim=1) if head is None else attention[:, head].float().contiguous()
 
+    def saturated(self, logits: Tensor, *, twice: bool) -> Tensor:
+        """See RowOps."""
+        logits = logits.relu_().log1p_()
+        return logits.log1p_() if twice else logits
+
+    def entries(self, values: Tensor) -> tuple[Tensor, list[int]]:
+        """See RowOps."""
+        if values.is_cuda:
+            counts = counts_on_host((values != 0).sum(dim=1))
+            places = torch.nonzero_static(values, size=sum(counts))
+        else:
+            places = values.nonzero()
+            counts = counts_on_host(torch.bincount(places[:, 0], minlength=len(values)))
+        return torch.stack([places[:, 1].float(), values[places[:, 0], places[:, 1]]], dim=1), counts
+
+    def group_max(self, values: Tensor, groups: IntArray, num_groups: int) -> Tensor:
+        """See RowOps."""
+        largest = values.new_zeros(num_groups)
+        return largest.scatter_reduce_(0, on_device(groups, values.device), values[:, 0], "amax")[:, None]
+
+    def maxsim(
+        self,
+        queries: NDArray[np.float32],
+        documents: Tensor,
+        query_lens: Sequence[int],
+        document_lens: Sequence[int],
+        query_of: Sequence[int],
+    ) -> Tensor:
+        """See RowOps."""
+        packed = on_device(queries, documents.device)
+        return maxsim(packed, documents, query_lens=query_lens, document_lens=document_lens, query_of=query_of)
+
     def scores(self, logits: Tensor, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> Tensor:
         """See RowOps."""
         logits = logits.float()
@@ -156,18 +187,25 @@ def tensor_pooler(
     maps: TokenMaps[Tensor] | None = None,
 ) -> ModelPooler[Tensor]:
     """Returns the pooler of a model that gives tensors. See ModelPooler."""
-    maps = maps or TokenMaps()
-    sparse = None if info.sparse is None else SparsePooler.of(info, model, maps).pool
+    block_rows = BLOCK_ROWS
+    if info.device != "cpu":
+        block_rows *= max(_MAX_LOGITS // max(info.vocab_size, 1) // BLOCK_ROWS, 1)
     return ModelPooler(
         info,
-        TensorOps(info.device, model.machine),
+        TensorOps(info.device),
         model.classify,
         model.classify_tokens,
         dense,
         maps,
-        sparse=sparse,
-        compare=compare,
+        vocabulary_head=model.vocabulary_head,
+        block_rows=block_rows,
     )
+
+
+def counts_on_host(counts: Tensor) -> list[int]:
+    """Returns numbers that the shape of an answer follows from. The one place of pooling where the host waits."""
+    numbers: list[int] = counts.tolist()
+    return numbers
 
 
 def as_rows(values: Tensor | NDArray[Any]) -> Tensor:
@@ -182,39 +220,6 @@ def as_rows(values: Tensor | NDArray[Any]) -> Tensor:
 def on_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     """Returns values of the host on the device of the rows; the host does not wait for the copy."""
     return upload(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
-
-
-def compare(
-    vectors: Tensor, row_lens: Sequence[int], queries: Sequence[NDArray[np.float32] | None]
-) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Compares the vectors of documents, or of parts of them, with those of their queries (ColBERT).
-
-    Args:
-        vectors: [R, W] float32.
-        row_lens: Vectors of each document; they sum to R.
-        queries: [Q, W] float32 each, on the host.
-
-    Returns:
-        [P, max Q] float32: for every document that has vectors here, their largest similarity to each vector of its
-        query; the rows of each document, 1 or 0; and the columns of each document.
-
-    Raises:
-        ValueError: A document has no query.
-    """
-    different: dict[int, NDArray[np.float32]] = {}
-    for query in queries:
-        if query is None:
-            raise ValueError("a document needs the vectors of a query to be compared with")
-        different.setdefault(id(query), query)
-    places = {key: place for place, key in enumerate(different)}
-    packed = on_device(np.concatenate(list(different.values())), vectors.device)
-    query_of = [places[id(query)] for query in queries]
-    query_lens = [len(query) for query in different.values()]
-    similarities = maxsim(packed, vectors, query_lens=query_lens, document_lens=row_lens, query_of=query_of)
-    present = np.flatnonzero(row_lens)
-    if len(present) < len(row_lens):
-        similarities = similarities[on_device(present, vectors.device)]
-    return similarities, tuple(int(length > 0) for length in row_lens), tuple(query_lens[q] for q in query_of)
 
 
 def _kernel_arguments(cut: Cut, device: torch.device) -> dict[str, Any]:

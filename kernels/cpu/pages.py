@@ -40,8 +40,21 @@ class Pages:
         self.itemsize = first.itemsize
         self.keys, self.values = (np.array([at(a) for a in part], np.uintp) for part in (keys, values))
 
+    @classmethod
+    def allocate(cls, num_layers: int, shape: tuple[int, int, int, int], itemsize: int) -> Pages:
+        """Reserves pages of one shape for each layer. The system gives memory to pages when they are first written.
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+        Args:
+            num_layers: L.
+            shape: [P, page size, key heads, head size].
+            itemsize: 4 for float32, 2 for bfloat16.
+        """
+        dtype = np.float32 if itemsize == 4 else np.uint16
+        keys, values = ([np.empty(shape, dtype) for _ in range(num_layers)] for _ in range(2))
+        return cls(keys, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Past:
     """The pages that chunks of sequences read and write.
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...protocol.config import SchedulerConfig
-from ...scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence, SequencePool
+from ...scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence
+from .sequence_memory import KvPlaces
 from .stream import DeviceStream
-
-_NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,26 +121,13 @@ class ChunkMemory:
 
     def _kv_places(self, chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
         """Returns the block tables of the later chunks, and the block place of every row that is kept."""
-        held = [chunk.sequence.allocation for chunk in chunks]
-        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
-        tables = [b[: -(-c.end // block_size)] for c, b in zip(chunks[num_new:], blocks[num_new:], strict=True)]
-        table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for line, ids in zip(table, tables, strict=True):
-            line[: len(ids)] = ids
-        lengths = np.array([c.num_tokens for c in chunks])
-        first_rows = np.cumsum(lengths) - lengths
-        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
-        is_kept = np.repeat([a is not None for a in held], lengths)
-        positions = np.arange(lengths.sum()) + np.repeat([c.start for c in chunks] - first_rows, lengths)
-        # Block of every row. Rows without an allocation are dropped below.
-        places = np.repeat(first_blocks, lengths) + positions // block_size
-        kept = np.flatnonzero(is_kept)
-        slots = np.concatenate(blocks)[places[kept]] * block_size + positions[kept] % block_size
+        places = KvPlaces.of(chunks, block_size)
+        kept = np.flatnonzero(places.slots >= 0)
         return {
-            "block_tables": torch.from_numpy(table),
-            "past_lens_on_device": torch.tensor([c.start for c in chunks[num_new:]], dtype=torch.int32),
-            "store_rows": None if len(kept) == len(positions) else _indices(kept),
-            "store_slots": _indices(slots),
+            "block_tables": torch.from_numpy(places.tables[num_new:]),
+            "past_lens_on_device": torch.from_numpy(places.lengths[num_new:]),
+            "store_rows": None if len(kept) == len(places.slots) else _indices(kept),
+            "store_slots": _indices(places.slots[kept]),
         }
 
     def _state_places(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
@@ -166,29 +150,3 @@ class ChunkMemory:
 
 def _indices(values: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64))
-
-
-def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
-    """Returns the size of the pool, whether inputs run in chunks, and whether prefixes are kept.
-
-    Args:
-        sequence_pool: Memory of sequences that run in chunks.
-        limits: Settings of the operator.
-        num_bytes: Bytes of the pool; see PoolPlan.
-    """
-    kv, ssm = sequence_pool.kv, sequence_pool.ssm
-    sizes = []
-    if kv is not None:
-        sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
-    if ssm is not None:
-        sizes.append(f"{ssm.num_slots:,} state slot{'s' * (ssm.num_slots != 1)}")
-    chunks = "off"
-    if limits.enable_chunked_prefill:
-        chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
-    prefixes = "off" if sequence_pool.prefixes is None else "on"
-    return f"the pool holds {' and '.join(sizes)} in {_mib(num_bytes)}; chunks: {chunks}; prefix cache: {prefixes}"
-
-
-def _mib(num_bytes: int) -> str:
-    mib = num_bytes / 2**20
-    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"

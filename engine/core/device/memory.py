@@ -9,16 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Protocol
 
-import torch
-
 from ..host import available_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-_NO_STATS: Final = {f"{kind}_bytes": {"all": {"current": 0, "peak": 0}} for kind in ("allocated", "reserved")}
-"""torch has no statistics before the first allocation."""
-
 _USABLE: Final = 0.7
 """Share of the free memory that a chunk may take. Other processes allocate too, and later chunks need more."""
 _GROWTH: Final = 2
@@ -80,54 +75,26 @@ class MemoryMeter:
         return largest
 
 
-class DeviceMemory:
-    """A MemoryGauge of the host or of a CUDA device.
+class HostMemory:
+    """The MemoryGauge of the host."""
 
-    Args:
-        device: Which.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._tells = self._is_cuda or _can_reset_peak()
+    def __init__(self) -> None:
+        self._reports_peak = _can_reset_peak()
         self._before = 0
 
     def available(self) -> int:
-        """Returns the Bytes that can be allocated now, including the cache of torch."""
-        if not self._is_cuda:
-            return available_memory()
-        free, _ = torch.cuda.mem_get_info(self._device)
-        stats = _memory_stats(self._device)
-        return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
-
-    def total(self) -> int | None:
-        """Returns the Bytes of a CUDA device; None for the host."""
-        return torch.cuda.get_device_properties(self._device).total_memory if self._is_cuda else None
+        """Returns the Bytes that can be allocated now."""
+        return available_memory()
 
     def begin(self) -> None:
         """Resets the peak."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
-        elif self._tells:
+        if self._reports_peak:
             _CLEAR_REFS.write_text(_RESET_PEAK)
             self._before = _resident("VmRSS")
 
     def taken(self) -> int | None:
         """Returns the peak of allocated Bytes since `begin`; None if the kernel does not report it."""
-        if self._is_cuda:
-            return _memory_stats(self._device)["allocated_bytes"]["all"]["peak"] - self._before
-        return _resident("VmHWM") - self._before if self._tells else None
-
-
-def _memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns torch's statistics of a CUDA device as they are.
-
-    torch.cuda.memory_allocated makes a flat, sorted copy of all statistics, which takes some 60 us.
-    """
-    stats: dict[str, dict[str, dict[str, int]]] = torch.cuda.memory_stats_as_nested_dict(device)
-    return stats or _NO_STATS
+        return _resident("VmHWM") - self._before if self._reports_peak else None
 
 
 def _can_reset_peak() -> bool:

@@ -1,6 +1,6 @@
 """Decides when a model is loaded on a CPU: C library or torch, number of lanes, type and arithmetic.
 
-Also loads encoders that run without torch.
+Also loads the models that the C library runs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuKernelError, Format, Machine, multiplies_right
+from penstock.kernels.cpu import CpuKernelError, Format, Machine, MapSpec, multiplies_right
 
-from ...checkpoint.files import open_checkpoint
-from ...checkpoint.views import ArrayFile, ArrayWeights, holds_arrays
+from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
+from ...checkpoint.views import Array, ArrayFile, ArrayWeights, Floats, holds_arrays
 from ...executors.cpu.array_encoder import ArrayEncoder, read_spec
-from ...executors.cpu.heads import fits_dense
+from ...executors.cpu.heads import ArrayHead, read_dense
 from ...families.registry import has_own_code
+from ...pooling import TokenMaps
 from ...protocol.config import EngineConfig
 from ...protocol.errors import MachineError
-from ...protocol.model_info import ModelInfo
+from ...protocol.model_info import ModelInfo, TokenizerSpec
 from ..host import threads_of
+from .load_errors import needs_torch
 
 logger = logging.getLogger("penstock.engine")
 
@@ -168,36 +170,72 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
     )
 
 
-def why_torch(info: ModelInfo) -> str:
-    """Names the part of a model that only torch runs, in a few words that follow a colon.
-
-    Args:
-        info: The resolved model, which the C library of this machine can run.
-
-    Returns:
-        Nothing where it runs whole without torch: its encoder, its heads, and every task that it has.
-    """
-    if info.is_causal:
-        return "the sequences of a model that looks back are pooled by torch, chunk by chunk"
-    if info.sparse is not None or info.multi_vector is not None or info.token_heads is not None:
-        return "its sparse vectors, or those of single tokens, are computed by torch"
-    if not fits_dense(info):
-        return "a Dense module of it has an activation that the native kernels lack, or weights that only torch reads"
-    if not holds_arrays(Path(info.path)):
-        return "its weights are not in safetensors, or in a type that numpy lacks"
-    return ""
-
-
 def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
-    """Loads the encoder that `info` describes; it must run as arrays.
+    """Loads the model that `info` describes; `read_spec` knows it.
 
     Raises:
         UnsupportedModelError: An option of it is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     spec = read_spec(info)
-    assert spec is not None, "why_torch was asked"
-    with open_checkpoint(Path(info.path), ArrayFile) as checkpoint:
+    assert spec is not None, "choose_kernels leaves other models to torch"
+    folder = Path(info.path)
+    with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
         encoder = ArrayEncoder(info, spec, ArrayWeights(checkpoint), machine)
         checkpoint.tell_unused(info.name)
     return encoder
+
+
+def load_array_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
+    """Loads the Dense modules that follow the pooling.
+
+    Raises:
+        UnsupportedModelError: An activation is not known.
+        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+    """
+    heads = []
+    for spec in info.dense:
+        folder = Path(info.path) / spec.folder
+        with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
+            heads.append(ArrayHead(machine, read_dense(ArrayWeights(checkpoint), spec)))
+    return heads
+
+
+def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, machine: Machine) -> TokenMaps[Floats]:
+    """Returns the heads for single tokens, and the tokens that have no part in answers for tokens.
+
+    Raises:
+        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+    """
+    recipe_tokens, heads = tokenizer.recipe_tokens, info.token_heads
+    if heads is None:
+        return TokenMaps(skip_ids=recipe_tokens.skip_ids)
+    return TokenMaps(
+        vectors=_load_map(info, heads.vectors_file, info.hidden_size, machine),
+        weights=_load_map(info, heads.weights_file, 1, machine),
+        unweighted_ids=recipe_tokens.unweighted_ids,
+    )
+
+
+def _load_map(info: ModelInfo, name: str | None, out_features: int, machine: Machine) -> ArrayHead | None:
+    if name is None:
+        return None
+    file = Path(info.path) / name
+    opener = _opener(info, file.suffix == ".safetensors")
+    checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), file), opener)
+    weights = ArrayWeights(checkpoint)
+    step = MapSpec(
+        weight=weights.floats("weight", out_features, info.hidden_size), bias=weights.floats("bias", out_features)
+    )
+    head = ArrayHead(machine, (step,))
+    checkpoint.close()
+    return head
+
+
+def _opener(info: ModelInfo, holds_arrays: bool) -> OpenFile[Array]:
+    """Returns what opens a file of weights as arrays: torch reads the formats and types that numpy lacks."""
+    if holds_arrays:
+        return ArrayFile
+    with needs_torch(info.name, "its weights are not in safetensors, or in a type that numpy lacks"):
+        from .weights_loader import open_torch_arrays
+    return open_torch_arrays

@@ -6,6 +6,7 @@ import logging
 import pickle
 import struct
 import zipfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,8 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.kernels.cpu import Machine
-
 from ...checkpoint.files import (
     WEIGHT_FILES,
     Checkpoint,
@@ -25,11 +24,8 @@ from ...checkpoint.files import (
     indexed_files,
     open_checkpoint,
 )
-from ...checkpoint.views import Array, ArrayWeights
-from ...executors.cpu.array_encoder import ArrayEncoder
-from ...executors.cpu.read_weights import has_kernels
+from ...checkpoint.views import Array
 from ...executors.torch.base import PackedModel
-from ...executors.torch.cpu_model import CpuModel
 from ...executors.torch.heads import Dense, VocabularyHead
 from ...executors.torch.layers.linear import Linear, limit_kept_kernels
 from ...executors.torch.layers.weights import Fusion, Weights, are_finite
@@ -70,7 +66,6 @@ def load_model(
     info: ModelInfo,
     *,
     trust_remote_code: bool = False,
-    machine: Machine | None = None,
     fusion: Fusion | None = None,
 ) -> PackedModel:
     """Loads the model that `info` describes, prepared for its device and dtype.
@@ -78,7 +73,6 @@ def load_model(
     Args:
         info: The resolved model.
         trust_remote_code: Let transformers run code that comes with a model that has no native family.
-        machine: The C library, on a CPU; None leaves all to torch.
         fusion: How far layers go into each other's kernels; None takes the best on the device.
 
     Raises:
@@ -99,12 +93,7 @@ def load_model(
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
         spec = family.read(info)
-        model: PackedModel
-        if machine is not None and has_kernels(spec, info):
-            arrays = ArrayWeights(_Arrays(checkpoint))
-            model = CpuModel(ArrayEncoder(info, spec, arrays, machine))
-        else:
-            model = SpecModel(info, spec, weights)
+        model = SpecModel(info, spec, weights)
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
             view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
@@ -169,23 +158,28 @@ class _TorchFile:
         return self._tensors[name]
 
 
-class _Arrays:
-    """The tensors of a checkpoint as arrays; see ArrayWeights."""
+class _TensorArrays:
+    """A file of tensors as arrays; see ArrayFile."""
 
-    def __init__(self, checkpoint: Checkpoint[Tensor]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, file: TensorFile[Tensor]) -> None:
+        self._file = file
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a tensor of that name exists."""
-        return name in self._checkpoint
+    def keys(self) -> Iterable[str]:
+        """Names of the tensors."""
+        return self._file.keys()
 
-    def read(self, name: str) -> Array:
-        """Returns one tensor; in float32 where numpy lacks the type."""
-        tensor = self._checkpoint.read(name)
+    def get_tensor(self, name: str) -> Array:
+        """Returns one tensor; uint16 where it is bfloat16, and float32 for other types that numpy lacks."""
+        tensor = self._file.get_tensor(name)
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(np.uint16)
         values: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         return values
+
+
+def open_torch_arrays(path: Path) -> TensorFile[Array]:
+    """Maps a file of tensors that ArrayFile cannot read; the errors are those of `open_tensors`."""
+    return _TensorArrays(open_tensors(path))
 
 
 def open_tensors(path: Path) -> TensorFile[Tensor]:

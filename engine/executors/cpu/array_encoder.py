@@ -17,9 +17,10 @@ from ...families.registry import find_family
 from ...families.spec import EmbeddingSpec, ModelSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo, ModelKind
+from ...protocol.multi_vector import SparseKind
 from .heads import ArrayHead
 from .packed_arrays import PackedArrays
-from .read_weights import has_kernels, read_encoder, read_head
+from .read_weights import has_kernels, read_encoder, read_head, read_vocabulary_head
 
 
 def read_spec(info: ModelInfo) -> ModelSpec | None:
@@ -83,6 +84,7 @@ class ArrayEncoder:
         machine: The C library.
 
     Attributes:
+        vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
         cache_spec: What pages keep of every token of a sequence in chunks; None where there are none.
         page_itemsize: Bytes of a number in them: 4 for float32, 2 for bfloat16.
 
@@ -103,6 +105,9 @@ class ArrayEncoder:
         steps = read_head(spec, weights)
         head = None if steps is None else ArrayHead(machine, steps)
         self.page_itemsize = self._encoder.page_itemsize
+        self.vocabulary_head: ArrayHead | None = None
+        if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
+            self.vocabulary_head = ArrayHead(machine, read_vocabulary_head(spec, info, weights))
         is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
         self.sequence_head = None if is_of_tokens else head
         self.token_head = head if is_of_tokens or spec.scores_rows else None

@@ -1,4 +1,4 @@
-"""Small float32 maps of rows after an encoder: classification heads and Dense modules, as arrays.
+"""Float32 maps of rows after an encoder: heads and Dense modules, as arrays.
 
 Shape letters: R rows, D width before, C width after.
 """
@@ -6,26 +6,36 @@ Shape letters: R rows, D width before, C width after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from penstock.kernels.cpu import Activation, Format, Machine, MapSpec, NormSpec
 
-from ...checkpoint.files import open_checkpoint
-from ...checkpoint.views import ArrayFile, ArrayWeights, Floats, holds_arrays
-from ...protocol.model_info import DenseSpec, ModelInfo
+from ...checkpoint.views import ArrayWeights, Floats
+from ...protocol.errors import UnsupportedModelError
+from ...protocol.model_info import DenseSpec
 
-HeadSteps = Sequence[MapSpec | NormSpec]
+HeadSteps = Sequence[MapSpec | NormSpec | Callable[[Floats], Floats]]
 """What a head does, one after another."""
 
-# Class names in torch.nn.modules.activation (and Identity), as far as the C library has them.
-_DENSE_ACTIVATIONS: Final = {
+_SELU_ALPHA: Final = np.float32(1.6732632423543772)
+_SELU_SCALE: Final = np.float32(1.0507009873554805)
+
+# Class names in torch.nn.modules.activation (and Identity) that take no arguments. Those of the C library, and others.
+DENSE_ACTIVATIONS: Final[dict[str, Activation | Callable[[Floats], Floats]]] = {
+    "ELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0))),
     "GELU": Activation.GELU,
     "Identity": Activation.NONE,
+    "LeakyReLU": lambda x_RC: np.where(x_RC > 0, x_RC, x_RC * 0.01),
+    "Mish": lambda x_RC: x_RC * np.tanh(np.logaddexp(x_RC, 0)),
     "ReLU": Activation.RELU,
+    "ReLU6": lambda x_RC: np.clip(x_RC, 0, 6),
+    "SELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0)) * _SELU_ALPHA) * _SELU_SCALE,
     "SiLU": Activation.SILU,
+    "Sigmoid": lambda x_RC: np.exp(-np.logaddexp(-x_RC, 0)),
+    "Softplus": lambda x_RC: np.logaddexp(x_RC, 0),
+    "Softsign": lambda x_RC: x_RC / (1 + np.abs(x_RC)),
     "Tanh": Activation.TANH,
 }
 
@@ -39,7 +49,7 @@ class ArrayHead:
     """
 
     def __init__(self, machine: Machine, steps: HeadSteps) -> None:
-        self._steps = [_map(machine, step) if isinstance(step, MapSpec) else _norm(step) for step in steps]
+        self._steps = [_step(machine, step) for step in steps]
 
     def __call__(self, x_RD: Floats) -> Floats:
         """Returns [R, C] float32 of [R, D] float32."""
@@ -48,30 +58,35 @@ class ArrayHead:
         return x_RD
 
 
-def fits_dense(info: ModelInfo) -> bool:
-    """Whether the Dense modules of a model can run as arrays."""
-    return all(spec.activation in _DENSE_ACTIVATIONS and holds_arrays(_folder(info, spec)) for spec in info.dense)
+def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
+    """Reads a Dense module.
 
-
-def load_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
-    """Loads the Dense modules that follow the pooling; they must fit.
+    Args:
+        weights: View of its own folder.
+        spec: Its widths and activation.
 
     Raises:
-        WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
+        UnsupportedModelError: The activation is not known.
+        WeightError: A tensor is missing or has the wrong shape.
     """
-    heads = []
-    for spec in info.dense:
-        with open_checkpoint(_folder(info, spec), ArrayFile) as checkpoint:
-            weights = ArrayWeights(checkpoint, "linear.")
-            weight_CD = weights.floats("weight", spec.out_features, spec.in_features)
-            bias_C = weights.floats("bias", spec.out_features) if spec.bias else None
-            activation = _DENSE_ACTIVATIONS[spec.activation]
-            heads.append(ArrayHead(machine, (MapSpec(weight=weight_CD, bias=bias_C, activation=activation),)))
-    return heads
+    activation = DENSE_ACTIVATIONS.get(spec.activation)
+    if activation is None:
+        raise UnsupportedModelError(
+            f"{spec.folder} asks for the activation {spec.activation!r}; "
+            f"known are {', '.join(sorted(DENSE_ACTIVATIONS))}."
+        )
+    weights = weights.scope("linear")
+    weight_CD = weights.floats("weight", spec.out_features, spec.in_features)
+    bias_C = weights.floats("bias", spec.out_features) if spec.bias else None
+    if isinstance(activation, Activation):
+        return (MapSpec(weight=weight_CD, bias=bias_C, activation=activation),)
+    return (MapSpec(weight=weight_CD, bias=bias_C), activation)
 
 
-def _folder(info: ModelInfo, spec: DenseSpec) -> Path:
-    return Path(info.path) / spec.folder
+def _step(machine: Machine, step: MapSpec | NormSpec | Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    if isinstance(step, MapSpec):
+        return _map(machine, step)
+    return _norm(step) if isinstance(step, NormSpec) else step
 
 
 def _map(machine: Machine, spec: MapSpec) -> Callable[[Floats], Floats]:

@@ -38,12 +38,15 @@ class PackedArrays:
     past: Past | None = None
 
     @classmethod
-    def build(cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None) -> PackedArrays:
+    def build(
+        cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None, past: Past | None = None
+    ) -> PackedArrays:
         """Packs `inputs` in their order.
 
         Args:
             inputs: At least one. Whole sequences or chunks, not empty.
             starts: Place of each chunk in its sequence; None: all begin at 0.
+            past: See the attribute.
         """
         lengths = np.array([len(i) for i in inputs], np.int32)
         cu_seqlens = np.zeros(len(inputs) + 1, np.int32)
@@ -70,12 +73,23 @@ class PackedArrays:
             lengths=lengths,
             skip_tokens=skips,
             num_hidden=num_hidden,
+            past=past,
         )
 
     @property
     def num_tokens(self) -> int:
         """T, the number of packed tokens."""
         return len(self.input_ids)
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """`input_ids`."""
+        return self.input_ids
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """`lengths` as a tuple."""
+        return tuple(self.lengths.tolist())
 
     @property
     def starts(self) -> NDArray[np.int32]:

@@ -16,7 +16,7 @@ from penstock.kernels import cpu as library
 from penstock.kernels.cpu import Activation
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
-from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, no_vocabulary_head
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
@@ -54,6 +54,8 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
         return False
     head = () if spec.head is None or isinstance(spec.head, AnswerSpec) else spec.head
     maps = [layer.mlp_in for layer in spec.layers] + [step for step in head if isinstance(step, LinearSpec)]
+    if spec.vocabulary is not None and info.sparse is not None:
+        maps.append(spec.vocabulary.dense)
     if any(part is not None and part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
         return False
     is_capped = isinstance(spec.head, AnswerSpec) and spec.head.softcap is not None
@@ -101,6 +103,29 @@ def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
     if isinstance(spec.head, AnswerSpec):
         return (_answers(spec.head, spec.embedding.words, base, weights),)
     return [_step(step, base, weights) for step in spec.head]
+
+
+def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> HeadSteps:
+    """Reads the head of a masked language model. Arguments are those of `read_encoder`.
+
+    Raises:
+        UnsupportedModelError: The checkpoint has no such head.
+        WeightError: A tensor has the wrong shape.
+    """
+    head, words = spec.vocabulary, spec.embedding.words
+    if head is None or not weights.has(f"{head.dense.names[0]}.weight"):
+        raise no_vocabulary_head(info)
+    norm = _norm(weights, head.norm)
+    assert norm is not None
+    view, name = weights, f"{head.decoder}.weight"
+    if not weights.has(name):
+        view, name = _base(spec, weights), words
+    bias = next((bias for bias in head.biases if weights.has(bias)), None)
+    decoder = library.MapSpec(
+        weight=view.floats(name, info.vocab_size, head.norm.size),
+        bias=None if bias is None else weights.floats(bias, info.vocab_size),
+    )
+    return (_linear(weights, head.dense), norm, decoder)
 
 
 def _base(spec: ModelSpec, weights: ArrayWeights) -> ArrayWeights:

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-from penstock.kernels.cpu import Machine
 
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelKind
@@ -47,22 +44,18 @@ class PackedModel(ABC):
     Attributes:
         hidden_size: D.
         cache_spec: Layers whose states a sequence keeps from chunk to chunk; None if sequences cannot run in chunks.
-        cache_dtype: Of the keys and values that are kept; None: the model's.
         sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
         token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
         vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
-        machine: The C library, where they run the forward; None where torch does.
         is_recordable: Whether a forward on CUDA reads the lengths of the sequences there alone, and launches the same
             kernels whatever they are, so that it can be recorded (engine/core/cuda_graphs.py).
     """
 
     hidden_size: int
     cache_spec: CacheSpec | None = None
-    cache_dtype: torch.dtype | None = None
     sequence_head: Head | None = None
     token_head: Head | None = None
     vocabulary_head: Head | None = None
-    machine: Machine | None = None
     is_recordable: bool = False
 
     @abstractmethod

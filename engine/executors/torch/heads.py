@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear
+from ...families.spec import AnswerSpec, HeadSpec, LinearSpec, ModelSpec, NormSpec, linear, no_vocabulary_head
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec, ModelInfo
 from .base import Head
@@ -134,10 +134,7 @@ class VocabularyHead:
     def __init__(self, weights: Weights, model: ModelSpec, info: ModelInfo) -> None:
         spec, words = model.vocabulary, model.embedding.words
         if spec is None or not weights.has(f"{spec.dense.names[0]}.weight"):
-            raise UnsupportedModelError(
-                f"{info.name} makes sparse vectors from a masked language model, but its checkpoint holds no head of "
-                "one that penstock knows (BERT, RoBERTa, DistilBERT, MPNet, ModernBERT)."
-            )
+            raise no_vocabulary_head(info)
         on_host = weights.device.type == "cpu"
         self._dense = Linear.load(weights, spec.dense, is_head=on_host)
         self._norm = load_norm(weights, spec.norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from penstock.engine.core.load_runner import load_runner
-from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import Runner
 from penstock.engine.protocol.config import EngineConfig
 
@@ -40,7 +40,11 @@ def stream() -> Iterator[PlayedStream]:
     stream.close()
 
 
-@pytest.fixture(params=[ModelRunner.load, load_runner], ids=["torch", "suited"])
+def load_on_torch(config: EngineConfig) -> Runner:
+    return load_runner(replace(config, cpu_kernels="torch"))
+
+
+@pytest.fixture(params=[load_on_torch, load_runner], ids=["torch", "suited"])
 def load(request: pytest.FixtureRequest) -> Load:
     """Loads a model to run it on torch, or in the runner that suits it."""
     loader: Load = request.param

@@ -19,10 +19,15 @@ import pytest
 import torch
 
 from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.loading.cpu_kernels import load_array_encoder
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.executors.torch.base import ModelOutput, PackedModel
+from penstock.engine.core.runner import Runner
+from penstock.engine.executors.cpu.array_encoder import ArrayEncoder
+from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -40,7 +45,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
-from penstock.kernels.cpu import CpuKernelError, Machine
+from penstock.kernels.cpu import CpuForward, CpuKernelError, Machine
 
 from ..steps import rows_of
 from .played_stream import PlayedStream
@@ -89,20 +94,38 @@ class Loaded:
     """A model, loaded once."""
 
     info: ModelInfo
-    model: PackedModel
+    model: PackedModel | ArrayEncoder
 
-    def runner(
-        self, config: EngineConfig, pooling: PoolingType | None, stream: PlayedStream | None = None
-    ) -> ModelRunner:
+    @property
+    def is_array_model(self) -> bool:
+        return isinstance(self.model, ArrayEncoder)
+
+    def runner(self, config: EngineConfig, pooling: PoolingType | None, stream: PlayedStream | None = None) -> Runner:
         info = self.info if pooling is None else dataclasses.replace(self.info, sequence_pooling=(pooling,))
-        return ModelRunner(
-            info,
-            TokenizerSpec(json="", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7)),
-            self.model,
-            (),
-            config,
-            stream=stream,
-        )
+        tokenizer = TokenizerSpec(json="", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7))
+        if isinstance(self.model, ArrayEncoder):
+            return ArrayRunner(info, tokenizer, self.model, config)
+        return ModelRunner(info, tokenizer, self.model, (), config, stream=stream)
+
+    def intercept(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        after: Callable[[PackedBatch | PackedArrays], None] = lambda batch: None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Calls functions before and after each forward."""
+        name = "begin" if self.is_array_model else "forward"
+        forward = getattr(self.model, name)
+
+        def run(batch: PackedBatch | PackedArrays, *, need_attention: bool = False) -> Any:
+            before()
+            output = forward(batch, need_attention=need_attention)
+            if isinstance(output, CpuForward):
+                output.result()
+            after(batch)
+            return output
+
+        monkeypatch.setattr(self.model, name, run)
 
 
 def opened_machine() -> Machine:
@@ -125,10 +148,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     info = with_device(resolve_model(EngineConfig(model=str(folder))), "cuda" if is_on_cuda else "cpu", "float32")
     assert info.packed
     with contextlib.ExitStack() as stack:
-        machine = stack.enter_context(opened_machine()) if "native" in request.param else None
-        model = load_model(info, machine=machine)
-        assert model.machine is machine
-        yield Loaded(info, model)
+        if "native" in request.param:
+            yield Loaded(info, load_array_encoder(info, stack.enter_context(opened_machine())))
+        else:
+            yield Loaded(info, load_model(info))
     torch.set_num_threads(threads)
 
 
@@ -167,8 +190,7 @@ class Client:
         self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling, stream))
         self.core.load()
         self.most_under_way = 0
-        if stream is not None or loaded.info.device != "cpu":
-            self.core._runner.set_wakeup_fd(self.core._waker.fd)
+        self.core._runner.set_wakeup_fd(self.core._waker.fd)
         if stream is not None:
             wait = self.core._waker.wait
 
@@ -221,11 +243,16 @@ class Client:
 
 
 @pytest.fixture
-def client(loaded: Loaded) -> Callable[..., Client]:
-    def make(pooling: PoolingType | None = None, **options: Any) -> Client:
-        return Client(loaded, pooling, **options)
+def client(loaded: Loaded) -> Iterator[Callable[..., Client]]:
+    clients = []
 
-    return make
+    def make(pooling: PoolingType | None = None, **options: Any) -> Client:
+        clients.append(Client(loaded, pooling, **options))
+        return clients[-1]
+
+    yield make
+    for each in clients:
+        each.core._runner.set_wakeup_fd(None)
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -247,7 +274,7 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
 
 
 def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
-    if pooling is PoolingType.ATTENTION and (loaded.model.machine or not loaded.info.num_attention_heads):
+    if pooling is PoolingType.ATTENTION and (loaded.is_array_model or not loaded.info.num_attention_heads):
         pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
 
 
@@ -372,7 +399,7 @@ def test_chunks_in_flight_change_nothing(
     """A batch ends only where the loop sleeps, so that two are under way; one of the prompts loses its memory."""
     inputs = texts([90, 85, *SHORT, 34])
     expected = run(client(pooling, chunking=False), inputs, task)
-    is_played = loaded.info.device == "cpu"
+    is_played = loaded.info.device == "cpu" and not loaded.is_array_model
     stream = PlayedStream(permits=Semaphore(1)) if is_played else None  # for the warm-up
     tight = client(
         pooling,
@@ -437,15 +464,12 @@ def test_a_batch_that_fails_and_is_halved_leaves_the_others_as_they_were(
 ) -> None:
     inputs = [[min(token, POISON - 1) for token in text] for text in texts([*SHORT, *LONG, 80])]
     expected = run(client(PoolingType.MEAN, chunking=False), inputs)
-    forward = loaded.model.forward
 
-    def fail_on_poison(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
-        output = forward(batch, need_attention=need_attention)  # states are written before it fails
+    def fail_on_poison(batch: PackedBatch | PackedArrays) -> None:  # states are written before it fails
         if (batch.input_ids == POISON).any():
             raise RuntimeError("poisoned")
-        return output
 
-    monkeypatch.setattr(loaded.model, "forward", fail_on_poison)
+    loaded.intercept(monkeypatch, after=fail_on_poison)
     fragile = client(PoolingType.MEAN, chunk_size=7)
     poisoned = [[*inputs[-1][:40], POISON, *inputs[-1][41:]], [3, POISON, 4]]
     fragile.submit(*enumerate([*inputs, *poisoned]))
@@ -461,29 +485,25 @@ def test_memory_that_runs_short_makes_chunks_smaller(
 ) -> None:
     inputs = texts([*SHORT, 90, 70])
     expected = run(client(PoolingType.MEAN, chunking=False), inputs)
-    forward = loaded.model.forward
     sizes = []
 
-    def fail_on_many(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
-        output = forward(batch, need_attention=need_attention)
+    def fail_on_many(batch: PackedBatch | PackedArrays) -> None:
         if batch.num_tokens > 12:
-            raise torch.OutOfMemoryError("no memory")
+            raise MemoryError if loaded.is_array_model else torch.OutOfMemoryError("no memory")
         sizes.append(batch.num_tokens)
-        return output
 
-    monkeypatch.setattr(loaded.model, "forward", fail_on_many)
+    loaded.intercept(monkeypatch, after=fail_on_many)
     tight = client(PoolingType.MEAN)
     assert_same(run(tight, inputs), expected)
     assert max(sizes) <= 12
 
 
-def embedding_of(model: PackedModel) -> torch.Tensor:
+def embedding_of(model: PackedModel | ArrayEncoder) -> torch.Tensor:
     """The memory of the token embedding, to be written over."""
-    if model.machine is None:
-        held = list(vars(getattr(model, "embedding", model)).values())
+    if isinstance(model, ArrayEncoder):
+        held = [torch.from_numpy(a) for a in model._encoder._memory.arrays if isinstance(a, np.ndarray)]
     else:
-        arrays = model._encoder._encoder._memory.arrays  # type: ignore[attr-defined]
-        held = [torch.from_numpy(a) for a in arrays if isinstance(a, np.ndarray)]
+        held = list(vars(getattr(model, "embedding", model)).values())
     return next(v for v in held if isinstance(v, torch.Tensor) and v.shape[0] == 200)
 
 
@@ -492,17 +512,15 @@ def test_what_a_forward_with_nan_computed_is_not_found_by_others(
 ) -> None:
     inputs = texts([70])
     expected = run(client(PoolingType.LAST, chunking=False), inputs)
-    forward = loaded.model.forward
     embedding = embedding_of(loaded.model)
     good = embedding.clone()
     is_broken = True
 
-    def break_down(batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
+    def break_down() -> None:
         embedding.fill_(float("nan")) if is_broken else embedding.copy_(good)
-        return forward(batch, need_attention=need_attention)
 
     cached = client(PoolingType.LAST, prefixes=True, chunk_size=16)
-    monkeypatch.setattr(loaded.model, "forward", break_down)
+    loaded.intercept(monkeypatch, before=break_down)
     cached.submit((0, inputs[0]))
     cached.run()
     assert cached.failures.pop(0).kind == "ModelExecutionError"

@@ -78,7 +78,7 @@ def test_the_models_device_is_current_before_anything_loads(
     monkeypatch.setattr(model_runner, "load_tokenizer", load_tokenizer)
     monkeypatch.setattr(model_runner, "multiply_exactly", lambda: None)
     with pytest.raises(ModelLoadError, match="that is enough"):
-        ModelRunner.load(EngineConfig(model="m"), (replace(INFO, device=device), None))
+        ModelRunner.load(replace(INFO, device=device), EngineConfig(model="m"))
     assert events == expected
 
 

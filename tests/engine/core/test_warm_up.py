@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core import model_runner
+from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
@@ -323,7 +324,7 @@ def test_the_loader_says_in_one_line_that_memory_is_short(
     monkeypatch.setattr(ModelRunner, "__init__", none)
     config = EngineConfig(model=str(save_folder()), device="cpu", cpu_kernels="torch")
     with pytest.raises(ModelLoadError, match=r"There is too little memory on cpu for .* \(none is left\)"):
-        ModelRunner.load(config)
+        load_runner(config)
 
 
 @pytest.mark.gpu
@@ -337,7 +338,7 @@ def test_a_gpu_finds_its_limits_compiles_and_answers_as_a_cpu(
     for device in ("cuda", "cpu"):
         limits = SchedulerConfig(max_num_batched_tokens=4096)
         config = EngineConfig(model=folder, device=device, dtype="float32", cpu_kernels="torch", scheduler=limits)
-        runner = ModelRunner.load(config)
+        runner = load_runner(config)
         with caplog.at_level(logging.INFO, "penstock.engine"):
             runner.warm_up()
         assert runner.limits.max_tokens == (4096 if device == "cuda" else None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
@@ -130,11 +130,10 @@ def describe(
         seq_lens=tuple(chunk_sizes),
         max_seqlen=max(chunk_sizes),
         skip_tokens=None if skip_tokens is None else skip_tokens.numpy(),
-        cache=BatchCache(num_new_seqs=0, num_new_tokens=0, context_lens=tuple(chunk_starts)),
     )
     params = [PoolingParams()] * len(prompt_lens) if params is None else params
     seq_ids = range(len(prompt_lens)) if seq_ids is None else seq_ids
-    metadata = PoolingMetadata.for_batch(batch, params, seq_ids=seq_ids, prompt_lens=prompt_lens)
+    metadata = PoolingMetadata.for_batch(batch, params, seq_ids=seq_ids, starts=chunk_starts, prompt_lens=prompt_lens)
     return replace(metadata, token_ids=None if token_ids is None else token_ids.cpu().numpy())
 
 

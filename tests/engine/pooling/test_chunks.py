@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
+from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.executors.torch.packed_batch import BatchCache, PackedBatch
 from penstock.engine.pooling import ChunkedPoolingManager, PoolingMetadata, PoolingStates, poolers, tensor_ops
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
@@ -292,34 +291,27 @@ def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
         assert (sequence.cursor.start, sequence.states.num_tokens, len(sequence.states.rows)) == (20, 20, 1)
 
 
-def packed(batch: Sequence[Chunk], cache: bool = True) -> PackedBatch:
+def packed(batch: Sequence[Chunk]) -> PackedArrays:
     inputs = [TokenizedInput(np.ones(s.end - s.start, np.int32), num_prompt_tokens=1) for s in batch]
-    starts = [s.start for s in batch]
-    return PackedBatch.build(
-        inputs,
-        torch.device("cpu"),
-        starts=starts,
-        cache=BatchCache(num_new_seqs=1, num_new_tokens=7, context_lens=tuple(starts)) if cache else None,
-    )
+    return PackedArrays.build(inputs, starts=[s.start for s in batch])
 
 
-def test_a_packed_batch_says_where_its_chunks_begin() -> None:
+def test_description_says_where_chunks_begin() -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED)] * 3
     batch = [Chunk(2, 0, 7), Chunk(4, 3, 5), Chunk(3, 16, 40)]
-    metadata = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", prompt_lens=[7, 5, 63])
+    starts = [0, 3, 16]
+    metadata = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", starts=starts, prompt_lens=[7, 5, 63])
     assert metadata.chunks is not None
     assert (metadata.chunks.starts.tolist(), metadata.chunks.ends.tolist()) == ([0, 3, 16], [7, 5, 40])
     assert metadata.get_incomplete_indices() == [2]
     ChunkedPoolingManager(HIDDEN_SIZE, strategy="last").schedule(metadata)
     cursor = metadata.cursors[2]
     assert (cursor.start, cursor.global_start, cursor.global_end) == (0, 9, 33)
-    batch_cache = packed(batch).cache
-    assert batch_cache is not None
-    chunked = replace(packed(batch), cache=replace(batch_cache, prompt_lens=(7, 9, 63)))
-    assert PoolingMetadata.for_batch(chunked, params, seq_ids="abc").get_incomplete_indices() == [1, 2]
+    more = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", starts=starts, prompt_lens=[7, 9, 63])
+    assert more.get_incomplete_indices() == [1, 2]
     assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], seq_ids="a", prompt_lens=[7]).is_partial
-    assert not PoolingMetadata.for_batch(packed(batch, cache=False), params).is_partial
+    assert not PoolingMetadata.for_batch(packed(batch), params).is_partial
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
         PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", prompt_lens=[7])
 

@@ -1,7 +1,9 @@
 """Sparse vectors against plain loops: of logits over the vocabulary and of token weights, in blocks of any size."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,13 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import TokenMaps, sparse
+from penstock.engine.pooling.array_ops import ArrayOps
+from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.sparse import SparsePooler
-from penstock.engine.pooling.tensor_ops import tensor_pooler
+from penstock.engine.pooling.tensor_ops import TensorOps, tensor_pooler
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector
 from penstock.engine.protocol.tasks import PoolingTask
+from penstock.kernels.cpu import shared_machine
 
 from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info, resolved
 
@@ -35,7 +40,32 @@ def to_weights(rows: Tensor) -> Tensor:
     return rows @ projection(1)
 
 
-def vectors_of(pairs: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
+@dataclasses.dataclass
+class Kind:
+    """Rows as tensors or as arrays."""
+
+    ops: RowOps[Any]
+
+    def of(self, rows: Tensor) -> Any:
+        return rows if isinstance(self.ops, TensorOps) else rows.numpy()
+
+    def head(self, to_rows: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+        return lambda rows: self.of(to_rows(torch.as_tensor(rows)))
+
+    def pooler(self, recipe: SparsePooling, head: Callable[[Tensor], Tensor], **options: Any) -> SparsePooler[Any]:
+        return SparsePooler(self.ops, recipe, self.head(head), VOCAB_SIZE, **{"block_rows": 512, **options})
+
+
+@pytest.fixture(params=["tensors", "arrays"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    machine = shared_machine()
+    if request.param == "arrays" and machine is None:
+        pytest.skip("the C library is not built")
+    return Kind(TensorOps() if request.param == "tensors" else ArrayOps(machine))
+
+
+def vectors_of(pairs: Any, counts: Sequence[int]) -> list[dict[int, float]]:
+    pairs = torch.as_tensor(pairs)
     assert sum(counts) == len(pairs)
     parts = [SparseVector.of(part.numpy()) for part in pairs.split(list(counts))]
     assert all((np.diff(part.indices) > 0).all() for part in parts)
@@ -66,12 +96,12 @@ def of_logits(rows: Tensor, recipe: SparsePooling) -> dict[int, float]:
 def test_logits_over_the_vocabulary(
     hidden_states: Tensor,
     monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
     block_rows: int,
     is_sum: bool,
     log_twice: bool,
     max_seqs: int,
 ) -> None:
-    monkeypatch.setattr(sparse, "BLOCK_ROWS", block_rows)
     monkeypatch.setattr(sparse, "_MAX_VALUES", max_seqs * VOCAB_SIZE)
     recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
     sizes: list[int] = []
@@ -80,57 +110,60 @@ def test_logits_over_the_vocabulary(
         sizes.append(len(rows))
         return to_logits(rows)
 
-    pairs, counts = SparsePooler(recipe, head, VOCAB_SIZE, ()).pool(hidden_states, describe(LENGTHS))
+    pooler = kind.pooler(recipe, head, block_rows=block_rows)
+    pairs, counts = pooler.pool(kind.of(hidden_states), describe(LENGTHS))
     check(vectors_of(pairs, counts), [of_logits(rows, recipe) for rows in hidden_states.split(LENGTHS)])
     assert sum(sizes) == len(hidden_states)
     assert max(sizes) <= block_rows
 
 
-@pytest.mark.parametrize("max_logits", [1, 9, 50, 1 << 20])
+@pytest.mark.parametrize("block_rows", [1, 9, 50, 1 << 20])
 @pytest.mark.parametrize("width", [4, 11, 64])
 @pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (0, 50, 0, 0, 58, 0)], ids=["texts", "with_empty"])
-def test_large_blocks_and_stripes_give_what_small_blocks_give(
+def test_blocks_and_stripes_change_nothing(
     hidden_states: Tensor,
     monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
     lengths: tuple[int, ...],
     is_sum: bool,
     width: int,
-    max_logits: int,
+    block_rows: int,
 ) -> None:
-    """What a GPU runs, here on a CPU: blocks that end within a text, columns that a program of the kernel can hold."""
-    monkeypatch.setattr(sparse, "MAX_TRITON_WIDTH", width)
-    monkeypatch.setattr(sparse, "BLOCK_ROWS", 3)
-    monkeypatch.setattr(sparse, "_MAX_LOGITS", max_logits * VOCAB_SIZE)
-    pooler = SparsePooler(SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum), to_logits, VOCAB_SIZE, ())
-    bounds = np.array([0, *np.cumsum(lengths)])
+    """Blocks that end within a text, and columns that a program of the kernel can hold."""
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
+    pooler, whole = kind.pooler(recipe, to_logits, block_rows=block_rows), kind.pooler(recipe, to_logits)
+    bounds, rows = np.array([0, *np.cumsum(lengths)]), kind.of(hidden_states)
     for part in (bounds, bounds[1:5], bounds[2:3].repeat(2)):
-        actual = pooler._pool_in_large_blocks(hidden_states, part)
-        expected = pooler._pool_in_small_blocks(hidden_states, part)
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        expected = whole._pool_logits(rows, part)
+        with monkeypatch.context() as patch:
+            patch.setattr(sparse, "_STRIPE", width)
+            actual = pooler._pool_logits(rows, part)
+        torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("padding", [1, 5, 53])
 @pytest.mark.parametrize("width", [4, 8, 64])
 @pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
 def test_columns_beyond_the_vocabulary_are_left_out(
-    hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch, is_sum: bool, width: int, padding: int
+    hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch, kind: Kind, is_sum: bool, width: int, padding: int
 ) -> None:
     """The head of a GPU pads its rows. Large values there would be seen."""
-    monkeypatch.setattr(sparse, "MAX_TRITON_WIDTH", width)
+    monkeypatch.setattr(sparse, "_STRIPE", width)
     recipe, bounds = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum), np.array([0, *np.cumsum(LENGTHS)])
 
     def padded(rows: Tensor) -> Tensor:
         return torch.nn.functional.pad(to_logits(rows), (0, padding), value=1e3)
 
-    actual = SparsePooler(recipe, padded, VOCAB_SIZE, ())._pool_in_large_blocks(hidden_states, bounds)
-    expected = SparsePooler(recipe, to_logits, VOCAB_SIZE, ())._pool_in_large_blocks(hidden_states, bounds)
-    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
+    rows = kind.of(hidden_states)
+    actual = kind.pooler(recipe, padded)._pool_logits(rows, bounds)
+    expected = kind.pooler(recipe, to_logits)._pool_logits(rows, bounds)
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), atol=0, rtol=0)
 
 
-def test_a_sequence_without_rows_has_no_entries(hidden_states: Tensor) -> None:
+def test_a_sequence_without_rows_has_no_entries(hidden_states: Tensor, kind: Kind) -> None:
     lengths = (3, 0, 2)
-    pairs, counts = SparsePooler(BY_SPLADE, to_logits, VOCAB_SIZE, ()).pool(hidden_states[:5], describe(lengths))
+    pairs, counts = kind.pooler(BY_SPLADE, to_logits).pool(kind.of(hidden_states[:5]), describe(lengths))
     check(vectors_of(pairs, counts), [of_logits(rows, BY_SPLADE) for rows in hidden_states[:5].split(lengths)])
 
 
@@ -142,16 +175,16 @@ def of_weights(rows: Tensor, ids: Tensor) -> dict[int, float]:
     return vector
 
 
-def test_the_largest_weight_of_each_token_counts(hidden_states: Tensor) -> None:
+def test_the_largest_weight_of_each_token_counts(hidden_states: Tensor, kind: Kind) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (len(hidden_states),), generator=torch.Generator().manual_seed(2))
-    pooler = SparsePooler(BY_TOKEN, to_weights, VOCAB_SIZE, UNWEIGHTED_IDS)
-    pairs, counts = pooler.pool(hidden_states, describe(LENGTHS, token_ids=ids))
+    pooler = kind.pooler(BY_TOKEN, to_weights, unweighted_ids=UNWEIGHTED_IDS)
+    pairs, counts = pooler.pool(kind.of(hidden_states), describe(LENGTHS, token_ids=ids))
     expected = [
         of_weights(rows, own) for rows, own in zip(hidden_states.split(LENGTHS), ids.split(LENGTHS), strict=True)
     ]
     check(vectors_of(pairs, counts), expected)
     with pytest.raises(ValueError, match="need the token ids of the batch"):
-        pooler.pool(hidden_states, describe(LENGTHS))
+        pooler.pool(kind.of(hidden_states), describe(LENGTHS))
 
 
 @pytest.mark.parametrize("recipe", [BY_SPLADE, BY_TOKEN], ids=["logits", "weights"])

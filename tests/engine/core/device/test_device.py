@@ -11,13 +11,14 @@ import torch
 
 from penstock.engine.core.device import device, memory as device_memory
 from penstock.engine.core.device.device import (
+    CudaMemory,
     device_errors,
     has_code_for,
     is_out_of_memory,
     multiply_exactly,
     resolve_device,
 )
-from penstock.engine.core.device.memory import DeviceMemory
+from penstock.engine.core.device.memory import HostMemory
 from penstock.engine.core.device.stream import ForwardClock, HostEvent, HostStream
 from penstock.engine.core.host import available_memory
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell")
 def test_the_most_that_was_taken_at_once_is_seen_also_after_it_is_given_back() -> None:
-    memory = DeviceMemory(CPU)
+    memory = HostMemory()
     memory.begin()
     before = memory.taken()
     assert before is not None
@@ -51,15 +52,15 @@ def test_the_most_that_was_taken_at_once_is_seen_also_after_it_is_given_back() -
 
 def test_a_kernel_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "no folder" / "none")
-    memory = DeviceMemory(CPU)
+    memory = HostMemory()
     memory.begin()
     assert memory.taken() is None
 
 
 def test_what_is_free_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert abs(DeviceMemory(CPU).available() - available_memory()) < 1 << 30
+    assert abs(HostMemory().available() - available_memory()) < 1 << 30
     monkeypatch.setattr(device_memory, "available_memory", lambda: 7)
-    assert DeviceMemory(CPU).available() == 7
+    assert HostMemory().available() == 7
 
 
 def test_a_gpu_counts_its_own_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_a_gpu_counts_its_own_allocations(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "memory_stats", None)  # a flat and sorted copy of all statistics: too slow
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * MIB, 1000 * MIB))
-    memory = DeviceMemory(torch.device("cuda"))
+    memory = CudaMemory(torch.device("cuda"))
     assert memory.available() == (200 + 50 - 30) * MIB  # what torch keeps but does not use is free as well
     memory.begin()
     assert peak["reset"]
@@ -83,7 +84,7 @@ def test_a_gpu_without_allocations_has_taken_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * MIB, 1000 * MIB))
-    memory = DeviceMemory(torch.device("cuda"))
+    memory = CudaMemory(torch.device("cuda"))
     assert memory.available() == 200 * MIB
     memory.begin()
     assert memory.taken() == 0

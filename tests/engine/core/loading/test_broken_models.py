@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from penstock.engine.core.load_runner import load_runner
-from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
-from ..conftest import Load, SaveFolder
+from ..conftest import Load, SaveFolder, load_on_torch
 
 
 def start(load: Load, folder: Path) -> None:
@@ -121,32 +120,32 @@ def test_a_safetensors_header_that_is_damaged_is_named(
 
 
 @pytest.mark.parametrize(
-    ("load", "module", "error"),
+    ("load", "function", "error"),
     [
         (
-            ModelRunner.load,
-            "model_runner",
+            load_on_torch,
+            "model_runner.load_dense",
             torch.OutOfMemoryError("CUDA out of memory.\nTried to get 3 GiB."),
         ),
-        (ModelRunner.load, "model_runner", MemoryError("none")),
-        (load_runner, "array_runner", MemoryError("none")),
+        (load_on_torch, "model_runner.load_dense", MemoryError("none")),
+        (load_runner, "array_runner.load_array_dense", MemoryError("none")),
     ],
 )
 def test_too_little_memory_is_no_damage(
     load: Load,
-    module: str,
+    function: str,
     error: Exception,
     save_folder: SaveFolder,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if module == "array_runner":
+    if function.startswith("array_runner"):
         request.getfixturevalue("widest")  # without native kernels no model runs there
 
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"penstock.engine.core.{module}.load_dense", refuse)
+    monkeypatch.setattr(f"penstock.engine.core.{function}", refuse)
     message = refused(load, save_folder())
     assert message.startswith("There is too little memory on cpu for ")
     assert "--dtype" in message

@@ -19,7 +19,8 @@ from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, sparse
+from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, tensor_ops
+from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
@@ -115,13 +116,13 @@ def _sync_mode(mode: str) -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Nothing waits on it but what is marked: the one count that sparse vectors of logits need, and the answers."""
     with RealDevice() if request.param == "real" else Device() as device, pytest.MonkeyPatch.context() as patch:
-        marked = sparse.counts_on_host
+        marked = tensor_ops.counts_on_host
 
         def counts_on_host(counts: torch.Tensor) -> list[int]:
             with device.unwatched():
                 return marked(counts)
 
-        patch.setattr(sparse, "counts_on_host", counts_on_host)
+        patch.setattr(tensor_ops, "counts_on_host", counts_on_host)
         yield device
 
 
@@ -339,9 +340,9 @@ def test_sparse_vectors_of_a_head_in_bfloat16_stay_close(
         assert not logits[:, 3001:].any()
         metadata = PoolingMetadata.for_batch(PackedBatch.build(inputs_of(), torch.device(device.name)), params)
         with torch.inference_mode():
-            pairs, counts = sparse.SparsePooler(recipe, head, info.vocab_size, ()).pool(
-                hidden_states.to(device.name, torch.bfloat16), metadata
-            )
+            pairs, counts = SparsePooler(
+                tensor_ops.TensorOps(device.name), recipe, head, info.vocab_size, block_rows=512
+            ).pool(hidden_states.to(device.name, torch.bfloat16), metadata)
         parts = pairs.cpu().split(list(counts))
     for part, other in zip(parts, expected, strict=True):
         own, exact = np.zeros(info.vocab_size), np.zeros(info.vocab_size)
@@ -403,7 +404,14 @@ def chunk_answers(
         batch = run.pack(chunks)
         own = [params[n] for n, *_ in chunks]
         with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
-            metadata = PoolingMetadata.for_batch(batch, own, seq_ids=[n for n, *_ in chunks])
+            assert batch.cache is not None
+            metadata = PoolingMetadata.for_batch(
+                batch,
+                own,
+                seq_ids=[n for n, *_ in chunks],
+                starts=batch.cache.context_lens,
+                prompt_lens=batch.cache.prompt_lens,
+            )
             output = served.model.forward(batch, need_attention=served.pooler.needs_attention(own))
             pooled = served.pooler.pool(output, metadata, manager)
             manager.commit(metadata)

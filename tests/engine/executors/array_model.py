@@ -1,38 +1,37 @@
-"""Models that the C library runs, between tensors: decoders, and encoders with parts that need torch.
-
-Torch pools the chunks of the former, and has sparse vectors, ColBERT and old files of the latter.
-"""
+"""Models of the C library between tensors: the tests of both executors share batches and references."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cpu import Pages, Past
+from penstock.engine.core.loading import weights_loader
+from penstock.engine.core.loading.cpu_kernels import load_array_encoder
+from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, read_spec
+from penstock.engine.executors.cpu.heads import ArrayHead
+from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
+from penstock.engine.executors.torch.packed_batch import BatchCache, KvCache, PackedBatch
+from penstock.engine.protocol.model_info import ModelInfo
+from penstock.kernels.cpu import Machine, Pages, Past
 
-from ..cpu.array_encoder import ArrayEncoder
-from ..cpu.heads import ArrayHead
-from ..cpu.packed_arrays import PackedArrays
-from .base import Head, ModelOutput, PackedModel
 
-if TYPE_CHECKING:
-    from .packed_batch import BatchCache, KvCache, PackedBatch
+def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: Any) -> PackedModel:
+    """Loads a model that the library runs, where it knows it, and torch otherwise."""
+    if machine is None or read_spec(info) is None:
+        return weights_loader.load_model(info, **options)
+    return ArrayModel(load_array_encoder(info, machine))
 
 
-class CpuModel(PackedModel):
-    """An ArrayEncoder between tensors, which share its memory.
-
-    Args:
-        encoder: Runs the model.
-    """
+class ArrayModel(PackedModel):
+    """An ArrayEncoder between tensors, which share its memory."""
 
     def __init__(self, encoder: ArrayEncoder) -> None:
         self._encoder = encoder
-        self.machine = encoder.machine
         self.hidden_size = encoder.hidden_size
         self.cache_spec = encoder.cache_spec
         self.cache_dtype = torch.bfloat16 if encoder.page_itemsize == 2 else torch.float32
@@ -41,7 +40,6 @@ class CpuModel(PackedModel):
         self.token_head = _between_tensors(encoder.token_head)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:
-        """See PackedModel."""
         output = self._encoder.forward(self._as_arrays(batch), need_attention=need_attention)
         weights = output.attention_weights
         return ModelOutput(
@@ -50,7 +48,6 @@ class CpuModel(PackedModel):
         )
 
     def _as_arrays(self, batch: PackedBatch) -> PackedArrays:
-        """Returns a batch on the CPU as arrays."""
         types: Tensor | None = batch.token_type_ids
         return PackedArrays(
             input_ids=batch.input_ids.numpy(),
@@ -63,7 +60,6 @@ class CpuModel(PackedModel):
         )
 
     def _past(self, cache: BatchCache, num_tokens: int) -> Past:
-        """Returns where chunks find what lies before them, and leave their own."""
         assert cache.kv is not None, "a decoder keeps keys and values"
         if self._pages is None or self._pages[0] is not cache.kv:
             self._pages = (cache.kv, Pages(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
@@ -76,7 +72,7 @@ class CpuModel(PackedModel):
             rows = slice(None) if cache.store_rows is None else cache.store_rows.numpy()
             slots_T[rows] = cache.store_slots.numpy()
         lengths_N = np.array(cache.context_lens, np.int32)
-        return Past(pages=self._pages[1], lengths=lengths_N, tables=tables_NB, slots=slots_T)
+        return Past(self._pages[1], lengths_N, tables_NB, slots_T)
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.core.device.chunk_memory import describe_pool
+from penstock.engine.core.device.sequence_memory import describe_pool
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import KvCachePool, SequencePool, SsmStatePool
 

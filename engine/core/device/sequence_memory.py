@@ -1,0 +1,118 @@
+"""The memory of sequences in chunks: its size, and where the keys and values of a batch lie in it. Without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocol.config import EngineConfig, SchedulerConfig
+from ...protocol.errors import ModelLoadError
+from ...scheduling import CacheSpec, KvCachePool, PoolPlan, PrefillChunk, SequencePool, SsmStatePool, plan_pool
+
+logger = logging.getLogger("penstock.engine")
+
+_NO_BLOCKS: Final = np.zeros(0, np.int64)
+
+
+class KvPlaces(NamedTuple):
+    """Where the keys and values of a batch lie. T packed tokens, N chunks, B blocks.
+
+    Attributes:
+        lengths: [N] int32, tokens of each sequence before its chunk.
+        tables: [N, B] int32, the block of every `block_size` tokens of each sequence up to the end of its chunk; zeros
+            in chunks that start a sequence, and where there are fewer blocks.
+        slots: [T] int64, block * block size + offset where the keys and values of each token are kept; -1: nowhere.
+    """
+
+    lengths: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], block_size: int) -> KvPlaces:
+        """Returns the places of chunks. Chunks without an allocation keep nothing."""
+        held = [chunk.sequence.allocation for chunk in chunks]
+        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
+        read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
+        tables = np.zeros((len(chunks), max(map(len, read))), np.int32)
+        for line, ids in zip(tables, read, strict=True):
+            line[: len(ids)] = ids
+        starts = np.array([c.start for c in chunks], np.int32)
+        lengths = np.array([c.num_tokens for c in chunks])
+        first_rows = np.cumsum(lengths) - lengths
+        first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
+        positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
+        slots = np.full(len(positions), -1, np.int64)
+        kept = np.flatnonzero(np.repeat([a is not None for a in held], lengths))
+        places = np.repeat(first_blocks, lengths)[kept] + positions[kept] // block_size
+        slots[kept] = np.concatenate(blocks)[places] * block_size + positions[kept] % block_size
+        return cls(starts, tables, slots)
+
+
+def make_pool(
+    spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int
+) -> tuple[PoolPlan, SequencePool] | None:
+    """Plans the memory of sequences in chunks and logs it. None if it holds no sequence.
+
+    Args:
+        spec: Keys, values and states of the model.
+        config: Settings of the operator.
+        num_bytes: Bytes of the memory.
+        itemsize: Bytes of a key.
+        max_num_seqs: Sequences of a forward.
+
+    Raises:
+        ModelLoadError: It holds no sequence, and `kv_cache_memory` gives its size.
+    """
+    block_size = config.cache.kv_block_size
+    try:
+        plan = plan_pool(
+            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
+            num_bytes,
+            block_size=block_size,
+            itemsize=itemsize,
+            max_num_seqs=max_num_seqs,
+        )
+    except ModelLoadError as error:
+        if config.cache.kv_cache_memory is not None:
+            raise
+        logger.warning("inputs do not run in chunks: %s", error.message)
+        return None
+    pool = SequencePool(
+        KvCachePool(plan.num_blocks, block_size) if plan.num_blocks else None,
+        SsmStatePool(plan.num_slots) if plan.num_slots else None,
+        enable_prefix_caching=config.cache.enable_prefix_caching and spec.shares_prefixes,
+    )
+    logger.info("%s", describe_pool(pool, config.scheduler, plan.bytes))
+    return plan, pool
+
+
+def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
+    """Returns the size of the pool, whether inputs run in chunks, and whether prefixes are kept.
+
+    Args:
+        sequence_pool: Memory of sequences that run in chunks.
+        limits: Settings of the operator.
+        num_bytes: Bytes of the pool; see PoolPlan.
+    """
+    kv, ssm = sequence_pool.kv, sequence_pool.ssm
+    sizes = []
+    if kv is not None:
+        sizes.append(f"{kv.num_blocks * kv.block_size:,} tokens ({kv.num_blocks:,} blocks of {kv.block_size})")
+    if ssm is not None:
+        sizes.append(f"{ssm.num_slots:,} state slot{'s' * (ssm.num_slots != 1)}")
+    chunks = "off"
+    if limits.enable_chunked_prefill:
+        chunks = "of adaptive size" if limits.chunk_size is None else f"of {limits.chunk_size:,} tokens"
+    prefixes = "off" if sequence_pool.prefixes is None else "on"
+    return f"the pool holds {' and '.join(sizes)} in {_mib(num_bytes)}; chunks: {chunks}; prefix cache: {prefixes}"
+
+
+def _mib(num_bytes: int) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"
