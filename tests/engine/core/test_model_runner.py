@@ -186,13 +186,17 @@ def test_two_forwards_are_under_way_and_no_more(stream: PlayedStream) -> None:
 
 
 def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, calls = flying(Counting(), None), []
+    counting, calls = Counting(), []
+    counting.cache_spec = SPEC
+    cache = CacheConfig(kv_cache_memory=1 << 20)
+    made = ModelRunner(WIDE, TOKENIZER, counting, (), EngineConfig(model="m", cache=cache))
     monkeypatch.setattr(made._meter, "begin", lambda: calls.append("begin"))
     monkeypatch.setattr(made._meter, "end", calls.append)
     made.begin([ids(7, 8)])
     assert calls == []
     of_prompt = ids(1, 2, 3)
     of_prompt.sequence.is_long = True
+    of_prompt.sequence.allocation = made.sequence_pool.allocate((1, 0), 3)
     made.begin([ids(7, 8), of_prompt])
     assert calls == ["begin", 5]
 
