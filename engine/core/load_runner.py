@@ -16,14 +16,14 @@ from .runner import Runner
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names of torch, the newer one first. It reads them when CUDA is first used."""
 _FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
-"""Whether triton multiplies and adds in one instruction: 3.9 still does if nobody says, and warns of later ones."""
+"""Whether triton fuses multiply and add. Triton 3.9 does by default, and warns that later versions will not."""
 
 
 def load_runner(config: EngineConfig) -> Runner:
     """Loads the model that a configuration names.
 
-    Torch selects the device if there may be a GPU. The C library runs the models that it knows on a CPU. A process that
-    has cores of its own keeps to them from here on.
+    Torch selects the device if there may be a GPU. The C library runs the models that it supports on a CPU. Pins the
+    process to `config.cores` if they are set.
 
     Raises:
         ModelLoadError: The model cannot be served, or needs torch where that is not installed.
@@ -43,7 +43,7 @@ def load_runner(config: EngineConfig) -> Runner:
     if machine is not None:
         return ArrayRunner.load(info, machine, config)
     if device == "cpu":
-        why = f"the native kernels do not run {info.architecture} in {info.dtype} here"
+        why = f"the C library does not run {info.architecture} in {info.dtype} here"
     with needs_torch(name, why):
         from .model_runner import ModelRunner
 
@@ -51,10 +51,9 @@ def load_runner(config: EngineConfig) -> Runner:
 
 
 def _let_segments_grow() -> None:
-    """Has torch's allocator on CUDA grow what it took before, in place of taking another piece for each new size.
+    """Enables expandable segments in torch's CUDA allocator, unless the operator configured the allocator.
 
-    Batches differ in size all the time, and pieces that fit none of the next ones are memory lost. An operator who says
-    how torch allocates is left alone.
+    Batches differ in size. With fixed segments, free segments that are too small for the next batch waste memory.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

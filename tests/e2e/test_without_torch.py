@@ -1,4 +1,4 @@
-"""An installation without torch and transformers: what it serves, and in what words it refuses the rest."""
+"""An installation without torch and transformers: models that it serves, errors for the others."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return str(python), "-P", "-m", "penstock.server"
 
 
-def test_an_encoder_answers_as_with_torch_beside_it(launch, slim, server, default_model: Path) -> None:
+def test_an_encoder_answers_as_with_torch_installed(launch, slim, server, default_model: Path) -> None:
     other = launch("--dtype", "float32", command=slim)
     texts = {"input": ["What holds back the water?", "A dam."]}
     bodies = {
@@ -94,9 +94,23 @@ def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     return done.returncode, lines[0]
 
 
-def test_a_decoder_is_refused_by_every_command_that_runs_it(slim, made, tmp_path: Path) -> None:
-    folder = made("Qwen2Model", num_key_value_heads=2)
-    reason = "Qwen2Model needs torch, which is not installed: the sequences of a model that looks back"
+def test_a_decoder_answers_as_with_torch_installed(launch, slim, penstock, made) -> None:
+    folder = made("MistralModel", num_key_value_heads=1, head_dim=8)
+    flags = ("--dtype", "float32", "--max-num-batched-tokens", "16")
+    texts = {"input": ["A dam.", "What holds back the water of a lake in the mountains? A dam, a gate or a weir."]}
+    vectors = []
+    for command in (slim, penstock):
+        server = launch(str(folder), *flags, command=command)
+        answer = httpx.post(server.url + "/v1/embeddings", json=texts, timeout=60).raise_for_status()
+        vectors.append([row["embedding"] for row in answer.json()["data"]])
+        assert server.stop() == 0
+    np.testing.assert_array_equal(*vectors)
+    assert np.shape(vectors[0]) == (2, SIZES["hidden_size"])
+
+
+def test_every_command_refuses_a_model_that_needs_torch(slim, made, tmp_path: Path) -> None:
+    folder = made("AlbertModel", embedding_size=16)
+    reason = "AlbertModel needs torch, which is not installed: the C library does not run AlbertModel in float32"
     for flags in ((), ("--in-process",)):
         code, line = refused(slim, "serve", str(folder), "--port", "0", "--dtype", "float32", *flags)
         assert code == 3
@@ -109,12 +123,7 @@ def test_a_decoder_is_refused_by_every_command_that_runs_it(slim, made, tmp_path
     assert not output.exists()
 
 
-def test_the_reason_is_told(slim, made) -> None:
-    albert = made("AlbertModel", embedding_size=16)
-    _, line = refused(slim, "serve", str(albert), "--port", "0")
-    assert (
-        "AlbertModel needs torch, which is not installed: the native kernels do not run AlbertModel in float32" in line
-    )
+def test_the_error_names_what_needs_torch_or_transformers(slim, made) -> None:
     bert = made("BertModel")
     _, line = refused(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
     assert "BertModel needs torch, which is not installed: --device cuda is torch's" in line
@@ -124,7 +133,7 @@ def test_the_reason_is_told(slim, made) -> None:
     assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line
 
 
-def test_info_needs_neither(slim, made) -> None:
+def test_info_runs_without_torch(slim, made) -> None:
     folder = made("Qwen2Model", num_key_value_heads=2)
     done = subprocess.run([*slim, "info", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -238,7 +238,7 @@ async def test_files_and_batches_belong_to_their_key(serving, engine, tmp_path: 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 async def test_a_batch_ends_with_its_key(serving, engine, tmp_path: Path, monkeypatch, is_restarted: bool) -> None:
-    monkeypatch.setattr("penstock.server.middleware.auth.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("penstock.server.middleware.auth.CHECK_EVERY_S", 0.0)
     file, revoked = tmp_path / "keys", {"authorization": "Bearer one"}
     file.write_text("one\n")
     settings = {"api_key": ("two",), "api_key_file": file, "data_dir": tmp_path / "data"}
