@@ -35,7 +35,7 @@ DENSE_ACTIVATIONS: Final[dict[str, Activation | Callable[[Floats], Floats]]] = {
     "SiLU": Activation.SILU,
     "Sigmoid": lambda x_RC: np.exp(-np.logaddexp(-x_RC, 0)),
     "Softplus": lambda x_RC: np.logaddexp(x_RC, 0),
-    "Softsign": lambda x_RC: x_RC / (np.abs(x_RC) + np.float32(1)),
+    "Softsign": lambda x_RC: np.divide(x_RC, np.abs(x_RC) + 1, dtype=np.float32),
     "Tanh": Activation.TANH,
 }
 
