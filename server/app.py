@@ -27,7 +27,7 @@ from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
 from .middleware.load_shedding import LoadShedder, RefusalPace
-from .middleware.requests import RequestMiddleware
+from .middleware.requests import RequestMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
@@ -168,9 +168,10 @@ def create_app(
         layers = LiveTrafficMiddleware(layers, batches.traffic)
     if keys.are_required or admin_keys.are_required:
         layers = AuthMiddleware(layers, keys, admin_keys)
+    end_request: ASGIApp = end_at_shutdown
     if settings.cors_origins:
-        layers = CORSMiddleware(layers, **cors)
-    app.layers = RequestMiddleware(layers, routes, observers.all, pace)
+        layers, end_request = CORSMiddleware(layers, **cors), CORSMiddleware(end_request, **cors)
+    app.layers = RequestMiddleware(layers, routes, observers.all, pace, end_request)
     return app
 
 

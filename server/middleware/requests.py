@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.protocol.errors import (
@@ -44,10 +43,14 @@ class RequestMiddleware:
         routes: All routes.
         observers: Called with the record of every request after its response.
         pace: Releases refusals.
+        end_request: Responds to a request that is cancelled at the end of the drain.
     """
 
-    def __init__(self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RefusalPace) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RefusalPace, end_request: ASGIApp
+    ) -> None:
         self.app = app
+        self.end_request = end_request
         self.routes = routes
         self.observers = tuple(observers)
         self.pace = pace
@@ -81,7 +84,9 @@ class RequestMiddleware:
                 # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
                 if record.has_begun:
                     raise
-                await _given_up(scope)(scope, receive, send_or_hold)
+                if (task := asyncio.current_task()) is not None:
+                    task.uncancel()
+                await self.end_request(scope, receive, send_or_hold)
             if held:
                 await self._wait_for_release(scope)
                 head, *body = held
@@ -118,16 +123,14 @@ def _started(head: Message, record: RequestRecord) -> Message:
     return {**head, "headers": [*head.get("headers", ()), *own]}
 
 
-def _given_up(scope: Scope) -> Response:
-    """Returns the 503 of a request that the server has cancelled."""
-    if (task := asyncio.current_task()) is not None:
-        task.uncancel()
-    logger.warning("request %s was given up: the time to drain is over", scope["request_id"])
+async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends the 503 of a request that did not finish within the drain timeout."""
+    logger.warning("request %s did not finish within the drain timeout", scope["request_id"])
     error = EngineUnavailableError(
         "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
     )
     note_refusal(scope, error)
-    return dialect_of(scope).engine_error(error, scope["request_id"])
+    await dialect_of(scope).engine_error(error, scope["request_id"])(scope, receive, send)
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

@@ -58,13 +58,14 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) 
 
 
 @pytest.mark.parametrize("drain_timeout_s", ["0", "1"])
-def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, launch, default_model) -> None:
-    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s)
+def test_requests_that_outlast_the_drain_get_a_503(drain_timeout_s: str, launch, default_model) -> None:
+    origin = "https://page.example"
+    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s, "--cors-origins", origin)
     answers = []
 
     def ask() -> None:
         body = {"input": [f"a text that takes a while {i} " * 40 for i in range(4000)], "truncate_prompt_tokens": -1}
-        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120))
+        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, headers={"Origin": origin}, timeout=120))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -76,6 +77,7 @@ def test_requests_that_outlast_the_drain_time_are_told_so(drain_timeout_s: str, 
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["code"] == "engine_unavailable"
     assert answers[0].headers["retry-after"]
+    assert answers[0].headers["access-control-allow-origin"] == origin
     assert "Traceback" not in server.log.read_text()
 
 
