@@ -45,7 +45,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 
 .DEFAULT_GOAL := help
 .PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
-	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel reference constraints clean
+	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel reference diagram constraints clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -295,6 +295,14 @@ wheel: install ## Build the wheel into dist/.
 
 reference: install ## Write docs/reference/settings.md from the declarations of the settings.
 	@$(BIN)/python -m penstock.server.commands.settings_text > docs/reference/settings.md
+
+# Graphviz as WebAssembly, from npm. Needs Node 20.
+GRAPHVIZ := @hpcc-js/wasm-graphviz-cli@1.11.2
+DIAGRAM := docs/internals/architecture
+
+diagram: ## Draw docs/internals/architecture.svg from architecture.dot.
+	@npx --yes $(GRAPHVIZ) --format svg $(DIAGRAM).dot > $(DIAGRAM).svg.part
+	@mv $(DIAGRAM).svg.part $(DIAGRAM).svg
 
 # The pins come from a real installation on Python 3.11, the oldest supported: what installs there exists for the newer
 # ones. The CUDA libraries of PyPI's torch are resolved without being installed.

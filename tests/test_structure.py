@@ -1,6 +1,7 @@
-"""Files and names that documents, docstrings and comments mention exist; docs/structure.md shows the import order."""
+"""Documents, docstrings and comments name files that exist; docs/internals/architecture.md matches the packages."""
 
 import ast
+import html
 import io
 import re
 import tokenize
@@ -9,9 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
-STRUCTURE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+INTERNALS = ROOT / "docs" / "internals"
+ARCHITECTURE = (INTERNALS / "architecture.md").read_text("utf-8")
+NAMES_HEADING = "Names in vLLM and in the specification"
 OF_OTHER_PROJECTS = frozenset({"modules/pooling.py", "mxbai_rerank_v2.py"})
 """Files of other projects that a comment names as its source."""
 
@@ -24,11 +29,23 @@ def first_sentence(path: Path) -> str:
     return re.split(r"(?<=\.) ", " ".join(docstring.split("\n\n")[0].split()))[0]
 
 
-def test_first_five_minutes_are_short_and_name_both_layers() -> None:
-    part = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## The first five minutes\n")[2]
-    files = re.findall(r"^\d+\. `([\w/]+\.py)`: \S", part.partition("\n## ")[0], re.MULTILINE)
+def section(text: str, heading: str) -> str:
+    """Returns the text between a heading of level 2 and the next one."""
+    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_introduction_lists_at_most_eight_files() -> None:
+    introduction = section((ROOT / "CONTRIBUTING.md").read_text("utf-8"), "The first ten minutes")
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`: \S", introduction, re.MULTILINE)
     assert 0 < len(files) <= 8
     assert {file.partition("/")[0] for file in files} == {"server", "engine"}
+
+
+@pytest.mark.parametrize(("heading", "limit"), [("One request", 12), ("One chunk of a long prompt", 8)])
+def test_path_is_short_and_each_step_names_one_file(heading: str, limit: int) -> None:
+    steps = re.split(r"^\d+\. ", section(ARCHITECTURE, heading), flags=re.MULTILINE)[1:]
+    assert 0 < len(steps) <= limit
+    assert [MENTION.findall(step) for step in steps if len(MENTION.findall(step)) != 1] == []
 
 
 def test_every_package_states_its_purpose() -> None:
@@ -36,13 +53,41 @@ def test_every_package_states_its_purpose() -> None:
     assert not missing
 
 
-def test_the_order_is_that_of_the_contracts() -> None:
+def test_import_order_equals_the_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     layers = {c["id"]: c["layers"] for c in contracts if c["type"] == "layers"}
-    drawn = dict(re.findall(r"<!-- order: ([\w-]+) -->\n```\n(.*?)```", STRUCTURE, re.DOTALL))
+    drawn = dict(re.findall(r"<!-- order: ([\w-]+) -->\n```\n(.*?)```", ARCHITECTURE, re.DOTALL))
     assert set(drawn) == {"engine-packages", "server-packages"}
     for name, picture in drawn.items():
         assert [re.split(r"\s{2,}", line.strip())[0] for line in picture.splitlines()] == layers[name], name
+
+
+def test_boxes_of_the_diagram_are_packages() -> None:
+    source = (INTERNALS / "architecture.dot").read_text("utf-8")
+    boxes = re.findall(r'^ *"([\w/]+)" \[label="([\w/]+)', source, re.MULTILINE)
+    assert 6 <= len(boxes) <= 10
+    assert [box for box in boxes if box[0] != box[1] or not (ROOT / box[0] / "__init__.py").is_file()] == []
+
+
+def test_diagram_is_drawn_from_its_source() -> None:
+    source = (INTERNALS / "architecture.dot").read_text("utf-8")
+    drawn = html.unescape((INTERNALS / "architecture.svg").read_text("utf-8"))
+    boxes = re.findall(r'^ *"([\w/]+)" \[', source, re.MULTILINE)
+    arrows = ["->".join(ends) for ends in re.findall(r'"([\w/]+)" -> "([\w/]+)"', source)]
+    titles = re.findall(r"<title>(.*?)</title>", drawn)
+    assert sorted(title for title in titles if "cluster" not in title and "%" not in title) == sorted(boxes + arrows)
+    labels = [line.strip() for label in re.findall(r'label="(.*?)"', source) for line in label.split(r"\n")]
+    assert sorted(text.strip() for text in re.findall(r">([^<]*)</text>", drawn)) == sorted(labels)
+
+
+def test_names_in_the_tables_exist() -> None:
+    """The right column of the tables of names has identifiers of the product."""
+    rows = re.findall(r"^\| [^|]* \| ([^|]*) \|$", section(ARCHITECTURE, NAMES_HEADING), re.MULTILINE)
+    names = {name for row in rows for code in re.findall(r"`(.*?)`", row) for name in re.findall(r"[A-Za-z]\w+", code)}
+    product = "\n".join(path.read_text("utf-8") for path in tracked(".py") if path.relative_to(ROOT).parts[0] in LAYERS)
+    known = set(re.findall(r"\w+", product)) | {part for path in tracked(".py") for part in path.parts}
+    assert len(rows) > 20
+    assert names - known - {"py"} == set()
 
 
 def tracked(*suffixes: str) -> list[Path]:
