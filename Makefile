@@ -44,7 +44,7 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 
 	done
 
 .DEFAULT_GOAL := help
-.PHONY: help install native serve test test-all test-faults test-clients test-ray test-schema test-deploy test-image mutants \
+.PHONY: help install native serve test-server test test-all test-nightly test-faults test-clients test-ray test-schema test-deploy test-image mutants \
 	test-wheel test-gpu gpu-packages bench-gpu check lint types pyright imports format hooks bench bench-conditions bench-loop bench-overlap bench-peers wheel reference diagram constraints clean
 
 help: ## List the targets.
@@ -100,11 +100,19 @@ serve: install ## Serve the embedded model on port 8000.
 # Each process begins with a part of the tests in their order, so that what a file's tests share is mostly made once.
 SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-test: $(VENV)/.installed-test $(LIBRARY) ## Run the quick tests.
+# Three levels: server tests, quick tests, nightly tests.
+test-server: $(VENV)/.installed-test $(LIBRARY) ## Level 1: run the tests of the HTTP server (under 40 seconds on 2 cores).
+	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu and not slow' tests/server $(ARGS)
+
+test: $(VENV)/.installed-test $(LIBRARY) ## Level 2: run the quick tests (under 5 minutes on 2 cores).
 	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu and not slow' $(TESTS) $(ARGS)
 
-test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the slow tests as well.
+test-all: $(VENV)/.installed-test $(LIBRARY) ## Run the quick and the slow tests.
 	@$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not gpu' $(TESTS) $(ARGS)
+
+# Without test-image, which needs root. A failing target does not stop the others.
+test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clients, schema, Ray, Helm, the wheel.
+	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-deploy test-wheel
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
 test-clients: $(VENV)/.installed ## Run real client libraries, each in its own environment, against a real server.
