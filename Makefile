@@ -235,7 +235,7 @@ test-gpu: ## Run the tests marked `gpu` with the current python3 on a CUDA machi
 
 # ARGS='--phases kernels forwards' runs some of them, ARGS='--output FOLDER' writes elsewhere than benchmarks/results.
 # `make bench-gpu GPU_PREFLIGHT= GPU_PYTHON=.venv/bin/python ARGS='--device cpu --tiny'` tries the code without a GPU.
-bench-gpu: ## Measure kernels, forwards, the engine and HTTP on a CUDA machine, in ten minutes; see docs/gpu.md.
+bench-gpu: ## Measure kernels, forwards, the engine and HTTP on a CUDA machine, in ten minutes; see docs/internals/gpu-tests.md.
 	@$(GPU_PYTHON) -c "$$GPU_PREFLIGHT"
 	@$(GPU_PYTHON) benchmarks/measure_gpu.py $(ARGS)
 

@@ -80,6 +80,13 @@ def test_diagram_is_drawn_from_its_source() -> None:
     assert sorted(text.strip() for text in re.findall(r">([^<]*)</text>", drawn)) == sorted(labels)
 
 
+def test_every_decision_has_date_context_options_and_revisit() -> None:
+    records = re.split(r"^### ", (INTERNALS / "decisions.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    fields = ("- **Context.** ", "- **Options.** ", "- **Decision.** ", "- **Revisit** ")
+    wrong = [r.partition("\n")[0] for r in records if not all(r.count(field) == 1 for field in fields)]
+    assert not wrong + [r for r in records if not re.match(r".* \(20\d\d-\d\d-\d\d\)\n", r)]
+
+
 def test_names_in_the_tables_exist() -> None:
     """The right column of the tables of names has identifiers of the product."""
     rows = re.findall(r"^\| [^|]* \| ([^|]*) \|$", section(ARCHITECTURE, NAMES_HEADING), re.MULTILINE)
