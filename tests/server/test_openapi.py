@@ -123,10 +123,10 @@ async def test_faults_are_answered_as_the_document_says(suited) -> None:
     for path in paths:
         for failure, headers, status in ERRORS if path not in WITHOUT_FORWARD else ():
             engine.failure = failure
-            for example in examples_of(path):
-                response = await client.post(path, json=with_known_tokens(example), headers=headers)
-                assert response.status_code == status, (path, response.text)
-                check_answer("post", path, response)
+            example = with_known_tokens(examples_of(path)[0])
+            response = await client.post(path, json=example, headers=headers)
+            assert response.status_code == status, (path, response.text)
+            check_answer("post", path, response)
 
 
 WRONG = [

@@ -43,19 +43,33 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (("serve", "--bogus"), "--bogus"),
         (("bogus",), "bogus"),
         ((), "COMMAND"),
-        (("embed", "/nonexistent.txt", "--output", "out.npy"), "/nonexistent.txt"),
         (("embed", "x.txt"), "--output is required"),
         (("info", "--device", "tpu"), "--device: "),
         (("models", "--task", "translate"), "--task: invalid choice: 'translate'"),
     ],
 )
-def test_wrong_values_are_one_line_and_code_2(arguments: tuple[str, ...], part: str) -> None:
-    done = run(*arguments)
+def test_wrong_values_are_one_line_and_code_2(
+    arguments: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = cli.main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert shown.err.startswith("penstock")
+    assert part in shown.err
+
+
+def test_missing_input_file_is_one_line_and_code_2() -> None:
+    done = run("embed", "/nonexistent.txt", "--output", "out.npy")
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("penstock")
-    assert part in done.stderr
+    assert "/nonexistent.txt" in done.stderr
 
 
 @pytest.mark.parametrize(

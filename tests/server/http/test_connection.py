@@ -17,7 +17,7 @@ import pytest
 from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
-from penstock.server.http import streams
+from penstock.server.http import http_server, streams
 from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part, PendingTransfer
 from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
@@ -374,7 +374,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return files
 
 
-async def test_idle_tls_connections_do_not_hold_up_the_end(certificate: tuple[Path, Path]) -> None:
+async def test_idle_tls_connections_do_not_hold_up_the_end(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_GOODBYE_S", 0.05)
     context = ssl.create_default_context(cafile=str(certificate[0]))
     context.check_hostname = False
     files = {"ssl_certfile": str(certificate[0]), "ssl_keyfile": str(certificate[1])}
