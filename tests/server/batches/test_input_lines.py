@@ -1,5 +1,3 @@
-"""Input files: read line by line, with any content."""
-
 import gc
 import json
 import time
@@ -29,7 +27,7 @@ def codes(file: BatchInput) -> list[tuple[str, int | None]]:
     return [(error.code, error.line) for error in file.check().errors]
 
 
-def test_marks_and_empty_lines_are_passed_over(read) -> None:
+def test_byte_order_mark_and_empty_lines_are_skipped(read) -> None:
     file = read(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
     assert file.check() == (2, [])
     places = file.next_places(set())
@@ -39,27 +37,22 @@ def test_marks_and_empty_lines_are_passed_over(read) -> None:
     assert [place.number for place in file.next_places(set(), after=places[0])] == [4]
 
 
-def test_other_keys_are_passed_over(read) -> None:
+def test_unknown_keys_of_a_line_are_ignored(read) -> None:
     assert read(json.dumps({**json.loads(line()), "note": 1}).encode()).check() == (1, [])
 
 
-def test_long_line_is_refused_and_never_read_whole(read) -> None:
-    file = read(line("a", input="x" * 500_000) + b"\n" + line("b"), max_line_bytes=1000)
-    assert codes(file) == [("line_too_long", 1)]
-
-
-def test_a_dense_line_is_counted_before_it_is_parsed(read) -> None:
+def test_values_of_a_line_are_counted_before_parsing(read) -> None:
     assert codes(read(line("a", input=[[]] * 50_000))) == []
     assert codes(read(line("a", input=[[]] * 50_000), max_values=100_000)) == [("line_too_long", 1)]
     assert codes(read(line("a") + b"\n" + b"[" * 100_000, max_values=1_000_000)) == [("invalid_json_line", 2)]
     assert codes(read(b"\xff\xfe\n" + line("a"))) == [("invalid_json_line", 1)]
 
 
-def test_inputs_are_counted_as_texts(read) -> None:
+def test_inputs_of_all_lines_are_limited(read) -> None:
     lists = [line(str(i), input=["x"] * 1000) for i in range(50)]
     assert codes(read(b"\n".join(lists))) == []
     assert codes(read(b"\n".join([*lists, line("one", input="x")]))) == [("too_many_inputs", None)]
-    ids = [line(str(i), input=list(range(1000))) for i in range(51)]  # of one text each
+    ids = [line(str(i), input=list(range(1000))) for i in range(51)]  # token ids: one text in each line
     assert codes(read(b"\n".join(ids))) == []
 
 
@@ -75,20 +68,20 @@ def test_next_places_hold_no_lines(read) -> None:
     assert file.read(second[49])[0] == "149"
 
 
-def test_content_is_the_body_without_its_priority(read) -> None:
+def test_priority_is_removed_from_the_body(read) -> None:
     file = read(line(input="é", priority=-5, dimensions=3))
     (place,) = file.next_places(set())
     assert json.loads(file.read(place)[1]) == {"input": "é", "dimensions": 3}
 
 
-def test_line_with_much_white_space_is_not_dropped(read) -> None:
+def test_line_after_much_white_space_is_too_long(read) -> None:
     file = read(b" " * 200_000 + line("a") + b"\n" + line("b"), max_line_bytes=1000)
     assert codes(file) == [("line_too_long", 1)]
     assert [place.number for place in file.next_places(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
 
 
-def test_check_leaves_no_line_in_memory(read) -> None:
+def test_check_holds_no_line_in_memory(read) -> None:
     file = read(b"\n".join(line(str(i), input="x" * 1_000_000) for i in range(20)) + b"\n{" + b"x" * 1_000_000)
     gc.collect()
     gc.disable()
@@ -102,11 +95,11 @@ def test_check_leaves_no_line_in_memory(read) -> None:
     assert left < 500_000
 
 
-def test_empty_lines_leave_time_to_other_threads(read, monkeypatch) -> None:
+def test_empty_lines_are_skipped_with_pauses(read, monkeypatch) -> None:
     file, pauses = read(b"\n" * 500_000 + line()), []
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert file.check() == (1, [])
     num_pauses = len(pauses)
-    assert num_pauses > 0, "the check keeps the interpreter"
+    assert num_pauses > 0, "check holds the GIL"
     assert len(file.next_places(set())) == 1
-    assert len(pauses) > num_pauses, "the search for lines keeps the interpreter"
+    assert len(pauses) > num_pauses, "next_places holds the GIL"

@@ -1,5 +1,3 @@
-"""Forms with a file: in pieces of any size, within limits, on the disk and not in memory."""
-
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +15,7 @@ FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\
 END = b"\r\n--b--\r\n"
 
 
-async def pieces(body: bytes, size: int) -> AsyncIterator[bytes]:
+async def in_parts(body: bytes, size: int) -> AsyncIterator[bytes]:
     for start in range(0, len(body), size):
         yield body[start : start + size]
 
@@ -32,7 +30,7 @@ async def files(tmp_path: Path):
 
 
 async def receive(files: Files, body: bytes, size: int = 1000, media: str = "multipart/form-data") -> FileRecord:
-    return await files.receive(f"{media}; boundary=b", pieces(body, size), "me")
+    return await files.receive(f"{media}; boundary=b", in_parts(body, size), "me")
 
 
 def is_empty(files: Files) -> bool:
@@ -40,7 +38,7 @@ def is_empty(files: Files) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 10**6])
-async def test_a_file_arrives_as_it_was_sent(files: Files, size: int, monkeypatch) -> None:
+async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.uploads._PIECE_BYTES", size)
     content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
     file = await receive(files, HEAD + FILE + content + END, size)
@@ -49,13 +47,9 @@ async def test_a_file_arrives_as_it_was_sent(files: Files, size: int, monkeypatc
     assert (await files.find(file.id, "me")) == file
 
 
-async def test_the_order_of_parts_does_not_matter(files: Files) -> None:
-    file = await receive(files, FILE + b"x\r\n" + HEAD + END[2:])
-    assert files.path(file.id).read_bytes() == b"x"
-
-
-async def test_form_of_sixteen_parts_is_read(files: Files) -> None:
-    file = await receive(files, HEAD * 15 + FILE + b"x" + END)
+@pytest.mark.parametrize("form", [FILE + b"x\r\n" + HEAD + END[2:], HEAD * 15 + FILE + b"x" + END])
+async def test_parts_in_any_order_up_to_sixteen_are_read(files: Files, form: bytes) -> None:
+    file = await receive(files, form)
     assert files.path(file.id).read_bytes() == b"x"
 
 
@@ -85,29 +79,35 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "part"), WRONG, ids=[part for _, part in WRONG])
-async def test_wrong_forms_are_refused_and_leave_nothing(files: Files, body: bytes, part: str) -> None:
+async def test_invalid_form_is_refused_and_leaves_no_file(files: Files, body: bytes, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part):
         await receive(files, body)
     assert is_empty(files)
 
 
-async def test_invalid_forms_are_refused(files: Files) -> None:
-    for media in ("application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""):
-        with pytest.raises(HTTPException) as caught:
-            await files.receive(media, pieces(b"", 1), "me")
-        assert caught.value.status_code == 415
-    with pytest.raises(InvalidRequestError, match="Boundary length"):
-        await files.receive(f"multipart/form-data; boundary={'x' * 300}", pieces(b"", 1), "me")
+@pytest.mark.parametrize(
+    "media", ["application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""]
+)
+async def test_body_that_is_no_form_is_refused_with_415(files: Files, media: str) -> None:
+    with pytest.raises(HTTPException) as caught:
+        await files.receive(media, in_parts(b"", 1), "me")
+    assert caught.value.status_code == 415
     assert is_empty(files)
 
 
-@pytest.mark.parametrize("padding", [b"", b"x" * 70_000])
-async def test_large_files_are_refused_while_they_come(files: Files, padding: bytes) -> None:
+async def test_too_long_boundary_is_refused(files: Files) -> None:
+    with pytest.raises(InvalidRequestError, match="Boundary length"):
+        await files.receive(f"multipart/form-data; boundary={'x' * 300}", in_parts(b"", 1), "me")
+    assert is_empty(files)
+
+
+@pytest.mark.parametrize("preamble", [b"", b"x" * 70_000])
+async def test_too_large_file_is_refused_while_it_is_received(files: Files, preamble: bytes) -> None:
     num_read = 0
 
     async def body() -> AsyncIterator[bytes]:
         nonlocal num_read
-        yield padding + b"\r\n" + HEAD + FILE if not padding else HEAD + FILE
+        yield preamble + b"\r\n" + HEAD + FILE
         for _ in range(10_000):
             num_read += 1000
             yield b"x" * 1000
@@ -118,10 +118,8 @@ async def test_large_files_are_refused_while_they_come(files: Files, padding: by
     assert is_empty(files)
 
 
-async def test_a_file_never_lies_in_memory(tmp_path: Path) -> None:
-    data = DataDir(tmp_path / "data")
-    store = Store(data.database)
-    files = Files(data, store, 10**9)
+async def test_file_is_never_whole_in_memory(files: Files) -> None:
+    files.max_bytes = 10**9
 
     async def body() -> AsyncIterator[bytes]:
         yield HEAD + FILE
@@ -135,8 +133,6 @@ async def test_a_file_never_lies_in_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert file.num_bytes == 500 * 64 * 1024
     assert peak < 4 * 2**20
-    await store.close()
-    data.close()
 
 
 async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
@@ -149,7 +145,7 @@ async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     assert is_empty(files)
 
 
-async def test_removed_folder_is_an_error(files: Files) -> None:
+async def test_upload_into_a_removed_folder_is_an_error(files: Files) -> None:
     files.path("x").parent.rmdir()
     with pytest.raises(StorageError, match="cannot keep the file"):
         await receive(files, HEAD + FILE + b"x" + END)
@@ -168,7 +164,7 @@ async def test_removed_folder_is_an_error(files: Files) -> None:
         (b";;;=; filename", "upload"),
     ],
 )
-async def test_any_name_of_a_file_can_be_read(files: Files, options: bytes, filename: str) -> None:
+async def test_file_name_of_any_form_is_read(files: Files, options: bytes, filename: str) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="file"; ' + options + b"\r\n\r\nx"
     file = await receive(files, HEAD + part + END)
     assert file.filename == filename

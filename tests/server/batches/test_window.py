@@ -1,10 +1,20 @@
-"""When lines of batches run, with a test clock."""
-
 import asyncio
+from contextlib import nullcontext
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from penstock.server.batches.window import AHEAD_S, LONGEST_PAUSE_S, MOST_LINES, QUIET_S, LiveTraffic, Window
+from penstock.server.app import create_app
+from penstock.server.batches.window import (
+    AHEAD_S,
+    LONGEST_PAUSE_S,
+    MOST_LINES,
+    QUIET_S,
+    LiveTraffic,
+    LiveTrafficMiddleware,
+    Window,
+)
+from penstock.server.settings import ServerSettings
 
 from ...clock import Clock
 
@@ -27,7 +37,7 @@ def window(traffic: LiveTraffic, clock: Clock) -> Window:
 
 
 async def enter_all(window: Window, num_bytes: int = 1) -> int:
-    """Let lines enter while there is room; return their number."""
+    """Let lines enter until the window is full. Returns their number."""
     count = 0
     while window.has_room(num_bytes):
         await window.enter(num_bytes)
@@ -40,7 +50,7 @@ def run(window: Window, clock: Clock, seconds: float) -> None:
         clock.now_s += seconds
 
 
-async def test_quick_lines_raise_the_number_at_once(window: Window, clock: Clock) -> None:
+async def test_quick_lines_raise_the_number_of_lines(window: Window, clock: Clock) -> None:
     assert await enter_all(window) == 1
     for _ in range(8):
         run(window, clock, 0.5 * AHEAD_S)
@@ -51,7 +61,7 @@ async def test_quick_lines_raise_the_number_at_once(window: Window, clock: Clock
     assert window.num_lines == MOST_LINES
 
 
-async def test_slow_or_refused_lines_lower_the_number(window: Window, clock: Clock) -> None:
+async def test_slow_or_refused_lines_lower_the_number_of_lines(window: Window, clock: Clock) -> None:
     for _ in range(12):
         run(window, clock, 0.0)
     run(window, clock, 2 * AHEAD_S)
@@ -64,17 +74,17 @@ async def test_slow_or_refused_lines_lower_the_number(window: Window, clock: Clo
 
 
 async def test_lines_use_the_time_between_live_requests(window, traffic, clock) -> None:
-    """A client asks once a second and is answered in 10 ms: lines run in all but 30 ms of each second."""
+    """A client sends a request of 10 ms each second. Lines run in all but 30 ms of the second."""
     for _ in range(100):
         run(window, clock, 0.0)
     run(window, clock, 0.01)
-    begun = 0
+    num_lines = 0
     for _ in range(100):
         traffic.begin()
-        assert not window.has_room(1), "a live request is under way"
+        assert not window.has_room(1), "a live request runs"
         clock.now_s += 0.01
         traffic.end()
-        assert not window.has_room(1), "the next one may follow at once"
+        assert not window.has_room(1), "the client may send its next request at once"
         clock.now_s += QUIET_S + 1e-6
         second_ends_s = clock.now_s + 0.99 - QUIET_S
         while clock.now_s < second_ends_s:
@@ -82,16 +92,16 @@ async def test_lines_use_the_time_between_live_requests(window, traffic, clock) 
             await window.enter(1)
             run(window, clock, 0.01)
             window.leave(1)
-            begun += 1
-    assert begun >= 100 * 90, "less than 90 % of the lines that run without the client"
+            num_lines += 1
+    assert num_lines >= 100 * 90, "less than 90 % of the lines that run without the client"
 
 
-async def test_constant_live_load_leaves_lines_their_share(window, traffic, clock) -> None:
+async def test_lines_run_in_their_share_of_a_constant_load(window, traffic, clock) -> None:
     for _ in range(100):
         run(window, clock, 0.0)
     traffic.begin()
     assert await enter_all(window) == 1
-    run(window, clock, 2.0)  # the share is a tenth: 18 s belong to clients
+    run(window, clock, 2.0)  # a tenth of the time: clients get 18 s
     window.leave(1)
     traffic.end()
     for _ in range(179):  # the next request always comes within QUIET_S
@@ -111,7 +121,7 @@ async def test_constant_live_load_leaves_lines_their_share(window, traffic, cloc
     traffic.end()
 
 
-async def test_bytes_of_lines_at_once_are_bounded(window, clock) -> None:
+async def test_bytes_of_running_lines_are_bounded(window, clock) -> None:
     for _ in range(100):
         run(window, clock, 0.0)
     assert await enter_all(window, 300) == 3
@@ -119,7 +129,7 @@ async def test_bytes_of_lines_at_once_are_bounded(window, clock) -> None:
     window.leave(300)
     assert await enter_all(window, 300) == 1
     with window.hold_response(50):
-        assert not window.has_room(100), "an answer that is not on the disk counts"
+        assert not window.has_room(100), "a response counts until it is on the disk"
     assert window.has_room(100)
 
 
@@ -135,7 +145,7 @@ async def test_line_above_the_bound_runs_alone(window, clock) -> None:
     assert (window.num_lines, window.num_bytes) == (0, 0)
 
 
-async def test_waiting_line_enters_when_one_leaves(window: Window) -> None:
+async def test_waiting_line_enters_when_another_leaves(window: Window) -> None:
     await window.enter(1)
     waiting = [asyncio.create_task(window.enter(1)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -149,7 +159,7 @@ async def test_waiting_line_enters_when_one_leaves(window: Window) -> None:
     assert window.num_lines == 1
 
 
-async def test_line_outside_gives_its_place_to_others(window: Window) -> None:
+async def test_line_outside_the_window_lets_another_enter(window: Window) -> None:
     await window.enter(7)
     async with window.outside(7):
         assert (window.num_lines, window.num_bytes) == (0, 0)
@@ -166,4 +176,48 @@ async def test_line_outside_gives_its_place_to_others(window: Window) -> None:
     assert window.num_lines == 0
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert (window.num_lines, window.num_bytes) == (1, 7), "a line that has entered leaves, even when it is cancelled"
+    assert (window.num_lines, window.num_bytes) == (1, 7), "a cancelled line leaves later, too"
+
+
+async def busy_states(method: str, path: str, body: list[bytes], failure: Exception | None = None) -> list[bool]:
+    """Whether traffic is busy: before the body, after each part of it, and at each message of the response."""
+    clock, states = Clock(1000.0), []
+    traffic = LiveTraffic(clock)
+    parts = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        states.append(traffic.quiet_in_s > 0)
+        for _ in body:
+            await receive()
+            states.append(traffic.quiet_in_s > 0)
+        if failure is not None:
+            raise failure
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        clock.now_s += 1.0
+        states.append(traffic.quiet_in_s > 0)
+
+    scope: Scope = {"type": "http", "method": method, "path": path}
+    create_app([], ServerSettings()).state.routes.enter(scope)
+    with nullcontext() if failure is None else pytest.raises(type(failure)):
+        await LiveTrafficMiddleware(app, traffic)(scope, receive, send)
+    clock.now_s += 1.0
+    assert traffic.quiet_in_s == 0
+    return states
+
+
+async def test_request_counts_from_its_whole_body_to_its_response() -> None:
+    assert await busy_states("POST", "/v1/embeddings", [b"a", b"b"]) == [False, False, True, False, False]
+    assert await busy_states("POST", "/embed", [b"a"], RuntimeError()) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/health"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("OPTIONS", "/rerank")]
+)
+async def test_requests_without_a_forward_are_not_counted(method: str, path: str) -> None:
+    assert await busy_states(method, path, [b"a"]) == [False] * 4

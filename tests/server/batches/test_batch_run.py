@@ -1,0 +1,439 @@
+"""Batches over fake routes: retries, failing disks, cancellation, expiry and killed servers."""
+
+import errno
+import gc
+import logging
+import sqlite3
+import threading
+import tracemalloc
+import weakref
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.protocol.errors import StorageError
+from penstock.server.batches.batch_run import _MAX_REFUSED
+from penstock.server.batches.input_lines import BatchInput
+from penstock.server.batches.output_writer import OutputWriter
+from penstock.server.batches.records import BatchStatus
+from penstock.server.batches.store import Store
+from penstock.server.batches.window import MOST_LINES, Window
+
+from ...waiting import until
+from .helpers import (
+    TIMEOUT_S,
+    Routes,
+    begin,
+    create,
+    killed,
+    lines,
+    numbers,
+    until_completed,
+    until_status,
+    upload,
+    written,
+)
+
+
+@pytest.mark.parametrize("seconds", [3599.7, 3600])
+async def test_unanswered_lines_fail_when_the_window_ends(running, clock, seconds: float) -> None:
+    """The window ends while the batch runs, or while the server is off."""
+    routes = Routes()
+    routes.holds = lambda number: number >= 5
+    routes.gate.clear()
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(120)), hours=1)
+        await until_completed(batches, batch, 5)
+    clock.now_s += seconds
+    async with running(routes) as batches:
+        batch = await until_status(batches, batch, BatchStatus.EXPIRED)
+        output, errors = written(batches, batch)
+        assert (numbers(output), numbers(errors)) == (list(range(5)), list(range(5, 120)))
+        assert (batch.num_completed, batch.num_failed, batch.expired_at) == (5, 115, int(clock.now_s))
+        assert (errors[0]["error"]["code"], errors[0]["response"]) == ("batch_expired", None)
+        assert (await batches.files.find(batch.error_id, "me")).purpose == "batch_output"
+
+
+async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Path) -> None:
+    routes, files = Routes(), tmp_path / "data" / "files"
+    routes.holds = lambda number: number >= 5
+    routes.gate.clear()
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(10)))
+        await until_completed(batches, batch, 5)
+    with (files / batch.output_id).open("ab") as file:
+        file.write(b'{"custom_id": "5", "torn')  # a killed server did not record this line
+    (files / "file-unknown.part").write_bytes(b"x")
+    (files / "file-unknown").write_bytes(b"x")
+    routes.received.clear()
+    routes.gate.set()
+    async with running(routes) as batches:
+        batch = await until_status(batches, batch, BatchStatus.COMPLETED)
+        assert set(routes.received) == set(range(5, 10))
+        assert numbers(written(batches, batch)[0]) == list(range(10))
+        assert (batch.num_completed, batch.num_tokens, batch.model) == (10, 30, "m")
+        assert {path.name for path in files.iterdir()} == {batch.input_file_id, batch.output_id}
+
+
+@pytest.mark.parametrize("status", [BatchStatus.VALIDATING, BatchStatus.FINALIZING, BatchStatus.CANCELLING])
+async def test_batch_of_any_status_continues_after_a_restart(running, status: BatchStatus, caplog) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(3)))
+        await until_status(batches, batch, BatchStatus.IN_PROGRESS)
+        run, store = batches._runs[batch.id][0], batches._store
+        if status is BatchStatus.FINALIZING:
+            routes.gate.set()
+            batch = await until_status(batches, batch, BatchStatus.COMPLETED)
+            batch.num_output_bytes = 0
+            await store.remove_file(batch.output_id)
+        batch.status = run.batch.status = status
+        batch.num_lines = 0 if status is BatchStatus.VALIDATING else 3
+        await store._do(lambda db: db.execute("UPDATE batches SET has_ended = 0 WHERE id = ?", (batch.id,)))
+        await store.save(batch)
+    routes.gate.set()
+    caplog.set_level(logging.INFO, "penstock.server")
+    async with running(routes) as batches:
+        num_done = 3 if status is BatchStatus.FINALIZING else 0
+        assert f"{batch.id} continues: {num_done} of {batch.num_lines} lines are done" in caplog.messages
+        is_cancelled = status is BatchStatus.CANCELLING
+        batch = await until_status(batches, batch, BatchStatus.CANCELLED if is_cancelled else BatchStatus.COMPLETED)
+        assert (batch.num_completed, batch.num_failed) == ((0, 3) if is_cancelled else (3, 0))
+
+
+@pytest.mark.parametrize(("status", "num_refusals", "num_failed"), [(429, 4, 0), (503, 4, 0), (504, 2, 0), (504, 3, 3)])
+async def test_refused_line_is_retried(running, monkeypatch, status: int, num_refusals: int, num_failed: int) -> None:
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
+    routes = Routes()
+    routes.status_of = lambda number: status if routes.received[number] <= num_refusals else 200
+    async with running(routes) as batches:
+        batch = await begin(batches, lines(range(3)))
+        batch = await until_status(batches, batch, BatchStatus.COMPLETED)
+        assert (batch.num_completed, batch.num_failed) == (3 - num_failed, num_failed)
+        assert set(routes.received.values()) == {3 if num_failed else num_refusals + 1}
+
+
+async def test_refused_lines_do_not_block_other_batches(running) -> None:
+    routes = Routes(lambda number: 503 if number >= 1000 else 200)
+    async with running(routes) as batches:
+        stuck = await begin(batches, lines(range(1000, 1100)))
+        await until(lambda: routes.received[1000 + _MAX_REFUSED - 1])
+        other = await until_status(batches, await begin(batches, lines(range(50))), BatchStatus.COMPLETED)
+        assert other.num_completed == 50
+        assert (await batches.find(stuck.id, "me")).status is BatchStatus.IN_PROGRESS
+        run, _ = batches._runs[stuck.id]
+        await batches.cancel(stuck.id, "me")
+        stuck = await until_status(batches, stuck, BatchStatus.CANCELLED)
+        assert (stuck.num_failed, run._context.window.num_lines) == (100, 0)
+
+
+async def test_many_refused_lines_start_no_further_lines(running, monkeypatch) -> None:
+    """A refused line also counts as refused while it is tried again."""
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(Window, "refuse", lambda window: None)
+    routes = Routes(lambda number: 503)
+
+    async def num_started_after(num_tries: int) -> int:
+        await until(lambda: min(routes.received[number] for number in range(_MAX_REFUSED)) >= num_tries)
+        return len(routes.received)
+
+    async with running(routes) as batches:
+        await begin(batches, lines(range(500)))
+        num_started = await num_started_after(3)
+        assert _MAX_REFUSED <= num_started < _MAX_REFUSED + MOST_LINES
+        assert await num_started_after(60) == num_started
+
+
+async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
+    routes, num_deaths, lost = Routes(), 0, set()
+
+    def status_of(number: int) -> int:
+        """Line 7 kills the engine. The first time, other lines are lost with it."""
+        nonlocal num_deaths
+        if number == 7:
+            num_deaths += 1
+            lost.update(range(8, 20) if num_deaths == 1 else ())
+            return 503
+        is_lost = number in lost
+        lost.discard(number)
+        return 503 if is_lost else 200
+
+    routes.engine_dies, routes.status_of = True, status_of
+    async with running(routes) as batches:
+        batch = await until_status(batches, await begin(batches, lines(range(40))), BatchStatus.COMPLETED)
+        assert (batch.num_completed, batch.num_failed, num_deaths) == (39, 1, 3)
+        (error,) = written(batches, batch)[1]
+        assert (error["custom_id"], error["response"]["status_code"]) == ("7", 503)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (BatchInput, "check", OSError(errno.EMFILE, "Too many open files")),
+        (BatchInput, "next_places", OSError(errno.EMFILE, "Too many open files")),
+        (BatchInput, "read", OSError(errno.EMFILE, "Too many open files")),
+        (Store, "answered", StorageError("disk I/O error")),
+        (Store, "begin_lines", StorageError("disk I/O error")),
+        (Store, "save", StorageError("disk I/O error")),
+        (Store, "end", StorageError("disk I/O error")),
+        (OutputWriter, "_append", OSError(errno.ENOSPC, "No space left on device")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: type, method: str, error) -> None:
+    original, fails = getattr(owner, method), iter([False, True, False, True, True] if method == "save" else [True] * 2)
+
+    def fail_sometimes(*arguments: object, **options: object) -> object:
+        if next(fails, False):
+            raise error
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, method, fail_sometimes)
+    routes = Routes()
+    async with running(routes) as batches:
+        batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.COMPLETED)
+        assert numbers(written(batches, batch)[0]) == list(range(250))
+        assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
+
+
+@pytest.mark.parametrize("method", ["check", "read", "custom_ids"])
+async def test_unreadable_input_does_not_block_other_batches(running, monkeypatch, method: str) -> None:
+    original, has_failed, unreadable = getattr(BatchInput, method), threading.Event(), set()
+
+    def fail(file: BatchInput, *arguments: object) -> object:
+        if file._path.name in unreadable:
+            has_failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        return original(file, *arguments)
+
+    monkeypatch.setattr(BatchInput, method, fail)
+    routes = Routes()
+    async with running(routes) as batches:
+        file_id = await upload(batches, lines(range(40)))
+        unreadable.add(file_id)
+        if method == "custom_ids":
+            routes.gate.clear()
+        batch = await create(batches, file_id)
+        if method == "custom_ids":
+            await until_status(batches, batch, BatchStatus.IN_PROGRESS)
+            await batches.cancel(batch.id, "me")
+        await until(has_failed.is_set)
+        routes.gate.set()
+        await until_status(batches, await begin(batches, lines(range(100, 120))), BatchStatus.COMPLETED)
+        if method != "custom_ids":
+            await batches.cancel(batch.id, "me")
+        unreadable.clear()
+        assert (await until_status(batches, batch, BatchStatus.CANCELLED)).num_failed == 40
+
+
+async def test_failed_batch_lists_every_line(running) -> None:
+    routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
+    async with running(routes) as batches:
+        batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.FAILED)
+        output, errors = written(batches, batch)
+        assert numbers(output + errors) == list(range(250))
+        assert (batch.num_completed + batch.num_failed, "ZeroDivisionError" in batch.errors[0].message) == (250, True)
+        assert errors[-1]["error"]["code"] == "batch_failed"
+
+
+async def test_input_removed_during_the_run_fails_its_batch(running) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(10)))
+        await until_status(batches, batch, BatchStatus.IN_PROGRESS)
+        batches.files.path(batch.input_file_id).unlink()
+    async with running(routes) as batches:
+        batch = await until_status(batches, batch, BatchStatus.FAILED)
+        assert [error.code for error in batch.errors] == ["file_not_found"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "code"),
+    [
+        ("line", BatchStatus.FAILED, "server_error"),
+        ("writer", BatchStatus.FAILED, "server_error"),
+        ("check", BatchStatus.FAILED, "server_error"),
+        ("key", BatchStatus.CANCELLED, "invalid_api_key"),
+        ("file", BatchStatus.FAILED, "file_not_found"),
+        ("", BatchStatus.COMPLETED, None),
+    ],
+)
+async def test_ended_run_needs_no_garbage_collection(
+    running, monkeypatch, caplog, cause: str, status: BatchStatus, code: str | None
+) -> None:
+    caplog.set_level(logging.CRITICAL, "penstock.server.batches")  # pytest keeps the frames of logged errors
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    def status_of(number: int) -> int:
+        if number == 2 and cause == "line":
+            fail()
+        return 401 if number == 2 and cause == "key" else 200
+
+    if cause == "check":
+        monkeypatch.setattr(BatchInput, "check", fail)
+    if cause == "writer":
+        monkeypatch.setattr(OutputWriter, "_append", fail)
+    async with running(Routes(status_of)) as batches:
+        gc.collect()
+        gc.disable()
+        try:
+            batch = await begin(batches, lines(range(4)))
+            run = weakref.ref(batches._runs[batch.id][0])
+            if cause == "file":
+                batches.files.path(batch.input_file_id).unlink()
+            batch = await until_status(batches, batch, status)
+            await until(lambda: run() is None)
+        finally:
+            gc.enable()
+        assert [error.code for error in batch.errors] == ([] if code is None else [code])
+
+
+async def test_waiting_and_cancelled_batches_hold_no_lines(running) -> None:
+    routes = Routes()
+    routes.gate.clear()
+    async with running(routes, batch_memory=1_000_000) as batches:
+        file_id = await upload(batches, lines(range(3), text="x" * 400_000))
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            created = [await create(batches, file_id) for _ in range(24)]
+            for batch in created:
+                await until_status(batches, batch, BatchStatus.IN_PROGRESS)
+            await until(lambda: routes.received[0])
+            waiting, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            for batch in created:
+                await batches.cancel(batch.id, "me")
+            for batch in created:
+                await until_status(batches, batch, BatchStatus.CANCELLED)
+            _, cancelled = tracemalloc.get_traced_memory()
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 900_000)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        # orjson reserves eight times the length of the line that runs.
+        assert waiting < 6_000_000, "more than one of 24 batches has read a line"
+        assert cancelled < 22_000_000, "24 batches read their lines at once"
+
+
+async def test_bytes_of_running_lines_are_bounded(running) -> None:
+    routes = Routes()
+    async with running(routes, batch_memory=35_000) as batches:
+        file_ids = [await upload(batches, lines(range(i, i + 30), text="x" * 10_000)) for i in (0, 30, 60)]
+        large = await upload(batches, lines(range(90, 92), text="x" * 100_000))
+        for batch in [await create(batches, file_id) for file_id in [*file_ids, large]]:
+            assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_failed == 0
+        assert 100_000 < routes.most_bytes_at_once < 101_000, "a line above the bound runs alone"
+        routes.most_bytes_at_once = 0
+        for batch in [await create(batches, file_id) for file_id in file_ids]:
+            await until_status(batches, batch, BatchStatus.COMPLETED)
+        assert 0 < routes.most_bytes_at_once < 35_000
+
+
+async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -> None:
+    routes = Routes()
+    routes.holds = lambda number: number == 7
+    routes.gate.clear()
+    folder = tmp_path / "data"
+    for num_kills in range(1, 4):
+        async with running(routes, folder) as batches:
+            if num_kills == 1:
+                batch = await begin(batches, lines(range(40)))
+            await until(lambda: routes.received[7])
+            if num_kills == 1:
+                await until_completed(batches, batch, 7)
+            folder = killed(folder, tmp_path / f"kill {num_kills}")
+        assert routes.received[7] == 1
+        routes.received.clear()
+    async with running(routes, folder) as batches:
+        batch = await until_status(batches, batch, BatchStatus.COMPLETED)
+        output, (error,) = written(batches, batch)
+        assert numbers(output) == [number for number in range(40) if number != 7]
+        assert (error["custom_id"], error["error"]["code"]) == ("7", "server_crashed")
+        assert not routes.received[7]
+
+
+async def test_suspect_lines_run_one_at_a_time_after_a_kill(running, tmp_path: Path) -> None:
+    routes = Routes()
+    routes.holds = lambda number: number % 100 in (30, 31)
+    routes.gate.clear()
+    async with running(routes) as batches:
+        created = [await begin(batches, lines(range(i, i + 60))) for i in (0, 100)]
+        await until(lambda: {30, 31, 130, 131} <= routes.received.keys())
+        folder = killed(tmp_path / "data", tmp_path / "killed")
+    routes.gate.set()
+    routes.most_at_once = 0
+    async with running(routes, folder) as batches:
+        for batch in created:
+            batch = await until_status(batches, batch, BatchStatus.COMPLETED)
+            assert (batch.num_completed, batch.num_failed) == (60, 0)
+    assert routes.most_at_once == 1
+
+
+async def test_clean_stop_leaves_no_suspect_lines(running, tmp_path: Path) -> None:
+    routes = Routes()
+    async with running(routes) as batches:
+        routes.gate.clear()
+        batch = await begin(batches, lines(range(200)))
+        await until(lambda: routes.received[0])
+    with closing(sqlite3.connect(tmp_path / "data" / "penstock.db")) as database:
+        counts = "SELECT (SELECT count(*) FROM begun), (SELECT count(*) FROM suspects)"
+        assert database.execute(counts).fetchone() == (0, 0)
+    routes.gate.set()
+    async with running(routes) as batches:
+        await until_status(batches, batch, BatchStatus.COMPLETED)
+    assert routes.most_at_once > 1
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Two events: a check of an input file has begun; checks may end."""
+    begun, may_end, check = threading.Event(), threading.Event(), BatchInput.check
+
+    def check_behind_gate(file: BatchInput) -> object:
+        begun.set()
+        may_end.wait(TIMEOUT_S)
+        return check(file)
+
+    monkeypatch.setattr(BatchInput, "check", check_behind_gate)
+    return begun, may_end
+
+
+async def test_file_whose_check_kills_the_server_fails(running, checks, tmp_path: Path) -> None:
+    folder, (begun, may_end) = tmp_path / "data", checks
+    for num_kills in range(1, 3):
+        async with running(Routes(), folder) as batches:
+            if num_kills == 1:
+                batch = await begin(batches, lines(range(3)))
+            await until(begun.is_set)
+            folder = killed(folder, tmp_path / f"kill {num_kills}")
+            may_end.set()
+        begun.clear()
+        may_end.clear()
+    async with running(Routes(), folder) as batches:
+        batch = await until_status(batches, batch, BatchStatus.FAILED)
+        assert [error.code for error in batch.errors] == ["server_crashed"]
+        assert not begun.is_set()
+
+
+async def test_suspect_check_waits_for_suspect_lines(running, checks, tmp_path: Path) -> None:
+    begun, may_end = checks
+    async with running(Routes()) as batches:
+        batch = await begin(batches, lines(range(3)))
+        await until(begun.is_set)
+        folder = killed(tmp_path / "data", tmp_path / "killed")
+        may_end.set()
+    begun.clear()
+    async with running(Routes(), folder) as batches:
+        suspect = batches._context.suspect
+        async with suspect:
+            await until(lambda: suspect._waiters or begun.is_set())
+            assert not begun.is_set()
+        await until_status(batches, batch, BatchStatus.COMPLETED)
