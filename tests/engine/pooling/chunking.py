@@ -1,4 +1,4 @@
-"""What a model and its runner do with sequences that come in chunks, without either."""
+"""Chunks of sequences without a model: hidden states, metadata and results of each batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, describe, resolved
+from .conftest import HIDDEN_SIZE, LENGTHS, NUM_HEADS, assert_same, describe, resolved
 
 NUM_SEQS = len(LENGTHS)
 ROW_BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Sequences:
-    """LENGTHS as a model would see them, and what its runner keeps of them."""
+    """Sequences of LENGTHS tokens, their hidden states, and the results of their chunks so far."""
 
     pooler: ModelPooler[Tensor]
     params: Sequence[PoolingParams]
@@ -55,7 +55,7 @@ class Sequences:
         )
 
     def whole(self) -> list[dict[str, NDArray[np.float32]]]:
-        """What the batch of whole sequences gives."""
+        """Returns the arrays of each sequence from one batch of whole sequences."""
         metadata = describe(
             LENGTHS, self.params, token_ids=self.token_ids, skip_tokens=self.skip_tokens, device=self.device
         )
@@ -63,7 +63,7 @@ class Sequences:
         return [dict(arrays) for arrays in self.pooler.pool(output, metadata).to_numpy()]
 
     def output(self, batch: Sequence[Chunk]) -> ModelOutput:
-        """What the model gives for chunks. Attention weights are poison unless a chunk ends its sequence."""
+        """Returns the model output for chunks. Attention weights are NaN unless the chunk ends its sequence."""
         rows = torch.cat([self.hidden[ROW_BOUNDS[s.seq] + s.start : ROW_BOUNDS[s.seq] + s.end] for s in batch])
         weights = torch.cat(
             [
@@ -89,7 +89,7 @@ class Sequences:
         )
 
     def step(self, batch: Sequence[Chunk]) -> list[Any]:
-        """Runs a batch and keeps what a runner keeps; returns the arrays of each chunk."""
+        """Pools and commits a batch as a runner does; returns the arrays of each chunk."""
         metadata = self.metadata(batch)
         arrays = self.pooler.pool(self.output(batch), metadata, self.manager).to_numpy()
         self.manager.commit(metadata)
@@ -102,8 +102,8 @@ class Sequences:
             self.parts.setdefault(s.seq, []).append(dict(arrays[place]))
         return arrays
 
-    def answers(self) -> list[dict[str, NDArray[np.float32]]]:
-        """The arrays of all chunks, joined as a client joins them."""
+    def results(self) -> list[dict[str, NDArray[np.float32]]]:
+        """Joins the arrays of all chunks as a client does."""
         assert self.manager.get_pending_count() == 0
         joined = []
         for seq in range(NUM_SEQS):
@@ -124,13 +124,10 @@ def in_chunks(chunk_size: int) -> list[list[Chunk]]:
 
 
 def run(sequences: Sequences, batches: Sequence[Sequence[Chunk]], atol: float = 1e-5) -> None:
-    """Runs the batches and compares with whole sequences."""
+    """Runs the batches and compares the results with those of whole sequences."""
     for batch in batches:
         sequences.step(batch)
-    for actual, expected in zip(sequences.answers(), sequences.whole(), strict=True):
-        assert actual.keys() == expected.keys()
-        for name, array in actual.items():
-            np.testing.assert_allclose(array, expected[name], atol=atol, rtol=0)
+    assert_same(sequences.results(), sequences.whole(), atol)
 
 
 def mixed_params(info: ModelInfo) -> list[PoolingParams]:

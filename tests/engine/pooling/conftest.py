@@ -1,4 +1,4 @@
-"""Packed batches and models small enough to check by hand."""
+"""Small packed batches and models for the tests of pooling."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -12,9 +12,13 @@ from torch import Tensor
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
+from penstock.engine.pooling.array_ops import ArrayOps
+from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.kernels.cpu import shared_machine
 
 HIDDEN_SIZE = 24
 NUM_HEADS = 4
@@ -33,7 +37,7 @@ TASKS = {
 
 
 def make_info(kind: ModelKind = ModelKind.EMBEDDING, num_labels: int = NUM_LABELS, **changes: Any) -> ModelInfo:
-    """A resolved model; MEAN pooling, normalised, any width may be asked for."""
+    """A resolved model with MEAN pooling, normalised embeddings and any number of dimensions."""
     pooling = changes.get("sequence_pooling", (PoolingType.MEAN,))
     dense: Sequence[DenseSpec] = changes.get("dense", ())
     width = dense[-1].out_features if dense else HIDDEN_SIZE * len(pooling)
@@ -60,7 +64,7 @@ def make_info(kind: ModelKind = ModelKind.EMBEDDING, num_labels: int = NUM_LABEL
 
 
 class TinyModel(PackedModel):
-    """Heads only: the tests bring their own hidden states."""
+    """Heads only. The tests make the hidden states."""
 
     def __init__(self, num_labels: int = NUM_LABELS) -> None:
         torch.manual_seed(7)
@@ -69,16 +73,29 @@ class TinyModel(PackedModel):
         self.sequence_head = self.token_head = lambda rows: rows @ self.weight.T
 
     def forward(self, batch: Any, *, need_attention: bool = False) -> ModelOutput:
-        raise AssertionError("the tests bring their own hidden states")
+        raise AssertionError("the tests make the hidden states")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These tensors are tiny: on a busy machine the threads of torch would mostly wait for each other."""
+    """Runs torch on one thread. Its threads cost more than they save for tiny tensors on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def array_ops() -> ArrayOps:
+    machine = shared_machine()
+    if machine is None:
+        pytest.skip("the C library is not built")
+    return ArrayOps(machine)
+
+
+@pytest.fixture(params=["tensors", "arrays"])
+def ops(request: pytest.FixtureRequest) -> RowOps[Any]:
+    return TensorOps() if request.param == "tensors" else request.getfixturevalue("array_ops")
 
 
 @pytest.fixture
@@ -90,7 +107,7 @@ def hidden_states() -> Tensor:
 
 @pytest.fixture
 def attention_weights() -> Tensor:
-    """[T, H] float32; like attention, they sum to 1 over a sequence."""
+    """[T, H] float32; they sum to 1 over a sequence, as attention does."""
     torch.manual_seed(1)
     logits = torch.randn(sum(LENGTHS), NUM_HEADS)
     return torch.cat([part.softmax(dim=0) for part in logits.split(LENGTHS)])
@@ -116,7 +133,7 @@ def describe(
     skip_tokens: Tensor | None = None,
     device: str = "cpu",
 ) -> PoolingMetadata:
-    """Describes a batch as the runner does. Chunks reach from the first token to the last, if not said."""
+    """Describes a batch as the runner does. By default a chunk is the whole sequence."""
     if chunk_starts is None:
         chunk_starts = [0] * len(prompt_lens)
     if chunk_sizes is None:
@@ -146,11 +163,12 @@ def dense_chain(in_features: int = HIDDEN_SIZE, out_features: int = 10) -> torch
     return torch.nn.Sequential(torch.nn.Linear(in_features, out_features), torch.nn.Tanh()).requires_grad_(False)
 
 
-def assert_same(left: PoolerOutput[Tensor], right: PoolerOutput[Tensor], atol: float = 1e-6) -> None:
-    for a, b in zip(left.to_numpy(), right.to_numpy(), strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=0)
+def assert_same(left: Sequence[Any], right: Sequence[Any], atol: float = 1e-6) -> None:
+    """Compares the arrays of each sequence by name."""
+    for actual, expected in zip(left, right, strict=True):
+        assert actual.keys() == expected.keys()
+        for name, array in actual.items():
+            np.testing.assert_allclose(array, expected[name], atol=atol, rtol=0)
 
 
 def embedding_cases() -> Iterator[tuple[ModelInfo, list[torch.nn.Module]]]:
@@ -165,7 +183,7 @@ PoolAll = Callable[..., PoolerOutput[Tensor]]
 
 @pytest.fixture
 def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor) -> PoolAll:
-    """Pools the batch of whole sequences, or those `indices` of it alone."""
+    """Pools the batch of whole sequences, or only the sequences `indices`."""
 
     def run(
         pooler: ModelPooler[Tensor],

@@ -1,15 +1,16 @@
-"""The manager without a server: chunks in, the row of the whole sequence out."""
+"""ChunkedPoolingManager pools chunks to the row of the whole sequence."""
 
-import gc
-import weakref
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
 
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
 from penstock.engine.pooling.tensor_ops import TensorOps
@@ -18,6 +19,7 @@ from penstock.engine.protocol.tasks import PoolingType
 from .conftest import SEQUENCE_TYPES, describe
 
 WIDTH = 12
+DOCUMENT = Path(__file__).parents[3] / "docs" / "long-inputs.md"
 
 
 def rows(num_rows: int = 65, seed: int = 0) -> Tensor:
@@ -28,10 +30,22 @@ def whole(pooling_type: PoolingType, hidden: Tensor, weights: Tensor) -> Tensor:
     return PoolerFactory.create(pooling_type).pool(hidden, describe([len(hidden)]), weights[:, None])[0]
 
 
-@pytest.mark.parametrize("max_chunk_size", [None, 1, 10])
-@pytest.mark.parametrize("as_numpy", [False, True], ids=["torch", "numpy"])
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def manager_with(seq_len: int, strategy: Any = "mean", max_chunk_size: int | None = None) -> ChunkedPoolingManager[Any]:
+    """Returns a manager and starts the sequence "a"."""
+    manager = ChunkedPoolingManager(WIDTH, max_chunk_size, strategy)
+    manager.start_sequence("a", seq_len)
+    return manager
+
+
+@pytest.mark.parametrize(("max_chunk_size", "as_numpy"), [(None, False), (1, True), (10, False), (10, True)])
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_interleaved_sequences(pooling_type: PoolingType, as_numpy: bool, max_chunk_size: int | None) -> None:
+def test_interleaved_chunks_equal_whole_sequences(
+    pooling_type: PoolingType, as_numpy: bool, max_chunk_size: int | None
+) -> None:
     sequences = {name: rows(n, n) for name, n in {"a": 65, "b": 40, "c": 1}.items()}
     weights = torch.rand(65)
     manager = ChunkedPoolingManager(WIDTH, max_chunk_size, pooling_type)
@@ -40,41 +54,33 @@ def test_interleaved_sequences(pooling_type: PoolingType, as_numpy: bool, max_ch
     assert manager.get_pending_count() == 3
     for start in range(0, 65, 25):
         for name, hidden in sequences.items():
-            chunk = hidden[start : start + 25]
+            if start >= len(hidden):
+                continue
+            chunk: Any = hidden[start : start + 25]
             end = start + len(chunk)
-            if len(chunk):
-                given: Any = chunk.numpy() if as_numpy else chunk
-                needs_weights = pooling_type is PoolingType.ATTENTION and end == len(hidden)
-                is_complete = manager.process_chunk(name, given, weights[:end] if needs_weights else None)
-                assert is_complete is (end == len(hidden))
+            needs_weights = pooling_type is PoolingType.ATTENTION and end == len(hidden)
+            chunk_weights = weights[:end] if needs_weights else None
+            is_complete = manager.process_chunk(name, chunk.numpy() if as_numpy else chunk, chunk_weights)
+            assert is_complete is (end == len(hidden))
     for left, (name, hidden) in zip((2, 1, 0), sequences.items(), strict=True):
-        expected = whole(pooling_type, hidden, weights[: len(hidden)])
-        torch.testing.assert_close(manager.finalize(name), expected, atol=1e-6, rtol=1e-6)
+        assert_close(manager.finalize(name), whole(pooling_type, hidden, weights[: len(hidden)]))
         assert manager.get_pending_count() == left
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_float_types(dtype: torch.dtype) -> None:
+def test_every_float_dtype_is_pooled_as_float32(dtype: torch.dtype) -> None:
     hidden = rows().to(dtype)
-    manager = ChunkedPoolingManager(hidden_dim=WIDTH, max_chunk_size=8, strategy=PoolingType.MEAN)
-    manager.start_sequence(1, 65)
+    manager = manager_with(65, max_chunk_size=8)
     for part in hidden.requires_grad_().split(30):
-        manager.process_chunk(1, part)
-    pooled = manager.finalize(1)
+        manager.process_chunk("a", part)
+    pooled = manager.finalize("a")
     assert (pooled.dtype, pooled.requires_grad) == (torch.float32, False)
-    torch.testing.assert_close(pooled, hidden.detach().float().mean(0), atol=1e-6, rtol=1e-6)
-
-
-def test_several_types_are_concatenated() -> None:
-    manager = ChunkedPoolingManager(WIDTH, strategy=(PoolingType.MAX, PoolingType.LAST))
-    manager.start_sequence("a", 65)
-    assert [manager.process_chunk("a", part) for part in rows().split(30)] == [False, False, True]
-    assert torch.equal(manager.finalize("a"), torch.cat([rows().amax(0), rows()[-1]]))
+    assert_close(pooled, hidden.detach().float().mean(0))
 
 
 @pytest.mark.parametrize("tag", [None, 1, 99])
 @pytest.mark.parametrize("pooling_type", [PoolingType.ALL, PoolingType.STEP])
-def test_token_rows_come_back_with_their_chunk(pooling_type: PoolingType, tag: int | None) -> None:
+def test_token_rows_are_returned_with_their_chunk(pooling_type: PoolingType, tag: int | None) -> None:
     hidden, ids = rows(), np.arange(65) % 3
     manager = ChunkedPoolingManager(WIDTH, 10, pooling_type, step_tag_id=tag)
     manager.start_sequence("a", 65)
@@ -91,18 +97,8 @@ def test_token_rows_come_back_with_their_chunk(pooling_type: PoolingType, tag: i
     assert manager.get_pending_count() == 0
 
 
-def test_steps_need_token_ids() -> None:
-    manager = ChunkedPoolingManager(WIDTH, strategy=PoolingType.STEP, step_tag_id=1)
-    manager.start_sequence("a", 65)
-    with pytest.raises(ValueError, match="STEP pooling needs the token ids"):
-        manager.process_chunk("a", rows(10))
-    with pytest.raises(ValueError, match=r"token_ids must be \[10\]"):
-        manager.process_chunk("a", rows(10), token_ids=np.ones(9, np.int64))
-
-
-def test_mistakes_are_named_and_change_nothing() -> None:
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
+def test_wrong_chunks_are_refused_and_change_nothing() -> None:
+    manager = manager_with(20)
     manager.process_chunk("a", rows(20)[:5])
     with pytest.raises(ValueError, match="sequence 'a' is running already"):
         manager.start_sequence("a", 3)
@@ -120,22 +116,26 @@ def test_mistakes_are_named_and_change_nothing() -> None:
         manager.finalize("a")
     assert manager.process_chunk("a", rows(20)[5:]) is True
     torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0))
-    for call in (lambda: manager.finalize("a"), lambda: manager.process_chunk("a", rows(1))):
+    for call in (manager.finalize, lambda name: manager.process_chunk(name, rows(1))):
         with pytest.raises(KeyError, match="no sequence 'a' is running: never started, or finalized or cancelled"):
-            call()
+            call("a")
+
+
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="max_chunk_size is 0"):
         ChunkedPoolingManager(WIDTH, 0)
     with pytest.raises(ValueError, match="hidden_dim is 0"):
         ChunkedPoolingManager(0)
-    with pytest.raises(ValueError, match="no pooling type 'median'; known are CLS"):
-        ChunkedPoolingManager(WIDTH, strategy="median")
-    with pytest.raises(ValueError, match="sequence-level or a single token-level one"):
-        ChunkedPoolingManager(WIDTH, strategy=(PoolingType.ALL, PoolingType.MEAN))
+    steps = ChunkedPoolingManager(1, 1, strategy=PoolingType.STEP, step_tag_id=1)
+    steps.start_sequence("a", 1)
+    with pytest.raises(ValueError, match="STEP pooling needs the token ids"):
+        steps.process_chunk("a", rows(1)[:, :1])
+    with pytest.raises(ValueError, match=r"token_ids must be \[1\]"):
+        steps.process_chunk("a", rows(1)[:, :1], token_ids=np.ones(2, np.int64))
 
 
-def test_a_chunk_that_fails_half_way_can_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = ChunkedPoolingManager(WIDTH, 4, "mean")
-    manager.start_sequence("a", 20)
+def test_failed_chunk_can_be_processed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_with(20, max_chunk_size=4)
     manager.process_chunk("a", rows(20)[:5])
     real = PoolingStates.update
     calls: list[int] = []
@@ -150,24 +150,22 @@ def test_a_chunk_that_fails_half_way_can_come_again(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MemoryError):
         manager.process_chunk("a", rows(20)[5:])
     assert manager.process_chunk("a", rows(20)[5:]) is True
-    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+    assert_close(manager.finalize("a"), rows(20).mean(0))
 
 
-def test_attention_without_its_weights_stays_until_they_come() -> None:
-    manager = ChunkedPoolingManager(WIDTH, strategy=PoolingType.ATTENTION)
-    manager.start_sequence("a", 20)
+def test_attention_can_be_finalized_once_its_weights_came() -> None:
+    manager = manager_with(20, PoolingType.ATTENTION)
     manager.process_chunk("a", rows(20))
     with pytest.raises(ValueError, match="needs the attention weights"):
         manager.finalize("a")
     manager.process_chunk("a", rows(0), torch.full((20,), 0.05))
-    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+    assert_close(manager.finalize("a"), rows(20).mean(0))
 
 
 @pytest.mark.parametrize("strategy", ["mean", "Max", "first"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["numpy", "torch", "on the device"])
-def test_prefetched_rows_are_those_that_are_pooled(strategy: str, device: str, form: str) -> None:
-    """Chunks are loaded ahead, others of the same sequence without, beside those of another sequence."""
+def test_prefetched_chunks_are_pooled(strategy: str, device: str, form: str) -> None:
     sequences = {"a": rows(3000, 1), "b": rows(2000, 2)}
     manager = ChunkedPoolingManager(WIDTH, 300, strategy, device=device)
     parts: dict[str, list[Any]] = {}
@@ -182,11 +180,9 @@ def test_prefetched_rows_are_those_that_are_pooled(strategy: str, device: str, f
             if step < len(chunks):
                 assert manager.process_chunk(name, chunks[step]) is (step + 1 == len(chunks))
     for name, hidden in sequences.items():
-        weights = torch.ones(len(hidden))
-        expected = whole(PoolingType(strategy), hidden, weights)
         pooled = manager.finalize(name)
         assert pooled.device.type == device
-        torch.testing.assert_close(pooled.cpu(), expected, atol=1e-6, rtol=1e-6)
+        assert_close(pooled.cpu(), whole(PoolingType(strategy), hidden, torch.ones(len(hidden))))
 
 
 @pytest.fixture
@@ -206,96 +202,75 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_documented_loop_copies_each_chunk_once(copied: list[int]) -> None:
     chunks = [part.numpy() for part in rows(95).split(10)]
-    manager = ChunkedPoolingManager(WIDTH, strategy="mean")
-    manager.start_sequence("a", 95)
+    manager = manager_with(95)
     for chunk, chunk_after in pairwise([*chunks, None]):
         assert chunk is not None
         if chunk_after is not None:
             manager.prefetch("a", chunk_after)
         manager.process_chunk("a", chunk)
-    torch.testing.assert_close(manager.finalize("a"), rows(95).mean(0), atol=1e-6, rtol=1e-6)
+    assert_close(manager.finalize("a"), rows(95).mean(0))
     assert sorted(copied) == sorted(map(id, chunks))
 
 
-def test_prefetch_keeps_two_chunks_and_drops_the_oldest(copied: list[int]) -> None:
+def test_third_prefetched_chunk_replaces_the_oldest(copied: list[int]) -> None:
     chunks = [part.numpy() for part in rows(40).split(10)]
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 40)
+    manager = manager_with(40)
     for chunk in (*chunks[:3], chunks[2]):
         manager.prefetch("a", chunk)
     del copied[:]
     for chunk in chunks:
         manager.process_chunk("a", chunk)
     assert copied == [id(chunks[0]), id(chunks[3])]
-    torch.testing.assert_close(manager.finalize("a"), rows(40).mean(0), atol=1e-6, rtol=1e-6)
+    assert_close(manager.finalize("a"), rows(40).mean(0))
 
 
-@pytest.mark.parametrize("ends", ["cancel", "finalize"])
-def test_ended_sequence_releases_prefetched_chunks(ends: str) -> None:
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
-    spares = [np.zeros((5, WIDTH), np.float32) for _ in range(2)]
-    references = [weakref.ref(spare) for spare in spares]
-    manager.process_chunk("a", rows(20))
-    for spare in spares:
-        manager.prefetch("a", spare)
-    getattr(manager, ends)("a")
-    del spare, spares
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
-def test_rows_that_were_not_processed_in_the_end() -> None:
-    """Other rows than those that were prefetched count; a mistake in those that were is told when they are pooled."""
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
+def test_prefetched_chunk_that_is_not_processed_is_ignored() -> None:
+    manager = manager_with(20)
     manager.prefetch("a", torch.full((20, WIDTH), float("nan")))
     wrong = rows(20)[:, :3]
     manager.prefetch("a", wrong)
     with pytest.raises(ValueError, match=r"a chunk must be \[L, 12\]"):
         manager.process_chunk("a", wrong)
     assert manager.process_chunk("a", rows(20)) is True
-    torch.testing.assert_close(manager.finalize("a"), rows(20).mean(0), atol=1e-6, rtol=1e-6)
+    assert_close(manager.finalize("a"), rows(20).mean(0))
     with pytest.raises(KeyError, match="no sequence 'a' is running"):
         manager.prefetch("a", rows(20))
 
 
-def test_cancel() -> None:
-    manager = ChunkedPoolingManager(WIDTH)
-    manager.start_sequence("a", 20)
+def test_cancelled_sequence_can_be_started_again() -> None:
+    manager = manager_with(20)
     assert [manager.cancel("a"), manager.cancel("a"), manager.get_pending_count()] == [True, False, 0]
     manager.start_sequence("a", 3)
 
 
-def test_threads() -> None:
+def test_threads_may_pool_sequences_at_the_same_time() -> None:
     manager = ChunkedPoolingManager(WIDTH, 3)
 
-    def one(seq: int) -> Tensor:
+    def pool_one(seq: int) -> Tensor:
         manager.start_sequence(seq, 40)
         for part in rows(40, seq).split(7):
             manager.process_chunk(seq, part)
         return manager.finalize(seq)
 
     with ThreadPoolExecutor(8) as threads:
-        for seq, pooled in enumerate(threads.map(one, range(32))):
-            torch.testing.assert_close(pooled, rows(40, seq).mean(0), atol=1e-6, rtol=1e-6)
+        for seq, pooled in enumerate(threads.map(pool_one, range(32))):
+            assert_close(pooled, rows(40, seq).mean(0))
     assert manager.get_pending_count() == 0
 
 
 @pytest.mark.parametrize("strategy", ["last", "all"])
 def test_rows_are_pooled_on_the_device_of_the_manager(strategy: str) -> None:
-    """The device "meta" has shapes alone, and no operation takes a tensor of another device beside one of its own."""
+    """Operations on the device "meta" fail if a tensor is on another device."""
     manager = ChunkedPoolingManager(WIDTH, strategy=strategy, device="meta")
     manager.start_sequence("a", 20)
     manager.prefetch("a", chunk := rows(15))
-    kept = manager.process_chunk("a", chunk)
-    assert kept is False or (isinstance(kept, Tensor) and (kept.device.type, kept.shape) == ("meta", (15, WIDTH)))
+    result = manager.process_chunk("a", chunk)
+    assert result is False or (result.device.type, result.shape) == ("meta", (15, WIDTH))
     manager.process_chunk("a", rows(5).numpy())
     assert manager.finalize("a").device.type == "meta"
 
 
-def test_cancelled_sequence_of_a_batch_is_forgotten() -> None:
-    """A batch that has not been committed changes nothing, and a cancelled sequence begins anew."""
+def test_batch_that_is_not_committed_changes_nothing() -> None:
     manager = ChunkedPoolingManager(WIDTH, strategy="mean")
     for size in (20, 7):
         metadata = describe([40], chunk_sizes=[size], seq_ids=["a"])
@@ -312,14 +287,15 @@ def test_cancelled_sequence_of_a_batch_is_forgotten() -> None:
 
 
 def test_process_batch_equals_process_chunk() -> None:
-    together = ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last"))
-    alone = ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last"))
+    together, alone = (ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last")) for _ in range(2))
     hidden = {name: rows(65, seed) for seed, name in enumerate("abc")}
     for name in hidden:
         alone.start_sequence(name, 65)
     for start, end in ((0, 30), (30, 37), (37, 65)):
         metadata = describe([65] * 3, chunk_sizes=[end - start] * 3, chunk_starts=[start] * 3, seq_ids="abc")
         together.schedule(metadata)
+        cursor = metadata.cursors[2]
+        assert (cursor.start, cursor.global_start, cursor.global_end) == (start, 2 * (end - start), 3 * (end - start))
         packed = torch.cat([part[start:end] for part in hidden.values()])
         done, pooled = together.process_batch(metadata, packed, None, [0, 1, 2])
         together.commit(metadata)
@@ -327,3 +303,20 @@ def test_process_batch_equals_process_chunk() -> None:
             alone.process_chunk(name, part[start:end])
     assert (done, together.get_pending_count()) == ([0, 1, 2], 0)
     assert torch.equal(pooled, torch.stack([alone.finalize(name) for name in "abc"]))
+
+
+@pytest.mark.parametrize("chunk_size", [16, 512])
+def test_documented_decoder_loop_equals_one_forward(chunk_size: int) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(DOCUMENT), "exec"), names)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaModel(LlamaConfig(vocab_size=120, max_position_embeddings=256, **sizes)).eval()
+    prompts = {name: torch.randint(0, 120, (length,)).tolist() for name, length in (("a", 100), ("b", 7), ("c", 41))}
+    vectors = names["embed"](model, prompts, chunk_size)
+    assert sorted(vectors) == sorted(prompts)
+    for name, ids in prompts.items():
+        with torch.inference_mode():
+            hidden = model(torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(vectors[name], hidden.mean(0), atol=1e-5, rtol=1e-5)

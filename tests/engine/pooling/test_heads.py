@@ -1,4 +1,4 @@
-"""Heads against the same steps in plain torch."""
+"""Pooler heads give the results of the same steps in torch."""
 
 from typing import Any
 
@@ -9,10 +9,8 @@ from torch import Tensor
 
 from penstock.engine.pooling import ClassifierPoolerHead, EmbeddingPoolerHead
 from penstock.engine.pooling.tensor_ops import TensorOps
-from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.model_info import Activation, ModelKind
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.setting import json_object
 
 from .conftest import make_info
 
@@ -28,17 +26,18 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dimensions", [None, 1, 7, 24])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_cut_then_normalise(dimensions: int | None, normalize: bool) -> None:
+@pytest.mark.parametrize(("dimensions", "normalize"), [(None, True), (None, False), (1, False), (7, True), (24, True)])
+def test_rows_are_cut_before_they_are_normalised(dimensions: int | None, normalize: bool) -> None:
     params = [PoolingParams(dimensions=dimensions, normalize=normalize)] * 6
     values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
     expected = rows()[:, :dimensions]
     close(values, F.normalize(expected, dim=1) if normalize else expected)
     assert widths is None
+    zeros = torch.zeros(6, 24)
+    assert torch.equal(EmbeddingPoolerHead(OPS)(zeros, params)[0], zeros[:, :dimensions])
 
 
-def test_mixed_params() -> None:
+def test_each_row_takes_its_own_params() -> None:
     params = [PoolingParams(dimensions=d, normalize=n) for d in (None, 3, 24) for n in (True, False)]
     values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
     assert widths == (24, 24, 3, 3, 24, 24)
@@ -47,7 +46,7 @@ def test_mixed_params() -> None:
         close(row[:width], F.normalize(expected, dim=0) if p.normalize else expected)
 
 
-def test_projection_comes_before_the_cut() -> None:
+def test_dense_modules_run_before_the_cut() -> None:
     torch.manual_seed(1)
     chain = [torch.nn.Linear(24, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10, bias=False)]
     with torch.no_grad():
@@ -58,11 +57,6 @@ def test_projection_comes_before_the_cut() -> None:
     close(values, F.normalize(expected, dim=1))
 
 
-def test_zero_rows_stay_zero() -> None:
-    values, _ = EmbeddingPoolerHead(OPS)(torch.zeros(2, 24), [PoolingParams(normalize=True)] * 2)
-    assert torch.equal(values, torch.zeros(2, 24))
-
-
 def test_token_rows_take_the_params_of_their_sequence() -> None:
     params = [PoolingParams(dimensions=3, normalize=True), PoolingParams(normalize=False)]
     values, widths = EmbeddingPoolerHead(OPS)(rows(), params, (2, 4))
@@ -71,13 +65,13 @@ def test_token_rows_take_the_params_of_their_sequence() -> None:
     close(values[2:], rows()[2:])
     params = [PoolingParams(dimensions=width, normalize=False) for width in (3, 5)]
     values, widths = EmbeddingPoolerHead(OPS)(rows(), params, (2, 4))
-    assert (widths, values.shape) == ((3, 5), (6, 5))  # no wider than the widest
+    assert (widths, values.shape) == ((3, 5), (6, 5))
     assert EmbeddingPoolerHead(OPS)(rows(2), params)[0].shape == (2, 5)
 
 
 @pytest.mark.parametrize("widths", [(32,), (32, 8)])
-def test_no_row_is_wider_than_it_was(widths: tuple[int, ...]) -> None:
-    """A model that concatenates rows takes wider `dimensions` than its token rows have."""
+def test_dimensions_above_the_width_keep_the_width(widths: tuple[int, ...]) -> None:
+    """`dimensions` may be above the width of token rows if a model concatenates pooled rows."""
     params = [PoolingParams(dimensions=widths[i % len(widths)], normalize=False) for i in range(6)]
     values, given = EmbeddingPoolerHead(OPS)(rows(), params)
     assert values.shape == (6, 24)
@@ -85,18 +79,7 @@ def test_no_row_is_wider_than_it_was(widths: tuple[int, ...]) -> None:
     close(values[::2], rows()[::2])
 
 
-def test_scores_of_a_configuration_of_vllm() -> None:
-    """It subtracts `logit_bias` and multiplies with `logit_scale`; newer names are mean, and sigma that divides."""
-    older = PoolerConfig.from_dict(json_object('{"logit_bias": 4.5, "logit_scale": 0.25}'))
-    newer = PoolerConfig.from_dict(json_object('{"logit_mean": 4.5, "logit_sigma": 4}'))
-    for config in (older, newer):
-        assert config.logit_mean is not None
-        assert config.logit_sigma is not None
-        head, logits = classifier(1, logit_mean=config.logit_mean, logit_sigma=config.logit_sigma)
-        close(head(rows(), [PoolingParams()] * 6), torch.sigmoid((logits - 4.5) * 0.25))
-
-
-def test_results_never_alias_the_hidden_states() -> None:
+def test_results_do_not_share_memory_with_hidden_states() -> None:
     hidden = rows()
     values, _ = EmbeddingPoolerHead(OPS)(hidden, [PoolingParams(normalize=False)] * 6)
     hidden.zero_()
@@ -119,7 +102,7 @@ def classifier(num_labels: int = 5, **changes: Any) -> tuple[ClassifierPoolerHea
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("use_activation", [True, False, None])
-def test_scores(activation: Activation, use_activation: bool | None) -> None:
+def test_scores_are_scaled_before_the_activation(activation: Activation, use_activation: bool | None) -> None:
     head, logits = classifier(activation=activation, logit_mean=0.5, logit_sigma=2.0)
     logits = (logits - 0.5) / 2.0
     expected = logits if use_activation is False else ACTIVATIONS[activation](logits)
@@ -131,7 +114,7 @@ def test_softmax_of_one_label_is_sigmoid() -> None:
     close(head(rows(), [PoolingParams()] * 6), logits.sigmoid())
 
 
-def test_mixed_use_activation() -> None:
+def test_each_row_takes_its_own_use_activation() -> None:
     head, logits = classifier()
     params = [PoolingParams(use_activation=i % 2 == 0) for i in range(6)]
     expected = torch.where(torch.arange(6)[:, None] % 2 == 0, logits.softmax(dim=1), logits)
@@ -146,8 +129,8 @@ def test_columns_are_picked_before_the_activation() -> None:
     close(values, logits[:, [3, 0]].softmax(dim=1))
 
 
-def test_heads_stay_on_the_device_of_their_rows() -> None:
-    """The device "meta" has shapes alone, and no operation takes a tensor of another device beside one of its own."""
+def test_heads_compute_on_the_device_of_their_rows() -> None:
+    """Operations on the device "meta" fail if a tensor is on another device."""
     hidden = rows().to("meta")
     mixed = [PoolingParams(dimensions=d, normalize=n) for d, n in ((3, True), (5, False))]
     for params, row_lens in ((mixed * 3, None), (mixed, (2, 4)), ([PoolingParams(dimensions=5)] * 6, None)):

@@ -1,11 +1,30 @@
+"""Descriptions of a batch, cursors and names of pooling types."""
+
 import numpy as np
 import pytest
 import torch
 
-from penstock.engine.pooling import PoolerFactory, PoolingStrategy
+from penstock.engine.executors.cpu.packed_arrays import PackedArrays
+from penstock.engine.pooling import PoolerFactory, PoolingCursor, PoolingMetadata, PoolingStrategy
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import describe
+
+
+def test_cursor_counts_pooled_tokens() -> None:
+    cursor = PoolingCursor(5, row=3, num_scheduled=2)
+    assert (cursor.global_start, cursor.global_end, cursor.is_complete, cursor.remaining) == (3, 5, False, 5)
+    with pytest.raises(ValueError, match="advance by 6: 5 of 5 tokens remain"):
+        cursor.advance(6)
+    cursor.advance(2)
+    assert (cursor.start, cursor.num_scheduled, cursor.remaining, cursor.is_complete) == (2, 0, 3, False)
+    cursor.advance(3)
+    assert (cursor.is_complete, cursor.remaining) == (True, 0)
+    cursor.reset()
+    assert (cursor.start, cursor.remaining, cursor.is_complete) == (0, 5, False)
+    assert (cursor.global_start, cursor.global_end) == (0, 0)
 
 
 def test_whole_sequences_need_no_state() -> None:
@@ -13,6 +32,20 @@ def test_whole_sequences_need_no_state() -> None:
     assert not metadata.is_partial
     assert metadata.cu_seqlens.tolist() == [0, 2, 5]
     assert metadata.get_incomplete_indices() == []
+
+
+def test_batch_of_chunks_records_their_spans() -> None:
+    starts, lengths = [0, 3, 16], [7, 2, 24]
+    batch = PackedArrays.build([TokenizedInput(np.ones(n, np.int32)) for n in lengths], starts=starts)
+    params = [PoolingParams()] * 3
+    metadata = PoolingMetadata.for_batch(batch, params, seq_ids="abc", starts=starts, prompt_lens=[7, 5, 63])
+    assert metadata.chunks is not None
+    assert (metadata.chunks.starts.tolist(), metadata.chunks.ends.tolist()) == ([0, 3, 16], [7, 5, 40])
+    assert (metadata.is_partial, metadata.get_incomplete_indices()) == (True, [2])
+    assert not PoolingMetadata.for_batch(batch, params).is_partial
+    assert not PoolingMetadata.for_batch(batch, params, seq_ids="abc").is_partial
+    with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
+        PoolingMetadata.for_batch(batch, params, seq_ids="abc", prompt_lens=[7])
 
 
 def test_as_whole_counts_skipped_tokens_from_the_chunk() -> None:
@@ -36,7 +69,7 @@ def test_select_describes_some_sequences() -> None:
     assert [metadata.select(i)[0] for i in ([0, 1, 2], [1, 2], [])] == [slice(0, 6), slice(2, 6), slice(0, 0)]
 
 
-def test_select_leaves_out_rows_that_come_again() -> None:
+def test_select_new_only_leaves_out_repeated_rows() -> None:
     metadata = describe([6, 3, 9], chunk_sizes=[4, 3, 5], chunk_starts=[0, 0, 2], token_ids=torch.arange(12))
     assert metadata.chunks is not None
     metadata.chunks.num_pooled[:] = [1, 0, 8]
@@ -59,30 +92,26 @@ def test_select_leaves_out_rows_that_come_again() -> None:
         ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 do not lie in a sequence of 2"),
     ],
 )
-def test_lengths_that_do_not_fit(arguments: dict[str, list[int]], message: str) -> None:
+def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe([2, 3], **arguments)
 
 
-def test_names_of_strategies() -> None:
+def test_strategy_names_are_read_in_any_case() -> None:
     assert PoolingStrategy is PoolingType
-    names = ("mean", "First", "LAST_token", "attention_weighted", "mean_sqrt_len")
-    assert [PoolingStrategy(name) for name in names] == [
-        PoolingType.MEAN,
-        PoolingType.CLS,
-        PoolingType.LAST,
-        PoolingType.ATTENTION,
-        PoolingType.MEAN_SQRT_LEN,
-    ]
-    for wrong in ("median", "", 3, None):
-        with pytest.raises(ValueError, match=f"no pooling type {wrong!r}; known are CLS, LAST, MEAN, MAX"):
-            PoolerFactory.create(wrong)  # type: ignore[arg-type]
-
-
-def test_strategies_have_the_members_of_the_specification() -> None:
+    names = {
+        "mean": PoolingType.MEAN,
+        "First": PoolingType.CLS,
+        "LAST_token": PoolingType.LAST,
+        "Attention-Weighted": PoolingType.ATTENTION,
+        "attention_weighted": PoolingType.ATTENTION,
+        "mean_sqrt_len": PoolingType.MEAN_SQRT_LEN,
+    }
+    assert {name: PoolingStrategy(name) for name in names} == names
     assert PoolingStrategy.FIRST is PoolingType.CLS
     assert PoolingStrategy.LAST_TOKEN is PoolingType.LAST
     assert PoolingStrategy.ATTENTION_WEIGHTED is PoolingType.ATTENTION
-    for name in ("attention-weighted", "Attention-Weighted", "ATTENTION_weighted"):
-        assert PoolingStrategy(name) is PoolingType.ATTENTION
-    assert "FIRST" not in list(PoolingType)  # an alias is not listed by itself
+    assert "FIRST" not in list(PoolingType)  # an alias is not a member
+    for wrong in ("median", "", 3, None):
+        with pytest.raises(ValueError, match=f"no pooling type {wrong!r}; known are CLS, LAST, MEAN, MAX"):
+            PoolerFactory.create(wrong)  # type: ignore[arg-type]

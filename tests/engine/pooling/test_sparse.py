@@ -1,6 +1,5 @@
-"""Sparse vectors against plain loops: of logits over the vocabulary and of token weights, in blocks of any size."""
+"""Sparse vectors of vocabulary logits and of token weights equal plain loops."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import TokenMaps, sparse
-from penstock.engine.pooling.array_ops import ArrayOps
 from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.pooling.tensor_ops import TensorOps, tensor_pooler
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.kernels.cpu import shared_machine
 
+from ...kernels.parameters import every_pair
 from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info, resolved
 
 VOCAB_SIZE = 11
@@ -40,28 +38,25 @@ def to_weights(rows: Tensor) -> Tensor:
     return rows @ projection(1)
 
 
-@dataclasses.dataclass
-class Kind:
-    """Rows as tensors or as arrays."""
+class Rows:
+    """Hidden states and heads as tensors or as arrays."""
 
-    ops: RowOps[Any]
+    def __init__(self, ops: RowOps[Any]) -> None:
+        self.ops = ops
 
     def of(self, rows: Tensor) -> Any:
         return rows if isinstance(self.ops, TensorOps) else rows.numpy()
 
-    def head(self, to_rows: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-        return lambda rows: self.of(to_rows(torch.as_tensor(rows)))
-
     def pooler(self, recipe: SparsePooling, head: Callable[[Tensor], Tensor], **options: Any) -> SparsePooler[Any]:
-        return SparsePooler(self.ops, recipe, self.head(head), VOCAB_SIZE, **{"block_rows": 512, **options})
+        def map_rows(rows: Any) -> Any:
+            return self.of(head(torch.as_tensor(rows)))
+
+        return SparsePooler(self.ops, recipe, map_rows, VOCAB_SIZE, **{"block_rows": 512, **options})
 
 
-@pytest.fixture(params=["tensors", "arrays"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    machine = shared_machine()
-    if request.param == "arrays" and machine is None:
-        pytest.skip("the C library is not built")
-    return Kind(TensorOps() if request.param == "tensors" else ArrayOps(machine))
+@pytest.fixture
+def kind(ops: RowOps[Any]) -> Rows:
+    return Rows(ops)
 
 
 def vectors_of(pairs: Any, counts: Sequence[int]) -> list[dict[int, float]]:
@@ -89,82 +84,42 @@ def of_logits(rows: Tensor, recipe: SparsePooling) -> dict[int, float]:
     return vector
 
 
-@pytest.mark.parametrize("block_rows", [1, 4, 5, 31, 512])
-@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
-@pytest.mark.parametrize("log_twice", [False, True], ids=["", "twice"])
-@pytest.mark.parametrize("max_seqs", [0, 2, 100])
-def test_logits_over_the_vocabulary(
+@every_pair(
+    block_rows=[1, 4, 31, 50, 512],
+    is_sum=[False, True],
+    log_twice=[False, True],
+    max_seqs=[0, 2, 100],
+    stripe=[4, 11, 64],
+    padding=[0, 1, 53],
+    lengths=[LENGTHS, (0, 50, 0, 0, 58, 0)],
+)
+def test_vocabulary_logits_give_the_weights_of_the_formula(
     hidden_states: Tensor,
     monkeypatch: pytest.MonkeyPatch,
-    kind: Kind,
+    kind: Rows,
     block_rows: int,
     is_sum: bool,
     log_twice: bool,
     max_seqs: int,
+    stripe: int,
+    padding: int,
+    lengths: tuple[int, ...],
 ) -> None:
     monkeypatch.setattr(sparse, "_MAX_VALUES", max_seqs * VOCAB_SIZE)
+    monkeypatch.setattr(sparse, "_STRIPE", stripe)
     recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
     sizes: list[int] = []
 
     def head(rows: Tensor) -> Tensor:
         sizes.append(len(rows))
-        return to_logits(rows)
-
-    pooler = kind.pooler(recipe, head, block_rows=block_rows)
-    pairs, counts = pooler.pool(kind.of(hidden_states), describe(LENGTHS))
-    check(vectors_of(pairs, counts), [of_logits(rows, recipe) for rows in hidden_states.split(LENGTHS)])
-    assert sum(sizes) == len(hidden_states)
-    assert max(sizes) <= block_rows
-
-
-@pytest.mark.parametrize("block_rows", [1, 9, 50, 1 << 20])
-@pytest.mark.parametrize("width", [4, 11, 64])
-@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
-@pytest.mark.parametrize("lengths", [LENGTHS, (0, 50, 0, 0, 58, 0)], ids=["texts", "with_empty"])
-def test_blocks_and_stripes_change_nothing(
-    hidden_states: Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: Kind,
-    lengths: tuple[int, ...],
-    is_sum: bool,
-    width: int,
-    block_rows: int,
-) -> None:
-    """Blocks that end within a text, and columns that a program of the kernel can hold."""
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
-    pooler, whole = kind.pooler(recipe, to_logits, block_rows=block_rows), kind.pooler(recipe, to_logits)
-    bounds, rows = np.array([0, *np.cumsum(lengths)]), kind.of(hidden_states)
-    for part in (bounds, bounds[1:5], bounds[2:3].repeat(2)):
-        expected = whole._pool_logits(rows, part)
-        with monkeypatch.context() as patch:
-            patch.setattr(sparse, "_STRIPE", width)
-            actual = pooler._pool_logits(rows, part)
-        torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("padding", [1, 5, 53])
-@pytest.mark.parametrize("width", [4, 8, 64])
-@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
-def test_columns_beyond_the_vocabulary_are_left_out(
-    hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch, kind: Kind, is_sum: bool, width: int, padding: int
-) -> None:
-    """The head of a GPU pads its rows. Large values there would be seen."""
-    monkeypatch.setattr(sparse, "_STRIPE", width)
-    recipe, bounds = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum), np.array([0, *np.cumsum(LENGTHS)])
-
-    def padded(rows: Tensor) -> Tensor:
+        # A head on a GPU pads its columns. Large values in them would show in the result.
         return torch.nn.functional.pad(to_logits(rows), (0, padding), value=1e3)
 
-    rows = kind.of(hidden_states)
-    actual = kind.pooler(recipe, padded)._pool_logits(rows, bounds)
-    expected = kind.pooler(recipe, to_logits)._pool_logits(rows, bounds)
-    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), atol=0, rtol=0)
-
-
-def test_a_sequence_without_rows_has_no_entries(hidden_states: Tensor, kind: Kind) -> None:
-    lengths = (3, 0, 2)
-    pairs, counts = kind.pooler(BY_SPLADE, to_logits).pool(kind.of(hidden_states[:5]), describe(lengths))
-    check(vectors_of(pairs, counts), [of_logits(rows, BY_SPLADE) for rows in hidden_states[:5].split(lengths)])
+    pooler = kind.pooler(recipe, head, block_rows=block_rows)
+    pairs, counts = pooler.pool(kind.of(hidden_states), describe(lengths))
+    check(vectors_of(pairs, counts), [of_logits(rows, recipe) for rows in hidden_states.split(lengths)])
+    assert sum(sizes) == len(hidden_states)
+    assert max(sizes) <= block_rows
 
 
 def of_weights(rows: Tensor, ids: Tensor) -> dict[int, float]:
@@ -175,7 +130,7 @@ def of_weights(rows: Tensor, ids: Tensor) -> dict[int, float]:
     return vector
 
 
-def test_the_largest_weight_of_each_token_counts(hidden_states: Tensor, kind: Kind) -> None:
+def test_largest_weight_of_each_token_is_its_value(hidden_states: Tensor, kind: Rows) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (len(hidden_states),), generator=torch.Generator().manual_seed(2))
     pooler = kind.pooler(BY_TOKEN, to_weights, unweighted_ids=UNWEIGHTED_IDS)
     pairs, counts = pooler.pool(kind.of(hidden_states), describe(LENGTHS, token_ids=ids))
@@ -188,7 +143,7 @@ def test_the_largest_weight_of_each_token_counts(hidden_states: Tensor, kind: Ki
 
 
 @pytest.mark.parametrize("recipe", [BY_SPLADE, BY_TOKEN], ids=["logits", "weights"])
-def test_a_model_takes_the_head_of_its_recipe(recipe: SparsePooling, hidden_states: Tensor, token_ids: Tensor) -> None:
+def test_pooler_takes_the_head_of_its_recipe(recipe: SparsePooling, hidden_states: Tensor, token_ids: Tensor) -> None:
     tasks = (PoolingTask.SPARSE_EMBED, PoolingTask.EMBED)
     info = make_info(sparse=recipe, tasks=tasks, vocab_size=VOCAB_SIZE)
     model = TinyModel()

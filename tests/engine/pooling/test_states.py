@@ -1,5 +1,6 @@
-"""Chunks of one sequence, added one after another, finish to what the whole gives."""
+"""Chunks of a sequence give the pooled row of the whole sequence, with tensors and with arrays."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,9 @@ from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.states import update_states
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.kernels.cpu import shared_machine
 
-from .conftest import describe
+from .conftest import SEQUENCE_TYPES, describe
 
-SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
 TOKEN_TYPES = [t for t in PoolingType if t.is_token_level]
 
 
@@ -26,50 +25,47 @@ def rows(num_rows: int = 65, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return torch.randn(num_rows, 12).to(dtype), torch.rand(num_rows)
 
 
-@pytest.fixture(params=["tensors", "arrays"])
-def ops(request: pytest.FixtureRequest) -> RowOps[Any]:
-    machine = shared_machine()
-    if request.param == "arrays" and machine is None:
-        pytest.skip("the C library is not built")
-    return TensorOps() if request.param == "tensors" else ArrayOps(machine)
-
-
 def as_tensor(row: Any) -> Tensor:
     return row if isinstance(row, Tensor) else torch.from_numpy(row)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 65])
+def pool_whole(pooling_type: str, hidden: Any, weights: Any, skip_tokens: int = 0) -> Tensor:
+    metadata = describe([len(hidden)], skip_tokens=torch.tensor([skip_tokens], dtype=torch.int32))
+    return PoolerFactory.create(pooling_type).pool(hidden, metadata, weights[:, None])[0]
+
+
+def assert_close(row: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(as_tensor(row), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("chunk_size", "skip_tokens"), [(1, 3), (7, 0), (7, 70), (64, 3), (65, 0)])
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-@pytest.mark.parametrize("skip_tokens", [0, 3, 70])
-def test_chunks_of_either_kind_finish_to_the_whole(
-    ops: RowOps[Any], pooling_type: PoolingType, chunk_size: int, skip_tokens: int
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_give_the_row_of_the_whole_sequence(
+    ops: RowOps[Any], dtype: torch.dtype, pooling_type: PoolingType, chunk_size: int, skip_tokens: int
 ) -> None:
-    hidden, weights = rows()
+    hidden, weights = rows(dtype=dtype)
+    if isinstance(ops, ArrayOps):
+        hidden = hidden.float()  # numpy has no bfloat16
     states = PoolingStates.initialize(12, [pooling_type], ops)
     for start in range(0, len(hidden), chunk_size):
         part = slice(start, start + chunk_size)
         states.update(hidden[part], weights[: part.stop], skip_tokens=skip_tokens)
-    skip = torch.tensor([skip_tokens], dtype=torch.int32)
-    whole = PoolerFactory.create(pooling_type).pool(hidden, describe([65], skip_tokens=skip), weights[:, None])
+        states.finalize()  # keeps the state
     assert type(states.finalize()) is (Tensor if isinstance(ops, TensorOps) else np.ndarray)
-    torch.testing.assert_close(as_tensor(states.finalize()), whole[0], atol=1e-6, rtol=1e-6)
+    assert_close(states.finalize(), pool_whole(pooling_type, hidden, weights, skip_tokens))
 
 
-@pytest.mark.parametrize("values", [(1.0, 1e8, 1.0, -1e8), (1e8, 1.0, -1e8, 1.0), (1.0, -1e8, 1e8, 1.0)])
 @pytest.mark.parametrize(("strategy", "expected"), [("mean", 0.5), ("mean_sqrt_len", 1.0)])
-def test_rounding_errors_of_sums_are_kept(
-    ops: RowOps[Any], strategy: str, expected: float, values: tuple[float, ...]
-) -> None:
-    """float32 alone would give 0 or 1 for the sum, not 2."""
+def test_sums_are_accumulated_in_float64(ops: RowOps[Any], strategy: str, expected: float) -> None:
     states = PoolingStates.initialize(8, strategy, ops)
-    for value in values:
+    for value in (1.0, 1e8, 1.0, -1e8):
         states.update(np.full((1, 8), value, np.float32))
     assert states.finalize().tolist() == [expected] * 8
 
 
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_single_token_chunks_of_a_long_sequence(ops: RowOps[Any], pooling_type: PoolingType) -> None:
-    """A large common offset, so that a running sum in float32 drifts."""
+def test_thousand_chunks_of_one_token_equal_the_formula(ops: RowOps[Any], pooling_type: PoolingType) -> None:
     hidden, weights = rows(1000)
     hidden += 30
     states = PoolingStates.initialize(12, [pooling_type], ops)
@@ -88,47 +84,28 @@ def test_single_token_chunks_of_a_long_sequence(ops: RowOps[Any], pooling_type: 
     torch.testing.assert_close(as_tensor(states.finalize()), expected.float(), atol=0, rtol=1e-6)
 
 
-def test_poisoned_chunk_touches_no_other_state(ops: RowOps[Any]) -> None:
+def test_nan_in_one_chunk_leaves_other_states_finite(ops: RowOps[Any]) -> None:
     hidden = ops.rows_of(np.repeat(np.array([np.nan, 1.0], np.float32), 24).reshape(4, 12))
     states = [PoolingStates.initialize(12, ["mean", "max"], ops) for _ in range(2)]
     zeros, ends = np.zeros(2, np.int64), np.array([2, 4])
     update_states(states, hidden, ends - 2, ends, zeros, zeros, [None, None])
-    assert states[0].finalize()[0] != states[0].finalize()[0]
+    assert math.isnan(states[0].finalize()[0])
     assert states[1].finalize().tolist() == [1.0] * 24
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 65])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-@pytest.mark.parametrize("skip_tokens", [0, 3])
-def test_chunks_finish_to_the_whole(
-    pooling_type: PoolingType, dtype: torch.dtype, chunk_size: int, skip_tokens: int
-) -> None:
-    hidden, weights = rows(dtype=dtype)
-    states = PoolingStates.initialize(12, [pooling_type])
-    for start in range(0, len(hidden), chunk_size):
-        part = slice(start, start + chunk_size)
-        states.update(hidden[part], weights[: part.stop], skip_tokens=skip_tokens)
-    skip = torch.tensor([skip_tokens], dtype=torch.int32)
-    metadata = describe([len(hidden)], skip_tokens=skip)
-    whole = PoolerFactory.create(pooling_type).pool(hidden, metadata, weights[:, None])
-    torch.testing.assert_close(states.finalize(), whole[0], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
 @pytest.mark.parametrize("skip_tokens", [0, 25])
-def test_rows_that_come_again_are_left_out(pooling_type: PoolingType, skip_tokens: int) -> None:
+def test_repeated_rows_are_pooled_once(pooling_type: PoolingType, skip_tokens: int) -> None:
     hidden, weights = rows()
-    once, again = (PoolingStates.initialize(12, [pooling_type]) for _ in range(2))
-    once.update(hidden, weights, skip_tokens=skip_tokens)
+    states = PoolingStates.initialize(12, [pooling_type])
     for start, end in ((0, 20), (5, 15), (0, 30), (30, 50), (49, 65)):
-        again.update(hidden[start:end], weights[:end], chunk_start=start, skip_tokens=skip_tokens)
-        assert again.num_tokens == max(end, 20)
-    torch.testing.assert_close(again.finalize(), once.finalize(), atol=1e-6, rtol=1e-6)
+        states.update(hidden[start:end], weights[:end], chunk_start=start, skip_tokens=skip_tokens)
+        assert states.num_tokens == max(end, 20)
+    assert_close(states.finalize(), pool_whole(pooling_type, hidden, weights, skip_tokens))
 
 
 @pytest.mark.parametrize("pooling_type", TOKEN_TYPES)
-def test_token_level_states_count_and_keep_nothing(pooling_type: PoolingType) -> None:
+def test_token_level_states_count_tokens_and_keep_no_row(pooling_type: PoolingType) -> None:
     states = PoolingStates.initialize(12, [pooling_type])
     for part in rows()[0].split(30):
         states.update(part)
@@ -138,53 +115,49 @@ def test_token_level_states_count_and_keep_nothing(pooling_type: PoolingType) ->
         states.finalize()
 
 
-def test_attention_keeps_copies_of_its_rows_in_their_type() -> None:
+def test_attention_copies_its_rows_in_their_dtype() -> None:
     hidden, weights = rows(dtype=torch.bfloat16)
     buffer = torch.empty(30, 12, dtype=torch.bfloat16)
     states = PoolingStates.initialize(12, [PoolingType.ATTENTION])
     for part in hidden.split(30):
         buffer[: len(part)] = part
         states.update(buffer[: len(part)], weights if len(part) == 5 else None)
-    kept = torch.cat(states.rows)
-    assert kept.dtype is torch.bfloat16
-    assert torch.equal(kept, hidden)
-    expected = (weights[:, None] * hidden.float()).sum(0) / weights.sum()
-    torch.testing.assert_close(states.finalize(), expected, atol=1e-6, rtol=1e-6)
+    stored = torch.cat(states.rows)
+    assert stored.dtype is torch.bfloat16
+    assert torch.equal(stored, hidden)
+    assert_close(states.finalize(), (weights[:, None] * hidden.float()).sum(0) / weights.sum())
     states.update(hidden[:0])
     with pytest.raises(ValueError, match="needs the attention weights"):
         states.finalize()
 
 
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_weights_of_the_chunk_alone_are_refused(pooling_type: PoolingType) -> None:
+def test_weights_of_the_chunk_alone_change_nothing() -> None:
     hidden, weights = rows()
-    states = PoolingStates.initialize(12, [pooling_type])
+    states = PoolingStates.initialize(12, "attention")
     states.update(hidden[:60], weights[:60])
     with pytest.raises(ValueError, match=r"weights must be \[65\], those of all tokens .* 5 rows, got \[5\]"):
         states.update(hidden[60:], weights[60:])
-    states.update(hidden[60:], weights)  # the failed call has changed nothing
-    expected = PoolerFactory.create(pooling_type).pool(hidden, describe([65]), weights)
-    torch.testing.assert_close(states.finalize(), expected[0], atol=1e-6, rtol=1e-6)
+    states.update(hidden[60:], weights)
+    assert_close(states.finalize(), pool_whole("attention", hidden, weights))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_arrays_are_taken_like_tensors(pooling_type: PoolingType, dtype: type) -> None:
+def test_read_only_arrays_are_pooled_like_tensors(pooling_type: PoolingType, dtype: type) -> None:
     hidden, weights = (values.numpy().astype(dtype) for values in rows())
     hidden.flags.writeable = False
     states = PoolingStates.initialize(12, [pooling_type])
     for start in range(0, 65, 30):
         end = min(start + 30, 65)
         states.update(hidden[start:end], weights[:end])
+    expected = pool_whole(pooling_type, *(torch.from_numpy(v.astype(np.float32)) for v in (hidden, weights)))
     pooler = PoolerFactory.create(pooling_type)
-    tensors = torch.from_numpy(hidden.astype(np.float32)), torch.from_numpy(weights.astype(np.float32))
-    expected = pooler.pool(tensors[0], describe([65]), tensors[1])
-    torch.testing.assert_close(pooler.pool(hidden, describe([65]), weights), expected)
-    torch.testing.assert_close(pooler.pool(hidden, describe([65]), weights[:, None]), expected)
-    torch.testing.assert_close(states.finalize(), expected[0], atol=1e-6, rtol=1e-6)
+    assert_close(pooler.pool(hidden, describe([65]), weights)[0], expected)
+    assert_close(pool_whole(pooling_type, hidden, weights), expected)
+    assert_close(states.finalize(), expected)
 
 
-def test_attention_weights_of_another_shape_are_refused() -> None:
+def test_attention_weights_of_wrong_shape_are_refused() -> None:
     hidden, weights = rows()
     pooler = PoolerFactory.create(PoolingType.ATTENTION)
     with pytest.raises(ValueError, match=r"must be \[T, H\] or \[T\], got \[65, 1, 1\]"):
@@ -193,12 +166,7 @@ def test_attention_weights_of_another_shape_are_refused() -> None:
         pooler.pool(hidden, describe([65]), weights[:60])
 
 
-def test_token_pooler_takes_an_array() -> None:
-    hidden, _ = rows()
-    assert torch.equal(PoolerFactory.create("all").pool(hidden.numpy(), describe([60, 5])), hidden)
-
-
-def test_only_last_may_leave_tokens_out() -> None:
+def test_only_last_accepts_a_gap_before_a_chunk() -> None:
     hidden, _ = rows()
     last = PoolingStates.initialize(12, [PoolingType.LAST])
     last.update(hidden[:4], chunk_start=10)
@@ -209,7 +177,7 @@ def test_only_last_may_leave_tokens_out() -> None:
         PoolingStates.initialize(12, [PoolingType.MEAN]).update(hidden, chunk_start=10)
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_copy_is_updated_without_the_original() -> None:
     hidden, weights = rows()
     states = PoolingStates.initialize(12, [PoolingType.MAX, PoolingType.MEAN, PoolingType.ATTENTION])
     states.update(hidden[:40])
@@ -220,50 +188,43 @@ def test_a_copy_goes_its_own_way() -> None:
     assert copy.finalize()[0] == 9
 
 
-@pytest.mark.parametrize("strategy", ["mean", "Mean", PoolingType.MEAN, ["MEAN"], (PoolingType.MEAN,)])
-def test_a_strategy_by_name(strategy: str | list[str]) -> None:
-    states = PoolingStates.initialize(12, strategy)
-    assert states.pooling_types == (PoolingType.MEAN,)
-    states.update(rows()[0])
-    torch.testing.assert_close(states.finalize(), rows()[0].mean(0), atol=1e-6, rtol=1e-6)
-    assert PoolingStates.initialize(hidden_dim=12, strategy=["max", "first"]).finalize().shape == (24,)
-    with pytest.raises(ValueError, match="no pooling type 'median'; known are CLS, LAST, MEAN"):
-        PoolingStates.initialize(12, "median")
-
-
-def test_types_are_concatenated_in_order() -> None:
-    hidden, _ = rows()
-    states = PoolingStates.initialize(12, [PoolingType.MAX, PoolingType.CLS])
-    for part in hidden.split(9):
-        states.update(part)
-    expected = torch.cat([hidden.amax(0), hidden[0]])
-    torch.testing.assert_close(states.finalize(), expected, atol=0, rtol=0)
-
-
-def test_finalize_leaves_the_state_as_it_is() -> None:
-    hidden, _ = rows()
-    states = PoolingStates.initialize(12, [PoolingType.MEAN])
-    for part in hidden.split(9):
-        states.update(part)
-        states.finalize()
-    torch.testing.assert_close(states.finalize(), hidden.mean(0), atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("strategy", ["Mean", PoolingType.MEAN, ["MEAN"], (PoolingType.MEAN,)])
+def test_strategy_is_one_name_or_a_list(strategy: str | list[str]) -> None:
+    assert PoolingStates.initialize(12, strategy).pooling_types == (PoolingType.MEAN,)
+    assert PoolingStates.initialize(hidden_dim=12, strategy=["max", "first"]).finalize().tolist() == [0.0] * 24
 
 
 @pytest.mark.parametrize(
-    "types", [[], [PoolingType.ALL, PoolingType.MEAN], [PoolingType.MEAN, PoolingType.STEP]], ids=str
+    ("types", "message"),
+    [
+        ([], "sequence-level or a single token-level one"),
+        ([PoolingType.ALL, PoolingType.MEAN], "sequence-level or a single token-level one"),
+        ([PoolingType.MEAN, PoolingType.STEP], "sequence-level or a single token-level one"),
+        ("median", "no pooling type 'median'; known are CLS, LAST, MEAN"),
+    ],
+    ids=str,
 )
-def test_types_that_do_not_go_together(types: list[PoolingType]) -> None:
-    with pytest.raises(ValueError, match="sequence-level or a single token-level one"):
+def test_types_that_cannot_be_combined_are_refused(types: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         PoolingStates.initialize(12, types)
 
 
-def test_every_type_has_a_pooler() -> None:
+def test_every_pooling_type_has_a_pooler() -> None:
     for pooling_type in PoolingType:
         pooler = PoolerFactory.create(pooling_type)
+        assert pooler.pooling_type is pooling_type
         assert isinstance(pooler, SequencePooler) is not pooling_type.is_token_level
+    hidden, _ = rows()
+    assert torch.equal(PoolerFactory.create("all").pool(hidden.numpy(), describe([60, 5])), hidden)
+
+
+@pytest.mark.parametrize("name", ["mean", "attention", "all"])
+def test_pooler_refuses_chunks(name: str) -> None:
+    with pytest.raises(ValueError, match="takes whole sequences"):
+        PoolerFactory.create(name).pool(torch.zeros(4, 12), describe([9], chunk_sizes=[4]))
 
 
 @pytest.mark.parametrize("head", [-1, 4])
-def test_attention_head_out_of_range(head: int) -> None:
+def test_attention_head_out_of_range_is_refused(head: int) -> None:
     with pytest.raises(ValueError, match=f"attention_head is {head}; the model has 4 heads"):
         PoolerFactory.create(PoolingType.ATTENTION, attention_head=head, num_heads=4)

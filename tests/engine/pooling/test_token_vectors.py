@@ -1,4 +1,4 @@
-"""Vectors of tokens: which are left out, how they compare with a query's, and several outputs of one batch."""
+"""Token vectors: skip words, late interaction with a query, and several outputs of a sequence."""
 
 import numpy as np
 import pytest
@@ -34,28 +34,16 @@ def make_pooler(
     return tensor_pooler(info, TinyModel(), maps=TokenMaps(skip_ids=skip_ids)), params
 
 
-def kept_rows(hidden_states: Tensor, token_ids: Tensor) -> list[Tensor]:
-    kept = [
-        rows[~torch.isin(ids, torch.tensor(SKIP_IDS))]
+def vectors_without(hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...]) -> list[Tensor]:
+    """Returns the vectors of each sequence, those of `skip_ids` left out."""
+    return [
+        torch.nn.functional.normalize(rows[~torch.isin(ids, torch.tensor(skip_ids))], dim=1)
         for rows, ids in zip(hidden_states.split(LENGTHS), token_ids.split(LENGTHS), strict=True)
     ]
-    return [torch.nn.functional.normalize(rows, dim=1) for rows in kept]
-
-
-def test_tokens_are_left_out_of_documents_alone(hidden_states: Tensor, token_ids: Tensor) -> None:
-    pooler, document = make_pooler()
-    params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
-    metadata = describe(LENGTHS, params, token_ids=token_ids)
-    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
-    for i, expected in enumerate(kept_rows(hidden_states, token_ids)):
-        if i % 2:
-            assert len(arrays[i]["token_embeddings"]) == LENGTHS[i]
-        else:
-            np.testing.assert_allclose(arrays[i]["token_embeddings"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("cuts", [(), (10,), (4, 5, 30)], ids=str)
-def test_chunks_of_documents_compare_like_whole_ones(
+def test_chunked_documents_score_like_whole_ones(
     hidden_states: Tensor, token_ids: Tensor, cuts: tuple[int, ...]
 ) -> None:
     pooler, params = make_pooler()
@@ -83,7 +71,7 @@ def test_chunks_of_documents_compare_like_whole_ones(
         manager.commit(metadata)
         for place, i in enumerate(members):
             parts[i].append(output.to_numpy()[place]["similarities"])
-    for i, vectors in enumerate(kept_rows(hidden_states, token_ids)):
+    for i, vectors in enumerate(vectors_without(hidden_states, token_ids, SKIP_IDS)):
         similarities = np.concatenate(parts[i])
         assert similarities.shape[1] == len(own[i])
         expected = float((torch.from_numpy(own[i]) @ vectors.T).amax(1).sum()) if len(vectors) else 0.0
@@ -103,7 +91,7 @@ def test_compared_documents_share_a_batch_with_others(hidden_states: Tensor, tok
     assert [arrays[i]["similarities"].shape for i in (0, 2)] == [(0, 2), (1, 2)]
 
 
-def test_a_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
+def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids: Tensor) -> None:
     pooler, params = make_pooler()
     metadata = describe(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
     metadata.queries = [None] * NUM_SEQS
@@ -126,7 +114,7 @@ def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
             assert len(own.get("token_embeddings", range(LENGTHS[i]))) == LENGTHS[i]
 
 
-def test_a_model_with_vectors_of_its_own_has_none_for_the_first_token(hidden_states: Tensor) -> None:
+def test_vector_head_leaves_out_the_first_token(hidden_states: Tensor) -> None:
     info = make_info(normalize=False)
     pooler = tensor_pooler(info, TinyModel(), maps=TokenMaps(vectors=lambda rows: 2 * rows[:, :7]))
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
@@ -139,18 +127,19 @@ def test_a_model_with_vectors_of_its_own_has_none_for_the_first_token(hidden_sta
     np.testing.assert_allclose(arrays[2]["token_embeddings"], 2 * hidden_states[3:5, :7])
 
 
-@pytest.mark.parametrize("skip_ids", [(), (3,)])
+@pytest.mark.parametrize("skip_ids", [(), (3,), SKIP_IDS])
 @pytest.mark.parametrize("skips_queries", [False, True])
-def test_few_tokens_may_be_left_out_or_none(
+def test_skip_words_of_documents_have_no_vector(
     hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...], skips_queries: bool
 ) -> None:
     pooler, document = make_pooler(skips_queries=skips_queries, skip_ids=skip_ids)
     params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
     metadata = describe(LENGTHS, params, token_ids=token_ids)
     arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
-    for p, own, ids in zip(params, arrays, token_ids.split(LENGTHS), strict=True):
-        num_left_out = sum(int(i) in skip_ids for i in ids) if skips_queries or not p.is_query else 0
-        assert len(own["token_embeddings"]) == len(ids) - num_left_out
+    filtered, unfiltered = (vectors_without(hidden_states, token_ids, ids) for ids in (skip_ids, ()))
+    for i, own in enumerate(arrays):
+        is_filtered = skips_queries or not params[i].is_query
+        np.testing.assert_allclose(own["token_embeddings"], (filtered if is_filtered else unfiltered)[i], atol=1e-6)
     bare = describe(LENGTHS, [document] * NUM_SEQS)
     if skip_ids:
         with pytest.raises(ValueError, match="needs the token ids of the batch"):

@@ -1,6 +1,5 @@
-"""However sequences are cut, interleaved, computed again or begun late: the answers are those of whole sequences."""
+"""ModelPooler gives the same results for chunks as for whole sequences."""
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -10,12 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ChunkedPoolingManager, PoolingMetadata, PoolingStates, poolers, tensor_ops
+from penstock.engine.pooling import ChunkedPoolingManager, PoolingStates, tensor_ops
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
-from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .chunking import NUM_SEQS, Chunk, Sequences, in_chunks, mixed_params, run
@@ -39,17 +36,35 @@ by_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-@pytest.mark.parametrize("with_skip", [False, True], ids=["", "skip"])
+def embedding_sequences(*types: PoolingType, **changes: Any) -> Sequences:
+    info = make_info(sequence_pooling=types or (PoolingType.MEAN,), **changes)
+    return Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+
+
+def token_sequences(**fields: Any) -> Sequences:
+    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
+    params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS
+    return Sequences(tensor_pooler(info, TinyModel()), params)
+
+
+@pytest.mark.parametrize(("chunk_size", "with_skip"), [(1, False), (7, True), (64, True)])
 @by_case
-def test_embeddings(info: ModelInfo, dense: list[torch.nn.Module], chunk_size: int, with_skip: bool) -> None:
+def test_chunked_embeddings_equal_whole_ones(
+    info: ModelInfo, dense: list[torch.nn.Module], chunk_size: int, with_skip: bool
+) -> None:
     pooler = tensor_pooler(info, TinyModel(), dense)
     run(Sequences(pooler, mixed_params(info), SKIP_TOKENS if with_skip else None), in_chunks(chunk_size))
 
 
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+def test_chunked_bfloat16_embeddings_equal_whole_ones(pooling_type: PoolingType) -> None:
+    info = make_info(sequence_pooling=(pooling_type,))
+    run(Sequences(tensor_pooler(info, TinyModel()), mixed_params(info), dtype=torch.bfloat16), in_chunks(7))
+
+
 @pytest.mark.parametrize("chunk_size", [1, 7])
 @pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_classes(pooling_type: PoolingType, chunk_size: int) -> None:
+def test_chunked_class_scores_equal_whole_ones(pooling_type: PoolingType, chunk_size: int) -> None:
     info = make_info(ModelKind.CROSS_ENCODER, sequence_pooling=(pooling_type,))
     tasks = (PoolingTask.CLASSIFY, PoolingTask.SCORE)
     params = [resolved(info, tasks[i % 2], use_activation=i % 3 == 0) for i in range(NUM_SEQS)]
@@ -58,7 +73,7 @@ def test_classes(pooling_type: PoolingType, chunk_size: int) -> None:
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 @pytest.mark.parametrize("pooling_type", [PoolingType.ALL, PoolingType.STEP])
-def test_token_scores(pooling_type: PoolingType, chunk_size: int) -> None:
+def test_chunked_token_scores_equal_whole_ones(pooling_type: PoolingType, chunk_size: int) -> None:
     info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=pooling_type)
     options: list[dict[str, Any]] = [{}] * NUM_SEQS
     if pooling_type is PoolingType.STEP:
@@ -70,16 +85,12 @@ def test_token_scores(pooling_type: PoolingType, chunk_size: int) -> None:
     run(Sequences(tensor_pooler(info, TinyModel()), params), in_chunks(chunk_size))
 
 
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_bfloat16(pooling_type: PoolingType) -> None:
-    info = make_info(sequence_pooling=(pooling_type,))
-    run(Sequences(tensor_pooler(info, TinyModel()), mixed_params(info), dtype=torch.bfloat16), in_chunks(7))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @by_case
-def test_on_the_device(info: ModelInfo, dense: list[torch.nn.Module], dtype: torch.dtype) -> None:
+def test_chunked_embeddings_on_cuda_equal_whole_ones(
+    info: ModelInfo, dense: list[torch.nn.Module], dtype: torch.dtype
+) -> None:
     pooler = tensor_pooler(info, TinyModel(), [deepcopy(module).cuda() for module in dense])
     run(Sequences(pooler, mixed_params(info), SKIP_TOKENS, dtype, "cuda"), in_chunks(7))
 
@@ -89,7 +100,7 @@ def test_on_the_device(info: ModelInfo, dense: list[torch.nn.Module], dtype: tor
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[list[Chunk]]:
-    """Batches of random chunks. A preempted sequence begins again at an earlier token."""
+    """Draws batches of random chunks. A preempted sequence starts again at an earlier token."""
     computed = [0] * NUM_SEQS
     batches = []
     preemptions = draw(st.integers(0, 6))
@@ -113,7 +124,7 @@ RANDOM_CASES = [*CASES, (make_info(dense=CASES[-2][0].dense, sequence_pooling=(P
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules(), case=st.sampled_from(RANDOM_CASES), with_skip=st.booleans())
-def test_random_schedules_with_preemption(
+def test_random_chunks_with_preemption_equal_whole_sequences(
     schedule: list[list[Chunk]], case: tuple[ModelInfo, list[torch.nn.Module]], with_skip: bool
 ) -> None:
     info, dense = case
@@ -123,23 +134,17 @@ def test_random_schedules_with_preemption(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules())
-def test_random_steps_with_preemption(schedule: list[list[Chunk]]) -> None:
-    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
-    params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag) for tag in (1, None, 2, 0, 1, 99)]
-    run(Sequences(tensor_pooler(info, TinyModel()), params), schedule)
+def test_random_chunks_of_step_models_equal_whole_sequences(schedule: list[list[Chunk]]) -> None:
+    sequences = token_sequences()
+    info = sequences.pooler._info
+    sequences.params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag) for tag in (1, None, 2, 0, 1, 99)]
+    run(sequences, schedule)
 
 
-# What goes out with which chunk ----------------------------------------------------------------------------------
+# The results of one chunk ----------------------------------------------------------------------------------------
 
 
-def token_classifier(**fields: Any) -> Sequences:
-    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
-    return Sequences(
-        tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS
-    )
-
-
-def test_token_rows_go_out_with_their_chunk_and_are_kept_nowhere() -> None:
+def test_token_rows_are_sent_with_their_chunk_and_not_stored() -> None:
     info = make_info()
     params = [resolved(info, PoolingTask.TOKEN_EMBED, dimensions=5)] * NUM_SEQS
     sequences = Sequences(tensor_pooler(info, TinyModel()), params)
@@ -153,22 +158,22 @@ def test_token_rows_go_out_with_their_chunk_and_are_kept_nowhere() -> None:
 
 
 def test_rows_computed_again_are_not_sent_again() -> None:
-    sequences = token_classifier()
+    sequences = token_sequences()
     batches = [[Chunk(3, 0, 20)], [Chunk(3, 0, 12)], [Chunk(3, 12, 30)], [Chunk(3, 25, 63)]]
     shapes = [sequences.step(batch)[0]["token_scores"].shape for batch in batches]
     assert shapes == [(20, NUM_LABELS), (0, NUM_LABELS), (10, NUM_LABELS), (33, NUM_LABELS)]
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, NUM_LABELS), ((0, 2), 2)])
-def test_no_step_in_a_chunk_is_no_row_of_the_right_width(columns: tuple[int, ...] | None, width: int) -> None:
-    sequences = token_classifier(step_tag_id=99, returned_token_ids=columns)
+def test_chunk_without_steps_has_no_rows_of_the_right_width(columns: tuple[int, ...] | None, width: int) -> None:
+    sequences = token_sequences(step_tag_id=99, returned_token_ids=columns)
     for batch in ([Chunk(3, 0, 20), Chunk(2, 0, 7)], [Chunk(3, 20, 63)]):
         for arrays in sequences.step(batch):
             assert arrays["token_scores"].shape == (0, width)
             assert arrays["token_scores"].dtype == np.float32
 
 
-def test_an_incomplete_embedding_has_no_array() -> None:
+def test_incomplete_embedding_has_no_array() -> None:
     info = make_info()
     sequences = Sequences(tensor_pooler(info, TinyModel()), mixed_params(info))
     arrays = sequences.step([Chunk(0, 0, 1), Chunk(3, 0, 20), Chunk(5, 0, 4)])
@@ -183,8 +188,7 @@ def test_an_incomplete_embedding_has_no_array() -> None:
 
 
 @pytest.mark.parametrize("with_skip", [False, True], ids=["", "skip"])
-def test_last_may_begin_late(with_skip: bool) -> None:
-    """Chunks after tokens that never were rows: all of the rest, or the rest in two."""
+def test_last_pools_chunks_after_a_cached_prefix(with_skip: bool) -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,))
     params = [resolved(info, PoolingTask.EMBED, dimensions=d) for d in (None, 5, 3, None, 2, None)]
     skip = torch.tensor([0, 1, 6, 50, 5, 29], dtype=torch.int32) if with_skip else None
@@ -193,16 +197,14 @@ def test_last_may_begin_late(with_skip: bool) -> None:
     run(sequences, [first, [Chunk(3, 48, 63), Chunk(1, 0, 2), Chunk(5, 25, 30)]])
 
 
-def test_last_with_hits_alone_is_one_kernel_call_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = make_info(sequence_pooling=(PoolingType.LAST,))
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+def test_last_chunks_after_cached_prefixes_need_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = embedding_sequences(PoolingType.LAST)
     batch = [Chunk(i, length // 2, length) for i, length in enumerate(LENGTHS)]
     monkeypatch.setattr(PoolingStates, "initialize", None)
     run(sequences, [batch])
 
 
-def test_no_more_rows_leave_the_last_one_as_it_is() -> None:
-    """The last chunk came with none: what its sequence gave before is the answer."""
+def test_last_chunk_without_rows_gives_the_stored_row() -> None:
     info = make_info(sequence_pooling=(PoolingType.LAST,), normalize=False)
     hidden = torch.randn(9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
     manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="last")
@@ -218,43 +220,37 @@ def test_no_more_rows_leave_the_last_one_as_it_is() -> None:
     "types", [*((t,) for t in SEQUENCE_TYPES if t is not PoolingType.LAST), (PoolingType.LAST, PoolingType.MEAN)]
 )
 @pytest.mark.parametrize("end", [50, 63])
-def test_other_types_need_every_row(types: tuple[PoolingType, ...], end: int) -> None:
-    info = make_info(sequence_pooling=types)
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+def test_other_types_refuse_a_gap_before_a_chunk(types: tuple[PoolingType, ...], end: int) -> None:
     with pytest.raises(ValueError, match=rf"{'.'.join(types)} pooling needs every row, but a chunk begins at 16 and 0"):
-        sequences.step([Chunk(2, 0, 7), Chunk(3, 16, end)])
+        embedding_sequences(*types).step([Chunk(2, 0, 7), Chunk(3, 16, end)])
 
 
 @pytest.mark.parametrize("end", [50, 63])
-def test_token_rows_need_every_row(end: int) -> None:
-    sequences = token_classifier()
+def test_token_rows_refuse_a_gap_before_a_chunk(end: int) -> None:
+    sequences = token_sequences()
     sequences.step([Chunk(3, 0, 9)])
     with pytest.raises(ValueError, match="STEP pooling needs every row, but a chunk begins at 16 and 9 tokens"):
         sequences.step([Chunk(3, 16, end)])
 
 
-# What a mixed batch costs ----------------------------------------------------------------------------------------
+# Whole sequences beside chunks -----------------------------------------------------------------------------------
 
 
-def test_whole_sequences_beside_a_chunk_go_through_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
+def test_whole_sequences_beside_a_chunk_take_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
     real = tensor_ops.pool
 
     def counted(hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append((len(hidden_states), len(cu_seqlens) - 1))
+        calls.append((len(hidden_states), len(cu_seqlens) - 1))
         return real(hidden_states, cu_seqlens, *args, **kwargs)
 
     monkeypatch.setattr(tensor_ops, "pool", counted)
-    info = make_info()
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
-    batch = [*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)]
-    sequences.step(batch)
-    assert seen == [(15, 4), (40, 1)]
+    embedding_sequences().step([*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)])
+    assert calls == [(15, 4), (40, 1)]
 
 
-def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> None:
-    info = make_info()
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+def test_whole_sequence_after_a_chunk_ignores_its_state() -> None:
+    sequences = embedding_sequences()
     sequences.manager.start_sequence(3, 63)
     sequences.manager.process_chunk(3, torch.full((20, HIDDEN_SIZE), float("nan")))
     sequences.step([Chunk(3, 0, 63)])
@@ -266,7 +262,7 @@ def test_a_sequence_that_comes_again_as_a_whole_needs_its_state_no_more() -> Non
 def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
     types: tuple[PoolingType, ...], place: int
 ) -> None:
-    """The weights of a later chunk begin with those of the tokens before it, which have no rows in the batch."""
+    """The attention weights of a later chunk start with those of earlier tokens, which have no rows in the batch."""
     info = make_info(sequence_pooling=types)
     sequences = Sequences(tensor_pooler(info, TinyModel()), mixed_params(info))
     sequences.step([Chunk(3, 0, 20), Chunk(4, 0, 5)])
@@ -274,12 +270,11 @@ def test_whole_sequences_beside_a_later_chunk_take_their_own_weights(
     run(sequences, [[*whole[:place], Chunk(3, 20, 63), *whole[place:]]])
 
 
-# The runner's part -----------------------------------------------------------------------------------------------
+# Errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
-    info = make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION))
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+def test_batch_that_is_not_committed_can_run_again() -> None:
+    sequences = embedding_sequences(PoolingType.MEAN, PoolingType.ATTENTION)
     sequences.step([Chunk(3, 0, 20)])
     batch, sequence = [Chunk(3, 20, 63)], sequences.manager._running[3]
     for _ in range(2):
@@ -291,32 +286,7 @@ def test_a_batch_that_fails_leaves_the_states_of_its_caller_alone() -> None:
         assert (sequence.cursor.start, sequence.states.num_tokens, len(sequence.states.rows)) == (20, 20, 1)
 
 
-def packed(batch: Sequence[Chunk]) -> PackedArrays:
-    inputs = [TokenizedInput(np.ones(s.end - s.start, np.int32), num_prompt_tokens=1) for s in batch]
-    return PackedArrays.build(inputs, starts=[s.start for s in batch])
-
-
-def test_description_says_where_chunks_begin() -> None:
-    info = make_info(sequence_pooling=(PoolingType.LAST,))
-    params = [resolved(info, PoolingTask.EMBED)] * 3
-    batch = [Chunk(2, 0, 7), Chunk(4, 3, 5), Chunk(3, 16, 40)]
-    starts = [0, 3, 16]
-    metadata = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", starts=starts, prompt_lens=[7, 5, 63])
-    assert metadata.chunks is not None
-    assert (metadata.chunks.starts.tolist(), metadata.chunks.ends.tolist()) == ([0, 3, 16], [7, 5, 40])
-    assert metadata.get_incomplete_indices() == [2]
-    ChunkedPoolingManager(HIDDEN_SIZE, strategy="last").schedule(metadata)
-    cursor = metadata.cursors[2]
-    assert (cursor.start, cursor.global_start, cursor.global_end) == (0, 9, 33)
-    more = PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", starts=starts, prompt_lens=[7, 9, 63])
-    assert more.get_incomplete_indices() == [1, 2]
-    assert not PoolingMetadata.for_batch(packed(batch[:1]), params[:1], seq_ids="a", prompt_lens=[7]).is_partial
-    assert not PoolingMetadata.for_batch(packed(batch), params).is_partial
-    with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
-        PoolingMetadata.for_batch(packed(batch), params, seq_ids="abc", prompt_lens=[7])
-
-
-def test_models_that_pool_by_themselves_take_no_chunks() -> None:
+def test_model_that_pools_by_itself_takes_no_chunks() -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
     metadata = describe([9], [resolved(info, PoolingTask.CLASSIFY)], chunk_sizes=[4])
     output = ModelOutput(hidden_states=torch.zeros(4, HIDDEN_SIZE), logits=torch.zeros(1, 5))
@@ -327,19 +297,11 @@ def test_models_that_pool_by_themselves_take_no_chunks() -> None:
         tensor_pooler(info, TinyModel()).pool(ModelOutput(hidden_states=output.hidden_states), metadata)
 
 
-def test_attention_weights_must_cover_what_was_before() -> None:
-    info = make_info(sequence_pooling=(PoolingType.ATTENTION,))
-    sequences = Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
+def test_attention_weights_must_cover_earlier_chunks() -> None:
+    sequences = embedding_sequences(PoolingType.ATTENTION)
     sequences.step([Chunk(3, 0, 20)])
     batch = [Chunk(3, 20, 63)]
     for weights, message in ((None, "needs the attention weights"), (sequences.attention[:43], "hold 43 rows for 63")):
         output = ModelOutput(hidden_states=sequences.output(batch).hidden_states, attention_weights=weights)
         with pytest.raises(ValueError, match=message):
             sequences.pooler.pool(output, sequences.metadata(batch), sequences.manager)
-
-
-def test_a_pooler_takes_no_chunks() -> None:
-    metadata = describe([9], chunk_sizes=[4])
-    for pooler in (poolers.MeanPooler(), poolers.AllPooler()):
-        with pytest.raises(ValueError, match="takes whole sequences"):
-            pooler.pool(torch.zeros(4, HIDDEN_SIZE), metadata)
