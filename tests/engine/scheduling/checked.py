@@ -1,15 +1,19 @@
-"""A scheduler whose invariants are checked after every step."""
+"""A scheduler that checks its invariants after every step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from penstock.engine.protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from penstock.engine.scheduling import (
     Allocation,
     Batch,
     KvCachePool,
+    PrefillChunk,
     Request,
     Scheduler,
     SequencePool,
@@ -20,14 +24,13 @@ from penstock.engine.scheduling import (
 from .records import make_request, tokens_of
 
 BLOCK = 4
-MAX_SEQ_LEN = 200
 MAX_WAIT_S = 0.5
 MAX_ALLOCATIONS = 1_000
 """Calls of `allocate` for one batch: many more than there are sequences."""
 
 
 class CountingPool(SequencePool):
-    """Fails if sequences of one batch preempt each other for ever."""
+    """Fails if sequences of one batch preempt each other without end."""
 
     num_calls = 0  # for this batch
 
@@ -35,7 +38,7 @@ class CountingPool(SequencePool):
         self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
     ) -> Allocation | None:
         self.num_calls += 1
-        assert self.num_calls < MAX_ALLOCATIONS, f"{owner} and others preempt each other for ever"
+        assert self.num_calls < MAX_ALLOCATIONS, f"{owner} and others preempt each other without end"
         return super().allocate(owner, num_tokens, keys, readable_tokens)
 
 
@@ -49,6 +52,7 @@ class Setup:
     budget: int = 32
     max_num_seqs: int = 6
     chunk_size: int | None = None
+    max_seq_len: int = 200
 
     def sequence_pool(self) -> CountingPool:
         return CountingPool(
@@ -68,16 +72,21 @@ class Setup:
 
 
 class CheckedScheduler:
-    """Adds requests to a scheduler, runs its batches, and checks limits, counts and memory."""
+    """Adds requests to a scheduler, runs its batches, and checks limits, counts and memory.
+
+    `cache` holds the token ids that chunks have written to each block, as a model would keep keys and values.
+    """
 
     def __init__(self, setup: Setup = Setup()) -> None:
         self.setup = setup
         self.now_s = 0.0
         self.sequence_pool = setup.sequence_pool()
+        self.cache = np.full((setup.num_blocks, BLOCK), -1, np.int32)
+        self.shared_when_uncached: set[int] = set()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=setup.max_num_seqs, max_wait_s=MAX_WAIT_S),
             token_budget=setup.budget,
-            max_seq_len=MAX_SEQ_LEN,
+            max_seq_len=setup.max_seq_len,
             prefill=setup.prefill(),
             sequence_pool=self.sequence_pool,
         )
@@ -111,12 +120,19 @@ class CheckedScheduler:
 
     def cancel(self, number: int, *, uncache: bool = False) -> None:
         is_live = number in self.scheduler.requests
+        if uncache:
+            self.shared_when_uncached |= self.held_blocks()
         assert (self.scheduler.cancel(number, uncache=uncache) is not None) == is_live
         assert number not in self.scheduler.requests
         self.check()
 
     def shrink(self, num_tokens: int) -> None:
         self.scheduler.shrink(num_tokens)
+        self.check()
+
+    def clear_prefixes(self) -> None:
+        self.sequence_pool.clear_prefixes()
+        self.shared_when_uncached |= self.held_blocks()
         self.check()
 
     def step(
@@ -127,7 +143,7 @@ class CheckedScheduler:
         failing: Sequence[int] = (),
         cancelled: Sequence[int] = (),
     ) -> Batch:
-        """Runs a batch. Chunks at the indices `failing` fail, requests of those at `cancelled` are cancelled."""
+        """Runs a batch. Chunks at `failing` fail; the requests of the chunks at `cancelled` are cancelled."""
         self.now_s += step_s
         self.sequence_pool.num_calls = 0
         had_work = bool(self.scheduler.requests)
@@ -144,6 +160,8 @@ class CheckedScheduler:
                     self.cancel(number)
             elif index in cancelled:
                 self.cancel(number, uncache=index % 2 == 1)
+            else:
+                self.write(chunk)
         for request in self.scheduler.finish(batch):
             assert request.request_id not in self.scheduler.requests
         self.check()
@@ -152,22 +170,44 @@ class CheckedScheduler:
     def run_all(self, limit: int = 2000) -> list[Batch]:
         batches: list[Batch] = []
         while self.scheduler.requests:
-            assert len(batches) < limit, f"these wait for ever: {sorted(self.scheduler.requests)}"
+            assert len(batches) < limit, f"requests {sorted(self.scheduler.requests)} do not end"
             batches.append(self.step())
         return batches
 
+    def write(self, chunk: PrefillChunk) -> None:
+        """Checks the cached tokens before a chunk, and writes its own."""
+        allocation, kv = chunk.sequence.allocation, self.sequence_pool.kv
+        if allocation is None or kv is None:
+            return
+        token_ids = chunk.sequence.prompt.token_ids
+        held = self.cache[allocation.block_ids].reshape(-1)
+        assert np.array_equal(held[: chunk.start], token_ids[: chunk.start])
+        for position in range(chunk.start, chunk.end):
+            block = allocation.block_ids[position // BLOCK]
+            assert kv.ref_count(block) == 1, "a chunk writes to a block that others read"
+            self.cache[block, position % BLOCK] = token_ids[position]
+
+    def allocations(self) -> list[Allocation]:
+        sequences = [sequence for request in self.scheduler.requests.values() for sequence in request.sequences]
+        return [sequence.allocation for sequence in sequences if sequence.allocation is not None]
+
+    def held_blocks(self) -> set[int]:
+        return {block for allocation in self.allocations() for block in allocation.block_ids}
+
     def check_batch(self, batch: Batch) -> None:
-        """Limits hold, each sequence runs once, and no row that the pooling needs is left out."""
+        """Limits hold, each sequence runs once, and the pooling gets every row that it needs."""
         assert len(batch.chunks) <= self.setup.max_num_seqs
         assert tokens_of(batch) <= self.scheduler.token_budget or len(batch.chunks) == 1
         assert len({chunk.sequence.request_id for chunk in batch.chunks}) == len(batch.chunks)
+        order = [(chunk.start > 0, chunk.num_tokens) for chunk in batch.chunks]
+        assert order == sorted(order)
         for chunk in batch.chunks:
             request = chunk.sequence.request
             assert chunk.num_tokens > 0
             assert request.request_id in self.scheduler.requests
             assert request.deadline_s is None or request.deadline_s > self.now_s
             if not request.needs_last_row:
-                assert chunk.start <= chunk.sequence.num_pooled, "rows were left out that the pooling needs"
+                assert chunk.start <= chunk.sequence.num_pooled, "the pooling misses rows"
 
     def check(self) -> None:
         """Counts are true; only running sequences hold memory."""
@@ -183,10 +223,26 @@ class CheckedScheduler:
         for request in scheduler.requests.values():
             unfinished = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
             assert request.num_unfinished == len(unfinished) > 0
-        held = [sequence.allocation for sequence in sequences if sequence.allocation is not None]
-        assert pool.num_allocations == len(held)
-        num_parked = 0 if pool.prefixes is None else pool.prefixes.num_parked
-        if not held:
-            assert pool.usage == 0
-            assert pool.kv is None or pool.kv.num_free + num_parked == pool.kv.num_blocks
-            assert pool.ssm is None or pool.ssm.num_free == pool.ssm.num_slots
+        assert pool.num_allocations == len(self.allocations())
+        if pool.ssm is not None:
+            assert {each.state_slot for each in self.allocations()} == pool.ssm._used
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        """Every block has one reference of each owner and one of the prefix cache; cached blocks are complete."""
+        kv, prefixes = self.sequence_pool.kv, self.sequence_pool.prefixes
+        if kv is None:
+            return
+        owners: Counter[int] = Counter()
+        for allocation in self.allocations():
+            owners.update(allocation.block_ids)
+            owners.update(allocation.twins.values())
+        cached = set() if prefixes is None else set(prefixes._key_of)
+        counts = [kv.ref_count(block) for block in range(kv.num_blocks)]
+        assert counts == [owners[block] + (block in cached) for block in range(kv.num_blocks)]
+        assert kv.num_free == kv.num_blocks - len(owners.keys() | cached)
+        assert (self.cache[sorted(cached)] >= 0).all()
+        self.shared_when_uncached &= owners.keys()
+        assert {block for block, count in owners.items() if count > 1} <= cached | self.shared_when_uncached
+        if self.sequence_pool.ssm is None:
+            assert self.sequence_pool.usage == len(owners) / kv.num_blocks

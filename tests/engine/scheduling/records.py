@@ -1,4 +1,4 @@
-"""Requests for a Scheduler, as the intake would make them, and the steps of one."""
+"""Requests for a Scheduler, and the batches that it returns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Batch, QueuedSequence, Request, Scheduler, block_keys
+
+SHARED_TOKENS = 8
+"""Tokens at the start of every negative `text`: they are 0."""
 
 
 def make_request(
@@ -23,36 +26,39 @@ def make_request(
     block_size: int | None = None,
     text: int = 0,
 ) -> Request:
-    """Sequences of so many tokens, all of them `text`; with a block size they take part in the prefix cache."""
+    """Returns a request with a sequence of each length.
+
+    Args:
+        block_size: Tokens of a block in the prefix cache; None: the sequences do not use the cache.
+        text: Id of every token. A negative text starts with SHARED_TOKENS zeros.
+    """
     request = Request(request_id, PoolingParams(), arrival_s, priority, deadline_s, client, needs_last_row)
     for index, num_tokens in enumerate(lengths):
-        tokens = np.full(num_tokens, text, np.int32)
-        keys = () if block_size is None else block_keys(tokens, block_size, b"")
-        request.sequences.append(
-            QueuedSequence(
-                request_id=(request_id, index),
-                prompt=TokenizedInput(tokens),
-                num_tokens=num_tokens,
-                request=request,
-                index=index,
-                block_keys=keys,
-            )
+        tokens = np.full(num_tokens, abs(text), np.int32)
+        if text < 0:
+            tokens[:SHARED_TOKENS] = 0
+        sequence = QueuedSequence(
+            request_id=(request_id, index),
+            prompt=TokenizedInput(tokens),
+            num_tokens=num_tokens,
+            request=request,
+            index=index,
+            block_keys=() if block_size is None else block_keys(tokens, block_size, b""),
         )
+        request.sequences.append(sequence)
     return request
 
 
 def run(scheduler: Scheduler, now_s: float = 0.0) -> Batch:
-    """One batch, from its making to its end."""
+    """Schedules and finishes one batch."""
     batch = scheduler.schedule(now_s)
     scheduler.finish(batch)
     return batch
 
 
 def request_ids(batch: Batch) -> set[int]:
-    """The requests of which something runs in a batch."""
     return {chunk.sequence.request.request_id for chunk in batch.chunks}
 
 
 def tokens_of(batch: Batch) -> int:
-    """Return how many tokens run in a batch."""
     return sum(chunk.num_tokens for chunk in batch.chunks)

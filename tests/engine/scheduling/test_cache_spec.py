@@ -1,4 +1,4 @@
-"""How memory is shared out between blocks and slots."""
+"""Memory of a model, divided into KV blocks and state slots."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def plan(spec: CacheSpec, memory_bytes: int, max_num_seqs: int = 8) -> PoolPlan:
     return plan_pool(spec, memory_bytes, block_size=16, itemsize=2, max_num_seqs=max_num_seqs)
 
 
-def test_all_memory_goes_to_what_the_model_has() -> None:
+def test_model_of_one_kind_gets_all_memory() -> None:
     assert plan(CacheSpec(kv_layers=(KV,)), 10 * BLOCK_BYTES + 1) == PoolPlan(10, 0, 10 * BLOCK_BYTES)
     assert plan(CacheSpec(ssm_layers=(SSM,)), 5 * SLOT_BYTES + 1) == PoolPlan(0, 5, 5 * SLOT_BYTES)
     assert plan(CacheSpec(ssm_layers=(SSM,)), 50 * SLOT_BYTES) == PoolPlan(0, 8, 8 * SLOT_BYTES)
 
 
-def test_slots_of_a_hybrid_take_a_quarter_and_leave_room_for_a_block() -> None:
+def test_slots_of_a_hybrid_take_a_quarter_at_most() -> None:
     hybrid = CacheSpec(kv_layers=(KV,), ssm_layers=(SSM,))
     assert plan(hybrid, BLOCK_BYTES + SLOT_BYTES) == PoolPlan(1, 1, BLOCK_BYTES + SLOT_BYTES)
     assert plan(hybrid, 16 * SLOT_BYTES) == PoolPlan(
@@ -32,11 +32,11 @@ def test_slots_of_a_hybrid_take_a_quarter_and_leave_room_for_a_block() -> None:
     )
     large = CacheSpec(kv_layers=(KV,) * 8, ssm_layers=(SSM,))
     assert plan(large, 8 * BLOCK_BYTES + 2 * SLOT_BYTES) == PoolPlan(1, 2, 8 * BLOCK_BYTES + 2 * SLOT_BYTES)
-    assert CacheSpec().shares_prefixes  # models say where they do not
+    assert CacheSpec().shares_prefixes
 
 
 @given(memory_bytes=st.integers(0, 100_000), block_size=st.integers(1, 64), max_num_seqs=st.integers(1, 64))
-def test_a_hybrid_gets_both_within_its_memory(memory_bytes: int, block_size: int, max_num_seqs: int) -> None:
+def test_hybrid_gets_blocks_and_slots_within_its_memory(memory_bytes: int, block_size: int, max_num_seqs: int) -> None:
     spec = CacheSpec(kv_layers=(KV, KV), ssm_layers=(SSM,))
     block_bytes = spec.kv_bytes_per_token(2) * block_size
     if memory_bytes < block_bytes + SLOT_BYTES:
@@ -50,7 +50,7 @@ def test_a_hybrid_gets_both_within_its_memory(memory_bytes: int, block_size: int
     assert memory_bytes - block_bytes < sizes.bytes <= memory_bytes
 
 
-def test_what_cannot_be_planned_is_said() -> None:
+def test_impossible_plan_is_refused() -> None:
     with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 .*--kv-cache-memory"):
         plan(CacheSpec(kv_layers=(KV, KV)), 1000)
     with pytest.raises(ValueError, match="keeps nothing"):

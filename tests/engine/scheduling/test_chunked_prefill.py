@@ -1,4 +1,4 @@
-"""Prompts in chunks: where they are cut, the order of their chunks, failures, and their outputs."""
+"""Prompts in chunks: boundaries, order, states, failures and outputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.engine.scheduling import (
     ChunkedPrefillManager,
     ChunkState,
     ChunkStateError,
+    PrefillChunk,
     Status,
     chunk_prompt,
     chunked_prefill,
@@ -23,28 +24,33 @@ from penstock.engine.scheduling import (
 )
 
 from ...clock import Clock
-from .chunk_steps import bounds, run, schedule
 
 
-def test_the_example_in_the_docs() -> None:
+def schedule(manager: ChunkedPrefillManager, max_tokens: int | None = None, pressure: float = 0.0) -> PrefillChunk:
+    chunk = manager.schedule_chunk(max_tokens, memory_pressure=pressure)
+    assert chunk is not None
+    return chunk
+
+
+def run(
+    manager: ChunkedPrefillManager, max_tokens: int | None = None, output: object = None, pressure: float = 0.0
+) -> PrefillChunk:
+    chunk = schedule(manager, max_tokens, pressure)
+    manager.start_chunk(chunk.chunk_id)
+    manager.complete_chunk(chunk.chunk_id, output)
+    return chunk
+
+
+def bounds(chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.end) for chunk in chunks]
+
+
+def test_docstring_example_runs() -> None:
     assert doctest.testmod(chunked_prefill).failed == 0
 
 
-# Cutting
-
-
-@pytest.mark.parametrize(
-    ("total", "size", "expected"),
-    [(0, 4, []), (1, 4, [(0, 1)]), (4, 4, [(0, 4)]), (9, 4, [(0, 4), (4, 8), (8, 9)]), (3, None, [(0, 3)])],
-)
-def test_boundaries(
-    manager: ChunkedPrefillManager, total: int, size: int | None, expected: list[tuple[int, int]]
-) -> None:
-    assert manager.compute_chunk_boundaries(total, size) == expected
-
-
 @given(total=st.integers(0, 5000), size=st.integers(1, 700), pressure=st.floats(0, 1), least=st.integers(1, 128))
-def test_boundaries_cover_all_tokens_whatever_the_pressure(total: int, size: int, pressure: float, least: int) -> None:
+def test_boundaries_cover_all_tokens(total: int, size: int, pressure: float, least: int) -> None:
     manager = ChunkedPrefillManager(ChunkedPrefillConfig(min_chunk_size=least))
     boundaries = manager.compute_chunk_boundaries(total, size, pressure)
     assert [start for start, _ in boundaries] == ([0, *(end for _, end in boundaries[:-1])] if total else [])
@@ -55,7 +61,9 @@ def test_boundaries_cover_all_tokens_whatever_the_pressure(total: int, size: int
         assert pressure == 0 or (end - start) % smallest == 0
 
 
-def test_chunks_shrink_with_pressure_and_grow_back() -> None:
+def test_boundaries_follow_size_and_pressure(manager: ChunkedPrefillManager) -> None:
+    assert manager.compute_chunk_boundaries(9, 4) == [(0, 4), (4, 8), (8, 9)]
+    assert manager.compute_chunk_boundaries(9) == [(0, 8), (8, 9)]
     manager = create_prefill_manager(chunk_size=512)
     sizes = [manager.compute_chunk_boundaries(10_000, None, p)[0][1] for p in (0.0, 0.2, 0.5, 0.9, 1.0, 0.5, 0.0)]
     assert sizes == [512, 384, 256, 64, 64, 256, 512]
@@ -64,12 +72,18 @@ def test_chunks_shrink_with_pressure_and_grow_back() -> None:
 
 
 @pytest.mark.parametrize("pressure", [-0.1, 1.1, float("nan")])
-def test_pressure_is_a_share(manager: ChunkedPrefillManager, pressure: float) -> None:
-    with pytest.raises(InvalidRequestError, match=r"memory_pressure is .*between 0 and 1"):
-        manager.compute_chunk_boundaries(10, None, pressure)
+def test_pressure_outside_0_to_1_is_refused(manager: ChunkedPrefillManager, pressure: float) -> None:
+    manager.create_chunks("a", 60)
+    for call in (
+        lambda: manager.compute_chunk_boundaries(10, None, pressure),
+        lambda: manager.schedule_chunk(memory_pressure=pressure),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"memory_pressure is .*between 0 and 1"):
+            call()
+    assert schedule(manager).start == 0
 
 
-def test_sizes_are_checked(manager: ChunkedPrefillManager) -> None:
+def test_sizes_out_of_range_are_refused(manager: ChunkedPrefillManager) -> None:
     with pytest.raises(InvalidRequestError, match="total_tokens is -1"):
         manager.compute_chunk_boundaries(-1)
     with pytest.raises(InvalidRequestError, match="chunk_size is 0"):
@@ -77,37 +91,35 @@ def test_sizes_are_checked(manager: ChunkedPrefillManager) -> None:
     with pytest.raises(InvalidRequestError, match="chunk_size is 0"):
         chunk_prompt([1], 0)
     assert not manager.requests
+    with pytest.raises(ValueError, match="part of config"):
+        ChunkedPrefillManager(ChunkedPrefillConfig(), chunk_size=7)
+    assert ChunkedPrefillManager(chunk_size=7).config.chunk_size == 7
 
 
-def test_only_long_prompts_are_worth_cutting() -> None:
+@pytest.mark.parametrize("field", ["chunk_size", "min_chunk_size", "threshold", "max_retries", "ageing_s"])
+def test_negative_setting_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is -1"):
+        ChunkedPrefillConfig(**{field: -1})
+
+
+def test_only_prompts_above_the_threshold_are_chunked() -> None:
     manager = create_prefill_manager(chunk_size=4, threshold=6)
     assert [n for n in range(10) if manager.should_chunk(n)] == [7, 8, 9]
     assert [n for n in range(10) if create_prefill_manager(chunk_size=4).should_chunk(n)] == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("field", ["chunk_size", "min_chunk_size", "threshold", "max_retries", "ageing_s"])
-def test_settings_are_checked(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is -1"):
-        ChunkedPrefillConfig(**{field: -1})
-
-
-def test_a_chunk_size_is_said_once() -> None:
-    assert ChunkedPrefillManager(chunk_size=7).config.chunk_size == 7
-    with pytest.raises(ValueError, match="part of config"):
-        ChunkedPrefillManager(ChunkedPrefillConfig(), chunk_size=7)
-
-
-def test_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillManager) -> None:
+def test_planned_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillManager) -> None:
     ids = np.arange(100, 119, dtype=np.int32)
     chunks = manager.create_chunks("a", ids)
     assert bounds(chunks) == [(0, 8), (8, 16), (16, 19)]
-    assert {chunk.state for chunk in chunks} == {ChunkState.PENDING}
     assert np.shares_memory(chunks[1].tokens, ids)
     assert list(chunks[2].tokens) == [116, 117, 118]
     assert list(manager.create_chunks("b", 3)[0].tokens) == [0, 1, 2]
     assert manager.create_chunks("c", [5, 6, 7], chunk_size=2)[1].tokens == [7]
     assert [chunk.chunk_id for chunk in chunks] == [("a", 0), ("a", 8), ("a", 16)]
     assert manager.requests["a"].chunk is None
+    assert chunk_prompt([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
+    assert chunk_prompt([], 2) == []
 
 
 def test_planned_chunks_stay_pending(manager: ChunkedPrefillManager) -> None:
@@ -120,13 +132,6 @@ def test_planned_chunks_stay_pending(manager: ChunkedPrefillManager) -> None:
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
 
 
-def test_pressure_at_the_start_sizes_all_planned_chunks(manager: ChunkedPrefillManager) -> None:
-    planned = manager.create_chunks("a", 20, memory_pressure=0.5)
-    assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
-    assert bounds([run(manager) for _ in planned]) == bounds(planned)
-    assert manager.requests["a"].is_complete
-
-
 def test_empty_and_known_prompts_are_refused(manager: ChunkedPrefillManager) -> None:
     for prompt in (0, -3, [], np.zeros(0, np.int32)):
         with pytest.raises(InvalidRequestError, match="request 'a' has no tokens"):
@@ -136,30 +141,43 @@ def test_empty_and_known_prompts_are_refused(manager: ChunkedPrefillManager) -> 
         manager.create_chunks("a", 3)
 
 
-def test_chunk_prompt() -> None:
-    assert chunk_prompt([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
-    assert chunk_prompt([], 2) == []
+def test_texts_are_tokenized_first() -> None:
+    manager = ChunkedPrefillManager(chunk_size=4, tokenize_fn=lambda text: list(map(ord, text)))
+    manager.create_chunks_from_prompt("b", "penstock", ChunkPriority.LOW)
+    chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
+    assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
+    assert [schedule(manager).request_id for _ in range(2)] == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
+        create_prefill_manager().create_chunks_from_prompt("a", "penstock")
 
 
-# Results
+# Outputs
 
 
-def test_outputs_of_other_kinds_come_as_a_list(manager: ChunkedPrefillManager) -> None:
+def test_outputs_are_merged_after_the_last_chunk(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 12)
-    run(manager, output="x")
     run(manager, output=[1])
-    assert manager.merge_chunks("a") == ["x", [1]]
-    manager.create_chunks("b", 12)
-    row = np.ones(2)
-    run(manager, output=row)
+    with pytest.raises(ChunkStateError, match="'a' is not complete: 8 of 12 tokens are completed"):
+        manager.merge_chunks("a")
+    run(manager, output=[2])
+    assert manager.merge_chunks("a") == [1, 2]
+    manager.create_chunks("b", 8)
+    run(manager)
+    assert manager.merge_chunks("b") == []
+
+
+@pytest.mark.parametrize("first", ["x", np.ones(2)], ids=["text", "array"])
+def test_outputs_of_mixed_types_come_as_a_list(manager: ChunkedPrefillManager, first: object) -> None:
+    manager.create_chunks("a", 12)
+    run(manager, output=first)
     run(manager, output=[1])
-    assert manager.merge_chunks("b") == [row, [1]]
+    assert manager.merge_chunks("a") == [first, [1]]
 
 
-# One request at a time
+# One prompt at a time
 
 
-def test_a_consumer_iterates_over_one_request(manager: ChunkedPrefillManager) -> None:
+def test_chunks_of_one_prompt_can_be_iterated(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("other", 20)
     manager.create_chunks("a", np.arange(20, dtype=np.int32))
     for chunk in manager.iterate_chunks("a"):
@@ -178,7 +196,7 @@ def test_iteration_needs_each_chunk_completed(manager: ChunkedPrefillManager) ->
         next(chunks)
 
 
-def test_iteration_sees_failures_through(manager: ChunkedPrefillManager) -> None:
+def test_iteration_retries_a_failed_chunk_twice(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     starts = []
 
@@ -195,7 +213,7 @@ def test_iteration_sees_failures_through(manager: ChunkedPrefillManager) -> None
     assert starts == [0, 8, 8, 8]
 
 
-def test_iteration_ends_when_the_request_is_cancelled(manager: ChunkedPrefillManager) -> None:
+def test_iteration_ends_when_the_prompt_is_removed(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     starts = []
     for chunk in manager.iterate_chunks("a"):
@@ -204,39 +222,19 @@ def test_iteration_ends_when_the_request_is_cancelled(manager: ChunkedPrefillMan
     assert starts == [0]
 
 
-# The end
+# Order and size of chunks
 
 
-def test_an_id_can_be_used_again_at_once(manager: ChunkedPrefillManager) -> None:
-    for _ in range(3):
-        manager.create_chunks("a", 20)
-        manager.remove_request("a")
-    manager.create_chunks("a", 9)
-    assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]
-    assert manager.schedule_chunk() is None
-
-
-def test_removed_prompts_are_not_kept(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("first", 8, ChunkPriority.CRITICAL)
-    for number in range(1000):
-        manager.create_chunks(number, 8)
-        manager.remove_request(number)
-    assert list(manager.requests) == ["first"]
-    assert run(manager).request_id == "first"
-
-
-# Order
-
-
-def test_first_come_first_served(manager: ChunkedPrefillManager) -> None:
+def test_equal_prompts_run_in_order_of_arrival(manager: ChunkedPrefillManager) -> None:
+    assert manager.peek() is None
     for name in "abc":
         manager.create_chunks(name, 20)
-    order = [run(manager).request_id for _ in range(9)]
-    assert order == list("aaabbbccc")
+    assert manager.peek() is manager.requests["a"]
+    assert [run(manager).request_id for _ in range(9)] == list("aaabbbccc")
     assert manager.schedule_chunk() is None
 
 
-def test_one_chunk_of_a_request_at_a_time(manager: ChunkedPrefillManager) -> None:
+def test_prompt_has_one_chunk_in_flight(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     manager.create_chunks("b", 20)
     first, second = schedule(manager), schedule(manager)
@@ -248,74 +246,50 @@ def test_one_chunk_of_a_request_at_a_time(manager: ChunkedPrefillManager) -> Non
     assert bounds([schedule(manager)]) == [(8, 16)]
 
 
-def test_peek_names_the_next_without_taking_it(manager: ChunkedPrefillManager) -> None:
-    assert manager.peek() is None
+def test_chunk_is_at_most_max_tokens_long(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
-    assert manager.peek() is manager.requests["a"]
-    assert manager.peek() is manager.requests["a"]
-    assert schedule(manager).request_id == "a"
-
-
-# Room
-
-
-def test_a_chunk_is_cut_to_the_room_there_is(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    chunks = [run(manager, max_tokens=5)]
-    chunks += [run(manager), run(manager, max_tokens=8)]
+    chunks = [run(manager, max_tokens=5), run(manager), run(manager, max_tokens=8)]
     assert bounds(chunks) == [(0, 5), (5, 13), (13, 20)]
     assert [chunk.is_last for chunk in chunks] == [False, False, True]
     assert manager.requests["a"].is_complete
 
 
-def test_no_chunk_is_cut_below_the_smallest_size(manager: ChunkedPrefillManager) -> None:
+def test_only_the_last_chunk_is_below_the_smallest_size(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 9)
     for max_tokens in (-1, 0, 1):
         assert manager.schedule_chunk(max_tokens) is None
     assert bounds([run(manager, 2), run(manager, 6)]) == [(0, 2), (2, 8)]
-    assert bounds([run(manager, 1)]) == [(8, 9)]  # the end of a prompt may be shorter
+    assert bounds([run(manager, 1)]) == [(8, 9)]
 
 
-def test_the_pressure_of_the_moment_sizes_the_next_chunk(manager: ChunkedPrefillManager) -> None:
+def test_pressure_shrinks_the_next_chunk(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 60)
-    sizes = []
-    for pressure in (0.0, 0.5, 1.0, 0.25, 0.0):
-        chunk = manager.schedule_chunk(memory_pressure=pressure)
-        assert chunk is not None
-        manager.start_chunk(chunk.chunk_id)
-        manager.complete_chunk(chunk.chunk_id)
-        sizes.append(chunk.num_tokens)
-    assert sizes == [8, 4, 2, 6, 8]
-    for pressure in (-0.1, 2, float("nan")):
-        with pytest.raises(InvalidRequestError, match="memory_pressure is"):
-            manager.schedule_chunk(memory_pressure=pressure)
-    assert schedule(manager).start == 28
+    assert [run(manager, pressure=p).num_tokens for p in (0.0, 0.5, 1.0, 0.25, 0.0)] == [8, 4, 2, 6, 8]
 
 
-def test_pressure_shrinks_the_chunk_size_of_the_request(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 40, chunk_size=16, memory_pressure=0.5)
-    manager.create_chunks("b", 40)
-    first, second = manager.schedule_chunk(memory_pressure=0.5), manager.schedule_chunk(memory_pressure=0.25)
-    assert first is not None
-    assert second is not None
-    assert [(chunk.request_id, chunk.num_tokens) for chunk in (first, second)] == [("a", 4), ("b", 6)]
+def test_pressure_shrinks_the_planned_size_further(manager: ChunkedPrefillManager) -> None:
+    planned = manager.create_chunks("a", 20, memory_pressure=0.5)
+    assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
+    assert bounds([run(manager) for _ in planned]) == bounds(planned)
+    assert manager.requests["a"].is_complete
+    manager.create_chunks("b", 40, chunk_size=16, memory_pressure=0.5)
+    assert schedule(manager, pressure=0.5).num_tokens == 4
 
 
 @given(
     total=st.integers(1, 200),
-    rooms=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    limits=st.lists(st.integers(1, 20), min_size=1, max_size=10),
     pressures=st.lists(st.floats(0, 1), min_size=1, max_size=7),
 )
-def test_all_tokens_run_once_in_order_in_any_room(total: int, rooms: list[int], pressures: list[float]) -> None:
+def test_all_tokens_run_once_and_in_order(total: int, limits: list[int], pressures: list[float]) -> None:
     manager = ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=8, min_chunk_size=1))
     prompt = list(range(total))
     manager.create_chunks("a", prompt)
     step = 0
     while not manager.requests["a"].is_complete:
-        room, pressure = rooms[step % len(rooms)], pressures[step % len(pressures)]
-        chunk = manager.schedule_chunk(room, memory_pressure=pressure)
-        assert chunk is not None
-        assert 1 <= chunk.num_tokens <= min(room, max(8 * (1 - pressure), 1))
+        max_tokens, pressure = limits[step % len(limits)], pressures[step % len(pressures)]
+        chunk = schedule(manager, max_tokens, pressure)
+        assert 1 <= chunk.num_tokens <= min(max_tokens, max(8 * (1 - pressure), 1))
         manager.start_chunk(chunk.chunk_id)
         manager.complete_chunk(chunk.chunk_id, list(chunk.tokens))
         step += 1
@@ -326,7 +300,7 @@ def test_all_tokens_run_once_in_order_in_any_room(total: int, rooms: list[int], 
 # States
 
 
-def test_a_chunk_is_scheduled_then_running_then_completed(manager: ChunkedPrefillManager, clock: Clock) -> None:
+def test_chunk_is_scheduled_then_running_then_completed(manager: ChunkedPrefillManager, clock: Clock) -> None:
     manager.create_chunks("a", 20)
     sequence = manager.requests["a"]
     chunk = schedule(manager)
@@ -344,7 +318,7 @@ def test_a_chunk_is_scheduled_then_running_then_completed(manager: ChunkedPrefil
     assert (sequence.is_complete, sequence.is_ready) == (True, False)
 
 
-def test_the_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> None:
+def test_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     chunks = []
     for _ in range(2):
@@ -362,11 +336,10 @@ def test_the_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager)
     assert bounds([schedule(manager)]) == [(8, 16)]
 
 
-def test_calls_in_a_wrong_state_are_refused(manager: ChunkedPrefillManager) -> None:
+def test_call_in_a_wrong_state_is_refused(manager: ChunkedPrefillManager) -> None:
     chunk_id = manager.create_chunks("a", 20)[0].chunk_id
-    assert chunk_id == ("a", 0)
 
-    def refuses(chunk_id: tuple[str, int], message: str, *calls: str) -> None:
+    def refuses(chunk_id: object, message: str, *calls: str) -> None:
         for call in calls:
             arguments = (chunk_id, "error") if call == "fail_chunk" else (chunk_id,)
             with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of request 'a' is {message}")):
@@ -384,41 +357,28 @@ def test_calls_in_a_wrong_state_are_refused(manager: ChunkedPrefillManager) -> N
         manager.preempt, manager.merge_chunks, lambda name: manager.skip_cached(name, 1),
         lambda name: next(manager.iterate_chunks(name)), lambda name: manager.start_chunk((name, 0)),
     ):  # fmt: skip
-        with pytest.raises(ChunkStateError, match="request 'nobody' is unknown"):
-            call("nobody")
+        with pytest.raises(ChunkStateError, match="request 'unknown' is unknown"):
+            call("unknown")
 
 
 # Failure
 
 
-def test_a_failed_chunk_is_tried_again_after_the_last_completed_one(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    request = manager.requests["a"]
-    run(manager)
-    chunk = schedule(manager)
-    manager.start_chunk(chunk.chunk_id)
-    assert manager.fail_chunk(chunk.chunk_id, ValueError("bad"))
-    assert (chunk.state, request.chunk) == (ChunkState.PENDING, None)
-    assert (request.num_failures, request.error, request.num_done) == (1, "ValueError: bad", 8)
-    again = run(manager)
-    assert (again.state, again.start) == (ChunkState.COMPLETED, 8)
-    assert (request.num_failures, request.error) == (0, None)
-    run(manager)
-    assert manager.requests["a"].is_complete
-    assert manager.statistics().failed_chunks == 1
-
-
-def test_failures_count_in_a_row(manager: ChunkedPrefillManager) -> None:
+def test_failed_chunk_runs_again_after_the_completed_ones(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 40)
-    for _ in range(4):
-        for _ in range(2):  # as many as are tried again
-            assert manager.fail_chunk(schedule(manager).chunk_id, "bad")
-        run(manager)
-    assert manager.requests["a"].num_done == 32
+    sequence = manager.requests["a"]
+    for number in range(4):
+        chunk = manager.start_chunk(schedule(manager).chunk_id)
+        assert manager.fail_chunk(chunk.chunk_id, ValueError("bad"))
+        assert (chunk.state, sequence.chunk) == (ChunkState.PENDING, None)
+        assert (sequence.num_failures, sequence.error, sequence.num_done) == (1, "ValueError: bad", 8 * number)
+        assert manager.fail_chunk(schedule(manager).chunk_id, "bad")  # the second failure in a row
+        assert run(manager).start == 8 * number
+        assert (sequence.num_failures, sequence.error) == (0, None)
     assert manager.statistics().failed_chunks == 8
 
 
-def test_a_chunk_that_fails_too_often_fails_its_request(manager: ChunkedPrefillManager) -> None:
+def test_third_failure_in_a_row_fails_the_prompt(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     manager.create_chunks("b", 8)
     chunks, retries = [], [True]
@@ -432,23 +392,23 @@ def test_a_chunk_that_fails_too_often_fails_its_request(manager: ChunkedPrefillM
     assert run(manager).request_id == "b"
     with pytest.raises(ChunkStateError, match="'a' has failed"):
         manager.preempt("a")
-    with pytest.raises(ChunkStateError, match="'a' is not complete: 0 of 20 tokens"):
-        manager.merge_chunks("a")
     assert manager.remove_request("a")
     assert not manager.remove_request("a")
     assert (manager.statistics().failed_requests, manager.statistics().cancelled_requests) == (1, 0)
 
 
-# Preemption, and what was found in a cache
+# Preemption and cached tokens
 
 
-def test_a_preempted_prompt_starts_again_when_it_is_added_again(manager: ChunkedPrefillManager) -> None:
+def test_preempted_prompt_starts_again_when_it_is_added(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     sequence = manager.requests["a"]
     run(manager, output=[1])
     chunk = manager.start_chunk(schedule(manager).chunk_id)
+    sequence.kv_cache = "cache"
     manager.preempt("a")
     assert (chunk.state, sequence.chunk, sequence.num_done) == (ChunkState.PENDING, None, 0)
+    assert sequence.kv_cache is None
     assert not manager.requests
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
         manager.complete_chunk(chunk.chunk_id)
@@ -472,7 +432,7 @@ def test_cached_tokens_are_skipped(manager: ChunkedPrefillManager) -> None:
     assert (manager.statistics().cached_tokens, manager.statistics().completed_tokens) == (17, 13)
 
 
-def test_the_last_token_and_running_chunks_are_not_skipped(manager: ChunkedPrefillManager) -> None:
+def test_last_token_and_chunks_in_flight_are_not_skipped(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     for num_tokens in (20, 21):
         with pytest.raises(InvalidRequestError, match="'a' has 20 tokens; the last one must run"):
@@ -485,7 +445,7 @@ def test_the_last_token_and_running_chunks_are_not_skipped(manager: ChunkedPrefi
 # Removal and metrics
 
 
-def test_a_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
+def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     manager.create_chunks("b", 8)
     sequence, chunk = manager.requests["a"], manager.start_chunk(schedule(manager).chunk_id)
@@ -495,6 +455,8 @@ def test_a_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
         manager.complete_chunk(chunk.chunk_id)
     assert manager.statistics().cancelled_requests == 1
     assert schedule(manager).request_id == "b"
+    manager.create_chunks("a", 9)  # the id is free again
+    assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]
 
 
 def test_statistics_count_chunks_and_their_time(manager: ChunkedPrefillManager, clock: Clock) -> None:
@@ -508,25 +470,3 @@ def test_statistics_count_chunks_and_their_time(manager: ChunkedPrefillManager, 
     statistics = manager.statistics()
     assert (statistics.num_requests, statistics.num_running_chunks, statistics.completed_requests) == (2, 1, 1)
     assert (statistics.completed_chunks, statistics.completed_tokens, statistics.run_s) == (2, 12, 0.5)
-
-
-def test_outputs_are_merged_when_the_prompt_is_complete(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 12)
-    run(manager, output=[1])
-    with pytest.raises(ChunkStateError, match="'a' is not complete: 8 of 12 tokens are completed"):
-        manager.merge_chunks("a")
-    run(manager, output=[2])
-    assert manager.merge_chunks("a") == [1, 2]
-    manager.create_chunks("b", 8)
-    run(manager)
-    assert manager.merge_chunks("b") == []
-
-
-def test_texts_are_tokenized_first() -> None:
-    manager = ChunkedPrefillManager(chunk_size=4, tokenize_fn=lambda text: list(map(ord, text)))
-    manager.create_chunks_from_prompt("b", "penstock", ChunkPriority.LOW)
-    chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
-    assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
-    assert [schedule(manager).request_id for _ in range(2)] == ["a", "b"]
-    with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
-        create_prefill_manager().create_chunks_from_prompt("a", "penstock")

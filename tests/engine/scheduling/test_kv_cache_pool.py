@@ -12,14 +12,9 @@ from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
 from penstock.engine.scheduling import KvCachePool
 from penstock.engine.scheduling.kv_cache_pool import FreeRanges
 
-NOT_NUMBERS = [-1, 4, True, False, 1.0, "1", None]
 
-
-def num_runs(blocks: list[int]) -> int:
+def num_ranges(blocks: list[int]) -> int:
     return sum(1 for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1)
-
-
-# Free ranges
 
 
 @given(
@@ -27,82 +22,52 @@ def num_runs(blocks: list[int]) -> int:
     takes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12))),
     data=st.data(),
 )
-def test_ranges_are_taken_once_and_joined_again(size: int, takes: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_freed_numbers_join_their_neighbours(size: int, takes: list[tuple[int, int]], data: st.DataObject) -> None:
     ranges = FreeRanges(size)
     taken: set[int] = set()
-    for count, num_back in takes:
+    for count, num_freed in takes:
         if count <= ranges.num_free:
-            runs = ranges.take(count)
-            numbers = [number for run in runs for number in run]
+            numbers = [number for run in ranges.take(count) for number in run]
             assert len(numbers) == count
             assert numbers == sorted(set(numbers) - taken)
             taken.update(numbers)
-        back = data.draw(st.permutations(sorted(taken)))[:num_back]
-        for number in back:
+        freed = data.draw(st.permutations(sorted(taken)))[:num_freed]
+        for number in freed:
             ranges.add(number, number + 1)
-        taken.difference_update(back)
+        taken.difference_update(freed)
         free = sorted(set(range(size)) - taken)
-        assert (ranges.num_free, ranges.num_ranges) == (len(free), num_runs(free))
+        assert (ranges.num_free, ranges.num_ranges) == (len(free), num_ranges(free))
     for number in taken:
         ranges.add(number, number + 1)
     assert ranges.num_ranges == min(size, 1)
     assert not size or ranges.take(size) == [range(size)]
 
 
-def in_pieces(size: int, pieces: list[range]) -> FreeRanges:
-    """Ranges of which only these pieces are free; they came back in this order."""
+def free_ranges(size: int, free: list[range]) -> FreeRanges:
+    """Takes all numbers, and frees these ranges in their order."""
     ranges = FreeRanges(size)
     ranges.take(size)
-    for piece in pieces:
-        ranges.add(piece.start, piece.stop)
+    for each in free:
+        ranges.add(each.start, each.stop)
     return ranges
 
 
-def test_a_run_is_cut_from_the_shortest_kind_of_range_that_holds_it() -> None:
-    for pieces in ([range(10), range(50, 150)], [range(100), range(110, 120)]):
-        (run,) = in_pieces(200, pieces).take(5)
+def test_numbers_come_from_the_shortest_range_that_fits() -> None:
+    for free in ([range(10), range(50, 150)], [range(100), range(110, 120)]):
+        (run,) = free_ranges(200, free).take(5)
         assert run.start in (0, 110)
+    # The search for a fitting range looks at 8 ranges of about the length.
+    short, fitting = [range(20 * i, 20 * i + 9) for i in range(9)], range(300, 311)
+    assert free_ranges(1_000, [range(400, 900), fitting, *short[:7]]).take(10) == [range(300, 310)]
+    assert free_ranges(1_000, [range(400, 900), fitting, *short[:8]]).take(10) == [range(400, 410)]
 
 
-def test_where_no_run_is_long_enough_the_longest_are_joined() -> None:
+def test_longest_ranges_are_taken_if_none_is_long_enough() -> None:
     for shuffled in permutations([range(1), range(2, 7), range(10, 11), range(20, 23)]):
-        assert in_pieces(30, list(shuffled)).take(8) == [range(2, 7), range(20, 23)]
+        assert free_ranges(30, list(shuffled)).take(8) == [range(2, 7), range(20, 23)]
 
 
-# Blocks
-
-
-def test_blocks_of_an_empty_pool_are_one_run() -> None:
-    pool = KvCachePool(1000, 16)
-    assert pool.alloc_many(700) == list(range(700))
-    assert pool.alloc_many(300) == list(range(700, 1000))
-
-
-def test_blocks_that_came_back_are_taken_as_one_run_again() -> None:
-    pool = KvCachePool(100, 16)
-    held = [pool.alloc_many(10) for _ in range(10)]
-    for blocks in held[1::2]:
-        pool.free_many(reversed(blocks))
-    assert num_runs(pool.alloc_many(10)) == 1
-    assert num_runs(pool.alloc_many(7)) == 1
-
-
-def test_a_single_block_comes_out_of_the_smallest_gap() -> None:
-    pool = KvCachePool(64, 16)
-    pool.alloc_many(32)
-    pool.free(5)
-    assert pool.alloc() == 5
-
-
-def test_blocks_in_pieces_are_given_in_ascending_order() -> None:
-    pool = KvCachePool(10, 16)
-    pool.alloc_many(10)
-    for block in (8, 1, 5, 3):
-        pool.free(block)
-    assert pool.alloc_many(4) == [1, 3, 5, 8]
-
-
-def test_alloc_many_takes_all_or_nothing() -> None:
+def test_alloc_many_takes_all_blocks_or_none() -> None:
     pool = KvCachePool(4, 16)
     with pytest.raises(PoolExhausted, match="5 blocks are wanted, but 4 of 4 are free"):
         pool.alloc_many(5)
@@ -110,21 +75,11 @@ def test_alloc_many_takes_all_or_nothing() -> None:
         pool.alloc_many(-1)
     assert pool.alloc_many(0) == []
     assert (pool.num_free, pool.num_used) == (4, 0)
+    assert pool.alloc_many(4) == [0, 1, 2, 3]
 
 
-def test_a_shared_block_is_free_when_all_have_freed_it() -> None:
-    pool = KvCachePool(4, 16)
-    block = pool.alloc()
-    pool.share(block)
-    assert pool.ref_count(block) == 2
-    assert pool.free(block) == 1
-    assert pool.num_used == 1
-    assert pool.free(block) == 0
-    assert (pool.num_used, pool.ref_count(block)) == (0, 0)
-
-
-@pytest.mark.parametrize("block", NOT_NUMBERS)
-def test_only_blocks_are_accepted(block: object) -> None:
+@pytest.mark.parametrize("block", [-1, 4, True, False, 1.0, "1", None])
+def test_numbers_that_are_no_blocks_are_refused(block: object) -> None:
     pool = KvCachePool(4, 16)
     pool.alloc_many(4)
     for call in (pool.free, pool.share, pool.ref_count, lambda b: pool.free_many([b])):
@@ -133,7 +88,7 @@ def test_only_blocks_are_accepted(block: object) -> None:
     assert pool.num_used == 4
 
 
-def test_a_free_block_is_not_freed_or_shared() -> None:
+def test_free_block_cannot_be_freed_or_shared() -> None:
     pool = KvCachePool(4, 16)
     block = pool.alloc()
     pool.free(block)
@@ -143,7 +98,7 @@ def test_a_free_block_is_not_freed_or_shared() -> None:
     assert pool.num_free == 4
 
 
-def test_free_many_gives_back_what_lies_before_the_mistake() -> None:
+def test_free_many_frees_the_blocks_before_an_error() -> None:
     pool = KvCachePool(8, 16)
     pool.alloc_many(8)
     with pytest.raises(InvalidSlot):
@@ -153,7 +108,7 @@ def test_free_many_gives_back_what_lies_before_the_mistake() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "free", "free_many"]), st.integers(0, 9)), max_size=60))
-def test_references_are_counted(events: list[tuple[str, int]]) -> None:
+def test_block_is_free_after_its_last_reference(events: list[tuple[str, int]]) -> None:
     pool = KvCachePool(16, 4)
     held: list[int] = []
     for name, number in events:
@@ -163,17 +118,19 @@ def test_references_are_counted(events: list[tuple[str, int]]) -> None:
             held.append(held[number % len(held)])
             pool.share(held[-1])
         elif name == "free" and held:
-            pool.free(held.pop(number % len(held)))
+            block = held.pop(number % len(held))
+            assert pool.free(block) == held.count(block)
         elif name == "free_many":
             pool.free_many(held[:number])
             del held[:number]
         counts = Counter(held)
         assert [pool.ref_count(block) for block in range(16)] == [counts[block] for block in range(16)]
         assert pool.num_used == len(counts) == 16 - pool.num_free
-        assert pool._free.num_ranges == num_runs([block for block in range(16) if not counts[block]])
+        assert pool._free.num_ranges == num_ranges([block for block in range(16) if not counts[block]])
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
-def test_a_pool_without_blocks_is_refused(num_blocks: int, block_size: int) -> None:
+def test_pool_needs_a_block_and_a_token_per_block(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="it must be at least 1"):
         KvCachePool(num_blocks, block_size)
+    assert KvCachePool(1, 1).num_blocks_for(2) == 2

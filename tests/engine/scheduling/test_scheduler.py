@@ -1,4 +1,4 @@
-"""The scheduler's promises, checked on random traffic."""
+"""Batches of short and long sequences, their memory, and the token budget."""
 
 from __future__ import annotations
 
@@ -6,140 +6,77 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
-from penstock.engine.scheduling import QueuedSequence, Scheduler
-from penstock.engine.scheduling.fair_queue import group_by_length
+from penstock.engine.scheduling import Batch, Scheduler
 
+from .checked import BLOCK, CheckedScheduler, Setup
 from .records import make_request, request_ids, run, tokens_of
 
 MAX_SEQ_LEN = 64
-lengths = st.lists(st.integers(1, MAX_SEQ_LEN), min_size=1, max_size=20)
+NO_PREFIXES = Setup(prefixes=False, chunk_size=8)  # 160 tokens
+LARGE_POOL = Setup(num_blocks=1_000, max_seq_len=4_000)
+NO_MEMORY = MemoryError("no memory")
 
 
 def make(budget: int = 128, max_num_seqs: int = 8, max_wait_s: float = 1.0) -> Scheduler:
+    """Returns a scheduler that runs every sequence whole."""
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_wait_s=max_wait_s)
     return Scheduler(config, token_budget=budget, max_seq_len=MAX_SEQ_LEN)
 
 
-def drain(scheduler: Scheduler, now_s: float = 0.0) -> list[list[QueuedSequence]]:
-    batches = []
-    while scheduler.waiting.num_seqs:
-        batches.append([chunk.sequence for chunk in run(scheduler, now_s).chunks])
-    return batches
+def preempted(batch: Batch) -> list[int]:
+    return [sequence.request.request_id for sequence, _ in batch.preempted]
 
 
-@given(requests=st.lists(lengths, max_size=10), budget=st.integers(1, 300), max_num_seqs=st.integers(1, 20))
-def test_every_sequence_runs_once_within_the_limits(requests: list[list[int]], budget: int, max_num_seqs: int) -> None:
-    scheduler = make(budget, max_num_seqs)
-    for i, seq_lens in enumerate(requests):
-        scheduler.add(make_request(i, seq_lens, arrival_s=0.1 * i))
-    batches = drain(scheduler)
-    for batch in batches:
-        assert 0 < len(batch) <= max_num_seqs
-        assert sum(s.num_tokens for s in batch) <= max(budget, MAX_SEQ_LEN)
-        assert [s.num_tokens for s in batch] == sorted(s.num_tokens for s in batch)
-    ran = sorted(s.request_id for batch in batches for s in batch)
-    assert ran == [(i, j) for i, seq_lens in enumerate(requests) for j in range(len(seq_lens))]
-    assert scheduler.waiting.num_tokens == 0
+def spans(batches: list[Batch], number: int) -> list[tuple[int, int]]:
+    chunks = [chunk for batch in batches for chunk in batch.chunks]
+    return [(chunk.start, chunk.end) for chunk in chunks if chunk.sequence.request.request_id == number]
 
 
-def test_a_batch_counts_the_sequences_that_are_left() -> None:
+def ended(batches: list[Batch]) -> list[int]:
+    """Returns the request of each last chunk, in order."""
+    return [chunk.sequence.request.request_id for batch in batches for chunk in batch.chunks if chunk.is_last]
+
+
+# Short sequences
+
+
+def test_batch_counts_the_sequences_that_still_wait() -> None:
     scheduler = make(budget=128)
     scheduler.add(make_request(0, [64, 64, 64]))
-    full = scheduler.schedule(0.0)
-    scheduler.add(make_request(1, [1]))  # came too late
-    last = scheduler.schedule(0.0)
-    assert [(len(batch.chunks), batch.num_left) for batch in (full, last)] == [(2, 1), (2, 0)]
-
-
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), lengths, st.integers(-2, 2), st.none() | st.floats(0.1, 5.0)),
-        st.tuples(st.just("cancel"), st.integers(0, 20)),
-        st.tuples(st.just("schedule"), st.floats(0.0, 2.0)),
-        st.tuples(st.just("shrink"), st.integers(1, 200)),
-    ),
-    max_size=40,
-)
-
-
-@given(events=events)
-def test_counts_stay_true_and_nothing_is_left_over(events: list[tuple]) -> None:  # type: ignore[type-arg]
-    scheduler = make()
-    waiting: dict[int, dict[int, int]] = {}
-    now_s = 0.0
-    for number, event in enumerate(events):
-        match event:
-            case ("add", seq_lens, priority, timeout_s):
-                deadline_s = None if timeout_s is None else now_s + timeout_s
-                scheduler.add(make_request(number, seq_lens, now_s, priority, deadline_s))
-                waiting[number] = dict(enumerate(seq_lens))
-            case ("cancel", request_id):
-                assert (scheduler.cancel(request_id) is None) == (not waiting.pop(request_id, {}))
-            case ("shrink", budget):
-                scheduler.shrink(budget)
-            case ("schedule", step_s):
-                now_s += step_s
-                batch = scheduler.schedule(now_s)
-                sequences = [chunk.sequence for chunk in batch.chunks]
-                assert tokens_of(batch) == sum(s.num_tokens for s in sequences) <= scheduler.token_budget
-                for sequence in sequences:
-                    assert waiting[sequence.request.request_id].pop(sequence.index) == sequence.num_tokens
-                for request in batch.expired:
-                    waiting.pop(request.request_id, None)  # as a whole
-                deadlines = [s.request.deadline_s for s in sequences]
-                assert all(deadline_s is None or deadline_s > now_s for deadline_s in deadlines)
-                scheduler.finish(batch)
-        assert scheduler.waiting.num_seqs == sum(len(w) for w in waiting.values())
-        assert scheduler.waiting.num_tokens == sum(sum(w.values()) for w in waiting.values())
-    for request_id in waiting:
-        scheduler.cancel(request_id)
-    assert (scheduler.waiting.num_seqs, scheduler.waiting.num_tokens) == (0, 0)
-    assert not scheduler.schedule(now_s).chunks
-    assert not scheduler.requests
+    first = scheduler.schedule(0.0)
+    scheduler.add(make_request(1, [1]))
+    second = scheduler.schedule(0.0)
+    assert [(len(batch.chunks), batch.num_left) for batch in (first, second)] == [(2, 1), (2, 0)]
 
 
 @given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(8, MAX_SEQ_LEN), min_size=1, max_size=8))
-def test_no_request_starves_under_endless_traffic(seq_len: int, others: list[int]) -> None:
+def test_request_does_not_starve_under_endless_traffic(seq_len: int, others: list[int]) -> None:
     scheduler = make(max_wait_s=1.0)
     scheduler.add(make_request(0, [seq_len], priority=2))
-    now_s = 0.0
     for step in range(1, 40):
         now_s = 0.25 * step
         scheduler.add(make_request(step, others * 4, arrival_s=now_s, priority=-1))
         if 0 in request_ids(run(scheduler, now_s)):
             return
-    pytest.fail(f"a sequence of {seq_len} tokens still waits after {now_s} s")
+    pytest.fail(f"a sequence of {seq_len} tokens still waits")
 
 
-def test_a_small_request_does_not_wait_for_all_of_a_large_one() -> None:
+def test_small_request_does_not_wait_for_a_whole_large_one() -> None:
     scheduler = make()
     scheduler.add(make_request(1, [32] * 100))
     scheduler.add(make_request(2, [5], arrival_s=0.01))
-    batches = drain(scheduler, now_s=0.02)
-    assert next(i for i, batch in enumerate(batches) if any(s.request.request_id == 2 for s in batch)) <= 2
+    assert 2 in set().union(*(request_ids(run(scheduler, 0.02)) for _ in range(3)))
 
 
-def test_similar_lengths_go_together() -> None:
+def test_similar_lengths_run_together() -> None:
     scheduler = make(budget=64)
     scheduler.add(make_request(1, [10, 60, 11, 59, 12, 58]))
-    assert [[s.num_tokens for s in batch] for batch in drain(scheduler)] == [[10, 11, 12], [60], [59], [58]]
-
-
-def test_sequences_that_wait_too_long_go_first() -> None:
-    arrivals_s = {10: 0.0, 50: 0.5, 11: 0.0, 40: 0.2}
-    window = [make_request(n, [n], arrival_s).sequences[0] for n, arrival_s in arrivals_s.items()]
-
-    def order(now_s: float) -> list[int]:
-        return [sequence.num_tokens for sequence in group_by_length(window, now_s, max_wait_s=1.0)]
-
-    assert order(1.0) == [10, 11, 40, 50]
-    assert order(1.1) == [10, 50, 11, 40]
-    assert order(1.3) == [10, 50, 11, 40]
-    assert list(group_by_length([], 3.0, max_wait_s=1.0)) == []
+    batches = [run(scheduler) for _ in range(4)]
+    assert [[chunk.num_tokens for chunk in b.chunks] for b in batches] == [[10, 11, 12], [60], [59], [58]]
 
 
 @pytest.mark.parametrize("max_wait_s", [0.0, 1.0])
-def test_priority_goes_first(max_wait_s: float) -> None:
+def test_higher_priority_runs_first(max_wait_s: float) -> None:
     scheduler = make(budget=64, max_wait_s=max_wait_s)
     scheduler.add(make_request(1, [60]))
     scheduler.add(make_request(2, [60], priority=-1))
@@ -147,15 +84,438 @@ def test_priority_goes_first(max_wait_s: float) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_SEQ_LEN + 1])
-def test_a_sequence_that_can_never_run_is_refused_whole(num_tokens: int) -> None:
+def test_request_with_an_impossible_sequence_is_refused(num_tokens: int) -> None:
     scheduler = make()
     with pytest.raises(ValueError, match=f"{num_tokens} tokens"):
         scheduler.add(make_request(1, [5, num_tokens]))
     assert scheduler.waiting.num_seqs == 0
 
 
-def test_the_budget_never_falls_below_one_whole_sequence() -> None:
-    scheduler = make(budget=1)
-    assert scheduler.token_budget == MAX_SEQ_LEN
-    scheduler.shrink(3)
-    assert scheduler.token_budget == MAX_SEQ_LEN
+def test_lanes_divide_a_queue_of_short_sequences() -> None:
+    scheduler = Scheduler(SchedulerConfig(), token_budget=512, max_seq_len=MAX_SEQ_LEN, num_lanes=2)
+    scheduler.add(make_request(0, [20] * 20))
+    assert tokens_of(run(scheduler)) == 100  # a quarter of the queue
+
+
+@pytest.mark.parametrize(("lengths", "is_large"), [([31], False), ([32], True), ([5], False), ([5, 5], True)])
+def test_quarter_of_a_full_batch_is_a_large_batch(lengths: list[int], is_large: bool) -> None:
+    scheduler = make(budget=128, max_num_seqs=8)
+    scheduler.add(make_request(0, lengths))
+    assert scheduler.has_large_batch is is_large
+    assert (scheduler.has_work, scheduler.has_long) == (True, False)
+
+
+# Long sequences beside short ones
+
+
+@pytest.mark.parametrize(("chunk_size", "sizes"), [(1, [1] * 30), (7, [7, 7, 7, 7, 2])])
+def test_long_sequence_runs_in_chunks_of_a_fixed_size(chunk_size: int, sizes: list[int]) -> None:
+    checked = CheckedScheduler(Setup(chunk_size=chunk_size))
+    checked.add(30)
+    assert [end - start for start, end in spans(checked.run_all(), 0)] == sizes
+
+
+def test_chunks_leave_half_of_a_batch_to_short_sequences() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=1_000, chunk_size=32, max_seq_len=4_000))
+    checked.add(3_200)
+    checked.add(8)
+    assert [(c.sequence.request.request_id, c.num_tokens) for c in checked.step().chunks] == [(1, 8), (0, 16)]
+    assert tokens_of(checked.step()) == 16  # others came a moment ago: more may follow
+    assert {tokens_of(batch) for batch in checked.run_all()[:-1]} == {32}
+
+
+def test_large_whole_sequences_alternate_with_chunks() -> None:
+    checked = CheckedScheduler()
+    checked.add(150)
+    for _ in range(4):  # a sequence that is larger than the pool runs whole, and fills a batch
+        checked.add(161)
+    kinds = ["chunk" if c.sequence.is_long else "whole" for b in checked.run_all() for c in b.chunks]
+    assert kinds[:8] in (["chunk", "whole"] * 4, ["whole", "chunk"] * 4)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_short_sequences_run_soon_if_batches_are_small(max_num_seqs: int) -> None:
+    checked = CheckedScheduler(Setup(max_num_seqs=max_num_seqs))
+    for num_tokens in (150, 5, 5):
+        checked.add(num_tokens)
+    batches = checked.run_all()
+    assert max(place for place, batch in enumerate(batches) if request_ids(batch) & {1, 2}) <= 4
+
+
+def test_small_chunks_of_several_sequences_run_together() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=1_000, chunk_size=8))
+    for text in range(4):
+        checked.add(40, text=text)
+    assert [chunk.num_tokens for chunk in checked.step().chunks] == [8, 8, 8, 8]
+
+
+def test_short_sequences_do_not_wait_for_waiting_long_ones() -> None:
+    checked = CheckedScheduler(LARGE_POOL)
+    checked.add(3_000)
+    checked.step()
+    checked.add(3_000, 3_000)
+    short = checked.add(5)
+    assert short in request_ids(checked.step())
+
+
+def test_short_prompt_does_not_wait_for_a_very_long_one() -> None:
+    checked = CheckedScheduler(LARGE_POOL)
+    checked.add(3_000)
+    for _ in range(10):
+        checked.step()
+    checked.add(40)
+    assert 1 in ended([checked.step() for _ in range(12)])
+
+
+def test_urgent_prompts_do_not_starve_others() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=25))
+    checked.add(90, priority=3)
+    for number in range(1, 400):
+        if number % 5 == 1:  # the device just keeps up
+            checked.add(80, text=number)
+        if 0 in ended([checked.step(0.05)]):
+            return
+    pytest.fail("it still waits")
+
+
+def test_short_sequences_get_half_of_the_forwards() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=1_000, budget=64, max_num_seqs=64))
+    checked.scheduler.chunk_sizes.record(64, 0, 0.001)  # so fast that a forward may be one chunk
+    checked.add(*[8] * 100)
+    for _ in range(20):
+        checked.add(200)
+    num_run = {True: 0, False: 0}
+    for _ in range(20):
+        for chunk in checked.step().chunks:
+            num_run[chunk.sequence.is_long] += chunk.num_tokens
+    assert min(num_run.values()) >= 20 * 64 // 2 - 64
+
+
+def test_next_chunk_is_scheduled_before_the_last_one_ends() -> None:
+    checked = CheckedScheduler(Setup(chunk_size=8))
+    checked.add(24)
+    scheduler = checked.scheduler
+    first = scheduler.schedule(0.0)
+    assert not scheduler.has_work
+    assert scheduler.has_long
+    scheduler.allow_next_chunks(first)
+    assert scheduler.has_work
+    assert scheduler.has_large_batch
+    second = scheduler.schedule(0.0)
+    assert spans([first, second], 0) == [(0, 8), (8, 16)]
+    scheduler.cancel(0)
+    scheduler.allow_next_chunks(second)
+    assert scheduler.finish(first) == scheduler.finish(second) == []
+    checked.check()
+
+
+# Memory
+
+
+def test_long_prompt_gets_memory_although_short_ones_overlap() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=20, chunk_size=32))
+    scheduler, running = checked.scheduler, Batch()
+    long: int | None = None
+    for number in range(40):
+        for _ in range(3):
+            checked.add(16, last_row=True, text=1_000 + len(checked.requests))  # no prefix is cached
+        if number == 2:
+            long = checked.add(20 * BLOCK, last_row=True)
+        batch = scheduler.schedule(0.1 * number)
+        scheduler.allow_next_chunks(batch)
+        for chunk in running.chunks:
+            checked.write(chunk)
+        scheduler.finish(running)
+        running = batch
+        if long is not None and long not in scheduler.requests:
+            return
+    pytest.fail("one of two overlapping batches always holds a block")
+
+
+def test_last_arrived_are_preempted_and_no_more_than_needed() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    for priority in (30, 10, 20):
+        checked.add(40, priority=priority)
+        checked.step(0.0)
+    assert len(checked.scheduler.prefill.requests) == 3
+    checked.add(100, priority=-50)
+    assert preempted(checked.step()) == [0, 2]
+    checked.add(60, priority=40)
+    assert preempted(checked.step()) == []
+    checked.run_all()
+
+
+def test_long_request_does_not_preempt_a_shorter_one() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    checked.add(40)
+    checked.step()
+    checked.add(150)  # waits for memory
+    checked.step()
+    checked.add(100)
+    batches = checked.run_all()
+    assert [number for batch in batches for number in preempted(batch)] == []
+    assert ended(batches) == [0, 2, 1]
+
+
+def test_none_is_preempted_if_that_frees_too_little() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    checked.add(80)  # arrived first
+    checked.step(0.0)
+    checked.add(60, priority=3)
+    checked.step(0.0)
+    checked.add(100, priority=1)  # 80 and 100 do not fit
+    assert preempted(checked.step(0.0)) == []
+    assert {name[0] for name in checked.scheduler.prefill.requests} == {0, 1}
+
+
+def test_preemption_waits_for_chunks_that_run() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    checked.add(100, priority=5)
+    running = checked.scheduler.schedule(0.0)
+    checked.scheduler.allow_next_chunks(running)
+    checked.add(100, priority=-5)
+    waiting = checked.scheduler.schedule(0.0)
+    assert (preempted(waiting), checked.scheduler.needs_idle_device) == ([], True)
+    checked.scheduler.allow_next_chunks(waiting)
+    for batch in (running, waiting):
+        checked.scheduler.finish(batch)
+    assert preempted(checked.step()) == [0]
+    assert not checked.scheduler.needs_idle_device
+    checked.run_all()
+
+
+def test_preempted_sequence_keeps_its_place_in_the_queue() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    checked.add(100, priority=1)
+    checked.step(0.0)
+    (sequence,) = checked.requests[0].sequences
+    due = sequence.request.due
+    checked.add(100, priority=1)
+    checked.add(100, priority=-5)
+    assert preempted(checked.step()) == [0]
+    assert sequence.request.due == due
+    batches = checked.run_all()
+    assert ended(batches) == [2, 0, 1]
+    assert sequence in [each for batch in batches for each in batch.finished]
+
+
+@pytest.mark.parametrize("budget", [32, 128])  # a cycle would go on from batch to batch, or within one
+def test_sequences_of_two_clients_do_not_preempt_in_a_cycle(budget: int) -> None:
+    checked = CheckedScheduler(Setup(prefixes=False, budget=budget, chunk_size=32))  # two of three fit
+    checked.add(70, priority=20, client="a")
+    checked.step()
+    checked.add(70, priority=20, client="b")
+    checked.step()
+    checked.add(70, priority=-20, client="a")
+    assert [number for batch in checked.run_all() for number in preempted(batch)] == [0, 1]
+
+
+def test_client_is_charged_once_for_a_preempted_sequence() -> None:
+    checked = CheckedScheduler(NO_PREFIXES)
+    queue = checked.scheduler.waiting
+    checked.add(100, priority=10, client="a")
+    (sequence,) = checked.requests[0].sequences
+    start = queue.order(sequence)[0]
+    for _ in range(3):
+        checked.step(0.0)
+    checked.add(100, client="a")
+    assert preempted(checked.step(0.0)) == [0]
+    checked.run_all()
+    assert queue.order(sequence)[0] == start + 200
+
+
+def test_preempted_prompt_continues_after_its_cached_blocks() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=30))
+    checked.add(100, priority=1)
+    for _ in range(3):
+        checked.step(0.0)
+    num_done = checked.requests[0].sequences[0].num_done
+    checked.add(48, text=1)
+    batch = checked.step(0.0)
+    assert (preempted(batch), request_ids(batch)) == ([0], {1})
+    start, _ = spans(checked.run_all(), 0)[0]
+    assert start == num_done // BLOCK * BLOCK
+
+
+def test_preempted_ssm_sequence_continues_after_its_last_chunk() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=0, num_slots=1))
+    checked.add(100, priority=1)
+    num_done = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
+    checked.add(40)
+    assert [(s.request_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_done)]
+    assert spans(checked.run_all(), 0)[0][0] == num_done
+
+
+# Failures
+
+
+@pytest.mark.parametrize(("num_tokens", "num_steps"), [(16, 0), (100, 0), (100, 1)])
+def test_chunk_out_of_memory_runs_again_in_smaller_chunks(num_tokens: int, num_steps: int) -> None:
+    checked = CheckedScheduler()
+    checked.add(num_tokens)
+    for _ in range(num_steps):
+        checked.step()
+    batch = checked.scheduler.schedule(0.1)
+    (failed,) = batch.chunks
+    checked.shrink(4)
+    assert checked.scheduler.retry(failed, NO_MEMORY)
+    checked.scheduler.finish(batch)
+    again = spans(checked.run_all(), 0)
+    assert again[0][0] == failed.start
+    assert max(end - start for start, end in again) <= 4
+    assert again[-1][1] == num_tokens
+
+
+def test_chunk_that_fails_without_end_is_given_up() -> None:
+    checked = CheckedScheduler()
+    checked.add(100)
+    for attempt in range(100):
+        batch = checked.scheduler.schedule(0.1 * attempt)
+        if not checked.scheduler.retry(batch.chunks[0], NO_MEMORY):
+            break
+        checked.scheduler.finish(batch)
+    else:
+        pytest.fail("it is retried without end")
+    checked.cancel(0)
+    checked.scheduler.finish(batch)
+    checked.add(1)
+    one_token = checked.scheduler.schedule(11.0).chunks[0]
+    assert not checked.scheduler.retry(one_token, NO_MEMORY)
+
+
+@pytest.mark.parametrize("num_tokens", [12, 100])
+def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
+    checked = CheckedScheduler(Setup(num_blocks=100))
+    prefixes = checked.sequence_pool.prefixes
+    assert prefixes is not None
+    checked.add(num_tokens, last_row=True)
+    batch = checked.step(failing=[0])
+    assert len(batch.chunks) == 1
+    assert prefixes.num_cached == 0
+    checked.step()
+    assert prefixes.num_cached == checked.requests[0].sequences[0].num_done // BLOCK
+    checked.run_all()
+    checked.add(100, text=1)
+    num_cached = prefixes.num_cached
+    checked.step()
+    assert prefixes.num_cached > num_cached
+    checked.cancel(1, uncache=True)
+    assert prefixes.num_cached == num_cached
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_long_and_short_inputs_of_a_request_end_together(is_late: bool) -> None:
+    checked = CheckedScheduler(Setup(num_blocks=60, max_num_seqs=4, chunk_size=8))
+    number = checked.add(10, 120, 9, 80, 70, 8, *[5] * 20, timeout_s=1.0)
+    other = checked.add(30, 5)
+    for _ in range(3):
+        checked.step()
+    sequences = checked.requests[number].sequences
+    kinds = {(str(sequence.status), sequence.is_long) for sequence in sequences}
+    assert kinds == {("finished", False), ("waiting", False), ("running", True), ("waiting", True)}
+    if is_late:
+        assert checked.step(1.0).expired == [checked.requests[number]]
+    else:
+        checked.cancel(number)
+    assert {sequence.status for sequence in sequences} == {"finished"}
+    assert all(sequence.chunk is None and sequence.allocation is None for sequence in sequences)
+    while checked.scheduler.requests:
+        assert request_ids(checked.step()) == {other}
+
+
+# Prefix cache
+
+
+def test_short_sequence_starts_after_its_cached_prefix() -> None:
+    checked = CheckedScheduler()
+    checked.add(14, last_row=True)
+    checked.run_all()
+    checked.add(14, last_row=True)
+    assert spans(checked.run_all(), 1) == [(12, 14)]
+    checked.add(14)
+    checked.add(12, last_row=True)
+    batches = checked.run_all()
+    assert (spans(batches, 2), spans(batches, 3)) == ([(0, 14)], [(8, 12)])
+
+
+def test_sequences_of_one_block_do_not_use_the_prefix_cache() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=100))
+    for num_tokens, starts in ((7, [0]), (7, [0]), (8, [0]), (8, [4]), (7, [0])):
+        checked.add(num_tokens, last_row=True)
+        assert [chunk.start for chunk in checked.step().chunks] == starts
+
+
+def test_only_uncached_tokens_count_in_the_budget() -> None:
+    checked = CheckedScheduler(Setup(num_blocks=100, max_num_seqs=64))
+    for num_tokens in (16, 12, 8):
+        checked.add(num_tokens, last_row=True)
+    checked.run_all()
+    checked.add(*[16] * 20, last_row=True)  # all but the last block of each is cached
+    assert [(chunk.start, chunk.end) for chunk in checked.step().chunks] == [(12, 16)] * 8
+    checked.shrink(14)
+    assert [(chunk.start, chunk.end) for chunk in checked.step().chunks] == [(12, 16)] * 3
+    checked.run_all()
+
+
+# Memory pressure and token budget
+
+
+def test_pressure_follows_the_free_memory_of_the_device() -> None:
+    sizes, pressures = [], []
+    checked = CheckedScheduler(Setup(num_blocks=100, prefixes=False))
+    checked.add(200)
+    checked.scheduler.chunk_sizes.record(32, 0, 0.001)  # a chunk may have all of a batch
+    for free_tokens in (None, 32, 100, 24, 8, 0):
+        sizes.append(tokens_of(checked.step(0.0, free_tokens=free_tokens)))
+        pressures.append(checked.scheduler.memory_pressure)
+    assert pressures == [0.0, 0.0, 0.0, 0.25, 0.75, 1.0]
+    assert sizes == [32, 32, 32, 24, 8, 1]
+    checked.shrink(24)
+    checked.step(0.0)
+    assert checked.scheduler.memory_pressure == 0.25
+
+
+def test_pool_usage_is_pressure_while_a_sequence_waits() -> None:
+    checked = CheckedScheduler(Setup(prefixes=False))
+    checked.add(120)
+    checked.step(0.0)
+    assert checked.sequence_pool.usage == 0.75
+    assert checked.scheduler.memory_pressure == 0.0
+    checked.scheduler.chunk_sizes.record(32, 0, 0.001)
+    checked.add(100)
+    batch = checked.step(2.0)
+    assert checked.scheduler.memory_pressure == 0.375
+    assert [chunk.num_tokens for chunk in batch.chunks] == [20]
+    checked.cancel(1)
+    checked.step(0.0)
+    assert checked.scheduler.memory_pressure == 0.0
+
+
+def test_lowered_budget_doubles_after_32_forwards() -> None:
+    scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=32)
+    scheduler.add(make_request(0, [32] * 500))
+    scheduler.shrink(40)
+    budgets = []
+    for _ in range(31):
+        budgets.append(scheduler.token_budget)
+        run(scheduler)
+    scheduler.shrink(100)  # above the budget: only the count of forwards starts again
+    for _ in range(70):
+        budgets.append(scheduler.token_budget)
+        run(scheduler)
+    assert budgets == [40] * 63 + [80] * 32 + [128] * 6
+
+
+def test_budget_has_a_lower_bound() -> None:
+    checked = CheckedScheduler(Setup(budget=128, chunk_size=64))
+    checked.shrink(1)
+    assert checked.scheduler.token_budget == 4
+    whole = make(budget=1)
+    assert whole.token_budget == MAX_SEQ_LEN
+    whole.shrink(3)
+    assert whole.token_budget == MAX_SEQ_LEN
+    checked.add(100)
+    for _ in range(19):
+        checked.add(1)
+        checked.step()
+    assert checked.requests[0].sequences[0].num_done >= 4 * 9  # chunks and short sequences take turns

@@ -1,4 +1,4 @@
-"""Whole sequences, and prefixes that are read instead of computed."""
+"""Memory of whole sequences, and prefixes that are read instead of computed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import pytest
 from penstock.engine.protocol.errors import InvalidSlot, PoolExhausted
 from penstock.engine.scheduling import KvCachePool, SequencePool, SsmStatePool
 
-from .texts import BLOCK_SIZE, found, keys_of, keys_of_blocks, kv_pool, run, start
-
-# Whole sequences
+from .prefix_texts import BLOCK_SIZE, keys_of, keys_of_blocks, kv_pool, num_found, run, start
 
 
-def test_a_sequence_gets_all_its_blocks_or_nothing() -> None:
+def test_sequence_gets_all_its_blocks_or_none() -> None:
     sequence_pool = kv_pool(4)
     first = sequence_pool.allocate("a", 9)
     assert first is not None
@@ -25,7 +23,7 @@ def test_a_sequence_gets_all_its_blocks_or_nothing() -> None:
     assert sequence_pool.allocate("b", 16) is not None
 
 
-def test_room_is_foreseen() -> None:
+def test_has_room_counts_blocks_that_will_be_freed() -> None:
     sequence_pool = kv_pool(8)
     first, second = start(sequence_pool, "a", "xyz"), start(sequence_pool, "b", "v")
     assert sequence_pool.has_room(8)
@@ -39,23 +37,14 @@ def test_room_is_foreseen() -> None:
         assert sequence_pool.has_room(BLOCK_SIZE * num_blocks, after=after)
         assert not sequence_pool.has_room(BLOCK_SIZE * num_blocks + 1, after=after)
     hybrid = SequencePool(kv=KvCachePool(8, BLOCK_SIZE), ssm=SsmStatePool(1))
-    held = hybrid.allocate("a", 4)
-    assert held is not None
+    allocation = hybrid.allocate("a", 4)
+    assert allocation is not None
     assert not hybrid.has_room(4)
-    assert hybrid.has_room(32, after=[held])
+    assert hybrid.has_room(32, after=[allocation])
     assert SequencePool(ssm=SsmStatePool(1)).has_room(10**9)
 
 
-def test_what_can_never_fit_is_said() -> None:
-    sequence_pool = kv_pool(4)
-    assert sequence_pool.capacity_tokens == 16
-    assert sequence_pool.can_hold(16)
-    assert not sequence_pool.can_hold(17)
-    with pytest.raises(PoolExhausted, match="17 tokens can never be held; 16 fit"):
-        sequence_pool.allocate("a", 17)
-
-
-def test_mistakes_of_the_caller() -> None:
+def test_invalid_calls_of_the_sequence_pool_are_refused() -> None:
     sequence_pool = kv_pool()
     allocation = sequence_pool.allocate("a", 5)
     assert allocation is not None
@@ -67,25 +56,18 @@ def test_mistakes_of_the_caller() -> None:
         sequence_pool.allocate("b", 7, keys_of(*range(8)))
     with pytest.raises(ValueError, match="6 tokens of a sequence of 5"):
         sequence_pool.commit(allocation, 6)
+    assert (sequence_pool.capacity_tokens, sequence_pool.can_hold(32), sequence_pool.can_hold(33)) == (32, True, False)
+    with pytest.raises(PoolExhausted, match="33 tokens can never be held; 32 fit"):
+        sequence_pool.allocate("b", 33)
     sequence_pool.free(allocation)
+    assert sequence_pool.allocate("a", 5) is not None  # a new allocation of the same owner
     for call in (lambda: sequence_pool.free(allocation), lambda: sequence_pool.commit(allocation, 5)):
         with pytest.raises(InvalidSlot, match="has been freed already"):
             call()
-    assert sequence_pool.usage == 0.0
-
-
-def test_an_old_allocation_of_the_same_owner_is_not_the_new_one() -> None:
-    sequence_pool = kv_pool()
-    old = sequence_pool.allocate("a", 5)
-    assert old is not None
-    sequence_pool.free(old)
-    assert sequence_pool.allocate("a", 5) is not None
-    with pytest.raises(InvalidSlot):
-        sequence_pool.free(old)
     assert sequence_pool.num_allocations == 1
 
 
-def test_a_state_slot_is_all_that_a_pure_ssm_needs() -> None:
+def test_ssm_model_needs_only_a_state_slot() -> None:
     sequence_pool = SequencePool(ssm=SsmStatePool(2))
     assert sequence_pool.capacity_tokens is None
     assert sequence_pool.can_hold(10**9)
@@ -101,7 +83,7 @@ def test_a_state_slot_is_all_that_a_pure_ssm_needs() -> None:
     assert sequence_pool.allocate("c", 1) is not None
 
 
-def test_a_hybrid_takes_both_or_nothing_and_keeps_no_prefixes() -> None:
+def test_hybrid_takes_blocks_and_a_slot_and_keeps_no_prefixes() -> None:
     sequence_pool = SequencePool(kv=KvCachePool(4, BLOCK_SIZE), ssm=SsmStatePool(2))
     assert sequence_pool.prefixes is None
     first = start(sequence_pool, "a", "xy")
@@ -115,10 +97,7 @@ def test_a_hybrid_takes_both_or_nothing_and_keeps_no_prefixes() -> None:
     assert sequence_pool.allocate("d", 1) is None
 
 
-# Prefixes
-
-
-def test_a_prefix_is_read_instead_of_computed() -> None:
+def test_cached_prefix_is_read_instead_of_computed() -> None:
     sequence_pool = kv_pool()
     first = run(sequence_pool, "a", "xyz")
     second = start(sequence_pool, "b", "xyw")
@@ -128,7 +107,7 @@ def test_a_prefix_is_read_instead_of_computed() -> None:
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (24, 8)
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_last_token_is_always_computed() -> None:
     sequence_pool = kv_pool()
     run(sequence_pool, "a", "xy")
     allocation = sequence_pool.allocate("b", 8, keys_of_blocks("xy"), 8)
@@ -137,7 +116,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 @pytest.mark.parametrize(("readable", "cached"), [(-1, 0), (0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
-def test_no_more_is_read_than_the_caller_can_use(readable: int, cached: int) -> None:
+def test_cached_tokens_are_limited_to_the_readable_ones(readable: int, cached: int) -> None:
     sequence_pool = kv_pool()
     run(sequence_pool, "a", "xy")
     queried = sequence_pool.prefix_query_tokens
@@ -149,19 +128,15 @@ def test_no_more_is_read_than_the_caller_can_use(readable: int, cached: int) -> 
 def test_only_committed_full_blocks_are_found() -> None:
     sequence_pool = kv_pool()
     allocation = start(sequence_pool, "a", "xyz")
-    assert found(sequence_pool, "xyz") == 0
-    sequence_pool.commit(allocation, 7)
-    assert found(sequence_pool, "xyz") == 1
-    sequence_pool.commit(allocation, 3)
-    assert found(sequence_pool, "xyz") == 1
-    sequence_pool.commit(allocation, 12)
-    assert found(sequence_pool, "xyz") == 3
+    for num_tokens, cached in ((0, 0), (7, 1), (3, 1), (12, 3)):
+        sequence_pool.commit(allocation, num_tokens)
+        assert num_found(sequence_pool, "xyz") == cached
     sequence_pool.free(allocation)
-    assert found(sequence_pool, "xyz") == 3
+    assert num_found(sequence_pool, "xyz") == 3
     assert sequence_pool.usage == 0.0
 
 
-def test_a_sequence_that_runs_shares_its_prefix() -> None:
+def test_running_sequence_shares_its_prefix() -> None:
     sequence_pool = kv_pool()
     first = start(sequence_pool, "a", "xy")
     sequence_pool.commit(first, 8)
@@ -170,7 +145,7 @@ def test_a_sequence_that_runs_shares_its_prefix() -> None:
     assert sequence_pool.usage == 5 / 8
     sequence_pool.free(first)
     assert sequence_pool.usage == 4 / 8
-    assert found(sequence_pool, "xy") == 2
+    assert num_found(sequence_pool, "xy") == 2
     sequence_pool.free(second)
     assert sequence_pool.usage == 0.0
 
@@ -179,31 +154,30 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     sequence_pool = kv_pool(8)
     run(sequence_pool, "a", "xyz")
     start(sequence_pool, "b", "abcd")
-    assert (found(sequence_pool, "xyz"), sequence_pool.num_evicted_blocks) == (3, 0)
+    assert (num_found(sequence_pool, "xyz"), sequence_pool.num_evicted_blocks) == (3, 0)
     start(sequence_pool, "c", "")
-    assert sequence_pool.num_evicted_blocks == 1
-    assert found(sequence_pool, "xyz") == 2
+    assert (num_found(sequence_pool, "xyz"), sequence_pool.num_evicted_blocks) == (2, 1)
 
 
-def test_the_least_recently_used_prefix_goes_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first() -> None:
     sequence_pool = kv_pool(6)
     run(sequence_pool, "a", "xy")
     run(sequence_pool, "b", "vw")
     run(sequence_pool, "c", "xy")
     start(sequence_pool, "d", "abc")
-    assert (found(sequence_pool, "xy"), found(sequence_pool, "vw")) == (2, 0)
+    assert (num_found(sequence_pool, "xy"), num_found(sequence_pool, "vw")) == (2, 0)
 
 
-def test_a_prefix_is_not_evicted_for_the_sequence_that_reads_it() -> None:
+def test_prefix_is_not_evicted_for_its_reader() -> None:
     sequence_pool = kv_pool(4)
     run(sequence_pool, "a", "xyz")
     allocation = start(sequence_pool, "b", "xyw")
     assert allocation.num_cached_tokens == 8
     assert len(set(allocation.block_ids)) == 4
-    assert found(sequence_pool, "xyz") == 2
+    assert num_found(sequence_pool, "xyz") == 2
 
 
-def test_nothing_is_taken_where_the_prefix_is_all_that_fits() -> None:
+def test_nothing_is_taken_if_only_the_prefix_fits() -> None:
     sequence_pool = kv_pool(6)
     run(sequence_pool, "a", "xyz")
     start(sequence_pool, "b", "ab")
@@ -213,7 +187,7 @@ def test_nothing_is_taken_where_the_prefix_is_all_that_fits() -> None:
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (20, 0)
 
 
-def test_of_equal_blocks_the_first_is_kept_for_its_children() -> None:
+def test_equal_block_that_was_first_stays_for_its_children() -> None:
     sequence_pool = kv_pool(8)
     first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "xy")
     sequence_pool.commit(first, 5)
@@ -225,24 +199,23 @@ def test_of_equal_blocks_the_first_is_kept_for_its_children() -> None:
     sequence_pool.free(second)
     assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
     sequence_pool.prefixes.evict(1)
-    assert found(sequence_pool, "xy") == 1
+    assert num_found(sequence_pool, "xy") == 1
     sequence_pool.prefixes.evict(1)
     assert sequence_pool.kv is not None
     assert sequence_pool.kv.num_free == 8
 
 
-def test_prefixes_are_read_unless_the_caller_says_otherwise() -> None:
-    assert SequencePool(kv=KvCachePool(8, BLOCK_SIZE)).prefixes is not None
-    sequence_pool = kv_pool()
+def test_prefix_cache_is_on_but_reads_nothing_by_default() -> None:
+    sequence_pool = SequencePool(kv=KvCachePool(8, BLOCK_SIZE))
     run(sequence_pool, "a", "xy")
     queried = sequence_pool.prefix_query_tokens
     allocation = sequence_pool.allocate("b", 9, keys_of_blocks("xy"))
     assert allocation is not None
-    assert allocation.num_cached_tokens == 0
-    assert sequence_pool.prefix_query_tokens == queried
+    assert (allocation.num_cached_tokens, sequence_pool.prefix_query_tokens) == (0, queried)
+    assert num_found(sequence_pool, "xy") == 2
 
 
-def test_prefixes_can_be_switched_off() -> None:
+def test_disabled_prefix_cache_keeps_nothing() -> None:
     sequence_pool = kv_pool(enable_prefix_caching=False)
     run(sequence_pool, "a", "xy")
     second = start(sequence_pool, "b", "xy")
@@ -253,36 +226,25 @@ def test_prefixes_can_be_switched_off() -> None:
     assert (sequence_pool.usage, sequence_pool.num_evicted_blocks) == (0.0, 0)
 
 
-# State slots
-
-
-def test_slots_are_taken_and_released() -> None:
+def test_state_slots_are_taken_and_released() -> None:
     pool = SsmStatePool(2)
     first, second = pool.alloc(), pool.alloc()
     assert {first, second} == {0, 1}
     with pytest.raises(PoolExhausted, match="all 2 state slots are in use"):
         pool.alloc()
+    for index in (-1, 2, True, False, 1.0, "1", None):
+        with pytest.raises(InvalidSlot, match="is not a state slot in use"):
+            pool.release(index)  # type: ignore[arg-type]
     pool.release(first)
+    with pytest.raises(InvalidSlot):
+        pool.release(first)
     assert (pool.num_free, pool.num_used) == (1, 1)
     assert pool.alloc() == first
-
-
-@pytest.mark.parametrize("index", [-1, 4, True, False, 1.0, "1", None])
-def test_only_slots_in_use_are_released(index: object) -> None:
-    pool = SsmStatePool(4)
-    for _ in range(4):
-        pool.alloc()
-    with pytest.raises(InvalidSlot, match="is not a state slot in use"):
-        pool.release(index)  # type: ignore[arg-type]
-    assert pool.num_used == 4
-    pool.release(2)
-    with pytest.raises(InvalidSlot):
-        pool.release(2)
     with pytest.raises(ValueError, match="num_slots is 0"):
         SsmStatePool(0)
 
 
-def test_no_sequence_fits_into_an_empty_pool() -> None:
+def test_empty_pool_holds_no_sequence() -> None:
     pool = SequencePool()
     assert pool.is_empty
     assert (pool.capacity_tokens, pool.usage, pool.prefixes, pool.clear_prefixes()) == (0, 0.0, None, None)

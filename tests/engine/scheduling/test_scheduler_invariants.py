@@ -31,20 +31,21 @@ def adds(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Any]:
         st.integers(-2, 2),  # priority
         st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
         st.sampled_from("aab"),  # client
-        st.booleans(),  # needs the last row alone
-        st.integers(0, 1),  # text
+        st.booleans(),  # needs only the last row
+        st.integers(-1, 1),  # text
     )
 
 
 short, long, aligned = st.integers(1, 16), st.integers(17, 120), st.sampled_from([8, 12, 16])
-places = st.lists(st.integers(0, 5), max_size=2)
+indices = st.lists(st.integers(0, 5), max_size=2)
 free_tokens = st.sampled_from([None, None, 100, 10, 2, 0])
-steps = st.tuples(st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), free_tokens, places, places)
+steps = st.tuples(st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), free_tokens, indices, indices)
 others = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
     st.tuples(st.just("shrink"), st.integers(1, 40)),
     st.tuples(st.just("record"), st.integers(0, 40), st.integers(0, 40), st.sampled_from([0.001, 0.1, 3.0])),
     st.tuples(st.just("steps"), st.integers(1, 40)),
+    st.just(("clear",)),
 )
 
 
@@ -76,8 +77,11 @@ def play(setup: Setup, events: list[Any]) -> None:
             case ("steps", count):
                 for _ in range(count):
                     scheduler.step(0.01)
+            case ("clear",):
+                scheduler.clear_prefixes()
     scheduler.run_all()
     assert not scheduler.scheduler.requests
+    assert scheduler.sequence_pool.usage == 0
 
 
 few = st.lists(st.integers(17, 80), min_size=1, max_size=3)
@@ -87,7 +91,7 @@ mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
 
 @settings(max_examples=150, deadline=None)
 @given(setup=setups(), events=events(mixed))
-def test_long_and_short_sequences(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_for_long_and_short_sequences(setup: Setup, events: list[Any]) -> None:
     play(setup, events)
 
 
@@ -95,11 +99,11 @@ def test_long_and_short_sequences(setup: Setup, events: list[Any]) -> None:
 @given(
     setup=setups([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
 )
-def test_long_sequences_with_too_little_memory(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_if_memory_is_short(setup: Setup, events: list[Any]) -> None:
     play(setup, events)
 
 
-def test_three_sequences_do_not_preempt_in_a_circle() -> None:
+def test_three_sequences_do_not_preempt_in_a_cycle() -> None:
     setup = Setup(num_blocks=40, num_slots=0, prefixes=False, budget=32, max_num_seqs=6, chunk_size=None)
     rushes: list[Any] = [
         ("rush", [72], [61], False),
@@ -117,5 +121,5 @@ def test_three_sequences_do_not_preempt_in_a_circle() -> None:
     setup=setups([12, 40], [0]),
     events=events(st.lists(aligned, min_size=1, max_size=8), st.lists(short, min_size=1, max_size=8)),
 )
-def test_short_sequences_with_shared_prefixes(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_for_shared_prefixes(setup: Setup, events: list[Any]) -> None:
     play(setup, events)

@@ -1,4 +1,4 @@
-"""Texts of which every letter is a block, and pools that hold them."""
+"""Texts with one letter per block, and pools for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def keys_of(*token_ids: int, seed: bytes = b"model") -> list[bytes]:
 
 
 def keys_of_blocks(text: str) -> list[bytes]:
-    """One letter per block."""
     return keys_of(*(ord(letter) for letter in text for _ in range(BLOCK_SIZE)))
 
 
@@ -23,7 +22,7 @@ def kv_pool(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> Seque
 
 
 def start(sequence_pool: SequencePool, owner: object, text: str, *, readable: int | None = None) -> Allocation:
-    """Allocates one letter per block, and a token more."""
+    """Allocates a block for each letter, and one for a last token."""
     num_tokens = BLOCK_SIZE * len(text) + 1
     readable = num_tokens - 1 if readable is None else readable
     allocation = sequence_pool.allocate(owner, num_tokens, keys_of_blocks(text), readable)
@@ -32,13 +31,14 @@ def start(sequence_pool: SequencePool, owner: object, text: str, *, readable: in
 
 
 def run(sequence_pool: SequencePool, owner: object, text: str) -> Allocation:
-    """Computes a sequence from start to end."""
+    """Computes and frees a sequence."""
     allocation = start(sequence_pool, owner, text)
     sequence_pool.commit(allocation, allocation.num_tokens)
     sequence_pool.free(allocation)
     return allocation
 
 
-def found(sequence_pool: SequencePool, text: str) -> int:
+def num_found(sequence_pool: SequencePool, text: str) -> int:
+    """Returns the number of cached blocks at the start of `text`."""
     assert sequence_pool.prefixes is not None
     return len(sequence_pool.prefixes.find(keys_of_blocks(text)))

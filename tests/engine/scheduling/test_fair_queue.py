@@ -1,0 +1,124 @@
+"""Order of the waiting sequences: between clients, within a client, and by length."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, strategies as st
+
+from penstock.engine.scheduling.fair_queue import SLOWDOWN, FairQueue, group_by_length
+
+from .records import make_request
+
+MAX_SEQ_LEN = 128
+
+
+@given(lengths=st.lists(st.integers(1, MAX_SEQ_LEN), min_size=2, max_size=20))
+def test_equal_requests_of_a_client_run_in_order_of_arrival(lengths: list[int]) -> None:
+    queue = FairQueue()
+    for number in range(5):
+        queue.add(make_request(number, lengths))
+        queue.charge(make_request(9, [1]).sequences[0], 7)
+    window = queue.window(10**9, 10**9)
+    assert [sequence.request_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
+
+
+@given(
+    shorts=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    num_tokens=st.integers(31, MAX_SEQ_LEN),
+    forward_tokens=st.sampled_from([1, 100, 1_000]),
+)
+def test_request_is_passed_by_a_multiple_of_its_tokens_at_most(
+    shorts: list[int], num_tokens: int, forward_tokens: int
+) -> None:
+    queue, served = FairQueue(forward_tokens), 0
+    queue.add(make_request(0, [num_tokens]))
+    for number in itertools.count(1):
+        queue.add(make_request(number, [shorts[number % len(shorts)]]))
+        (sequence,) = queue.window(1, 1)
+        if sequence.request.request_id == 0:
+            break
+        queue.remove(sequence)
+        queue.charge(sequence, sequence.num_tokens)
+        served += sequence.num_tokens
+    assert served <= SLOWDOWN * num_tokens + forward_tokens + 30
+
+
+def test_requests_of_one_forward_run_in_order_of_arrival() -> None:
+    queue = FairQueue(forward_tokens=100 * SLOWDOWN)
+    for number, num_tokens in enumerate([90, 10, 110, 50]):
+        queue.add(make_request(number, [num_tokens]))
+    assert [sequence.request.request_id for sequence in queue.window(1_000, 10)] == [0, 1, 3, 2]
+
+
+def test_priority_level_is_worth_its_tokens_within_a_client() -> None:
+    queue = FairQueue()
+    for number, (priority, client) in enumerate([(0, "a"), (-1, "a"), (-1, "b"), (1, "a")]):
+        queue.add(make_request(number, [10], priority=priority, client=client), tokens_per_level=100.0)
+    window = queue.window(1_000, 10)
+    assert [s.request.request_id for s in window if s.request.client == "a"] == [1, 0, 3]
+    assert [s.request.client for s in window[:2]] == ["a", "b"]
+    assert [s.request.due for s in window[:2]] == [-20, -20]
+
+
+def test_window_ends_at_its_tokens_or_sequences() -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [10] * 5))
+    assert [len(queue.window(n, 9)) for n in (1, 10, 11, 20, 99)] == [1, 1, 2, 2, 5]
+    assert [len(queue.window(99, n)) for n in (1, 2, 5)] == [1, 2, 5]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 100, 200])
+def test_sequence_that_runs_again_waits_only_once(num_seqs: int) -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [5] * num_seqs))
+    window = queue.window(10**9, 10**9)
+    queue.add(make_request(1, [5]))
+    for sequence in window:
+        queue.remove(sequence)
+    for sequence in window:
+        sequence.is_long = True
+        queue.add_again(sequence)
+    assert [sequence.request_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
+    assert queue.window(10**9, 10**9, is_long=True) == window
+
+
+def test_cancelled_sequences_do_not_pile_up() -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [5], priority=-1))
+    for number in range(1, 1_000):
+        request = make_request(number, [5])
+        queue.add(request)
+        queue.remove(request.sequences[0])
+    assert len(queue._clients[""].short.sequences) < 100
+    assert queue.num_seqs == 1
+    assert [sequence.request_id for sequence in queue.window(100, 100)] == [(0, 0)]
+
+
+def test_idle_clients_are_removed() -> None:
+    queue = FairQueue()
+    waiting = make_request(0, [5], client="waits")
+    queue.add(waiting)
+    for number in range(1, 1_000):
+        request = make_request(number, [10], client=f"client {number}")
+        queue.add(request)
+        queue.remove(request.sequences[0])
+        queue.charge(request.sequences[0], 10)
+        queue.charge(waiting.sequences[0], 20)
+    assert len(queue._clients) <= 64 + 2
+    assert queue.window(100, 100) == waiting.sequences
+
+
+def test_each_lane_gets_half_of_its_share_of_the_queue() -> None:
+    queue = FairQueue()
+    queue.add(make_request(0, [100] * 10))
+    assert [queue.tokens_per_batch(num_lanes) for num_lanes in (1, 2, 5, 11)] == [500, 250, 100, 48]
+
+
+def test_similar_lengths_follow_the_head_unless_others_are_late() -> None:
+    arrivals_s = {10: 0.0, 50: 0.5, 11: 0.0, 40: 0.2}
+    window = [make_request(n, [n], arrival_s).sequences[0] for n, arrival_s in arrivals_s.items()]
+    for now_s, lengths in ((1.0, [10, 11, 40, 50]), (1.1, [10, 50, 11, 40]), (1.3, [10, 50, 11, 40])):
+        assert [sequence.num_tokens for sequence in group_by_length(window, now_s, max_wait_s=1.0)] == lengths
+    assert list(group_by_length([], 3.0, max_wait_s=1.0)) == []
