@@ -1,52 +1,28 @@
-"""Every column of the input is in the output of `penstock embed`, or the command names the value that has no place."""
+"""Every column of the input is in the output, or the error names the value that the output cannot hold."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
-from penstock.server.embed_jobs import run as module
-from penstock.server.embed_jobs.run import embed_file
-from penstock.server.settings import CommandError, EmbedSettings, UsageError, load
-
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
+from penstock.server.embed_jobs import output_file as output_module
+from penstock.server.embed_jobs.input_file import InputFile, JsonLines
+from penstock.server.settings import CommandError, UsageError
 
 ROWS = [
     {"id": 9_007_199_254_740_993, "text": "a", "score": 1, "meta": {"tags": ["x"], "at": {"page": 1}}, "flag": None},
     {"text": "b", "score": 0.5, "meta": {"tags": [], "lang": "de"}, "flag": True},
     {"id": -3, "text": "c", "meta": None, "list": [[1], None, [2, 3]], "none": None},
 ]
-WHOLE = [
-    {
-        "id": row.get("id"),
-        "text": row["text"],
-        "score": row.get("score"),
-        "meta": row["meta"]
-        and {"tags": row["meta"]["tags"], "at": row["meta"].get("at"), "lang": row["meta"].get("lang")},
-        "flag": row.get("flag"),
-        "list": row.get("list"),
-        "none": None,
-    }
+META_KEYS = ("tags", "at", "lang")
+COLUMNS = [
+    {name: row.get(name) for name in ("id", "text", "score", "meta", "flag", "list", "none")}
+    | {"meta": row["meta"] and {key: row["meta"].get(key) for key in META_KEYS}}
     for row in ROWS
 ]
-
-
-@pytest.fixture(autouse=True)
-def fake(engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    async def start(config, *, log_level, log_format):
-        return engine
-
-    fields = {name: getattr(engine.info, name) for name in type(engine.info).__dataclass_fields__}
-    engine.info = type(engine.info)(**{**fields, "path": str(tmp_path)})
-    monkeypatch.setattr(module.AsyncEngine, "start", start)
-    monkeypatch.setattr(module, "configure_logging", lambda *_: None)
-    return engine
-
-
-def run(source: Path, output: Path, **settings: object) -> None:
-    embed_file(str(source), load(EmbedSettings, {"output": str(output), "batch_size": 4, **settings}), "fake-model")
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
@@ -59,22 +35,22 @@ def without_vectors(rows: list[dict]) -> list[dict]:
     return rows
 
 
-def test_jsonl_to_parquet_keeps_every_column(tmp_path: Path) -> None:
+def test_jsonl_to_parquet_keeps_every_column(run, tmp_path: Path) -> None:
     run(write_jsonl(tmp_path / "in.jsonl", *ROWS), tmp_path / "out.parquet")
     table = parquet.read_table(tmp_path / "out.parquet")
     assert str(table.schema.field("id").type) == "int64"
     assert str(table.schema.field("score").type) == "double"
-    assert without_vectors(table.to_pylist()) == WHOLE
+    assert without_vectors(table.to_pylist()) == COLUMNS
 
 
-def test_column_of_a_late_row_is_kept(tmp_path: Path) -> None:
+def test_field_of_a_late_row_is_a_column(run, tmp_path: Path) -> None:
     rows = [{"text": str(i)} for i in range(3000)]
     run(write_jsonl(tmp_path / "in.jsonl", *rows, {"text": "z", "late": "here"}), tmp_path / "out.parquet")
     column = parquet.read_table(tmp_path / "out.parquet")["late"].to_pylist()
     assert column == [None] * 3000 + ["here"]
 
 
-def test_jsonl_to_jsonl_keeps_values_to_the_digit(tmp_path: Path) -> None:
+def test_jsonl_to_jsonl_keeps_values_to_the_digit(run, tmp_path: Path) -> None:
     line = (
         '{"n": 123456789012345678901234567890, "f": 0.10000000000000000001, "text": "é", "o": {}, "l": [1, "x", null]}'
     )
@@ -84,10 +60,8 @@ def test_jsonl_to_jsonl_keeps_values_to_the_digit(tmp_path: Path) -> None:
     assert json.loads(written)["n"] == 123456789012345678901234567890
 
 
-def test_jsonl_of_a_parquet_keeps_every_column(tmp_path: Path) -> None:
-    table = pyarrow.table(
-        {"id": pyarrow.array([2**64 - 1, None], pyarrow.uint64()), "text": ["a", "b"], "b": [b"\0", b"\1"]}
-    )
+def test_parquet_to_jsonl_keeps_every_column(run, tmp_path: Path) -> None:
+    table = pa.table({"id": pa.array([2**64 - 1, None], pa.uint64()), "text": ["a", "b"], "b": [b"\0", b"\1"]})
     parquet.write_table(table, tmp_path / "in.parquet")
     run(tmp_path / "in.parquet", tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -97,14 +71,14 @@ def test_jsonl_of_a_parquet_keeps_every_column(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_to_parquet_keeps_types_and_metadata(tmp_path: Path) -> None:
-    table = pyarrow.table(
+def test_parquet_to_parquet_keeps_types_and_metadata(run, tmp_path: Path) -> None:
+    table = pa.table(
         {
             "text": ["a", "b"],
-            "at": pyarrow.array([1, 2], pyarrow.timestamp("ns", "UTC")),
-            "kind": pyarrow.array(["x", "x"]).dictionary_encode(),
-            "price": pyarrow.array([1, 2], pyarrow.decimal128(20, 3)),
-            "map": pyarrow.array([[("k", 1)], []], pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+            "at": pa.array([1, 2], pa.timestamp("ns", "UTC")),
+            "kind": pa.array(["x", "x"]).dictionary_encode(),
+            "price": pa.array([1, 2], pa.decimal128(20, 3)),
+            "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int8())),
         }
     ).replace_schema_metadata({"made": "by hand"})
     parquet.write_table(table, tmp_path / "in.parquet")
@@ -115,7 +89,7 @@ def test_parquet_to_parquet_keeps_types_and_metadata(tmp_path: Path) -> None:
     assert after.schema.metadata[b"made"] == b"by hand"
 
 
-def test_lines_of_text_are_kept(tmp_path: Path) -> None:
+def test_text_lines_are_a_column(run, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\n\nb\n")
     run(tmp_path / "in.txt", tmp_path / "out.parquet", field="body")
     assert parquet.read_table(tmp_path / "out.parquet")["body"].to_pylist() == ["a", "", "b"]
@@ -144,26 +118,56 @@ def test_lines_of_text_are_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_value_without_parquet_type_is_refused_before_the_run(rows: list, part: str, fake, tmp_path: Path) -> None:
+def test_value_without_parquet_type_is_refused_before_the_run(run, rows: list, part: str, fake, tmp_path: Path) -> None:
     rows = [row if isinstance(row, str) else {"text": "a", **row} for row in rows]
     with pytest.raises(CommandError) as error:
         run(write_jsonl(tmp_path / "in.jsonl", *rows), tmp_path / "out.parquet")
     assert part in str(error.value)
-    assert not fake.calls  # before any work is done
+    assert not fake.calls
     run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_column_named_embedding_is_refused(suffix: str, fake, tmp_path: Path) -> None:
+def test_column_named_embedding_is_refused(run, suffix: str, fake, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, {"text": "b", "embedding": [1]})
     with pytest.raises(CommandError, match="line 2: it has a field 'embedding'"):
         run(source, tmp_path / f"out{suffix}")
-    parquet.write_table(pyarrow.table({"text": ["a"], "embedding": [1]}), tmp_path / "in.parquet")
+    parquet.write_table(pa.table({"text": ["a"], "embedding": [1]}), tmp_path / "in.parquet")
     with pytest.raises(UsageError, match="has a column 'embedding'"):
         run(tmp_path / "in.parquet", tmp_path / f"out{suffix}")
     (tmp_path / "in.txt").write_text("a\n")
     with pytest.raises(UsageError, match="--field: 'embedding'"):
         run(tmp_path / "in.txt", tmp_path / f"out{suffix}", field="embedding")
     assert not fake.calls
-    run(source, tmp_path / "out.npy")  # which has no columns
+    run(source, tmp_path / "out.npy")  # has no columns
     assert len(np.load(tmp_path / "out.npy")) == 2
+
+
+def test_unwritable_parquet_columns_keep_the_embeddings(run, fake, tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise pa.ArrowNotImplementedError("no such type")
+
+    parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "in.parquet")
+    monkeypatch.setattr(output_module, "_parquet_schema", refuse)
+    with pytest.raises(CommandError, match=r"rename the folder out\.parquet\.partial to out\.npy\.partial"):
+        run(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    check_npy_of_kept_embeddings(run, fake, tmp_path / "in.parquet", tmp_path / "out.parquet.partial")
+
+
+def test_unwritable_json_fields_keep_the_embeddings(run, fake, tmp_path: Path, monkeypatch) -> None:
+    deep = '{"text": "b", "deep": ' + "[" * 500 + "]" * 500 + "}"
+    source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, deep)
+    monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # as for values of Parquet
+    with pytest.raises(CommandError, match=r"in\.jsonl, line 2: its fields cannot be written as JSON"):
+        run(source, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+    check_npy_of_kept_embeddings(run, fake, source, tmp_path / "out.jsonl.partial")
+
+
+def check_npy_of_kept_embeddings(run, fake, source: Path, partial: Path) -> None:
+    """Follow the error message: rename the folder and write a .npy."""
+    partial.rename(partial.with_name("out.npy.partial"))
+    fake.calls.clear()
+    run(source, partial.with_name("out.npy"))
+    assert not fake.calls
+    assert len(np.load(partial.with_name("out.npy"))) == 2

@@ -1,6 +1,3 @@
-"""The files of an interrupted job, and how it continues."""
-
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +17,11 @@ TABLE = pa.table({"id": [1, 2, 3, 4]})
 @pytest.fixture
 def output(tmp_path: Path) -> JobFolder:
     return JobFolder(tmp_path / "out", ".parquet", "give --overwrite")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    return JobFolder(tmp_path / "out.npy.partial", ".npy", "delete the folder")
 
 
 def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
@@ -43,7 +45,7 @@ def test_shard_is_finished_when_its_file_is_whole(output: JobFolder) -> None:
     assert not output.has(SHARDS[0])
     path.write_bytes(b"")
     assert not output.has(SHARDS[0])
-    write(output, SHARDS[0], TABLE.slice(1))  # of another --piece-rows, say
+    write(output, SHARDS[0], TABLE.slice(1))  # a row is missing
     assert not output.has(SHARDS[0])
     write(output, SHARDS[0])
     assert output.has(SHARDS[0])
@@ -69,7 +71,7 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
     assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
 
 
-def test_another_run_is_not_gone_on_with(output: JobFolder) -> None:
+def test_another_job_does_not_continue_a_run(output: JobFolder) -> None:
     output.begin(IDENTITY, overwrite=False)
     write(output, SHARDS[0])
     with pytest.raises(
@@ -81,7 +83,7 @@ def test_another_run_is_not_gone_on_with(output: JobFolder) -> None:
     assert output.left(SHARDS) == SHARDS
 
 
-def test_a_finished_run_is_kept(output: JobFolder) -> None:
+def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
     output.begin(IDENTITY, overwrite=False)
     write(output, SHARDS[0])
     (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
@@ -91,30 +93,44 @@ def test_a_finished_run_is_kept(output: JobFolder) -> None:
         output.begin(IDENTITY, overwrite=False)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_of_something_else_is_left_alone(output: JobFolder, overwrite: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "overwrite"), [("part-00000000.parquet", False), ("part-00000000.parquet", True), ("job.json", False)]
+)
+def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, overwrite: bool) -> None:
     output.folder.mkdir()
-    (output.folder / "part-00000000.parquet").write_bytes(b"of somebody else")
-    with pytest.raises(
-        UsageError, match=r"holds part-00000000\.parquet, which no job of this version left: name another folder"
-    ):
+    (output.folder / name).write_bytes(b"of another program")
+    with pytest.raises(UsageError, match=f"holds {name}, which no job of this version left: name another folder"):
         output.begin(IDENTITY, overwrite=overwrite)
-    assert (output.folder / "part-00000000.parquet").read_bytes() == b"of somebody else"
+    assert (output.folder / name).read_bytes() == b"of another program"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"identity": 1, "finished": False}), "{}"])
-def test_a_damaged_manifest_is_named(output: JobFolder, content: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"{",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"identity": 1, "finished": false}',
+        b'{"identity": {}}',
+    ],
+)
+def test_damaged_manifest_is_named(output: JobFolder, content: bytes) -> None:
     output.folder.mkdir()
-    (output.folder / MANIFEST).write_text(content)
-    with pytest.raises(UsageError, match=r"_manifest\.json is damaged"):
+    (output.folder / MANIFEST).write_bytes(content)
+    with pytest.raises(UsageError, match=r"^[^\n]*_manifest\.json is damaged \([^\n]*give --overwrite to start over$"):
         output.begin(IDENTITY, overwrite=False)
     output.begin(IDENTITY, overwrite=True)
 
 
-def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
+def test_file_in_place_of_the_folder_is_refused(job: JobFolder) -> None:
+    job.folder.write_text("a file")
     with pytest.raises(CommandError, match="cannot be written"):
-        JobFolder(tmp_path / "out", ".npy", "delete the folder").begin(IDENTITY)
+        job.begin(IDENTITY)
+    with pytest.raises(UsageError, match=r"is a file, .* move it away"), job.locked():
+        pass
 
 
 def test_vectors_are_a_fixed_size_list() -> None:
@@ -123,11 +139,6 @@ def test_vectors_are_a_fixed_size_list() -> None:
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), 2)
     assert table.column("embedding").to_pylist() == vectors.tolist()
     assert table.column_names == ["id", "embedding"]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> JobFolder:
-    return JobFolder(tmp_path / "out.npy.partial", ".npy", "delete the folder")
 
 
 def test_npy_shard_is_finished_when_its_file_is_whole(job: JobFolder) -> None:
@@ -147,7 +158,7 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     job.begin(IDENTITY)
     rows = np.arange(96, dtype=np.float32).reshape(12, 8)
     job.write_vectors(SHARDS[0], rows[:4])
-    job.write_vectors(SHARDS[1], np.zeros((4, 0), np.float32))  # none of its rows has a vector
+    job.write_vectors(SHARDS[1], np.zeros((4, 0), np.float32))  # no row has a vector
     job.write_vectors(SHARDS[2], rows[8:])
     vectors = ShardVectors(job, SHARDS)
     assert (vectors.num_rows, vectors.width) == (12, 8)
@@ -158,11 +169,4 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
 def test_second_process_is_refused_the_folder(job: JobFolder) -> None:
     with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
         pass
-    assert not job.folder.exists(), "a folder without a shard goes"
-
-
-def test_a_run_of_the_older_version_is_named(job: JobFolder) -> None:
-    job.folder.mkdir()
-    (job.folder / "job.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"holds job\.json, which no job of this version left"):
-        job.begin(IDENTITY)
+    assert not job.folder.exists(), "a folder without shards is removed"

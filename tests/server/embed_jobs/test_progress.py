@@ -1,5 +1,3 @@
-"""The bar of `penstock embed`: it moves with every answer, and a long text weighs more than a short one."""
-
 import re
 from collections import Counter
 
@@ -25,15 +23,15 @@ def bar(info, *texts: str) -> Progress:
     return Progress(Counter(map(len, texts)), info, is_terminal=True)
 
 
-def test_the_first_answer_is_shown(make_engine, shown) -> None:
+def test_first_results_move_the_bar(make_engine, shown) -> None:
     with bar(make_engine().info, *["a" * 96] * 1000) as progress:
         assert shown() == (0, "0/1000 rows")
-        progress._bar.last_print_t -= 1  # the first answer comes a second later
+        progress._bar.last_print_t -= 1  # tqdm draws at most ten times a second
         progress.update(["a" * 96] * 10)
         assert shown() == (1, "10/1000 rows")
 
 
-def test_a_long_text_weighs_more(make_engine, shown) -> None:
+def test_long_text_has_more_weight(make_engine, shown) -> None:
     with bar(make_engine().info, "a" * 896, *["a" * 6] * 10) as progress:
         progress.update(["a" * 6] * 10)
     assert shown() == (10, "10/11 rows")
@@ -45,7 +43,7 @@ def test_truncated_characters_have_no_weight(make_engine, shown) -> None:
     assert shown() == (50, "1/2 rows")
 
 
-def test_log_file_gets_plain_lines(make_engine, capsys, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_terminal_is_logged(make_engine, capsys, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO")
     with Progress(Counter({96: 1000}), make_engine().info, is_terminal=False) as progress:
         progress.update(["a" * 96] * 10)
@@ -57,7 +55,7 @@ def test_log_file_gets_plain_lines(make_engine, capsys, caplog, monkeypatch: pyt
     assert capsys.readouterr().err == ""
 
 
-def test_rows_of_an_earlier_run_tell_no_speed(make_engine, shown) -> None:
+def test_rows_of_an_earlier_run_do_not_count_for_speed(make_engine, shown) -> None:
     with bar(make_engine().info, *["a" * 96] * 4) as progress:
         progress.skip(["a" * 96])
         progress.update(["a" * 96])

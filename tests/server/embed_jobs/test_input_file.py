@@ -1,0 +1,124 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.server.embed_jobs import input_file as input_module
+from penstock.server.embed_jobs.input_file import (
+    JsonLines,
+    ParquetRows,
+    TextLines,
+    open_input,
+    parquet_inputs,
+    stat_digest,
+)
+from penstock.server.embed_jobs.job_folder import Shard
+from penstock.server.settings import CommandError, UsageError
+
+
+def write(path: Path, rows: range, group: int = 1000, **columns: list[object]) -> Path:
+    texts = [f"text {row}" for row in rows]
+    parquet.write_table(pa.table({"id": list(rows), "text": texts, **columns}), path, row_group_size=group)
+    return path
+
+
+def shards_of(inputs: list[ParquetRows], most_rows: int) -> list[Shard]:
+    shards: list[Shard] = []
+    for each in inputs:
+        shards += each.shards(most_rows, len(shards))
+    return shards
+
+
+def read(shard: Shard) -> pa.Table:
+    return ParquetRows(Path(shard.path), "text").table(shard)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "content"),
+    [("in.txt", TextLines, "a\nb\n"), ("in.jsonl", JsonLines, '{"text": "a"}\n{"text": "b"}\n')],
+)
+def test_byte_order_mark_is_skipped(name: str, kind: type, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    source = open_input(tmp_path / name, "text")
+    assert isinstance(source, kind)
+    assert [row.text for row in source.rows()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("most_rows", "most_chars"), [(5, 10**6), (1000, 60), (1, 1)])
+def test_shards_are_bounded_in_rows_and_characters(
+    most_rows: int, most_chars: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_module, "SHARD_ROWS", most_rows)
+    monkeypatch.setattr(input_module, "SHARD_CHARS", most_chars)
+    texts = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    source = open_input(tmp_path / "in.txt", "text")
+    survey = source.survey(lambda row: None)
+    shards = [[row.text for row in rows] for _, rows in source.in_shards(survey.shards)]
+    assert [text for shard in shards for text in shard] == texts
+    assert survey.num_rows == len(texts)
+    for shard in shards:
+        assert len(shard) == 1 or (len(shard) <= most_rows and sum(map(len, shard)) <= most_chars)
+    for before, after in itertools.pairwise(shards):
+        assert len(before) == most_rows or sum(map(len, before)) + len(after[0]) > most_chars
+
+
+@pytest.mark.parametrize(("group", "most_rows"), [(7, 10), (1000, 10), (3, 100), (10, 10), (1, 4)])
+def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, most_rows: int) -> None:
+    write(tmp_path / "b.parquet", range(50, 73), group)
+    write(tmp_path / "a.parquet", range(50), group)
+    shards = shards_of(parquet_inputs(str(tmp_path), "text"), most_rows)
+    tables = [read(shard) for shard in shards]
+    assert pa.concat_tables(tables).column("id").to_pylist() == list(range(73))
+    assert [len(table) for table in tables] == [shard.num_rows for shard in shards]
+    assert [shard.number for shard in shards] == list(range(len(shards)))
+    assert all(1 <= shard.num_rows <= most_rows for shard in shards)
+
+
+def test_unusable_parquet_inputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="IN: there is no Parquet file"):
+        parquet_inputs(str(tmp_path), "text")
+    write(tmp_path / "a.parquet", range(3))
+    with pytest.raises(UsageError, match="has no column 'body'; it has id, text; see --field"):
+        parquet_inputs(str(tmp_path), "body")
+    write(tmp_path / "b.parquet", range(3), other=[1, 2, 3])
+    with pytest.raises(UsageError, match=r"b\.parquet has other columns than"):
+        parquet_inputs(str(tmp_path), "text")
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UsageError, match="two columns are named 'text'; rename one"):
+        parquet_inputs(str(tmp_path / "twice.parquet"), "text")
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "damaged rows", "not UTF-8"])
+def test_damaged_parquet_is_named(damage: str, tmp_path: Path) -> None:
+    path, noise = tmp_path / "in.parquet", np.random.default_rng(0).bytes(300)
+    texts = pa.array(["a", "b"] * 2000)
+    if damage == "not UTF-8":
+        offsets = pa.py_buffer(np.array([0, 1, 2], np.int32))
+        texts = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+    parquet.write_table(pa.table({"text": texts}), path, use_dictionary=False)
+    content = path.read_bytes()
+    contents = {"empty": b"", "cut": content[:-40], "damaged rows": content[:40] + noise + content[340:]}
+    path.write_bytes(contents.get(damage, content))
+    with pytest.raises(CommandError) as error:
+        list(open_input(path, "text").rows())
+    assert str(error.value).startswith(f"{path}: it cannot be read as Parquet (")
+    assert "\n" not in str(error.value)
+
+
+def test_rewritten_input_is_refused_and_has_another_digest(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", range(30))
+    inputs = parquet_inputs(str(path), "text")
+    first, (shard,) = stat_digest(inputs), shards_of(inputs, 100)
+    assert first == stat_digest(parquet_inputs(str(path), "text"))
+    write(path, range(29))
+    assert first != stat_digest(inputs)
+    with pytest.raises(CommandError, match="was changed while it was read"):
+        read(shard)
+    path.unlink()
+    with pytest.raises(CommandError, match="cannot be read"):
+        read(shard)
