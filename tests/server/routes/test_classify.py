@@ -1,83 +1,113 @@
-"""POST /classify: vLLM's `input`, Infinity's and Cohere's `inputs`, by a classifier or by an embedding model."""
+"""POST /classify: the responses of vLLM, Infinity and Cohere, from classifiers and embedding models."""
+
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from penstock.engine.protocol.model_info import Activation
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ..conftest import FakeEngine, Serving
+
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
+LABELS = ("negative", "positive")
 
 
 @pytest.fixture
-async def classifier(serving, make_engine):
-    async with serving(make_engine("sequence_classifier", ("negative", "positive"))) as client:
+async def classifier(serving: Serving, make_engine):
+    async with serving(make_engine("sequence_classifier", LABELS)) as client:
         yield client
+
+
+async def classify(serving: Serving, engine: FakeEngine, path: str = "/classify", **body: object) -> dict[str, Any]:
+    async with serving(engine) as client:
+        response = await client.post(path, json={"model": "alias", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 @pytest.mark.parametrize("texts", ["good", ["good", "bad"], [[5, 6], [7]]])
-async def test_vllm_answer_of_a_classifier(classifier: httpx.AsyncClient, path: str, texts: object) -> None:
-    answer = (await classifier.post(path, json={"model": "alias", "input": texts})).json()
-    assert (answer["object"], answer["model"]) == ("list", "alias")
+async def test_input_gets_the_response_of_vllm(serving, make_engine, path: str, texts: Any) -> None:
+    engine = make_engine("sequence_classifier", LABELS)
+    answer = await classify(serving, engine, path, input=texts, priority=4)
+    assert (answer["object"], answer["model"], answer["id"][:9]) == ("list", "alias", "classify-")
     assert len(answer["data"]) == (1 if isinstance(texts, str) else len(texts))
     for i, row in enumerate(answer["data"]):
-        assert (row["index"], row["num_classes"]) == (i, 2)
-        assert row["label"] == ["negative", "positive"][row["probs"].index(max(row["probs"]))]
+        best = LABELS[int(np.argmax(row["probs"]))]
+        assert row == {"index": i, "label": best, "probs": row["probs"], "num_classes": 2}
         assert sum(row["probs"]) == pytest.approx(1)
     assert answer["usage"]["prompt_tokens"] > 0
+    name, (_, params, options) = engine.calls[-1]
+    assert (name, params.truncate_prompt_tokens, options.priority) == ("classify", None, 4)
 
 
-def check_cohere_answer(answer: dict, texts: list[str], labels: list[str]) -> None:
+def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[str]) -> None:
     """Checks the fields that the Cohere SDKs read."""
-    assert isinstance(answer["id"], str)
-    assert answer["meta"]["billed_units"] == {"classifications": len(texts)}
-    assert [item["input"] for item in answer["classifications"]] == texts
-    for item in answer["classifications"]:
-        assert isinstance(item["id"], str)
-        assert item["prediction"] in labels
-        assert item["predictions"][0] == item["prediction"]
-        assert item["confidence"] == item["confidences"][0] == item["labels"][item["prediction"]]["confidence"]
-        assert list(item["labels"]) == labels
+    assert set(answer) == {"id", "classifications", "meta"}
+    assert answer["meta"] == {"api_version": {"version": "1"}, "billed_units": {"classifications": len(texts)}}
+    for i, (item, text) in enumerate(zip(answer["classifications"], texts, strict=True)):
+        scores = {name: label["confidence"] for name, label in item["labels"].items()}
+        best_first = sorted(scores, key=lambda name: -scores[name])
+        is_multi = item["classification_type"] == "multi-label"
+        chosen = [name for name in best_first if is_multi and scores[name] >= 0.5] or best_first[:1]
+        assert (item["id"], item["input"], list(scores)) == (f"{answer['id']}-{i}", text, labels)
+        assert (item["prediction"], item["confidence"]) == (best_first[0], scores[best_first[0]])
+        assert (item["predictions"], item["confidences"]) == (chosen, [scores[name] for name in chosen])
 
 
-async def test_cohere_answer_of_a_classifier(classifier: httpx.AsyncClient) -> None:
+async def test_inputs_get_the_response_of_cohere(classifier: httpx.AsyncClient) -> None:
     body = {"inputs": ["good", "bad"], "model": "alias", "examples": None, "preset": None, "truncate": None}
-    answer = (await classifier.post("/v1/classify", json=body)).json()
-    check_cohere_answer(answer, ["good", "bad"], ["negative", "positive"])
-    assert answer["classifications"][0]["classification_type"] == "single-label"
+    check_cohere_answer((await classifier.post("/v1/classify", json=body)).json(), ["good", "bad"], list(LABELS))
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("labels", [("x",), ("x", "y")])
+async def test_several_labels_with_sigmoid_are_multi_label(serving, make_engine, activation, labels) -> None:
+    engine = make_engine("sequence_classifier", labels, activation=activation)
+    answer = await classify(serving, engine, inputs=["a"])
+    is_multi = activation is Activation.SIGMOID and len(labels) > 1
+    assert answer["classifications"][0]["classification_type"] == ("multi-label" if is_multi else "single-label")
+
+
+@pytest.mark.parametrize("scores", [[0.5, 0.9, 0.49], [0.1, 0.2, 0.4]])
+async def test_multi_label_predicts_scores_from_a_half(serving, make_engine, monkeypatch, scores: list[float]) -> None:
+    engine = make_engine("sequence_classifier", ("a", "b", "c"), activation=Activation.SIGMOID)
+    classes = engine._classes
+
+    def with_scores(*arguments: Any) -> Any:
+        result = classes(*arguments)
+        result.scores[:] = scores
+        return result
+
+    monkeypatch.setattr(engine, "_classes", with_scores)
+    answer = await classify(serving, engine, inputs=["good"])
+    check_cohere_answer(answer, ["good"], ["a", "b", "c"])
+    assert answer["classifications"][0]["predictions"] == (["b", "a"] if scores[1] == 0.9 else ["c"])
 
 
 @pytest.mark.parametrize("raw_scores", [False, True])
-async def test_infinity_answer_of_a_classifier(serving, make_engine, raw_scores: bool) -> None:
-    """What infinity_client sends where its caller names no model, and all that its strict parser needs."""
-    engine = make_engine("sequence_classifier", ("negative", "positive"))
+async def test_raw_scores_get_the_response_of_infinity(serving, make_engine, raw_scores: bool) -> None:
+    # The body of infinity_client if its caller names no model.
+    engine = make_engine("sequence_classifier", LABELS)
     body = {"input": ["good", "word " * 100], "model": "default/not-specified", "raw_scores": raw_scores}
-    async with serving(engine) as classifier:
-        answer = (await classifier.post("/classify", json=body)).json()
+    answer = await classify(serving, engine, **body)
     assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
     assert (answer["object"], answer["model"]) == ("classify", "fake-model")
     assert (type(answer["id"]), type(answer["created"])) == (str, int)
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
     for row in answer["data"]:
         assert all(set(entry) == {"score", "label"} for entry in row)
-        assert {entry["label"] for entry in row} == {"negative", "positive"}
+        assert {entry["label"] for entry in row} == set(LABELS)
         assert row[0]["score"] >= row[1]["score"]
     params = engine.calls[-1][1][1]
     assert (params.use_activation, params.truncate_prompt_tokens) == (not raw_scores, -1)
 
 
-async def test_cohere_answer_of_a_multi_label_classifier(serving, make_engine) -> None:
-    engine = make_engine("sequence_classifier", ("a", "b", "c"), activation=Activation.SIGMOID)
-    async with serving(engine) as client:
-        answer = (await client.post("/v1/classify", json={"inputs": ["good"]})).json()
-    check_cohere_answer(answer, ["good"], ["a", "b", "c"])
-    assert answer["classifications"][0]["classification_type"] == "multi-label"
-
-
-async def test_cohere_examples_with_an_embedding_model(client: httpx.AsyncClient, engine) -> None:
-    body = {"inputs": ["hello", "you"], "examples": EXAMPLES, "model": "alias"}
-    answer = (await client.post("/v1/classify", json=body)).json()
+async def test_examples_make_an_embedding_model_classify(serving: Serving, engine: FakeEngine) -> None:
+    answer = await classify(serving, engine, "/v1/classify", inputs=["hello", "you"], examples=EXAMPLES)
     check_cohere_answer(answer, ["hello", "you"], ["shipping", "refund"])
     name, (texts, examples, params, _) = engine.calls[-1]
     assert (name, texts) == ("few_shot", ["hello", "you"])
@@ -86,27 +116,26 @@ async def test_cohere_examples_with_an_embedding_model(client: httpx.AsyncClient
 
 
 @pytest.mark.parametrize(
-    ("truncate", "expected"),
-    [(None, (-1, "right")), ("END", (-1, "right")), ("START", (-1, "left")), ("NONE", (None, None))],
+    ("fields", "expected"),
+    [
+        ({"inputs": ["a"]}, (-1, "right")),
+        ({"inputs": ["a"], "truncate": "END"}, (-1, "right")),
+        ({"inputs": ["a"], "truncate": "START"}, (-1, "left")),
+        ({"inputs": ["a"], "truncate": "NONE"}, (None, None)),
+        ({"input": ["a"]}, (None, None)),
+        ({"input": ["a"], "truncate": "START"}, (-1, "left")),
+    ],
 )
-async def test_cohere_truncate(classifier: httpx.AsyncClient, client, engine, truncate, expected) -> None:
-    await client.post("/v1/classify", json={"inputs": ["a"], "examples": EXAMPLES, "truncate": truncate})
+async def test_truncate_sets_the_side_that_is_cut(serving, engine, fields: dict[str, Any], expected: tuple) -> None:
+    await classify(serving, engine, **fields, examples=EXAMPLES)
     params = engine.calls[-1][1][2]
     assert (params.truncate_prompt_tokens, params.truncation_side) == expected
 
 
-async def test_zero_shot_with_an_embedding_model(client: httpx.AsyncClient, engine) -> None:
-    answer = (await client.post("/classify", json={"input": ["hello"], "labels": ["praise", "complaint"]})).json()
-    row = answer["data"][0]
-    assert row["label"] in ("praise", "complaint")
-    assert row["num_classes"] == 2
-    assert engine.calls[-1][0] == "zero_shot"
-
-
-async def test_the_default_prompt_reaches_embedding_models_only(serving, engine, make_engine) -> None:
+async def test_default_prompt_is_for_embedding_models_only(serving: Serving, engine: FakeEngine, make_engine) -> None:
     async with serving(engine, default_prompt_name="query") as client:
-        await client.post("/classify", json={"input": ["a"], "labels": ["b", "c"]})
-        assert engine.calls[-1][1][-1].prompt_name == "query"
+        await client.post("/classify", json={"input": ["a"], "labels": ["b", "c"], "priority": 4})
+        assert (engine.calls[-1][1][-1].prompt_name, engine.calls[-1][1][-1].priority) == ("query", 4)
         await client.post("/score", json={"text_1": "a", "text_2": "b"})
         assert engine.calls[-1][1][-1].prompt_name is None
     classifier = make_engine("sequence_classifier", ("a", "b"))
@@ -115,22 +144,19 @@ async def test_the_default_prompt_reaches_embedding_models_only(serving, engine,
         assert classifier.calls[-1][1][-1].prompt_name is None
 
 
-async def test_token_classifier_answers_per_token(serving, make_engine) -> None:
-    async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
-        answer = (await client.post("/classify", json={"input": ["Ann met Bob", "x"]})).json()
-        assert answer["labels"] == ["O", "B-PER", "I-PER"]
-        assert [len(row["tokens"]) for row in answer["data"]] == [5, 3]
-        for row in answer["data"]:
-            for token in row["tokens"]:
-                assert token["token"] == f"t{token['token_id']}"
-                assert token["label"] == answer["labels"][token["token_id"] % 3]
-                assert token["score"] == max(token["probs"]) == 1.0
-        response = await client.post("/classify", json={"inputs": ["a"]})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "inputs"
+async def test_token_classifier_returns_a_class_for_each_token(serving: Serving, make_engine) -> None:
+    engine = make_engine("token_classifier", ("O", "B-PER", "I-PER"))
+    answer = await classify(serving, engine, input=["Ann met Bob", "x"], priority=4)
+    assert answer["labels"] == ["O", "B-PER", "I-PER"]
+    assert [(row["index"], len(row["tokens"]), row["num_classes"]) for row in answer["data"]] == [(0, 5, 3), (1, 3, 3)]
+    for token in (token for row in answer["data"] for token in row["tokens"]):
+        assert token["token"] == f"t{token['token_id']}"
+        assert token["label"] == answer["labels"][token["token_id"] % 3]
+        assert token["score"] == max(token["probs"]) == 1.0
+    assert engine.calls[-1][1][-1].priority == 4
 
 
-async def test_an_answer_per_token_has_a_limit(serving, make_engine, monkeypatch) -> None:
+async def test_response_for_tokens_has_a_size_limit(serving: Serving, make_engine, monkeypatch) -> None:
     async with serving(make_engine("token_classifier", ("O", "B-PER", "I-PER"))) as client:
         for limit, value in (("calls.sizes.MAX_DECODED_IDS", 4), ("admission.MAX_RESPONSE_BYTES", 14)):
             with monkeypatch.context() as patch:
@@ -140,52 +166,13 @@ async def test_an_answer_per_token_has_a_limit(serving, make_engine, monkeypatch
             assert f"the limit is {value}" in response.json()["message"]
 
 
-WRONG_BODIES = [
-    ("neither", {"labels": ["a", "b"]}, "input", "neither"),
-    ("both", {"input": "a", "inputs": ["b"]}, "input", "both"),
-    ("no classes", {"input": "a"}, "labels", "no classes of its own"),
-    ("empty inputs", {"inputs": []}, "inputs", "empty list"),
-    ("example without label", {"inputs": ["a"], "examples": [{"text": "b"}]}, "examples", "examples[0].label"),
-    (
-        "two kinds",
-        {"input": "a", "labels": ["b", "c"], "examples": EXAMPLES},
-        "labels",
-        "examples (few-shot), not both",
-    ),
-    (
-        "too many scores of labels",
-        {"input": ["a"] * 1001, "labels": [f"l{i}" for i in range(1000)]},
-        "labels",
-        "1001 inputs with 1000 classes in labels",
-    ),
-    (
-        "too many scores of examples",
-        {"inputs": ["a"] * 1001, "examples": [{"text": "t", "label": f"l{i}"} for i in range(1000)]},
-        "examples",
-        "1001 inputs with 1000 classes in examples",
-    ),
-    ("labels as text", {"input": "a", "labels": "b"}, "labels", "'b'"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "part"), [case[1:] for case in WRONG_BODIES], ids=[case[0] for case in WRONG_BODIES]
-)
-async def test_wrong_bodies(client: httpx.AsyncClient, body: dict, param: str, part: str) -> None:
-    response = await client.post("/classify", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    assert part in response.json()["message"]
-
-
-async def test_a_reranker_with_a_prompt_of_its_own_sends_single_texts_elsewhere(serving, make_engine) -> None:
+async def test_pair_reranker_refers_single_texts_to_other_routes(serving: Serving, make_engine) -> None:
     engine = make_engine("cross_encoder", ("yes",), tasks=(PoolingTask.SCORE,), embedding_size=0)
     async with serving(engine) as client:
         for body, param in (({"input": "a"}, "input"), ({"inputs": ["a"]}, "inputs")):
             response = await client.post("/classify", json=body)
-            assert response.status_code == 400
             error = response.json()["error"]
-            assert (error["code"], error["param"]) == ("unsupported_task", param)
+            assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_task", param)
             assert "/rerank" in error["message"]
             assert "/score" in error["message"]
         response = await client.post("/pooling", json={"input": "a"})
@@ -194,70 +181,56 @@ async def test_a_reranker_with_a_prompt_of_its_own_sends_single_texts_elsewhere(
     assert [name for name, _ in engine.calls] == ["score"]
 
 
+async def test_pair_reranker_with_embeddings_classifies(serving: Serving, make_engine) -> None:
+    engine = make_engine(tasks=(PoolingTask.SCORE, PoolingTask.EMBED))
+    await classify(serving, engine, input="a", labels=["x", "y"])
+    assert engine.calls[-1][0] == "zero_shot"
+
+
 @pytest.mark.parametrize("kind", ["sequence_classifier", "cross_encoder", "token_classifier"])
-async def test_an_instruction_is_not_silently_ignored(serving, make_engine, kind: str) -> None:
+async def test_classifier_refuses_an_instruction(serving: Serving, make_engine, kind: str) -> None:
     async with serving(make_engine(kind, ("a", "b"))) as client:
         response = await client.post("/classify", json={"input": "good", "instruction": "Find praise."})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "instruction"
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "instruction")
         assert (await client.post("/classify", json={"input": "good", "instruction": ""})).status_code == 200
 
 
-async def test_an_instruction_stands_in_the_prompt_of_an_embedding_model(serving, make_engine, client) -> None:
+async def test_instruction_needs_a_prompt_with_instruct(serving: Serving, make_engine, client) -> None:
     body = {"input": "good", "labels": ["praise", "blame"], "instruction": "Find praise."}
     response = await client.post("/classify", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "instruction")
     engine = make_engine(prompts={"query": "Instruct: Find it.\nQuery: "})
-    async with serving(engine) as instructed:
-        assert (await instructed.post("/classify", json=body)).status_code == 200
-    (call,) = engine.calls
-    assert call[1][-1].prompt == "Instruct: Find praise.\nQuery: "
+    await classify(serving, engine, **body)
+    assert engine.calls[-1][1][-1].prompt == "Instruct: Find praise.\nQuery: "
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "call"),
     [
-        ("sequence_classifier", {"input": "a"}, "classify"),
         ("sequence_classifier", {"inputs": ["a"]}, "classify"),
         ("embedding", {"input": "a", "labels": ["x", "y"]}, "zero_shot"),
         ("embedding", {"inputs": ["a"], "labels": ["x", "y"]}, "zero_shot"),
         ("embedding", {"input": "a", "examples": EXAMPLES}, "few_shot"),
-        ("embedding", {"inputs": ["a"], "examples": EXAMPLES}, "few_shot"),
         ("token_classifier", {"input": "a"}, "token_classify"),
     ],
 )
 async def test_each_form_makes_one_engine_call(serving, make_engine, kind: str, body: dict, call: str) -> None:
     engine = make_engine(kind, ("x", "y") if "classifier" in kind else ())
-    async with serving(engine) as client:
-        response = await client.post("/classify", json=body)
-    assert response.status_code == 200, response.text
+    await classify(serving, engine, **body)
     assert [name for name, _ in engine.calls] == [call]
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "param"),
+    ("body", "param"),
     [
-        ("embedding", {"input": "a"}, "labels"),
-        ("embedding", {"inputs": ["a"]}, "labels"),
-        ("embedding", {"input": "a", "labels": ["x", "y"], "examples": EXAMPLES}, "labels"),
-        ("token_classifier", {"input": "a", "labels": ["x", "y"]}, "input"),
+        ({"input": "a", "labels": ["x", "y"]}, "input"),
+        ({"input": "a", "examples": EXAMPLES}, "input"),
+        ({"inputs": ["a"]}, "inputs"),
     ],
 )
-async def test_forms_the_model_cannot_answer_are_refused(
-    serving, make_engine, kind: str, body: dict, param: str
-) -> None:
-    engine = make_engine(kind, () if kind == "embedding" else ("x", "y"))
+async def test_token_classifier_takes_input_only(serving, make_engine, body: dict[str, Any], param: str) -> None:
+    engine = make_engine("token_classifier", ("x", "y"))
     async with serving(engine) as client:
         response = await client.post("/classify", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert not engine.calls
-
-
-@pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("labels", [("x",), ("x", "y")])
-async def test_several_labels_with_sigmoid_are_multi_label(serving, make_engine, activation, labels) -> None:
-    engine = make_engine("sequence_classifier", labels, activation=activation)
-    async with serving(engine) as client:
-        answer = (await client.post("/classify", json={"inputs": ["a"]})).json()
-    is_multi = activation is Activation.SIGMOID and len(labels) > 1
-    assert answer["classifications"][0]["classification_type"] == ("multi-label" if is_multi else "single-label")

@@ -1,84 +1,74 @@
-"""POST /v1/embeddings and GET /v1/models as real clients send and read them."""
+"""POST /v1/embeddings and /v1/multi-vector with the bodies of real clients."""
 
 import base64
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from penstock.server.routes.models import ModelCard
+from penstock.server.routes.openai import EmbeddingRequest
+
+from ..conftest import FakeEngine, Serving
 
 HELLO = ["hello world", "goodbye"]
+ALIAS = {"model": "alias", "input": HELLO}
+FLOAT = {**ALIAS, "encoding_format": "float"}
+BASE64 = {**ALIAS, "encoding_format": "base64"}
+VOYAGE = {**BASE64, "input_type": None, "truncation": True, "output_dtype": None, "output_dimension": None}
 
-# (client, path, body): the bodies that were captured on the wire.
-CLIENT_BODIES = [
+# (client, path, body), captured on the wire.
+CLIENT_BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("openai-py default", "/v1/embeddings", {"model": "alias", "input": "hello", "encoding_format": "base64"}),
-    ("openai-npm default", "/v1/embeddings", {"input": HELLO, "model": "alias", "encoding_format": "base64"}),
-    ("openai-py base without /v1", "/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
+    ("openai-npm, llama_index, lightrag, ragflow localai", "/v1/embeddings", BASE64),
+    ("openai-py base without /v1", "/embeddings", BASE64),
     ("openai-py user and dimensions", "/v1/embeddings", {"model": "alias", "input": "a", "user": "u", "dimensions": 8}),
-    (
-        "langchain token ids",
-        "/v1/embeddings",
-        {"model": "alias", "input": [[153, 191], [66]], "encoding_format": "base64"},
-    ),
-    ("langchain empty text", "/v1/embeddings", {"model": "alias", "input": "", "encoding_format": "base64"}),
+    ("langchain token ids", "/v1/embeddings", {**BASE64, "input": [[153, 191], [66]]}),
+    ("langchain empty text", "/v1/embeddings", {**BASE64, "input": ""}),
     ("flat token ids", "/v1/embeddings", {"input": [15, 19]}),
     ("pymilvus probe", "/v1/embeddings", {"input": [""]}),
-    ("litellm", "/embeddings", {"model": "alias", "input": HELLO}),
+    ("litellm", "/embeddings", ALIAS),
     ("litellm infinity key order", "/embeddings", {"input": HELLO, "model": "alias"}),
-    ("llama_index openai-like", "/v1/embeddings", {"input": HELLO, "model": "alias", "encoding_format": "base64"}),
     (
         "infinity_client defaults",
         "/embeddings",
         {"input": HELLO, "model": "default/not-specified", "dimensions": 0, "modality": "text"},
     ),
-    ("mistralai", "/v1/embeddings", {"model": "alias", "input": HELLO}),
-    (
-        "mistralai options",
-        "/v1/embeddings",
-        {"model": "alias", "input": HELLO, "output_dimension": 8, "output_dtype": "float", "encoding_format": "float"},
-    ),
-    ("haystack", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
-    ("ai sdk", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float", "user": None}),
+    ("mistralai, litellm voyage and jina, langchain jina", "/v1/embeddings", ALIAS),
+    ("mistralai options", "/v1/embeddings", {**FLOAT, "output_dimension": 8, "output_dtype": "float"}),
+    ("haystack, dify, anythingllm localai", "/v1/embeddings", FLOAT),
+    ("ai sdk", "/v1/embeddings", {**FLOAT, "user": None}),
     ("open webui", "/v1/embeddings", {"input": ["hello"], "model": "alias", "prefix": "search_query: "}),
     ("dify tei without model", "/v1/embeddings", {"input": HELLO}),
-    ("dify openai_api_compatible", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
-    (
-        "dify base class",
-        "/v1/embeddings",
-        {"model": "alias", "input": HELLO, "encoding_format": "float", "user": "somebody"},
-    ),
-    ("dify validation", "/v1/embeddings", {"input": "ping", "model": "alias"}),
-    ("dify localai", "/v1/embeddings", {"input": "ping", "model": "alias"}),
-    ("ragflow", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float", "drop_params": True}),
-    ("ragflow localai", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
-    ("anythingllm", "/v1/embeddings", {"model": "alias", "input": ["a"] * 500, "encoding_format": "base64"}),
-    ("anythingllm localai", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "float"}),
-    ("elasticsearch", "/v1/embeddings", {"input": HELLO, "model": "alias", "user": "somebody", "dimensions": 8}),
-    ("pgai", "/v1/embeddings", {"input": ["a"] * 2048, "model": "alias", "encoding_format": "float"}),
-    ("lightrag", "/v1/embeddings", {"model": "alias", "input": HELLO, "encoding_format": "base64"}),
-    ("mem0", "/v1/embeddings", {"input": ["hello"], "model": "alias", "encoding_format": "float"}),
-    ("weaviate", "/v1/embeddings", {"input": HELLO, "model": "alias", "dimensions": 8}),
+    ("dify base class", "/v1/embeddings", {**FLOAT, "user": "somebody"}),
+    ("dify validation and localai", "/v1/embeddings", {"input": "ping", "model": "alias"}),
+    ("ragflow", "/v1/embeddings", {**FLOAT, "drop_params": True}),
+    ("anythingllm", "/v1/embeddings", {**BASE64, "input": ["a"] * 500}),
+    ("elasticsearch", "/v1/embeddings", {**ALIAS, "user": "somebody", "dimensions": 8}),
+    ("pgai", "/v1/embeddings", {**FLOAT, "input": ["a"] * 2048}),
+    ("mem0", "/v1/embeddings", {**FLOAT, "input": ["hello"]}),
+    ("weaviate", "/v1/embeddings", {**ALIAS, "dimensions": 8}),
     ("milvus", "/v1/embeddings", {"input": HELLO, "encoding_format": "float"}),
-    ("vespa", "/v1/embeddings", {"input": HELLO, "model": "alias", "dimensions": 8, "encoding_format": "base64"}),
+    ("vespa", "/v1/embeddings", {**BASE64, "dimensions": 8}),
+    ("mteb", "/v1/embeddings", {**FLOAT, "truncate_prompt_tokens": 64}),
+    ("voyageai defaults", "/v1/embeddings", VOYAGE),
+    ("voyageai query", "/v1/embeddings", {**VOYAGE, "input_type": "query"}),
+    ("voyageai document", "/v1/embeddings", {**VOYAGE, "input_type": "document"}),
+    ("voyageai width", "/v1/embeddings", {**VOYAGE, "output_dimension": 8}),
+    ("haystack jina", "/v1/embeddings", {**ALIAS, "task": None, "late_chunking": None}),
     (
-        "mteb",
+        "weaviate jina",
         "/v1/embeddings",
-        {"model": "alias", "input": HELLO, "encoding_format": "float", "truncate_prompt_tokens": 64},
+        {**ALIAS, "embedding_type": "float", "task": "retrieval.query", "normalized": False},
     ),
     (
-        "voyage nulls",
+        "jina objects",
         "/v1/embeddings",
-        {
-            "input": HELLO,
-            "model": "alias",
-            "input_type": None,
-            "truncation": True,
-            "output_dtype": None,
-            "output_dimension": None,
-            "encoding_format": "base64",
-        },
+        {"input": [{"text": HELLO[0]}, HELLO[1]], "task": "retrieval.passage", "truncate": True},
     ),
+    ("jina text matching", "/v1/embeddings", {"input": HELLO, "task": "text-matching", "embedding_type": "base64"}),
+    ("chatwiki", "/v1/embeddings", {**ALIAS, "encoding_type": "float"}),
+    ("nvidia nim", "/v1/embeddings", {**ALIAS, "input_type": "passage", "truncate": "END"}),
     ("trailing slash", "/v1/embeddings/", {"input": HELLO}),
     ("doubled version", "/v1/v1/embeddings", {"input": HELLO}),
 ]
@@ -90,181 +80,155 @@ def decoded(embedding: object) -> np.ndarray:
     return np.array(embedding, np.float32)
 
 
+async def embed(client: httpx.AsyncClient, path: str = "/v1/embeddings", **body: object) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
 )
-async def test_response_fits_the_parser_of_every_client(client: httpx.AsyncClient, path: str, body: dict) -> None:
+async def test_response_has_the_fields_that_clients_read(client, engine, path: str, body: dict[str, Any]) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
-    answer = response.json()
-    is_flat = isinstance(body["input"], str) or all(isinstance(i, int) for i in body["input"])
-    num_inputs = 1 if is_flat else len(body["input"])
-    assert set(answer) == {"id", "object", "created", "model", "usage", "data"}
-    assert answer["object"] == "list"
-    is_named = body.get("model") not in (None, "default/not-specified")
-    assert answer["model"] == (body["model"] if is_named else "fake-model")
-    assert isinstance(answer["id"], str)
-    assert isinstance(answer["created"], int)
-    assert [row["index"] for row in answer["data"]] == list(range(num_inputs))
-    assert all(set(row) == {"object", "index", "embedding"} for row in answer["data"])
-    assert all(row["object"] == "embedding" for row in answer["data"])
-    expected_type = str if body.get("encoding_format") == "base64" else list
-    assert all(type(row["embedding"]) is expected_type for row in answer["data"])
-    assert all(len(decoded(row["embedding"])) == 8 for row in answer["data"])
-    usage = answer["usage"]
-    assert set(usage) == {"prompt_tokens", "total_tokens"}
-    assert usage["prompt_tokens"] == usage["total_tokens"] > 0
-
-
-async def test_base64_and_float_are_the_same_numbers(client: httpx.AsyncClient) -> None:
-    rows = []
-    for encoding_format in ("base64", "float", None):
-        body = {"input": HELLO, "encoding_format": encoding_format}
-        answer = (await client.post("/v1/embeddings", json=body)).json()
-        rows.append(np.stack([decoded(row["embedding"]) for row in answer["data"]]))
-    np.testing.assert_array_equal(rows[0], rows[1])
-    np.testing.assert_array_equal(rows[0], rows[2])
-
-
-async def test_options_reach_the_engine(client: httpx.AsyncClient, engine) -> None:
-    body = {
-        "input": "a",
-        "truncate_prompt_tokens": -1,
-        "truncation_side": "left",
-        "normalize": False,
-        "dimensions": 8,
-        "prompt_name": "query",
+    answer, sent = response.json(), body["input"]
+    is_single = isinstance(sent, str) or isinstance(sent[0], int)
+    is_base64 = "base64" in (body.get("encoding_format"), body.get("embedding_type"))
+    is_query = "query" in (body.get("input_type") or body.get("task") or "")
+    num_tokens = sum(answer["usage"].values())
+    assert answer == {
+        "id": f"embd-{response.headers['x-request-id']}",
+        "object": "list",
+        "created": pytest.approx(answer["created"], abs=0),
+        "model": body.get("model", "fake-model").replace("default/not-specified", "fake-model"),
+        "usage": {"prompt_tokens": num_tokens / 2, "total_tokens": num_tokens / 2},
+        "data": [
+            {"object": "embedding", "index": i, "embedding": row["embedding"]} for i, row in enumerate(answer["data"])
+        ],
     }
-    assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    assert type(answer["created"]) is int
+    assert len(answer["data"]) == (1 if is_single else len(sent))
+    assert all(isinstance(row["embedding"], str) is is_base64 for row in answer["data"])
+    assert all(len(decoded(row["embedding"])) == 8 for row in answer["data"])
+    inputs, params, options = engine.calls[-1][1]
+    texts = [entry["text"] if isinstance(entry, dict) else entry for entry in sent]
+    assert list(inputs) == ([sent] if is_single else texts)
+    assert num_tokens == 2 * sum(engine._counts(inputs, params))
+    assert params.normalize is body.get("normalized", True)
+    assert (options.prompt_name, options.prompt) == ("query" if is_query else None, body.get("prefix"))
+
+
+async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {"truncate_prompt_tokens": -1, "truncation_side": "left", "normalize": False, "dimensions": 8}
+    await embed(client, input="a", **fields, prompt_name="query")
     _, (inputs, params, options) = engine.calls[-1]
     assert inputs == ["a"]
-    assert (params.truncate_prompt_tokens, params.truncation_side) == (-1, "left")
-    assert (params.normalize, params.dimensions) == (False, 8)
+    assert {name: getattr(params, name) for name in fields} == fields
     assert options.prompt_name == "query"
     assert 599 < options.timeout_s < 600
+    await embed(client, input="a", use_activation=False)  # vLLM's newer name of normalize
+    assert engine.calls[-1][1][1].normalize is False
 
 
-async def test_default_prompt_name_applies_where_a_request_names_none(serving, engine) -> None:
+async def test_default_prompt_applies_if_a_request_names_none(serving: Serving, engine: FakeEngine) -> None:
     async with serving(engine, default_prompt_name="query") as client:
-        await client.post("/v1/embeddings", json={"input": "a"})
+        await embed(client, input="a")
     assert engine.calls[-1][1][2].prompt_name == "query"
-
-
-async def test_use_activation_is_the_newer_name_of_normalize(client: httpx.AsyncClient) -> None:
-    answer = (await client.post("/v1/embeddings", json={"input": "a", "use_activation": False})).json()
-    assert abs(np.linalg.norm(answer["data"][0]["embedding"]) - 1) > 1e-3
 
 
 @pytest.mark.parametrize("value", [True, False, None])
 async def test_late_chunking_runs_all_inputs_as_one_text(client: httpx.AsyncClient, engine, value) -> None:
-    body = {"input": [*HELLO, [5, 6]], "late_chunking": value, "normalize": False, "prompt_name": "query"}
-    answer = (await client.post("/v1/embeddings", json=body)).json()
+    inputs = [*HELLO, [5, 6]]
+    answer = await embed(client, input=inputs, late_chunking=value, normalize=False, prompt_name="query")
     assert [row["index"] for row in answer["data"]] == [0, 1, 2]
-    name, (inputs, params, options) = engine.calls[-1]
+    name, (sent, params, options) = engine.calls[-1]
     assert name == ("embed_late" if value else "embed")
-    assert (inputs, params.normalize, options.prompt_name) == ([*HELLO, [5, 6]], False, "query")
+    assert (sent, params.normalize, options.prompt_name) == (inputs, False, "query")
 
 
-# (what, body, field, part of the message)
-WRONG_BODIES = [
-    ("no input", {"model": "alias"}, "input", "missing"),
-    ("null input", {"input": None}, "input", "null"),
-    ("empty list", {"input": []}, "input", "empty list"),
-    ("number", {"input": 5}, "input", "5"),
-    ("object", {"input": {"text": "a"}}, "input", "object"),
-    ("mixed numbers and texts", {"input": ["a", 5]}, "input", "entry 1 is 5"),
-    ("empty ids", {"input": [[1], []]}, "input", "entry 1 is an empty list"),
-    ("true is no token id", {"input": [True, False]}, "input", "entry 0 is true"),
-    ("texts in ids", {"input": [[1, "a"]]}, "input", "'a'"),
-    ("encoding", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'hex'"),
-    ("dimensions as text", {"input": "a", "dimensions": "8"}, "dimensions", "'8'"),
-    ("dimensions as bool", {"input": "a", "dimensions": True}, "dimensions", "not true"),
-    ("dimensions below zero", {"input": "a", "dimensions": -1}, "dimensions", "-1"),
-    ("dimensions too large", {"input": "a", "dimensions": 9}, "dimensions", "9"),
-    ("dimensions of a plain model", {"input": "a", "dimensions": 4}, "dimensions", "Matryoshka"),
-    ("model", {"input": "a", "model": 3}, "model", "3"),
-    ("truncation above the limit", {"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "65"),
-    ("late chunking", {"input": "a", "late_chunking": "often"}, "late_chunking", "'often'"),
-    ("truncation side", {"input": "a", "truncation_side": "up"}, "truncation_side", "'up'"),
-    ("out of vocabulary", {"input": [5000]}, "input", "out of vocabulary"),
-    ("a negative token id", {"input": [-1]}, "input", "-1, which is out of vocabulary"),
-]
+async def test_late_chunking_takes_a_task_and_bits(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"input": HELLO, "late_chunking": True, "task": "retrieval.query", "embedding_type": "ubinary"}
+    assert [row["embedding"] for row in (await embed(client, **body))["data"]] == [[128], [64]]
+    assert (engine.calls[-1][0], engine.calls[-1][1][2].prompt_name) == ("embed_late", "query")
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "part"), [case[1:] for case in WRONG_BODIES], ids=[case[0] for case in WRONG_BODIES]
-)
-async def test_wrong_bodies_are_400_and_name_field_and_value(
-    client: httpx.AsyncClient, body: dict, param: str, part: str
-) -> None:
-    response = await client.post("/v1/embeddings", json=body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == param
-    assert param in error["message"] or part in error["message"]
-    assert part in error["message"]
-
-
-async def test_too_long_an_input_has_openais_code(client: httpx.AsyncClient) -> None:
+async def test_too_long_input_has_the_code_of_openai(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/embeddings", json={"input": "word " * 100})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert "maximum context length is 64 tokens" in response.json()["message"]
 
 
-async def test_2048_inputs_pass_and_one_above_the_limit_does_not(serving, engine) -> None:
-    async with serving(engine, max_inputs_per_request=2048) as client:
-        response = await client.post("/v1/embeddings", json={"input": ["a"] * 2048})
-        assert len(response.json()["data"]) == 2048
-        response = await client.post("/v1/embeddings", json={"input": ["a"] * 2049})
-        assert response.status_code == 400
-        assert "2049" in response.json()["message"]
-
-
-async def test_a_classifier_refuses_embeddings(serving, make_engine) -> None:
+async def test_classifier_refuses_embeddings(serving: Serving, make_engine) -> None:
     async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
         response = await client.post("/v1/embeddings", json={"input": "a"})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unsupported_task"
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/"])
-async def test_models_are_listed(client: httpx.AsyncClient, path: str) -> None:
-    answer = (await client.get(path)).json()
-    assert [card["id"] for card in answer["data"]] == ["fake-model"]
-    (card,) = answer["data"]
-    assert (card["aliases"], card["max_model_len"]) == (["alias"], 64)
-    assert card["status"] == {"value": "loaded", "state": "ready"}
+# Fields of the body, limit in tokens, side that is cut.
+TRUNCATIONS: list[tuple[dict[str, Any], int | None, str | None]] = [
+    ({}, None, None),
+    ({"truncate": None, "truncation": None}, None, None),
+    ({"truncate": True}, -1, None),
+    ({"truncate": False}, None, None),
+    ({"truncate": "NONE"}, None, None),
+    ({"truncate": "START"}, -1, "left"),
+    ({"truncate": "end"}, -1, "right"),
+    ({"truncation": True}, -1, None),
+    ({"truncation": False}, None, None),
+    ({"truncate": False, "truncation": True}, None, None),
+    ({"truncate": True, "truncate_prompt_tokens": 5}, 5, None),
+    ({"truncate": "START", "truncate_prompt_tokens": 5, "truncation_side": "right"}, 5, "right"),
+    ({"truncate": True, "truncation_side": "left"}, -1, "left"),
+]
 
 
-async def test_card_describes_the_model(serving, make_engine) -> None:
-    async with serving(make_engine(), default_prompt_name="query") as client:
-        facts = (await client.get("/v1/models/alias")).json()["facts"]
-    assert facts == {
-        "kind": "embedding",
-        "tasks": ["embed", "token_embed", "score"],
-        "outputs": ["dense"],
-        "model_type": "fake",
-        "dtype": "float32",
-        "sequence_pooling": ["MEAN"],
-        "embedding_size": 8,
-        "is_matryoshka": False,
-        "matryoshka_dimensions": [],
-        "prompts": {"query": "query: "},
-        "default_prompt_name": "query",
-        "num_labels": 0,
-    }
-    async with serving(make_engine("sequence_classifier", labels=("a", "b"), embedding_size=0)) as client:
-        facts = ModelCard.model_validate((await client.get("/v1/models/alias")).json()).facts
-    assert (facts.kind, facts.outputs, facts.num_labels, facts.embedding_size) == ("sequence_classifier", [], 2, 0)
+@pytest.mark.parametrize(("fields", "tokens", "side"), TRUNCATIONS)
+def test_truncation_fields_set_limit_and_side(fields: dict[str, Any], tokens: int | None, side: str | None) -> None:
+    params = EmbeddingRequest.model_validate({"input": "a", **fields}).pooling_params()
+    assert (params.truncate_prompt_tokens, params.truncation_side) == (tokens, side)
 
 
-async def test_one_model_by_a_name_with_a_slash(serving, engine) -> None:
-    async with serving(engine, names=("owner/name",)) as client:
-        card = (await client.get("/v1/models/owner/name")).json()
-        assert (card["id"], card["object"]) == ("owner/name", "model")
-        assert "tokenizer_url" not in card  # the Cohere client would try to download it
-        response = await client.get("/v1/models/owner/other")
-    assert response.status_code == 404
-    assert response.json()["error"]["code"] == "model_not_found"
+@pytest.mark.parametrize("path", ["/v1/multi-vector", "/v1/embeddings"])
+async def test_multi_vector_has_a_vector_for_each_token(client: httpx.AsyncClient, engine, path: str) -> None:
+    # The body of api.jina.ai's examples for jina-colbert-v2.
+    body = {"model": "alias", "dimensions": 8, "input_type": "query", "embedding_type": "float", "input": HELLO}
+    if path == "/v1/embeddings":
+        body["return_multivector"] = True
+    answer = await embed(client, path, **body)
+    assert [(row["object"], row["index"]) for row in answer["data"]] == [("embeddings", 0), ("embeddings", 1)]
+    assert [np.shape(row["embeddings"]) for row in answer["data"]] == [(4, 8), (3, 8)]
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    name, (_, _, options) = engine.calls[-1]
+    assert (name, options.is_query, options.prompt_name) == ("token_embed", True, "query")
+    (row,) = (await embed(client, path, **{**body, "input": "one two", "embedding_type": "base64"}))["data"]
+    assert len(base64.b64decode(row["embeddings"])) == 4 * 8 * 4
+
+
+@pytest.mark.parametrize(("input_type", "is_query"), [("document", False), ("retrieval.query", True), (None, None)])
+async def test_input_type_reaches_models_without_prompts(serving, make_engine, input_type, is_query) -> None:
+    engine = make_engine(prompts={})
+    async with serving(engine) as client:
+        await embed(client, "/v1/multi-vector", input=HELLO, input_type=input_type)
+    assert engine.calls[-1][1][2].is_query is is_query
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": HELLO, "task": "retrieval.query"}, "task"),
+        ("/v1/embeddings", {"input": HELLO, "input_type": "query"}, "input_type"),
+        ("/v2/embed", {"texts": HELLO, "input_type": "search_query", "embedding_types": ["float"]}, "input_type"),
+        ("/v1/encode", {"input": HELLO, "input_type": "query"}, "input_type"),
+        ("/v1/multi-vector", {"input": HELLO, "task": "retrieval.query"}, "task"),
+    ],
+)
+async def test_task_with_an_adapter_is_refused(serving, make_engine, path: str, body: dict, param: str) -> None:
+    async with serving(make_engine(adapters=("retrieval.query", "retrieval.passage"))) as client:
+        response = await client.post(path, json=body)
+        assert response.status_code == 400
+        assert f"{param} is {body.pop(param)!r}" in response.text.replace("\\", "")
+        assert "applies no adapters" in response.text
+        assert "adapters" not in (await client.post(path, json=body)).text
