@@ -1,5 +1,3 @@
-"""Connections go from the process that accepts to those that serve."""
-
 from __future__ import annotations
 
 import contextlib
@@ -14,113 +12,121 @@ from penstock.server.workers.handover import COUNT_BYTES, Acceptor, ConnectionSe
 from ...waiting import turns, until
 
 
-class Server:
-    """An acceptor, and the ends of those that serve, played by the test."""
+class Process:
+    """Both ends of the socket between the acceptor and an HTTP process."""
 
-    def __init__(self) -> None:
+    def __init__(self, resources: contextlib.ExitStack) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.setblocking(False)
+        self.sender, self.end = ConnectionSender(ours), resources.enter_context(theirs)
+        self._resources = resources
+        resources.callback(self.sender.close)
+
+    def receive(self) -> list[socket.socket]:
+        connections = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                descriptors = socket.recv_fds(self.end, 1, 1)[1]
+                connections += [self._resources.enter_context(socket.socket(fileno=fd)) for fd in descriptors]
+        return connections
+
+
+class Server:
+    """An acceptor and its clients."""
+
+    def __init__(self, resources: contextlib.ExitStack) -> None:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.acceptor = Acceptor(listener)
-        self.resources = contextlib.ExitStack()
-        self.resources.callback(self.acceptor.close)
+        self._resources = resources
+        resources.callback(self.acceptor.close)
 
-    def end(self) -> tuple[ConnectionSender, socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end = ConnectionSender(ours)
-        self.resources.callback(end.close)
-        self.resources.enter_context(theirs)
-        theirs.setblocking(False)
-        return end, theirs
-
-    def connect(self) -> socket.socket:
-        return self.resources.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=120))
-
-    def taken(self, end: socket.socket) -> list[socket.socket]:
-        found = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                found += [socket.socket(fileno=fd) for fd in socket.recv_fds(end, 1, 1)[1]]
-                self.resources.enter_context(found[-1])
-        return found
+    def connect(self, content: bytes = b"") -> socket.socket:
+        client = self._resources.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=120))
+        client.sendall(content)
+        return client
 
 
 @pytest.fixture
-async def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.resources.close()
+async def resources() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as resources:
+        yield resources
 
 
-async def test_the_one_with_the_fewest_gets_the_next(server: Server) -> None:
-    ends = [server.end() for _ in range(3)]
-    for end, _ in ends:
-        server.acceptor.add(end)
+@pytest.fixture
+async def server(resources: contextlib.ExitStack) -> Server:
+    return Server(resources)
+
+
+async def test_process_with_the_fewest_connections_gets_the_next(server: Server, resources) -> None:
+    processes = [Process(resources) for _ in range(3)]
+
+    def num_open() -> list[int]:
+        return [process.sender.num_open for process in processes]
+
+    for process in processes:
+        server.acceptor.add(process.sender)
     clients = [server.connect() for _ in range(30)]
-    await until(lambda: sum(end.num_open for end, _ in ends) == 30)
-    taken = [server.taken(theirs) for _, theirs in ends]
-    assert [len(each) for each in taken] == [10, 10, 10]
-    ports = {connection.getpeername()[1] for each in taken for connection in each}
-    assert ports == {client.getsockname()[1] for client in clients}  # each once
-    ends[1][1].send((6).to_bytes(COUNT_BYTES, "little"))  # it tells that six have ended
-    await until(lambda: [end.num_open for end, _ in ends] == [10, 4, 10])
+    await until(lambda: sum(num_open()) == 30)
+    connections = [process.receive() for process in processes]
+    assert [len(each) for each in connections] == [10, 10, 10]
+    ports = {connection.getpeername()[1] for each in connections for connection in each}
+    assert ports == {client.getsockname()[1] for client in clients}
+    processes[1].end.send((6).to_bytes(COUNT_BYTES, "little"))  # six connections have ended
+    await until(lambda: num_open() == [10, 4, 10])
     for _ in range(6):
         server.connect()
-    await until(lambda: sum(end.num_open for end, _ in ends) == 30)
-    assert [len(server.taken(theirs)) for _, theirs in ends] == [0, 6, 0]
+    await until(lambda: sum(num_open()) == 30)
+    assert [len(process.receive()) for process in processes] == [0, 6, 0]
 
 
-async def test_connections_wait_until_somebody_serves(server: Server) -> None:
-    client = server.connect()  # by the kernel: nobody is there yet
-    client.sendall(b"hello")
+async def test_connections_wait_for_the_first_process(server: Server, resources) -> None:
+    server.connect(b"hello")
     await turns()
-    end, theirs = server.end()
-    server.acceptor.add(end)
-    await until(lambda: end.num_open == 1)
-    (connection,) = server.taken(theirs)
+    process = Process(resources)
+    server.acceptor.add(process.sender)
+    await until(lambda: process.sender.num_open == 1)
+    (connection,) = process.receive()
     assert connection.recv(100) == b"hello"
 
 
-async def test_one_that_has_gone_or_takes_none_is_passed_over(server: Server) -> None:
-    gone, full, good = server.end(), server.end(), server.end()
-    gone[1].close()
+async def test_ended_and_full_processes_get_no_connections(server: Server, resources) -> None:
+    ended, full, good = (Process(resources) for _ in range(3))
+    ended.end.close()
     with contextlib.suppress(BlockingIOError):
         while True:
-            full[0]._end.send(b"0")  # as if it had not looked for long
-    for end, _ in (gone, full, good):
-        server.acceptor.add(end)
+            full.sender._end.send(b"0")  # until the queue of the socket is full
+    for process in (ended, full, good):
+        server.acceptor.add(process.sender)
     for _ in range(5):
         server.connect()
-    await until(lambda: good[0].num_open == 5)
-    assert len(server.taken(good[1])) == 5
-    server.acceptor.remove(good[0])
-    client = server.connect()
-    client.sendall(b"hello")
+    await until(lambda: good.sender.num_open == 5)
+    assert len(good.receive()) == 5
+    server.acceptor.remove(good.sender)
+    server.connect(b"hello")
     await until(lambda: server.acceptor._waiting is not None)
-    server.acceptor.add(good[0])
-    await until(lambda: good[0].num_open == 6)
-    (connection,) = server.taken(good[1])
+    server.acceptor.add(good.sender)
+    await until(lambda: good.sender.num_open == 6)
+    (connection,) = good.receive()
     assert connection.recv(100) == b"hello"
 
 
-async def test_too_few_files_are_told_and_waited_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_accepting_is_retried_without_free_files(
+    server: Server, resources, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(handover, "_RETRY_S", 0.01)
-    end, theirs = server.end()
-    listener = server.acceptor._listener
+    class ListenerWithoutFiles:
+        fileno = server.acceptor._listener.fileno
 
-    class NoFiles:
         def accept(self) -> None:
             server.acceptor._listener = listener
             raise OSError(24, "Too many open files")
 
-        def fileno(self) -> int:
-            return listener.fileno()
-
-    server.acceptor._listener = NoFiles()
-    server.acceptor.add(end)
+    monkeypatch.setattr(handover, "_RETRY_S", 0.01)
+    listener, server.acceptor._listener = server.acceptor._listener, ListenerWithoutFiles()
+    process = Process(resources)
+    server.acceptor.add(process.sender)
     server.connect()
-    await until(lambda: end.num_open == 1)
+    await until(lambda: process.sender.num_open == 1)
     assert "cannot be accepted now: Too many open files" in caplog.text
-    assert len(server.taken(theirs)) == 1
+    assert len(process.receive()) == 1

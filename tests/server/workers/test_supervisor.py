@@ -1,91 +1,148 @@
-"""The supervising process goes on while any HTTP process can serve."""
-
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import FromSupervisor, GetModel, ModelNotLoaded, WorkerListening
-from penstock.server.workers.supervisor import NothingServedError, SupervisedModels, WorkerSupervisor
+from penstock.server.workers.messages import WorkerListening, to_families, to_metrics
+from penstock.server.workers.supervisor import NothingServedError, WorkerSupervisor, cumulative, of_server, summed
 
-Lives = list[int]
+from ...waiting import until
 
 
 @pytest.fixture
-def lives(monkeypatch: pytest.MonkeyPatch) -> Lives:
-    """Processes that have ended before they could serve; those of the second slot serve from the third one on."""
-    lives: Lives = []
+def deaths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slots of processes that died before they served. The third process of slot 1 serves until the end."""
+    deaths: list[int] = []
 
-    async def live(self: HttpProcess) -> str:
+    async def run_process(self: HttpProcess) -> str:
         await asyncio.sleep(0.01)
-        if self.slot and lives.count(1) == 2:
+        if self.slot == 1 and deaths.count(1) == 2:
             self._heartbeat = Mock(run=lambda: asyncio.sleep(0))
             self._handle(WorkerListening())
             await self._stopping.wait()
             return "exit code 0"
-        lives.append(self.slot)
+        deaths.append(self.slot)
         self._end()
         return "signal 9"
 
     async def pause(self: HttpProcess, seconds: float) -> None:
         await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(HttpProcess, "_run_process", live)
+    monkeypatch.setattr(HttpProcess, "_run_process", run_process)
     monkeypatch.setattr(HttpProcess, "_pause", pause)
-    return lives
-
-
-def supervisor() -> WorkerSupervisor:
-    return WorkerSupervisor(ServerSettings(api_workers=2), [], None, Mock())
+    return deaths
 
 
 def listener() -> socket.socket:
-    found = socket.socket()
-    found.bind(("127.0.0.1", 0))
-    return found
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    return listener
 
 
-async def test_none_that_can_serve_ends_the_server(lives: Lives) -> None:
-    made = supervisor()
-    await asyncio.wait_for(made.run(listener()), 120)
-    assert [type(error) for error in made.failures] == [NothingServedError]
-    assert set(lives) == {0, 1}
+def make_supervisor() -> WorkerSupervisor:
+    return WorkerSupervisor(ServerSettings(api_workers=2), [], None, Mock())
 
 
-async def test_one_that_cannot_start_leaves_the_others_serving(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    lives += [1, 1]  # the second slot serves at once
-    made = supervisor()
-    running = asyncio.create_task(made.run(listener()))
-    async with asyncio.timeout(120):
-        while lives.count(0) < 5:  # tried again
-            assert not running.done()
-            await asyncio.sleep(0.01)
-        made._handle_signal(15)
-        await running
-    assert made.failures == []
+async def test_server_ends_if_no_process_can_serve(deaths: list[int]) -> None:
+    supervisor = make_supervisor()
+    await asyncio.wait_for(supervisor.run(listener()), 120)
+    assert [type(error) for error in supervisor.failures] == [NothingServedError]
+    assert set(deaths) == {0, 1}
 
 
-async def test_a_successor_does_not_get_what_the_one_before_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_loaded = asyncio.Event()
+async def test_server_continues_while_one_process_serves(deaths: list[int]) -> None:
+    deaths += [1, 1]  # slot 1 serves at once
+    supervisor = make_supervisor()
+    running = asyncio.create_task(supervisor.run(listener()))
+    await until(lambda: deaths.count(0) >= 5 or running.done())
+    assert not running.done()
+    supervisor._handle_signal(15)
+    await asyncio.wait_for(running, 120)
+    assert supervisor.failures == []
 
-    async def answer(self: SupervisedModels, number: int, tell: Callable[[FromSupervisor], None]) -> None:
-        await is_loaded.wait()
-        tell(ModelNotLoaded(number, "ModelLoadError", "no weights"))
 
-    monkeypatch.setattr(SupervisedModels, "answer", answer)
-    made, worker = supervisor(), HttpProcess(0, Mock(), Mock(), Mock(), Mock(), 60.0)
-    first, second = Mock(), Mock()
-    worker._channel = first
-    made._handle(worker, GetModel(0))
-    await asyncio.sleep(0)
-    worker._channel = second
-    is_loaded.set()
-    await asyncio.gather(*made._tasks)
-    first.send.assert_called_once()
-    second.send.assert_not_called()
+def counter(name: str, **values: float) -> Metric:
+    family = CounterMetricFamily(name, "Text.", labels=("route",))
+    for route, value in values.items():
+        family.add_metric((route,), value)
+    return family
+
+
+def gauge(name: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, "Text.", value=value)
+
+
+def histogram(*counts: int, total: float) -> Metric:
+    family = HistogramMetricFamily("penstock_seconds", "Text.", labels=("route",))
+    family.add_metric(("a",), [(bound, float(n)) for bound, n in zip(("1.0", "+Inf"), counts, strict=True)], total)
+    return family
+
+
+def lines(families: list) -> list[str]:
+    text = generate_latest(Mock(collect=lambda: to_metrics(families))).decode()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_counters_and_histograms_are_summed() -> None:
+    parts = [
+        to_families([counter("penstock_answers", a=3, b=1), histogram(1, 2, total=1.5)]),
+        to_families([counter("penstock_answers", a=4, c=2), histogram(5, 9, total=8.5)]),
+    ]
+    assert lines(summed(parts)) == [
+        'penstock_answers_total{route="a"} 7.0',
+        'penstock_answers_total{route="b"} 1.0',
+        'penstock_answers_total{route="c"} 2.0',
+        'penstock_seconds_bucket{le="1.0",route="a"} 6.0',
+        'penstock_seconds_bucket{le="+Inf",route="a"} 11.0',
+        'penstock_seconds_count{route="a"} 11.0',
+        'penstock_seconds_sum{route="a"} 10.0',
+    ]
+
+
+def test_engine_metrics_are_those_of_the_supervisor() -> None:
+    def process(cpu_s: float, tokens: float, started_s: float) -> list:
+        return to_families(
+            [
+                counter("penstock_engine_steps", a=tokens),
+                gauge("penstock_engine_queued_tokens", tokens + 3),
+                gauge("penstock_engine_ready", 1),
+                gauge("penstock_model_loaded", 1),
+                gauge("process_resident_memory_bytes", 100),
+                gauge("process_start_time_seconds", started_s),
+                counter("process_cpu_seconds", a=cpu_s),
+            ]
+        )
+
+    of_all = lines(of_server(process(1, 50, 1000), [process(2, 0, 2000), process(4, 0, 3000)]))
+    assert of_all == [
+        "penstock_engine_queued_tokens 59.0",
+        "process_resident_memory_bytes 300.0",
+        'process_cpu_seconds_total{route="a"} 7.0',
+        'penstock_engine_steps_total{route="a"} 50.0',
+        "penstock_engine_ready 1.0",
+        "penstock_model_loaded 1.0",
+        "process_start_time_seconds 1000.0",
+    ]
+
+
+def test_counts_of_ended_processes_remain() -> None:
+    families = to_families([counter("penstock_answers", a=3), gauge("penstock_open", 4), histogram(1, 2, total=1.5)])
+    assert [family.kind for family in cumulative(families)] == ["counter", "histogram"]
+
+
+async def test_scrape_shows_the_gathered_metrics() -> None:
+    async def gather() -> list[Metric]:
+        return [counter("penstock_answers", a=7)]
+
+    assert b'penstock_answers_total{route="a"} 7.0' in await Metrics(list, gather).scrape()
+    alone = await Metrics(list).scrape()
+    assert b"process_cpu_seconds_total" in alone
+    assert b"penstock_answers" not in alone

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.engine import EngineConfig
+from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.protocol.message_connection import MessageConnection
+from penstock.server.settings import ServerSettings, load
+from penstock.server.workers.messages import (
+    Channel,
+    FromWorker,
+    GetMetrics,
+    GetModel,
+    MetricFamily,
+    MetricsReport,
+    PlannedModel,
+    WorkerListening,
+    WorkerPlan,
+    WorkerReady,
+    decode_from_worker,
+    encode,
+)
+
+from ...waiting import turns, until
+
+
+class End:
+    """A channel, its received messages, and whether the other end has closed it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.received: list[FromWorker] = []
+        self.has_ended = asyncio.Event()
+        self.channel = Channel(decode_from_worker, self.receive, self.has_ended.set)
+        self.channel.open(end)
+
+    def receive(self, message: FromWorker) -> None:
+        self.received.append(message)
+
+
+def encoded(message: FromWorker) -> bytes:
+    """The bytes that a message has on a socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = MessageConnection(ours)
+        connection.send(encode(message))
+        connection.close()
+        return theirs.recv(1 << 16)
+
+
+async def test_messages_of_any_size_arrive_in_order() -> None:
+    one, other = map(End, socket.socketpair())
+    samples = [("n_total", {"a": str(i)}, float(i)) for i in range(20_000)]
+    large = MetricsReport(3, [MetricFamily("n", "t", "counter", samples)])
+    messages = [WorkerListening(), GetModel(2), large, GetMetrics(9), WorkerReady()]
+    for message in messages:
+        one.channel.send(message)
+    await until(lambda: len(other.received) == len(messages))
+    assert other.received == messages
+    one.channel.close()
+    await until(other.has_ended.is_set)
+    other.channel.send(WorkerListening())  # ignored: the other end has closed
+
+
+async def test_message_in_single_bytes_is_received() -> None:
+    ours, theirs = socket.socketpair()
+    end = End(theirs)
+    for byte in encoded(GetModel(7)):
+        ours.send(bytes([byte]))
+        await turns(3)
+    await until(lambda: end.received)
+    assert end.received == [GetModel(7)]
+    ours.close()
+    await until(end.has_ended.is_set)
+
+
+async def test_closed_channel_handles_no_further_messages() -> None:
+    class ClosingEnd(End):
+        def receive(self, message: FromWorker) -> None:
+            super().receive(message)
+            self.channel.close()
+
+    ours, theirs = socket.socketpair()
+    end = ClosingEnd(theirs)
+    ours.send(encoded(GetModel(1)) + encoded(GetModel(2)))
+    await until(lambda: end.received)
+    end.channel.close()
+    end.channel.send(WorkerListening())
+    ours.close()
+    await turns()
+    assert end.received == [GetModel(1)]
+    assert not end.has_ended.is_set()
+
+
+async def test_invalid_message_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    end = End(theirs)
+    with ours:
+        ours.send(encoded(WorkerListening()).replace(b"WorkerListening", b"WorkerSleepingx"))
+        await until(end.has_ended.is_set)
+    assert "is invalid" in caplog.text
+
+
+def plan(**settings: object) -> WorkerPlan:
+    limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
+    model = PlannedModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=limits))
+    return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
+
+
+def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = plan(
+        api_key="one,two", api_key_file=Path("/keys"), answer_memory="1GiB", pooler_config='{"normalize":false}'
+    )
+    monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = threading.Thread(target=sent.send, args=(ours,))
+        sending.start()
+        received = WorkerPlan.receive(theirs)
+        sending.join()
+    assert received == sent
+    assert received.settings.port == 8000
+
+
+def test_plan_of_an_ended_supervisor_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, pytest.raises(EOFError, match="has gone"):
+        WorkerPlan.receive(theirs)
+
+
+def test_each_process_has_its_share_of_the_queue_limits() -> None:
+    config = plan().own_config(plan().models[0])
+    assert config.max_queued_chars == 250
+    assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from penstock.engine import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.message_connection import MessageConnection
+from penstock.server.http.http_server import uvicorn_config
+from penstock.server.settings import ServerSettings
+from penstock.server.workers.handover import ConnectionSender
+from penstock.server.workers.messages import ModelNotLoaded, PlannedModel, WorkerPlan, encode
+from penstock.server.workers.worker import PassedConnectionServer, SupervisorLink
+
+from ...waiting import turns, until
+
+
+async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        for step in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{step}.complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def test_ending_server_serves_its_passed_connections() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)  # type: ignore[arg-type]
+    serving = asyncio.create_task(server.serve())
+    sender = ConnectionSender(ours)
+    with contextlib.ExitStack() as sockets:
+        sockets.enter_context(theirs)
+        await until(lambda: server.started)
+        clients = []
+        for _ in range(100):  # all wait when the server is closed
+            client, connection = socket.socketpair()
+            clients.append(sockets.enter_context(client))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            with connection:
+                assert sender.send(connection)
+        server.servers[0].close()
+        with socket.socket() as late:
+            assert not sender.send(late)
+        async with asyncio.timeout(120):
+            for client in clients:
+                client.setblocking(False)
+                response = await asyncio.get_running_loop().sock_recv(client, 65536)
+                assert response.startswith(b"HTTP/1.1 200")
+        await until(lambda: not sender.num_open)
+        server.should_exit = True
+        await serving
+    sender.close()
+
+
+async def test_unexpected_model_message_is_ignored() -> None:
+    async def until_handled() -> None:
+        await until(lambda: not select.select([theirs], [], [], 0)[0])
+        await turns()
+
+    model, on_end = PlannedModel(("a",), EngineConfig(model="/models/a")), Mock()
+    link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
+    ours, theirs = socket.socketpair()
+    link.open(theirs)
+    supervisor, message = MessageConnection(ours), encode(ModelNotLoaded(0, "ModelLoadError", "There are no weights."))
+    supervisor.send(message)  # no request for the model is pending
+    await until_handled()
+    cancelled = asyncio.create_task(link.engine(0))
+    await turns()
+    cancelled.cancel()
+    supervisor.send(message)
+    await until_handled()
+    loading = asyncio.create_task(link.engine(0))
+    await turns()
+    supervisor.send(message)
+    with pytest.raises(ModelLoadError, match="no weights"):
+        await asyncio.wait_for(loading, 120)
+    on_end.assert_not_called()
+    supervisor.close()
+    await until(lambda: on_end.called)
+    on_end.assert_called_once_with()
