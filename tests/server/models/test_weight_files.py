@@ -1,5 +1,3 @@
-"""What is known of weights without reading them."""
-
 from pathlib import Path
 
 import pytest
@@ -9,42 +7,36 @@ from safetensors.torch import save_file
 from penstock.server.models.weight_files import WeightFiles
 
 
-def test_headers_are_counted(tmp_path: Path) -> None:
+def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "2_Dense").mkdir()
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors", {"format": "pt"})
     save_file({"c": torch.tensor(1.0)}, tmp_path / "2_Dense" / "model.safetensors")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # the same weights in another form
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # another format of the same weights
     files = WeightFiles.of(str(tmp_path))
     paths = list(tmp_path.rglob("*.safetensors"))
     assert files.num_parameters == 23
     assert files.num_bytes == sum(path.stat().st_size for path in paths)
     assert files.modified_s == max(path.stat().st_mtime for path in paths)
-
-
-def test_other_files_have_a_size_alone(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)
-    assert WeightFiles.of(str(tmp_path))[:2] == (1000, 0)
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    files = WeightFiles.of(str(tmp_path))
-    assert files == (0, 0, tmp_path.stat().st_mtime)
-
-
-def test_what_only_has_the_name_counts_nothing(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert WeightFiles.of(str(tmp_path)).num_parameters == 15
+    assert WeightFiles.of(str(tmp_path)).num_parameters == 23
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", len(b"[1]").to_bytes(8, "little") + b"[1]"])
-def test_damaged_file_counts_no_parameters(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pytorch_model.bin", b"x" * 1000),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"abc"),
+        ("model.safetensors", len(b"[1]").to_bytes(8, "little") + b"[1]"),
+    ],
+)
+def test_file_without_a_valid_header_counts_no_parameters(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
     assert WeightFiles.of(str(tmp_path))[:2] == (len(content), 0)
 
 
 def test_folders_and_dangling_links_are_no_weight_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     (tmp_path / "other.safetensors").symlink_to(tmp_path / "nothing")
-    assert WeightFiles.of(str(tmp_path))[:2] == (0, 0)
+    assert WeightFiles.of(str(tmp_path)) == (0, 0, tmp_path.stat().st_mtime)
