@@ -25,7 +25,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
+from .word_model import TABLE, PlayedCore, ids, info, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)

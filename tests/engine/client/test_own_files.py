@@ -1,4 +1,4 @@
-"""Folders and files are trusted where nobody but this user and root can have put there what is in them."""
+"""Folders and files are trusted only if no other user can have changed them."""
 
 from __future__ import annotations
 
@@ -22,67 +22,66 @@ def be_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o770, 0o2770, 0o1777])
-def test_folders_of_this_user(folder: Path, mode: int) -> None:
+def test_folder_of_this_user_is_accepted(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     check_folder(folder)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o2777])
-def test_a_folder_in_which_everybody_may_exchange_files(folder: Path, mode: int) -> None:
+def test_world_writable_folder_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PermissionError, match="every user may write to it; chmod o-w it"):
         check_folder(folder)
 
 
-def test_a_folder_of_another_user_is_for_those_whom_it_lets_write(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_user_needs_group_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid():
         be_another_user(monkeypatch)
-        with pytest.raises(PermissionError, match="belongs to another user"):
-            check_folder(folder)
-        folder.chmod(0o770)
-        check_folder(folder)
-        monkeypatch.setattr(os, "getegid", lambda: folder.stat().st_gid + 1)
-        monkeypatch.setattr(os, "getgroups", list)
-        with pytest.raises(PermissionError, match="belongs to another user"):
-            check_folder(folder)
+        group = folder.stat().st_gid
     else:
-        os.chown(folder, 12345, 12345)
-        with pytest.raises(PermissionError, match="belongs to another user, 12345; chown it"):
-            check_folder(folder)
-        folder.chmod(0o770)
-        with pytest.raises(PermissionError, match="belongs to another user"):
-            check_folder(folder)
-        monkeypatch.setattr(os, "getgroups", lambda: [12345])
+        os.chown(folder, 12345, group := 12345)
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group])
+    with pytest.raises(PermissionError, match=r"belongs to another user, \d+; chown it"):
         check_folder(folder)
+    folder.chmod(0o770)
+    check_folder(folder)
+    monkeypatch.setattr(os, "getgroups", list)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        check_folder(folder)
+    monkeypatch.setattr(os, "getegid", lambda: group)
+    check_folder(folder)
 
 
-def test_a_secret_stays_the_same_and_is_for_this_user_alone(folder: Path) -> None:
+def test_secret_is_constant_and_private(folder: Path) -> None:
     secret = secret_of(folder)
     assert len(secret) == 32
     assert secret_of(folder) == secret
     assert (folder / "secret").stat().st_mode & 0o777 == 0o600
-    (folder / "secret").chmod(0o660)  # as a volume with fsGroup has it after a restart
+    (folder / "secret").chmod(0o660)  # Kubernetes sets this mode on volumes with fsGroup
     assert secret_of(folder) == secret
+    for content in (b"half", secret + b"more"):
+        (folder / "secret").write_bytes(content)
+        assert len(secret_of(folder)) == 32
+    assert secret_of(folder) not in (secret, b"half")
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o644])
-def test_a_secret_that_everybody_may_know(folder: Path, mode: int) -> None:
+def test_secret_that_others_can_read_or_write_is_refused(folder: Path, mode: int) -> None:
     secret_of(folder)
     (folder / "secret").chmod(mode)
     with pytest.raises(PermissionError, match="secret is open to every user"):
         secret_of(folder)
 
 
-def test_a_secret_that_another_user_has_put_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret_of(folder)
     be_another_user(monkeypatch)
     with pytest.raises(PermissionError, match="secret belongs to another user"):
         secret_of(folder)
 
 
-def test_links_and_pipes_are_not_followed(folder: Path) -> None:
+def test_links_and_pipes_are_refused(folder: Path) -> None:
     secret_of(folder)
     (folder / "secret").rename(folder / "other")
     (folder / "secret").symlink_to(folder / "other")

@@ -1,88 +1,409 @@
-"""Runs whose answer is awaited: whose memory the answers are."""
+"""Messages to the cores and their results, and the distribution of requests over several cores."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import weakref
 
 import numpy as np
 import pytest
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from hypothesis import given, settings, strategies as st
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.core.device.stream import stream_of
-from penstock.engine.pooling.output import OutputBlock, PoolerOutput
-from penstock.engine.protocol.batch_outputs import ResultBlock, pack_results
-from penstock.engine.protocol.messages import ClientMessage, Frame, StepResults
+from penstock.engine.client.replica import even_shares
+from penstock.engine.protocol import errors
+from penstock.engine.protocol.messages import (
+    ClientMessage,
+    Frame,
+    PrefixCacheCleared,
+    RequestFailed,
+    StepLoad,
+    StepResults,
+)
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 
-from ..device.pretend_cuda import DEVICE, Pinned, pretend_cuda
+from ...waiting import turns
 from ..steps import Row, step_of
+from .fake_core import FakeCore, begin, run, tokens, values
 
-ROWS = torch.arange(24.0).reshape(8, 3)
-ROW_LENS = (2, 5, 1)
-
-
-class OneByOne:
-    """A core, and a request for each of its inputs."""
-
-    def __init__(self, count: int) -> None:
-        self.dispatcher = Dispatcher(max_queued_tokens=100)
-        self.dispatcher.replicas[0].connect(self._send)
-        self.tasks = [asyncio.create_task(self._ask()) for _ in range(count)]
-
-    def _send(self, turn: ClientMessage, frame: Frame) -> None:
-        """What is asked is known."""
-
-    async def _ask(self) -> np.ndarray:
-        inputs = [TokenizedInput(np.arange(3, dtype=np.int32))]
-        async with self.dispatcher.open(RequestOptions()) as request:
-            (output,) = await request.run(inputs, PoolingParams())
-        return output["token_embeddings"]
-
-    async def answered(self, message: StepResults, frames: list[Frame]) -> list[np.ndarray]:
-        await asyncio.sleep(0)
-        self.dispatcher.replicas[0].receive_rows(message, frames)
-        return await asyncio.gather(*self.tasks)
+# One replica
 
 
-async def test_rows_of_tokens_are_their_own_memory() -> None:
-    parts = [part.numpy() for part in ROWS.split(ROW_LENS)]
-    message, frames = step_of([Row(number, 0, "token_embeddings", part) for number, part in enumerate(parts)])
-    answers = await OneByOne(len(parts)).answered(message, frames)
-    for answer, part in zip(answers, parts, strict=True):
-        assert np.array_equal(answer, part)
-        assert answer.base is None
-        assert not np.shares_memory(answer, np.frombuffer(frames[0], np.float32))
+async def test_results_come_in_the_order_of_inputs(dispatcher: Dispatcher, core: FakeCore) -> None:
+    first, second = await begin(dispatcher, 3, 4, 5), await begin(dispatcher, 2)
+    assert [len(each) for each in core.requests[0].inputs] == [3, 4, 5]
+    core.answer((0, 2), (1, 0))
+    core.answer((0, 0))
+    assert not first.done()
+    core.answer((0, 1))
+    assert (values(await first), values(await second)) == ([3, 8, 15], [2])
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+    assert not core.cancelled
 
 
-async def test_parts_that_wait_for_the_rest_are_their_own_memory() -> None:
-    dispatcher = OneByOne(1).dispatcher
+@st.composite
+def split_rows(draw: st.DrawFn) -> tuple[list[np.ndarray], list[list[Row]]]:
+    """Rows of several inputs, and messages with parts of them; the parts of one input stay in order."""
+    whole, parts = [], {}
+    for index in range(draw(st.integers(1, 3))):
+        num_rows = draw(st.integers(0, 7))
+        rows = np.arange(num_rows * 2, dtype=np.float32).reshape(num_rows, 2) + 100 * index
+        bounds = [0, *sorted(draw(st.lists(st.integers(0, num_rows), max_size=4))), num_rows]
+        whole.append(rows)
+        parts[index] = [
+            Row(0, index, "token_embeddings", rows[first:last], place == len(bounds) - 2)
+            for place, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
+    order = draw(st.permutations([index for index, own in parts.items() for _ in own]))
+    left = [parts[index].pop(0) for index in order]
+    messages = []
+    while left:
+        size = draw(st.integers(1, 4))
+        messages.append(left[:size])
+        left = left[size:]
+    return whole, messages
+
+
+@given(split_rows())
+@settings(max_examples=60, deadline=None)
+async def test_parts_of_rows_are_joined(split: tuple[list[np.ndarray], list[list[Row]]]) -> None:
+    whole, messages = split
+    dispatcher = Dispatcher(max_queued_tokens=100)
+    core = FakeCore(dispatcher.replicas[0])
+    task = await begin(dispatcher, *[3] * len(whole))
+    for message in messages:
+        core.replica.receive_rows(*step_of(message))
+    outputs = await asyncio.wait_for(task, 120)
+    assert all(np.array_equal(o["token_embeddings"], rows) for o, rows in zip(outputs, whole, strict=True))
+
+
+async def test_several_outputs_of_an_input_are_one_result(dispatcher: Dispatcher, core: FakeCore) -> None:
+    task = await begin(dispatcher, 3, 4)
+    one = np.ones(1, np.float32)
+    for index in (1, 0):
+        assert not task.done()
+        rows = [Row(0, index, "embedding", one * index), Row(0, index, "sparse", one * index + 5)]
+        core.replica.receive_rows(*step_of(rows, 4))
+    outputs = await asyncio.wait_for(task, 120)
+    assert [(o["embedding"][0], o["sparse"][0]) for o in outputs] == [(0, 5), (1, 6)]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_rows_of_tokens_are_copied(dispatcher: Dispatcher, core: FakeCore, is_last: bool) -> None:
+    task = await begin(dispatcher, 3)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    (run_,) = core.replica._runs.values()
+    message, frames = step_of([Row(0, 0, "token_embeddings", rows, is_last)])
+    core.replica.receive_rows(message, frames)
+    (result,) = [(await task)[0]["token_embeddings"]] if is_last else run_.parts[0, "token_embeddings"]
+    assert np.array_equal(result, rows)
+    assert result.base is None
+    assert not np.shares_memory(result, np.frombuffer(frames[0], np.float32))
+    task.cancel()
+
+
+async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher, core: FakeCore) -> None:
+    await begin(dispatcher, 60)
+    await begin(dispatcher, 50)
+    for num_tokens, num_left, step_s in ((10, 1, 0.1), (10, 0, 10.0), (0, 1, 0.0)):
+        load = StepLoad(1, 100, 5, 5, num_left)
+        core.replica.receive_rows(StepResults([], num_tokens, step_s, load=load), [])
+    with pytest.raises(errors.EngineOverloadedError) as refused:
+        dispatcher.admission.check()
+    assert refused.value.retry_after_s == pytest.approx(0.11)  # 100 tokens a second
+    assert (dispatcher.stats.num_steps_total, dispatcher.stats.num_waiting) == (2, 5)
+
+
+async def test_requests_of_one_loop_iteration_are_sent_together(dispatcher: Dispatcher, core: FakeCore) -> None:
+    tasks = [asyncio.create_task(run(dispatcher, number)) for number in range(1, 6)]
+    await turns()
+    assert (len(core.messages), len(core.requests)) == (1, 5)
+    core.answer()
+    assert [values(await task) for task in tasks] == [[1], [2], [3], [4], [5]]
+
+
+async def test_request_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None:
+    def refuse(_: ClientMessage, __: Frame) -> None:
+        raise OverflowError("no message can hold it")
+
+    dispatcher.replicas[0].connect(refuse)
+    for call in (run(dispatcher, 5), dispatcher.clear_prefixes()):
+        with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
+            await asyncio.wait_for(call, 120)
+    assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
+
+
+async def test_unsent_requests_of_a_lost_core_are_dropped(
+    dispatcher: Dispatcher, core: FakeCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = asyncio.create_task(run(dispatcher, 5))
     await asyncio.sleep(0)
-    message, frames = step_of([Row(0, 0, "token_embeddings", ROWS.numpy(), is_last=False)])
-    dispatcher.replicas[0].receive_rows(message, frames)
-    (run,) = dispatcher.replicas[0]._runs.values()
-    (part,) = run.parts[0, "token_embeddings"]
-    assert np.array_equal(part, ROWS.numpy())
-    assert part.base is None
+    core.replica.disconnect("it ended")
+    again = FakeCore(core.replica)
+    await turns()
+    assert isinstance(task.exception(), errors.EngineUnavailableError)
+    assert (core.messages, again.messages) == ([], [])
+    assert not caplog.records
+    other = await begin(dispatcher, 5)
+    assert (len(again.messages), len(again.requests)) == (1, 1)
+    other.cancel()
 
 
-@pytest.mark.parametrize("kept", range(len(ROW_LENS)))
-async def test_who_keeps_one_answer_keeps_no_pinned_memory(kept: int) -> None:
-    """Through the engine in this process, on CUDA: from the device to the caller."""
-    with pretend_cuda() as mode, mode.watched():
-        values = ROWS.pin_memory().to(DEVICE, non_blocking=True)
-        output = PoolerOutput(3, [OutputBlock(name="token_embeddings", values=values, row_lens=ROW_LENS)])
-        copy = output.begin_copy(stream_of(DEVICE).to_host)
-    (block,) = copy.arrived().blocks
-    assert isinstance(copy.values[0], Pinned)
-    pinned = StorageWeakRef(copy.values[0].untyped_storage())
-    heads, frames = pack_results([ResultBlock(block, [0, 1, 2], [0] * 3, [True] * 3)])
-    answers = await OneByOne(3).answered(StepResults(heads, 8, 0.1), frames)
-    answer = answers[kept]
-    del output, copy, block, frames, answers
+@pytest.mark.parametrize("num_blocks", [7, 0, None])
+async def test_prefixes_are_cleared_when_the_core_says_so(
+    dispatcher: Dispatcher, core: FakeCore, num_blocks: int | None
+) -> None:
+    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    await turns()
+    (number,) = core.clears
+    assert not clearing.done()
+    for request_id in (number, number, 99):  # repeated and unknown answers are ignored
+        core.replica.receive_cleared(PrefixCacheCleared(request_id, num_blocks))
+    assert await clearing == num_blocks
+    core.replica.receive_cleared(PrefixCacheCleared(number, 1))
+
+
+async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
+    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    await turns()
+    core.replica.disconnect("signal 9")
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await clearing
+    with pytest.raises(errors.EngineUnavailableError, match="not running"):
+        await dispatcher.clear_prefixes()
+
+
+async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatcher, core: FakeCore) -> None:
+    times, others = StageTimes(), StageTimes()
+    token = STAGE_TIMES.set(times)
+    first = await begin(dispatcher, 3, 4)
+    STAGE_TIMES.set(others)
+    second = await begin(dispatcher, 5)
+    STAGE_TIMES.reset(token)
+    core.answer((0, 0))
+    rows = [Row(request_id, index, "embedding", np.zeros(1, np.float32)) for request_id, index in ((0, 1), (1, 0))]
+    finished = [(0, 0.25, 2.0), (1, 0.5, 1.0), (99, 1.0, 1.0)]
+    core.replica.receive_rows(*step_of(rows, 9, 0.5, ended=finished))
+    await first
+    await second
+    assert times.seconds() == {Stage.QUEUE: 0.25, Stage.INFERENCE: 2.0}
+    assert others.seconds() == {Stage.QUEUE: 0.5, Stage.INFERENCE: 1.0}
+    queue, inference = times.entries
+    assert inference.began_s == queue.began_s + 0.25
+    assert times.last_s is not None
+    assert times.last_s >= queue.began_s
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_failed_request_leaves_no_reference_cycle(num_replicas: int) -> None:
+    class Inputs(list[TokenizedInput]):
+        """A list with weak references."""
+
+    dispatcher = Dispatcher(max_queued_tokens=100_000, num_replicas=num_replicas)
+    cores = [FakeCore(replica) for replica in dispatcher.replicas]
+
+    async def fail() -> weakref.ref[Inputs]:
+        inputs = Inputs(tokens(10))
+        with pytest.raises(errors.ModelExecutionError):
+            async with dispatcher.open(RequestOptions()) as request:
+                await request.run(inputs, PoolingParams())
+        return weakref.ref(inputs)
+
     gc.collect()
-    assert pinned.expired()
-    assert np.array_equal(answer, ROWS.split(ROW_LENS)[kept].numpy())
+    gc.disable()
+    try:
+        failing = asyncio.create_task(fail())
+        await turns()
+        for core in cores:
+            for request_id in core.waiting:
+                core.replica.receive_failure(RequestFailed(request_id, "ModelExecutionError", "boom"))
+            core.waiting.clear()
+            core.requests.clear()
+        inputs = await failing
+        assert inputs() is None
+    finally:
+        gc.enable()
+
+
+# Two replicas
+
+
+@pytest.fixture
+def two() -> Dispatcher:
+    return Dispatcher(max_queued_tokens=100_000, num_replicas=2)
+
+
+@pytest.fixture
+def cores(two: Dispatcher) -> list[FakeCore]:
+    return [FakeCore(replica) for replica in two.replicas]
+
+
+def queued(dispatcher: Dispatcher) -> list[int]:
+    return [replica.stats.num_tokens for replica in dispatcher.replicas]
+
+
+def num_inputs(core: FakeCore) -> list[int]:
+    return [len(inputs) for inputs in core.waiting.values()]
+
+
+async def test_request_goes_to_the_replica_with_the_fewest_tokens(two: Dispatcher, cores: list[FakeCore]) -> None:
+    tasks = []
+    for length, expected in ((90, [90, 0]), (50, [90, 50]), (30, [90, 80]), (20, [90, 100]), (5, [95, 100])):
+        tasks.append(await begin(two, length))
+        assert queued(two) == expected
+    assert two.stats.num_tokens == 195
+    cores[0].answer()
+    await turns()
+    assert queued(two) == [0, 100]
+    tasks.append(await begin(two, 1))
+    assert queued(two) == [1, 100]
+    for core in cores:
+        core.answer()
+    assert [values(outputs) for outputs in await asyncio.gather(*tasks)] == [[90], [50], [30], [20], [5], [1]]
+    assert queued(two) == [0, 0]
+    assert (two.stats.num_tokens, two.stats.num_requests) == (0, 0)
+
+
+async def test_finished_inputs_leave_the_queue_of_their_replica(two: Dispatcher, cores: list[FakeCore]) -> None:
+    task = await begin(two, 60, 40)
+    cores[0].answer((0, 0))
+    assert queued(two) == [40, 0]
+    assert two.stats.num_tokens == 100
+    task.cancel()
+    await turns()
+    assert queued(two) == [0, 0]
+    assert cores[0].cancelled == [0]
+
+
+async def test_large_request_is_divided_and_joined_in_order(two: Dispatcher, cores: list[FakeCore]) -> None:
+    lengths = [300, 200, 150, 400, 256, 344]
+    task = await begin(two, *lengths)
+    assert [num_inputs(core) for core in cores] == [[3], [3]]
+    assert queued(two) == [650, 1000]
+    cores[1].answer()
+    await turns()
+    assert not task.done()
+    cores[0].answer()
+    assert values(await task) == [length * (place + 1) for place, length in enumerate(lengths)]
+    assert queued(two) == [0, 0]
+    assert [replica.stats.num_requests for replica in two.replicas] == [0, 0]
+
+
+async def test_parts_even_out_the_queued_tokens(two: Dispatcher, cores: list[FakeCore]) -> None:
+    await begin(two, 500)
+    await begin(two, *[100] * 20)
+    assert [num_inputs(core)[-1] for core in cores] == [8, 12]
+    assert queued(two) == [1300, 1200]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget"), [((5000,), 0), ((100, 100), 0), ((255, 255), 0), ((0,), 0), ((400,) * 10, 16_384)]
+)
+async def test_request_with_too_small_parts_is_not_divided(
+    two: Dispatcher, cores: list[FakeCore], lengths: tuple[int, ...], budget: int
+) -> None:
+    for core in cores if budget else ():
+        core.replica.receive_rows(StepResults([], 8, 0.1, load=StepLoad(1, budget, 0, 0, 0)), [])
+    await begin(two, *lengths)
+    assert [num_inputs(core) for core in cores] == [[len(lengths)], []]
+
+
+async def test_failed_part_cancels_the_others(two: Dispatcher, cores: list[FakeCore]) -> None:
+    task = await begin(two, *[300] * 4)
+    (failing,), (other,) = cores[0].waiting, cores[1].waiting
+    cores[0].replica.receive_failure(RequestFailed(failing, "ModelExecutionError", "boom"))
+    with pytest.raises(errors.ModelExecutionError, match="boom"):
+        await task
+    await turns()
+    assert (cores[0].cancelled, cores[1].cancelled) == ([], [other])
+    assert queued(two) == [0, 0]
+    assert two.stats.num_tokens == 0
+
+
+async def test_cancelled_request_cancels_all_parts(two: Dispatcher, cores: list[FakeCore]) -> None:
+    task = await begin(two, *[300] * 4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await turns()
+    assert [len(core.cancelled) for core in cores] == [1, 1]
+    assert queued(two) == [0, 0]
+
+
+async def test_lost_replica_fails_only_its_requests(two: Dispatcher, cores: list[FakeCore]) -> None:
+    lost, other = await begin(two, 90), await begin(two, 80)
+    cores[0].replica.disconnect("signal 9")
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await lost
+    more = [await begin(two, 70), await begin(two, *[300] * 4)]
+    assert num_inputs(cores[1]) == [1, 1, 4]
+    cores[1].answer()
+    assert [len(await task) for task in (other, *more)] == [1, 1, 4]
+    cores[0] = FakeCore(two.replicas[0])
+    task = await begin(two, 3)
+    assert num_inputs(cores[0]) == [1]
+    cores[0].answer()
+    await task
+    for core in cores:
+        core.replica.disconnect("signal 9")
+    for call in (run(two, 3), two.clear_prefixes()):
+        with pytest.raises(errors.EngineUnavailableError, match="not running"):
+            await call
+
+
+@pytest.mark.parametrize(("counts", "total"), [((3, 4), 7), ((None, None), None), ((0, 0), 0)])
+async def test_prefixes_of_all_replicas_are_cleared(
+    two: Dispatcher, cores: list[FakeCore], counts: tuple[int | None, int | None], total: int | None
+) -> None:
+    clearing = asyncio.create_task(two.clear_prefixes())
+    await turns()
+    for core, num_blocks in zip(cores, counts, strict=True):
+        assert not clearing.done()
+        core.replica.receive_cleared(PrefixCacheCleared(core.clears[0], num_blocks))
+        await turns()
+    assert await clearing == total
+
+
+async def test_divided_request_records_the_time_of_its_slower_part(two: Dispatcher, cores: list[FakeCore]) -> None:
+    times = StageTimes()
+    token = STAGE_TIMES.set(times)
+    task = await begin(two, *[300] * 4)
+    STAGE_TIMES.reset(token)
+    cores[0].answer(seconds=2.0)
+    cores[1].answer(seconds=1.0)
+    await task
+    assert times.seconds() == {Stage.QUEUE: 2.0, Stage.INFERENCE: 2.0}
+
+
+async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores: list[FakeCore]) -> None:
+    for core, num_tokens in zip(cores, (100, 300), strict=True):
+        await begin(two, 50)
+        load = StepLoad(1, 64, 5, 200, 1)
+        core.replica.receive_rows(StepResults([], num_tokens, 1.0, load=load), [])
+    stats = two.stats
+    assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
+    assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)
+    assert [replica.stats.num_batched_tokens_total for replica in two.replicas] == [100, 300]
+    assert two.admission.queue_s == 100 / 400
+    cores[1].replica.disconnect("signal 9")
+    await turns()
+    assert two.admission.queue_s == 50 / 100
+    assert (two.replicas[1].stats.num_waiting, two.replicas[1].stats.num_tokens) == (0, 0)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=2, max_size=5), st.integers(1, 20_000), st.integers(1, 2000))
+def test_shares_even_out_the_queued_tokens(queued: list[int], num_tokens: int, least: int) -> None:
+    shares = even_shares(queued, num_tokens, least)
+    assert sum(shares) == pytest.approx(num_tokens)
+    takers = [place for place, share in enumerate(shares) if share]
+    assert min(range(len(queued)), key=queued.__getitem__) in takers
+    after = [queued[place] + shares[place] for place in takers]
+    assert after == pytest.approx([after[0]] * len(after))
+    assert len(takers) == 1 or min(shares[place] for place in takers) >= least - 1e-6
+    for place, own in enumerate(queued):  # a replica without a share would get less than `least`
+        if place not in takers:
+            together = (sum(queued[taker] for taker in takers) + own + num_tokens) / (len(takers) + 1)
+            assert together - max(own, *(queued[taker] for taker in takers)) < least

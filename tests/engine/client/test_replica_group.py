@@ -1,92 +1,191 @@
-"""The life of an engine with several cores, which the test plays: it serves while one of them does."""
+"""Cores, nodes and devices of replicas, and the common state of their supervisors."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from penstock.engine.client import core_supervisor
+from penstock.engine.client import replica_group
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.client.dispatcher import Arrays, Dispatcher
-from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.replica_group import ReplicaGroup
-from penstock.engine.client.running_core import OnExit, OnMessage
+from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.client.replica_group import ReplicaGroup, divided, place_of, replica_configs
+from penstock.engine.core import host
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, Start, unpack_client_message
-from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.errors import ModelLoadError
 
-from ..steps import Row, step_of
-from .played_core import info
+from ...waiting import turns
+from .fake_core import run
+from .fake_running_core import FakeRunningCore
 
-PREPARED: Any = object()
-"""A process that was started before; nothing is asked of it."""
+FOUR_PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7)]
+PROCESS: Any = object()
+"""Stands for a process that was started before."""
 
 
-class Core:
-    """Becomes ready, answers and ends when the test says so."""
+# Places
 
-    made: list[Core]
 
-    def __init__(
-        self, start_message: Start, on_message: OnMessage, on_exit: OnExit, process: EngineProcess | None
-    ) -> None:
-        self.config, self.process = start_message.config, process
-        self.on_message, self.end = on_message, on_exit
-        self.is_closed = False
-        self.asked: list[int] = []
-        self.made.append(self)
+def configs(**fields: Any) -> list[EngineConfig]:
+    return replica_configs(EngineConfig(model="any", **fields))
 
-    async def start(self) -> None:
-        """Waits for nothing."""
 
-    def send(self, turn: ClientMessage, frame: Frame) -> None:
-        self.asked += [asked.request_id for asked in unpack_client_message(turn, frame)]
+def cores_of(configs: list[EngineConfig]) -> list[tuple[int, ...] | None]:
+    return [config.cores for config in configs]
 
-    async def close(self) -> None:
-        self.is_closed = True
 
-    def ready(self, max_model_len: int = 24) -> None:
-        told = replace(info(), dtype="bfloat16", arithmetic="float32", max_model_len=max_model_len)
-        spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.on_message(ModelReady(told, spec), [])
-
-    def answer(self) -> None:
-        rows = [Row(request_id, 0, "embedding", np.ones(1, np.float32)) for request_id in self.asked]
-        self.on_message(*step_of(rows, 3))
-        self.asked = []
+SetMachine = Callable[..., None]
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
-    monkeypatch.setattr(core_supervisor, "ProcessCore", Core)
-    Core.made = []
-    return Core.made
+def set_machine(monkeypatch: pytest.MonkeyPatch) -> SetMachine:
+    """Sets the NUMA nodes of this machine: `set_machine({0: [(0,), (1,)]}, quota=3)`."""
+
+    def set_nodes(nodes: dict[int, list[tuple[int, ...]]], *, quota: int = 1000, gpu: bool = False) -> None:
+        num_processors = sum(len(core) for cores in nodes.values() for core in cores)
+        monkeypatch.setattr(replica_group, "cores_by_node", lambda: nodes)
+        monkeypatch.setattr(replica_group, "usable_cores", lambda: min(num_processors, quota))
+        monkeypatch.setattr(replica_group, "may_have_gpu", lambda: gpu)
+
+    return set_nodes
 
 
-Make = Callable[[int], tuple[ReplicaGroup, Dispatcher]]
+@pytest.mark.parametrize(
+    ("cores", "count", "parts"),
+    [
+        (FOUR_PAIRS, 1, [(0, 4, 1, 5, 2, 6, 3, 7)]),
+        (FOUR_PAIRS, 3, [(0, 4), (1, 5), (2, 6, 3, 7)]),
+        (FOUR_PAIRS, 4, FOUR_PAIRS),
+        (FOUR_PAIRS[:2], 4, [(0,), (4,), (1,), (5,)]),
+        ([(0,), (1,), (2,)], 2, [(0,), (1, 2)]),
+    ],
+)
+def test_cores_stay_whole_if_there_are_enough(
+    cores: list[tuple[int, ...]], count: int, parts: list[tuple[int, ...]]
+) -> None:
+    assert divided(cores, count) == parts
 
 
-@pytest.fixture
-def make(cores: list[Core]) -> Make:
-    def made(count: int) -> tuple[ReplicaGroup, Dispatcher]:
-        dispatcher = Dispatcher(1_000, num_replicas=count)
-        configs = [EngineConfig(model="any", device="cpu", cores=(number,)) for number in range(count)]
-        group = ReplicaGroup(configs, dispatcher, log_level="INFO", log_format="console", process=PREPARED)
-        return group, dispatcher
-
-    return made
+def test_single_engine_has_the_whole_machine() -> None:
+    config = EngineConfig(model="any", num_threads=3, in_process=True)
+    assert replica_configs(config) == [config]
+    assert replica_configs(replace(config, data_parallel=1)) == [replace(config, data_parallel=1)]
 
 
-async def started(make: Make, cores: list[Core], count: int = 2) -> tuple[ReplicaGroup, Dispatcher]:
-    group, dispatcher = make(count)
+def test_replicas_have_their_own_cores_and_equal_threads(set_machine: SetMachine) -> None:
+    set_machine({0: FOUR_PAIRS})
+    made = configs(data_parallel=3)
+    assert cores_of(made) == [(0, 4), (1, 5), (2, 6, 3, 7)]
+    assert {config.num_threads for config in made} == {2}
+    assert [place_of(config) for config in made] == ["cores 0,4", "cores 1,5", "cores 2-3,6-7"]
+    assert {(config.device, config.data_parallel, config.devices) for config in made} == {("cpu", None, ())}
+    assert {config.num_threads for config in configs(data_parallel=3, num_threads=5)} == {5}
+    assert {config.num_engines for config in made} == {3}
+
+
+def test_processor_quota_is_divided(set_machine: SetMachine) -> None:
+    set_machine({0: FOUR_PAIRS}, quota=5)
+    made = configs(data_parallel=2)
+    assert cores_of(made) == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert [config.num_threads for config in made] == [2, 2]
+    assert len(configs(data_parallel=5)) == 5
+    with pytest.raises(ModelLoadError, match="6 replicas need as many cores, and this process may use 5"):
+        configs(data_parallel=6)
+
+
+def test_replicas_do_not_share_numa_nodes_needlessly(set_machine: SetMachine) -> None:
+    set_machine({0: [(0,), (1,)], 1: [(2,), (3,)]})
+    assert cores_of(configs(data_parallel=2)) == [(0, 1), (2, 3)]
+    assert cores_of(configs(devices=("numa:1", "numa:0"))) == [(2, 3), (0, 1)]
+    assert cores_of(configs(devices=("numa:1",))) == [(2, 3)]
+    assert cores_of(configs(devices=("numa:0", "numa:1"), data_parallel=4)) == [(0,), (1,), (2,), (3,)]
+    assert cores_of(configs(devices=("cpu", "cpu"))) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"devices": ("cuda:0", "cuda:1")}, {"device": "cuda", "data_parallel": 2}, {"data_parallel": 2}]
+)
+def test_each_cuda_device_has_a_replica(set_machine: SetMachine, fields: dict[str, Any]) -> None:
+    set_machine({0: [(0,)]}, gpu=True)
+    made = configs(**fields)
+    assert [(c.device, c.cores, c.num_threads) for c in made] == [("cuda:0", None, None), ("cuda:1", None, None)]
+    assert [place_of(config) for config in made] == ["cuda:0", "cuda:1"]
+    assert [config.num_engines for config in made] == [1, 1]
+    shared = configs(devices=("cuda:0", "cuda:1", "cuda:0"))
+    assert [config.num_engines for config in shared] == [2, 1, 2]
+
+
+def test_replicas_leave_a_share_to_other_models(set_machine: SetMachine) -> None:
+    set_machine({0: FOUR_PAIRS})
+    for num_engines, num_threads in ((2, 2), (3, 1), (8, 1)):
+        made = configs(data_parallel=2, num_engines=num_engines)
+        assert [config.num_threads for config in made] == [num_threads] * 2
+        assert [config.num_engines for config in made] == [2 * num_engines] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data_parallel": 3}, "3 replicas need as many cores, and this process may use 2"),
+        ({"devices": ("numa:3",)}, "may use no core of numa:3, but some of numa:0, numa:1"),
+        ({"devices": ("numa:0", "numa:0")}, "2 replicas need as many cores of numa:0, and there are 1"),
+        ({"devices": ("cpu", "cpu"), "data_parallel": 3}, "--data-parallel is 3; it must be a multiple of the 2"),
+        ({"devices": ("cpu", "cpu"), "device": "cpu"}, "leave --device cpu out"),
+        ({"device": "cuda:1", "data_parallel": 2}, "--device cuda:1 is one device"),
+        ({"data_parallel": 2, "in_process": True}, "--in-process has one engine"),
+    ],
+)
+def test_impossible_places_are_refused_with_the_flag(
+    set_machine: SetMachine, fields: dict[str, Any], message: str
+) -> None:
+    set_machine({0: [(0,)], 1: [(1,)]})
+    with pytest.raises(ModelLoadError, match=message):
+        configs(**fields)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda:0"), ("cuda",), ("numa",), ("numa:0", "cpu"), ("",), ("mps",)])
+def test_mixed_or_unknown_devices_are_refused(devices: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="it must be all cuda:N, all numa:N or all cpu"):
+        EngineConfig(model="any", devices=devices)
+    with pytest.raises(ValueError, match="data_parallel is 0; it must be at least 1"):
+        EngineConfig(model="any", data_parallel=0)
+
+
+def test_cores_of_this_machine_are_found_by_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes = host.cores_by_node()
+    assert {p for cores in nodes.values() for core in cores for p in core} == os.sched_getaffinity(0)
+    for name, own in (("node0", "0-1,4-5"), ("node1", "2-3,6-7"), ("node2", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(f"{own}\n")
+    for number in range(8):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    monkeypatch.setattr(host, "_NODES", tmp_path)
+    monkeypatch.setattr(host, "_PROCESSORS", tmp_path)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 6})
+    assert host.cores_by_node() == {0: [(0, 4), (1,)], 1: [(2, 6), (3,)]}
+    monkeypatch.setattr(host, "_NODES", tmp_path / "none")
+    assert host.cores_by_node() == {0: [(0, 4), (1,), (2, 6), (3,)]}
+
+
+# State
+
+
+def make_group(count: int) -> tuple[ReplicaGroup, Dispatcher]:
+    dispatcher = Dispatcher(1_000, num_replicas=count)
+    configs = [EngineConfig(model="any", device="cpu", cores=(number,)) for number in range(count)]
+    return ReplicaGroup(configs, dispatcher, log_level="INFO", log_format="console", process=PROCESS), dispatcher
+
+
+async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[ReplicaGroup, Dispatcher]:
+    group, dispatcher = make_group(count)
     starting = asyncio.create_task(group.start())
     await turns()
     cores[0].ready()
@@ -97,78 +196,68 @@ async def started(make: Make, cores: list[Core], count: int = 2) -> tuple[Replic
     return group, dispatcher
 
 
-async def turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def ask(dispatcher: Dispatcher) -> list[Arrays]:
-    async with dispatcher.open(RequestOptions()) as request:
-        return await request.run([TokenizedInput(np.zeros(3, np.int32))], PoolingParams())
-
-
-async def test_the_first_decides_what_all_compute_in(make: Make, cores: list[Core]) -> None:
-    group, _ = make(3)
+async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[FakeRunningCore]) -> None:
+    cores = running_cores
+    group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
     await turns()
-    assert [core.config.dtype for core in cores] == ["auto"]  # it measures by itself
+    assert [core.config.dtype for core in cores] == ["auto"]
     cores[0].ready(24)
     await turns()
     assert [(c.config.dtype, c.config.arithmetic) for c in cores[1:]] == [("bfloat16", "float32")] * 2
-    assert [c.config.model for c in cores] == ["any", "/words", "/words"]  # a hub id may stand for others by now
+    assert [c.config.model for c in cores] == ["any", "/words", "/words"]
     assert [core.config.cores for core in cores] == [(0,), (1,), (2,)]
-    assert [core.process is PREPARED for core in cores] == [True, False, False]
+    assert [core.process is PROCESS for core in cores] == [True, False, False]
     cores[2].ready(16)
     await turns()
     assert not starting.done()
     cores[1].ready(20)
-    assert (await starting).info.max_model_len == 16  # what all of them can read
+    assert (await starting).info.max_model_len == 16  # the smallest length
     assert group.places == ["cores 0", "cores 1", "cores 2"]
     assert [(each.place, each.state) for each in group.replicas] == [(place, "ready") for place in group.places]
     await group.close()
     assert all(core.is_closed for core in cores)
 
 
-async def test_one_that_cannot_be_loaded_ends_them_all(make: Make, cores: list[Core]) -> None:
-    group, dispatcher = make(3)
+async def test_replica_that_cannot_load_ends_them_all(running_cores: list[FakeRunningCore]) -> None:
+    group, dispatcher = make_group(3)
     starting = asyncio.create_task(group.start())
     await turns()
-    cores[0].ready()
+    running_cores[0].ready()
     await turns()
-    cores[1].on_message(LoadFailed("WeightError", "no such device"), [])
+    running_cores[1].fail("no such device")
     with pytest.raises(errors.WeightError, match="no such device"):
         await starting
-    assert all(core.is_closed for core in cores)
+    assert all(core.is_closed for core in running_cores)
     with pytest.raises(errors.EngineUnavailableError, match="is down"):
         dispatcher.admission.check()
 
 
-async def test_a_start_that_is_given_up_leaves_none(make: Make, cores: list[Core]) -> None:
-    group, _ = make(2)
+async def test_cancelled_start_closes_all_replicas(running_cores: list[FakeRunningCore]) -> None:
+    group, _ = make_group(2)
     starting = asyncio.create_task(group.start())
     await turns()
-    cores[0].ready()
+    running_cores[0].ready()
     await turns()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert all(core.is_closed for core in cores)
+    assert all(core.is_closed for core in running_cores)
 
 
-async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core]) -> None:
-    group, dispatcher = await started(make, cores)
-    first, second = [asyncio.create_task(ask(dispatcher)) for _ in range(2)]
+async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunningCore]) -> None:
+    cores = running_cores
+    group, dispatcher = await started(cores)
+    first, second = [asyncio.create_task(run(dispatcher, 3)) for _ in range(2)]
     await turns()
     cores[0].end("signal 9")
     assert group.state is EngineState.READY
     assert [each.state for each in group.replicas] == ["starting", "ready"]
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await first
-    more = asyncio.create_task(ask(dispatcher))
+    more = asyncio.create_task(run(dispatcher, 3))
     await turns()
-    assert [len(core.asked) for core in cores] == [1, 2, 0]
-    found = {"model": "/words", "name": "words", "dtype": "bfloat16", "arithmetic": "float32"}
-    assert cores[2].config == replace(cores[0].config, **found)
+    assert [len(core.waiting) for core in cores] == [1, 2, 0]
     cores[1].answer()
     assert [len(await task) for task in (second, more)] == [1, 1]
     cores[1].end("signal 9")
@@ -177,10 +266,9 @@ async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core
         dispatcher.admission.check()
     cores[2].ready()
     await turns()
-    assert group.state is EngineState.READY
-    assert group.num_restarts == 1
+    assert (group.state, group.num_restarts) == (EngineState.READY, 1)
     assert [each.num_restarts for each in group.replicas] == [1, 0]
-    again = asyncio.create_task(ask(dispatcher))
+    again = asyncio.create_task(run(dispatcher, 3))
     await turns()
     cores[2].answer()
     await again
@@ -188,8 +276,9 @@ async def test_while_one_serves_the_engine_is_ready(make: Make, cores: list[Core
     assert group.state is EngineState.DEAD
 
 
-async def test_all_are_drained_and_none_is_replaced_then(make: Make, cores: list[Core]) -> None:
-    group, dispatcher = await started(make, cores, 3)
+async def test_drained_replicas_are_not_restarted(running_cores: list[FakeRunningCore]) -> None:
+    cores = running_cores
+    group, dispatcher = await started(cores, 3)
     cores[2].end("signal 9")
     group.drain()
     assert group.state is EngineState.DRAINING
@@ -203,9 +292,8 @@ async def test_all_are_drained_and_none_is_replaced_then(make: Make, cores: list
     assert all(core.is_closed for core in cores)
 
 
-async def test_an_only_replica_is_no_one_of_several(make: Make, cores: list[Core]) -> None:
-    group, dispatcher = await started(make, cores, 1)
-    assert group.replicas == []
-    assert group.places == ["cores 0"]
+async def test_single_replica_is_not_listed(running_cores: list[FakeRunningCore]) -> None:
+    group, dispatcher = await started(running_cores, 1)
+    assert (group.replicas, group.places) == ([], ["cores 0"])
     assert dispatcher.replicas[0].stats is dispatcher.stats
     await group.close()

@@ -1,4 +1,4 @@
-"""A core in a process: a hang is distinguished from long work and from a suspended machine."""
+"""A core in a process or in a thread: its messages, its end, and the detection of a hang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,46 +18,22 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine.client import engine_process, running_core
-from penstock.engine.client.running_core import Heartbeat
+from penstock.engine.client.running_core import Heartbeat, ProcessCore, ThreadCore
+from penstock.engine.core import core as engine_core
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ClientMessage, ModelReady, RequestFailed, Start
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.messages import ClientMessage, Frame, FromCore, ModelReady, RequestFailed, Start
 
-Run = Callable[..., running_core.ProcessCore]
+from ...waiting import later, until
 
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Makes cores whose processes run played_worker.py."""
-    create = subprocess.Popen
-
-    def created(arguments: tuple[str, ...], **named: Any) -> subprocess.Popen[bytes]:
-        assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.worker")
-        return create((sys.executable, "-P", str(Path(__file__).parent / "played_worker.py"), *arguments[-2:]), **named)
-
-    monkeypatch.setattr(engine_process.subprocess, "Popen", created)
-
-    def made(model: str, *, hang_timeout_s: float = 60.0) -> running_core.ProcessCore:
-        start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))
-        return running_core.ProcessCore(start, Mock(), Mock())
-
-    return made
+NO_MODEL: Any = None
+READY = ModelReady(NO_MODEL, NO_MODEL)
 
 
-async def heard(mock: Any, num_calls: int = 1) -> None:
-    async with asyncio.timeout(120):
-        while mock.call_count < num_calls:
-            await asyncio.sleep(0.01)
+# Heartbeat
 
 
-async def test_silence_is_found_once() -> None:
-    asked, hung = [], []
-    heartbeat = Heartbeat(0.02, lambda: asked.append(1), lambda: hung.append(1))
-    await asyncio.wait_for(heartbeat.run(), 120)
-    assert len(asked) == 10
-    assert hung == [1]
-
-
-async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hang_is_reported_after_ten_unanswered_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep, pauses, asked, hung = asyncio.sleep, [], [], []
 
     async def pause(seconds: float) -> None:
@@ -73,138 +50,269 @@ async def test_one_answer_in_ten_questions_is_enough(monkeypatch: pytest.MonkeyP
     assert hung == [1]
 
 
-def test_an_end_is_told_once_and_only_where_nobody_asked_for_it() -> None:
-    on_exit = Mock()
-    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
-    core._report_end("it ended")
-    core._report_end("it does not answer")
-    on_exit.assert_called_once_with("it ended")
-    on_exit = Mock()
-    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
-    core._closing = True
-    core._report_end("it ended")
-    on_exit.assert_not_called()
-
-
-async def test_a_process_answers_on_its_lifeline_from_the_first_question_on(run: Run) -> None:
-    core = run("stays", hang_timeout_s=0.5)
-    await core.start()
-    core._heartbeat = Mock()
-    core._ask()
-    core._ask()
-    await heard(core._heartbeat.answered)
-    await heard(core._on_message)  # its answer to Start, which may come after that of its lifeline
-    core._on_message.reset_mock()
-    core._process.kill()
-    await heard(core._on_exit)
-    for _ in range(3):
-        core._ask()  # nobody is there any more
-    await core.close()
-    core._on_message.assert_not_called()
-
-
-async def test_a_process_that_is_stopped_is_given_up(run: Run) -> None:
-    core = run("stays", hang_timeout_s=3)
-    await core.start()
-    await heard(core._on_message)
-    nothing: Any = None  # of what it tells about the model
-    core._take_first(ModelReady(nothing, nothing), [])
-    os.kill(core._process.pid, signal.SIGSTOP)
-    await heard(core._on_exit)
-    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
-    await core.close()
-
-
-async def test_who_answers_lives() -> None:
-    hung = []
-    heartbeat = Heartbeat(0.02, lambda: heartbeat.answered(), lambda: hung.append(1))
-    running = asyncio.create_task(heartbeat.run())
-    await asyncio.sleep(0.2)
-    assert not running.done()
-    running.cancel()
-    assert not hung
-
-
-async def test_a_pause_of_the_one_who_asks_is_no_silence() -> None:
+async def test_pause_of_the_server_is_no_hang() -> None:
     hung = []
     heartbeat = Heartbeat(10.0, lambda: None, lambda: hung.append(1))
     running = asyncio.create_task(heartbeat.run())
     await asyncio.sleep(0)
-    loop = asyncio.get_running_loop()
-    clock = loop.time
-    loop.time = lambda: clock() + 3600  # type: ignore[method-assign]
-    try:
+    with later():
         await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
-    finally:
-        loop.time = clock  # type: ignore[method-assign]
     assert not hung
     running.cancel()
 
 
-async def test_a_process_is_told_what_to_serve_and_its_messages_come_once(run: Run) -> None:
-    core = run("stays")
+# Process
+
+
+@pytest.fixture
+def make_core(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessCore]:
+    """Makes cores whose processes run fake_worker.py."""
+    create = subprocess.Popen
+
+    def create_fake(arguments: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+        assert arguments[:-2] == (sys.executable, "-P", "-m", "penstock.engine.core.worker")
+        return create((sys.executable, "-P", str(Path(__file__).parent / "fake_worker.py"), *arguments[-2:]), **options)
+
+    monkeypatch.setattr(engine_process.subprocess, "Popen", create_fake)
+
+    def make(model: str, *, hang_timeout_s: float = 60.0) -> ProcessCore:
+        start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))
+        return ProcessCore(start, Mock(), Mock())
+
+    return make
+
+
+async def called(mock: Any, num_calls: int = 1) -> None:
+    await until(lambda: mock.call_count >= num_calls)
+
+
+def test_end_is_reported_once_and_not_after_close() -> None:
+    for is_closing in (False, True):
+        on_exit = Mock()
+        core = ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+        core._closing = is_closing
+        core._report_end("it ended")
+        core._report_end("it does not answer")
+        assert [call.args for call in on_exit.call_args_list] == ([] if is_closing else [("it ended",)])
+        assert (core.address, core.host_bytes()) == (None, 0)
+
+
+async def test_process_receives_messages_and_stops(make_core: Callable[..., ProcessCore]) -> None:
+    core = make_core("stays")
     await core.start()
-    await heard(core._on_message)
-    ((told, frames),) = [call.args for call in core._on_message.call_args_list]
-    assert (told.kind, frames) == ("Start", [])
-    surroundings = json.loads(told.message)
-    assert surroundings == {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
+    await called(core._on_message)
+    ((start, frames),) = [call.args for call in core._on_message.call_args_list]
+    assert (start.kind, frames) == ("Start", [])
+    environment = {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
+    assert json.loads(start.message) == environment
     core.send(ClientMessage(5), b"its frame")
-    await heard(core._on_message, 2)
-    assert core._on_message.call_args.args == (RequestFailed(5, "Turn", "its frame"), [])
+    await called(core._on_message, 2)
+    assert core._on_message.call_args.args == (RequestFailed(5, "ClientMessage", "its frame"), [])
     folder = Path(core.address).parent
     assert folder.name.startswith("penstock-")
+    assert core.host_bytes() > 2**20
     await core.close()
     await core.close()
-    assert core._process.returncode == 0  # it was asked to end, not killed
+    assert core._process.returncode == 0  # stopped, not killed
     assert not folder.exists()
     core._on_exit.assert_not_called()
     assert core._on_message.call_count == 2
 
 
-async def test_closing_ends_the_heartbeat_of_a_process_that_serves(run: Run) -> None:
-    core = run("stays")
+async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessCore]) -> None:
+    core = make_core("stays", hang_timeout_s=0.5)
     await core.start()
-    nothing: Any = None  # of what it tells about the model
-    core._take_first(ModelReady(nothing, nothing), [])
+    core._heartbeat = Mock()
+    for _ in range(2):
+        core._ask()
+    await called(core._heartbeat.answered)
+    await called(core._on_message)  # its answer to Start may come later
+    core._on_message.reset_mock()
+    core._process.kill()
+    await called(core._on_exit)
+    for _ in range(3):
+        core._ask()  # the process has ended
+    await core.close()
+    core._on_message.assert_not_called()
+
+
+async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., ProcessCore]) -> None:
+    core = make_core("stays", hang_timeout_s=3)
+    await core.start()
+    await called(core._on_message)
+    core._take_first(READY, [])
+    os.kill(core._process.pid, signal.SIGSTOP)
+    await called(core._on_exit)
+    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
+    assert await asyncio.wait_for(core._process.wait(), 120) == -9
+    core._give_up()
+    await core.close()
+    core._on_exit.assert_called_once()
+
+
+async def test_close_ends_the_heartbeat(make_core: Callable[..., ProcessCore]) -> None:
+    core = make_core("stays")
+    await core.start()
+    core._take_first(READY, [])
     (heartbeat,) = core._tasks[1:]
     await asyncio.sleep(0)
     await core.close()
     assert heartbeat.cancelled()
-    quiet = run("stays", hang_timeout_s=0.0)
-    quiet._take_first(ModelReady(nothing, nothing), [])
-    assert not quiet._tasks
+    without = make_core("stays", hang_timeout_s=0.0)
+    without._take_first(READY, [])
+    assert not without._tasks
 
 
 @pytest.mark.parametrize(("model", "reason"), [("ends", "exit code 3"), ("garbage", "signal 9")])
-async def test_the_end_of_a_process_has_a_reason(run: Run, model: str, reason: str) -> None:
-    core = run(model)
+async def test_end_of_a_process_is_reported(make_core: Callable[..., ProcessCore], model: str, reason: str) -> None:
+    core = make_core(model)
     await core.start()
-    await heard(core._on_exit)
+    await called(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
-    assert core._on_message.call_count == 1  # what it said before
-    shutil.rmtree(Path(core.address).parent)  # as a worker may do itself
+    assert core._on_message.call_count == 1  # the answer to Start
+    shutil.rmtree(Path(core.address).parent)  # a worker may remove it
     await core.close()
 
 
-async def test_a_process_that_does_not_stop_is_killed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = run("deaf")
+async def test_process_that_does_not_stop_is_killed(
+    make_core: Callable[..., ProcessCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("deaf")
     await core.start()
-    await heard(core._on_message)
+    await called(core._on_message)
     monkeypatch.setattr(running_core, "_STOP_TIMEOUT_S", 0.05)
     await core.close()
     assert core._process.returncode == -9
     core._on_exit.assert_not_called()
 
 
-async def test_a_process_that_does_not_answer_is_given_up_at_once(run: Run) -> None:
-    core = run("stays", hang_timeout_s=2.5)
-    await core.start()
-    await heard(core._on_message)
-    core._give_up()
-    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 2.5 s")
-    assert await asyncio.wait_for(core._process.wait(), 120) == -9
-    core._give_up()
-    await core.close()
-    core._on_exit.assert_called_once()
+# Thread
+
+
+class EchoCore:
+    """Echoes the ids in `clears`. It fails at 13. The model "stuck" ends only when `released` is set."""
+
+    def __init__(self, config: EngineConfig, send: Any, load: Any, on_stuck: Any) -> None:
+        if config.model == "impossible":
+            raise OSError("no memory")
+        self._send = send
+        self.on_stuck = on_stuck
+        self.released = threading.Event()
+        self._is_stuck = config.model == "stuck"
+        self._end = threading.Event()
+        self._has_failed = self.is_stopped = False
+
+    def run(self) -> None:
+        self._send(RequestFailed(0, "run", threading.current_thread().name), [])
+        assert self._end.wait(30)
+        assert not self._is_stuck or self.released.wait(30)
+        if self._has_failed:
+            raise RuntimeError("13")
+
+    def receive(self, message: ClientMessage, frame: Frame) -> None:
+        for request_id in message.clears:
+            self._send(RequestFailed(request_id, "received", ""), [frame])
+            self._has_failed = request_id == 13
+        if self._has_failed:
+            self._end.set()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._end.set()
+
+
+class Owner:
+    """Records the messages of a ThreadCore and the threads that deliver them."""
+
+    def __init__(self, model: str = "any") -> None:
+        self.messages: list[tuple[FromCore, list[Any]]] = []
+        self.threads: set[threading.Thread] = set()
+        self.on_exit = Mock()
+        self.core = ThreadCore(Start(EngineConfig(model=model)), self._receive, self.on_exit)
+
+    def _receive(self, message: FromCore, frames: list[Any]) -> None:
+        self.messages.append((message, frames))
+        self.threads.add(threading.current_thread())
+
+    @classmethod
+    async def started(cls, model: str = "any") -> tuple[Owner, Any, threading.Thread]:
+        owner = cls(model)
+        await owner.core.start()
+        assert owner.core._thread is not None
+        return owner, owner.core._core, owner.core._thread
+
+
+@pytest.fixture(autouse=True)
+def _echo_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "EngineCore", EchoCore)
+
+
+async def test_thread_exchanges_messages_until_close() -> None:
+    owner = Owner()
+    with pytest.raises(RuntimeError, match="has not been started"):
+        owner.core.send(ClientMessage(0), b"")
+    await owner.core.close()
+    owner, core, thread = await Owner.started()
+    owner.core.send(ClientMessage(0, clears=[5, 7]), b"frame")
+    await until(lambda: len(owner.messages) == 3)
+    assert (RequestFailed(0, "run", "engine-core"), []) in owner.messages
+    echoed = [(m.request_id, frames) for m, frames in owner.messages if m.kind == "received"]  # type: ignore[union-attr]
+    assert echoed == [(5, [b"frame"]), (7, [b"frame"])]
+    assert owner.threads == {threading.current_thread()}
+    assert thread.daemon
+    for _ in range(2):
+        await owner.core.close()
+    assert core.is_stopped
+    assert not thread.is_alive()
+    await asyncio.sleep(0.01)
+    owner.on_exit.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("clears", "reason"), [([13], "the engine thread failed: RuntimeError('13')"), ([], "the engine thread ended")]
+)
+async def test_end_of_the_thread_is_reported_once(clears: list[int], reason: str) -> None:
+    owner, core, _ = await Owner.started()
+    if clears:
+        owner.core.send(ClientMessage(0, clears=clears), b"frame")
+    else:
+        core.stop()
+    await called(owner.on_exit)
+    await owner.core.close()
+    owner.on_exit.assert_called_once_with(reason)
+
+
+async def test_core_that_cannot_be_made_raises_the_reason() -> None:
+    owner = Owner("impossible")
+    with pytest.raises(ModelLoadError, match="no memory"):
+        await asyncio.wait_for(owner.core.start(), 120)
+    owner.on_exit.assert_not_called()
+    await owner.core.close()
+
+
+async def test_stuck_thread_is_left_behind() -> None:
+    owner, core, thread = await Owner.started("stuck")
+    core.on_stuck("A forward has not ended.")
+    await called(owner.on_exit)
+    owner.on_exit.assert_called_once_with("the engine thread is stuck: A forward has not ended.")
+    await asyncio.wait_for(owner.core.close(), 120)
+    assert thread.is_alive()
+    num_messages = len(owner.messages)
+    owner.core.send(ClientMessage(0, clears=[5]), b"frame")  # its answer comes too late
+    core.released.set()
+    await asyncio.to_thread(thread.join)
+    await asyncio.sleep(0)
+    assert len(owner.messages) == num_messages
+    owner.on_exit.assert_called_once()
+
+
+async def test_thread_that_is_stuck_during_close_is_left_behind() -> None:
+    owner, core, _ = await Owner.started("stuck")
+    closing = asyncio.create_task(owner.core.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    core.on_stuck("A forward has not ended.")
+    await asyncio.wait_for(closing, 120)
+    owner.on_exit.assert_not_called()
+    core.released.set()

@@ -19,7 +19,7 @@ from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 
-from .played_core import TABLE, PlayedCore, ids, info, tokenizer_pool
+from .word_model import TABLE, PlayedCore, ids, info, tokenizer_pool
 
 PROMPTS = {"query": "query: ", "document": "document: "}
 LATE = {"tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), "multi_vector": MultiVector()}

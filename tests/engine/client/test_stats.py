@@ -1,16 +1,17 @@
-"""What a step tells is counted once and in the right place."""
+"""Counters of steps, and the drain rate of one core or several."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import pytest
 
-from penstock.engine.client.stats import DispatcherStats, StepHistogram
+from penstock.engine.client.stats import DispatcherStats, DrainRate, StepHistogram, total_rate
 from penstock.engine.protocol.messages import CacheUse, StepLoad, StepResults
 
 
-def test_nothing_is_counted_before_the_first_step() -> None:
+def test_counters_start_at_zero() -> None:
     stats = DispatcherStats()
     values = {name: value for name, value in asdict(stats).items() if not name.startswith("step_") or "total" in name}
     assert values.pop("cache_use") is None
@@ -20,7 +21,7 @@ def test_nothing_is_counted_before_the_first_step() -> None:
         assert (histogram.total, {count for _, count in histogram.cumulative()}) == (0, {0})
 
 
-def test_a_step_is_counted() -> None:
+def test_step_is_counted() -> None:
     stats = DispatcherStats(num_requests=1)
     use = CacheUse(usage=0.5)
     stats.count(StepResults([], 32, 0.25, cache_use=use, load=StepLoad(2, 64, 5, 400, 1)))
@@ -30,49 +31,72 @@ def test_a_step_is_counted() -> None:
     assert stats.cache_use is None
     histograms = (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill)
     assert [histogram.total for histogram in histograms] == [80, 5, 0.75, 0.5 + 0.75]
-    assert [dict(histogram.cumulative())[float("inf")] for histogram in histograms] == [2] * 4
     stats.count(StepResults([], 0, 0.0, cache_use=use))
     assert stats.cache_use is use
     assert stats.num_steps_total == 2
-    stats.count(StepResults([], 8, 0.125))  # nothing is said of the load
+    stats.count(StepResults([], 8, 0.125))  # without a load
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)
     assert [histogram.cumulative()[-1][1] for histogram in histograms] == [3, 2, 3, 2]
 
 
-def test_what_waits_is_not_believed_when_nobody_is_left() -> None:
+def test_late_step_reports_no_waiting_sequences() -> None:
     stats = DispatcherStats()
     stats.count(StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)))
     assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (0, 0, 64)
 
 
-def test_refusals_are_counted() -> None:
-    stats = DispatcherStats()
-    for _ in range(3):
-        stats.count_refusal()
-    assert stats.num_refused_total == 3
-
-
-def test_histograms_of_steps_have_ranges_of_their_own() -> None:
+def test_histograms_have_documented_bounds() -> None:
     stats, other = DispatcherStats(), DispatcherStats()
     stats.step_tokens.observe(9)
     assert other.step_tokens.total == 0
-    assert stats.step_fill.cumulative()[-2][0] == 1.0
-    for histogram in (stats.step_tokens, stats.step_seqs, stats.step_seconds, stats.step_fill):
-        bounds = [bound for bound, _ in histogram.cumulative()]
-        assert bounds == sorted(set(bounds))
-        assert bounds[0] > 0
-    for histogram in (stats.step_tokens, stats.step_seqs):
-        assert all(bound.is_integer() and int(bound).bit_count() == 1 for bound, _ in histogram.cumulative()[:-1])
+    assert [bound for bound, count in stats.step_tokens.cumulative() if count] == [
+        *(32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, math.inf)
+    ]
+    assert [bound for bound, _ in stats.step_seqs.cumulative()[:-1]] == [2**power for power in range(10)]
     seconds = [bound for bound, _ in stats.step_seconds.cumulative()[:-1]]
     assert seconds == pytest.approx([digit * 10**power for power in range(-3, 1) for digit in (1, 2, 5)])
-    assert [bound for bound, count in stats.step_tokens.cumulative() if count] == pytest.approx(
-        [32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, float("inf")]
-    )
+    fills = [bound for bound, _ in stats.step_fill.cumulative()[:-1]]
+    assert fills == [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0]
 
 
-def test_a_histogram_counts_up_to_and_with_its_bounds() -> None:
+def test_histogram_bounds_are_inclusive() -> None:
     histogram = StepHistogram((1, 10))
     for value in (0, 1, 1.5, 10, 11):
         histogram.observe(value)
     assert histogram.cumulative() == [(1.0, 2), (10.0, 4), (float("inf"), 5)]
     assert histogram.total == 23.5
+
+
+# Drain rate
+
+
+def make_rates(*known: float | None) -> list[DrainRate]:
+    rates = [DrainRate() for _ in known]
+    for rate, tokens_per_s in zip(rates, known, strict=True):
+        rate.is_live = True
+        if tokens_per_s is not None:
+            rate.follow(round(tokens_per_s * 2), 2.0)
+    return rates
+
+
+def test_total_rate_is_the_sum_of_the_live_replicas() -> None:
+    rates = make_rates(100, 300)
+    assert total_rate(rates) == 400
+    assert total_rate(rates[:1]) == 100
+    rates[1].is_live = False
+    assert total_rate(rates) == 100
+    rates[0].is_live = False  # none is live: they will restart
+    assert total_rate(rates) == 400
+    assert not DrainRate().is_live
+
+
+def test_unmeasured_replica_counts_as_the_mean_of_the_others() -> None:
+    assert math.isnan(total_rate(make_rates(None, None)))
+    assert math.isnan(total_rate(make_rates(None)))
+    assert total_rate(make_rates(100, None, 300)) == 600
+
+
+def test_slow_forwards_weigh_by_their_time() -> None:
+    (rate,) = make_rates(100)
+    rate.follow(200, 3.0)
+    assert rate.tokens_per_s == pytest.approx((0.8 * 200 + 200) / (0.8 * 2 + 3))

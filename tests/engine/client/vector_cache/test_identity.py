@@ -22,7 +22,7 @@ from penstock.engine.protocol.model_info import DenseSpec, ModelInfo
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.tasks import PoolingType
 
-from ..played_core import info as info_of
+from ..word_model import info as info_of
 
 DENSE = DenseSpec(folder="2_Dense", in_features=4, out_features=2, bias=True, activation="Tanh")
 OTHERS: dict[str, Any] = {

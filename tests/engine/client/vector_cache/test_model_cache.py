@@ -30,7 +30,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from ..played_core import PlayedCore, SubmitRequest, info as info_of, tokenizer_pool
+from ..word_model import PlayedCore, SubmitRequest, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)

@@ -1,0 +1,71 @@
+"""A core that records what it receives and answers on demand, and requests for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.engine.client.dispatcher import Arrays, Dispatcher
+from penstock.engine.client.replica import Replica
+from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest, unpack_client_message
+from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+
+from ...waiting import turns
+from ..steps import Row, step_of
+
+
+class FakeCore:
+    """Answers with the sum of the tokens of each input."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.messages: list[ClientMessage] = []
+        self.requests: list[SubmitRequest] = []
+        self.waiting: dict[int, Sequence[TokenizedInput]] = {}
+        self.cancelled: list[int] = []
+        self.clears: list[int] = []
+        replica.connect(self.send)
+
+    def send(self, message: ClientMessage, frame: Frame) -> None:
+        requests = unpack_client_message(message, frame)
+        self.messages.append(message)
+        self.requests += requests
+        self.waiting |= {each.request_id: each.inputs for each in requests}
+        self.cancelled += message.cancels
+        self.clears += message.clears
+
+    def answer(self, *inputs: tuple[int, int], seconds: float = 0.0) -> None:
+        """Sends the results of inputs, by request and index, in one message; by default of all that wait."""
+        every = [(request_id, index) for request_id, each in self.waiting.items() for index in range(len(each))]
+        rows = [
+            Row(number, index, "embedding", np.array([self.waiting[number][index].token_ids.sum()], np.float32))
+            for number, index in inputs or every
+        ]
+        finished = [] if inputs else [(number, seconds, seconds) for number in self.waiting]
+        self.replica.receive_rows(*step_of(rows, 10, ended=finished))
+        if not inputs:
+            self.waiting = {}
+
+
+def tokens(*lengths: int) -> list[TokenizedInput]:
+    """Returns inputs of these lengths; the first has the token 1 only, the next one the token 2, and so on."""
+    return [TokenizedInput(np.full(n, place + 1, np.int32)) for place, n in enumerate(lengths)]
+
+
+async def run(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> list[Arrays]:
+    async with dispatcher.open(RequestOptions(timeout_s=timeout_s)) as request:
+        return await request.run(tokens(*lengths), PoolingParams())
+
+
+async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list[Arrays]]:
+    """Starts a request and returns when the core has received it."""
+    task = asyncio.create_task(run(dispatcher, *lengths, timeout_s=timeout_s))
+    await turns(3)
+    return task
+
+
+def values(outputs: list[Arrays]) -> list[float]:
+    return [float(output["embedding"][0]) for output in outputs]
