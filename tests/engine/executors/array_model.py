@@ -1,4 +1,4 @@
-"""Models of the C library between tensors: the tests of both executors share batches and references."""
+"""A model of the CPU executor with the interface of a torch model, so that tests share batches and references."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from penstock.kernels.cpu import Machine, Pages, Past
 
 
 def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: Any) -> PackedModel:
-    """Loads a model that the library runs, where it knows it, and torch otherwise."""
+    """Loads a model on the CPU executor, or on torch if the executor does not support it."""
     if machine is None or read_spec(info) is None:
         return weights_loader.load_model(info, **options)
     return ArrayModel(load_array_encoder(info, machine))
 
 
 class ArrayModel(PackedModel):
-    """An ArrayEncoder between tensors, which share its memory."""
+    """An ArrayEncoder whose inputs and outputs are tensors. They share memory with its arrays."""
 
     def __init__(self, encoder: ArrayEncoder) -> None:
         self._encoder = encoder
@@ -60,7 +60,7 @@ class ArrayModel(PackedModel):
         )
 
     def _past(self, cache: BatchCache, num_tokens: int) -> Past:
-        assert cache.kv is not None, "a decoder keeps keys and values"
+        assert cache.kv is not None
         if self._pages is None or self._pages[0] is not cache.kv:
             self._pages = (cache.kv, Pages(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
         num_seqs, num_new = len(cache.context_lens), cache.num_new_seqs
@@ -76,7 +76,7 @@ class ArrayModel(PackedModel):
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:
-    """Returns the memory of a tensor; bfloat16, which numpy has not, as two bytes a number."""
+    """Returns an array over the memory of a tensor; bfloat16 as int16, because numpy has no such type."""
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -85,7 +85,7 @@ def _between_tensors(head: ArrayHead | None) -> Head | None:
 
 
 def _num_hidden(batch: PackedBatch) -> NDArray[np.int32] | None:
-    """Returns the tokens at the end of each sequence that no token attends to, [N]; None for none."""
+    """Returns the number of hidden tokens at the end of each sequence, [N], or None."""
     if not batch.hidden:
         return None
     num_hidden_N = np.zeros(len(batch.seq_lens), np.int32)

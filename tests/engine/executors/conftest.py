@@ -1,4 +1,4 @@
-"""Random tiny models of transformers, saved as a user would find them, and the packed batches that go through them."""
+"""Saved random models of transformers, their packed batches, and runs in chunks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ import pytest
 import torch
 import transformers
 
+from penstock.engine.core.loading import weights_loader
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import BatchCache, KvCache, PackedBatch, SsmStates
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.request import TokenizedInput
+from penstock.kernels.cpu import Format, Machine
 
-from .parity import ENCODER_SIZES
+from .array_model import ArrayModel, load_model
+from .families import ENCODER_SIZES
 
 LENGTHS = (1, 2, 7, 63, 130)
 
 Save = Callable[..., tuple[Path, transformers.PreTrainedModel]]
+Load = Callable[..., PackedModel]
 
 
 @pytest.fixture(autouse=True)
 def _quick_torch() -> Iterator[None]:
-    """No gradients, and one thread: for tiny models more threads only wait for each other."""
+    """Disables gradients and uses one thread, because more threads slow tiny models down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -56,11 +60,20 @@ def save_model(tmp_path: Path) -> Save:
 
 
 @pytest.fixture
-def save_recurrent(save_model: Save) -> Save:
-    """As `save_model`, of the scale of trained ones: recurrences neither forget within a token nor explode.
+def save_config(tmp_path: Path) -> Callable[..., Path]:
+    """Saves the config of a transformers class without weights."""
 
-    The matrices of models without attention are smaller.
-    """
+    def save(class_name: str, **config: object) -> Path:
+        config_class = getattr(transformers, class_name).config_class
+        config_class(**config, architectures=[class_name]).save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+@pytest.fixture
+def save_recurrent(save_model: Save) -> Save:
+    """As `save_model`, with smaller weights: recurrences neither forget within a token nor explode."""
 
     def save(class_name: str, **config: object):
         folder, model = save_model(class_name, **config)
@@ -76,6 +89,40 @@ def save_recurrent(save_model: Save) -> Save:
     return save
 
 
+@pytest.fixture
+def load(executor: str, request: pytest.FixtureRequest) -> Load:
+    """Loads a model on the executor of the test's parameter, `torch` or `cpu`."""
+    if executor == "torch":
+        return weights_loader.load_model
+    machine: Machine = request.getfixturevalue("widest")
+
+    def load_on_cpu(info: ModelInfo, **options: object) -> PackedModel:
+        model = load_model(info, machine=machine, **options)
+        assert isinstance(model, ArrayModel)
+        return model
+
+    return load_on_cpu
+
+
+@pytest.fixture(scope="session")
+def load_on_torch() -> Load:
+    return weights_loader.load_model
+
+
+@pytest.fixture
+def needs_formats(widest: Machine) -> Callable[[str, str | None], None]:
+    """Skips the test if the processor lacks products in this dtype or arithmetic."""
+
+    def check(dtype: str, arithmetic: str | None) -> None:
+        needed = {Format.INT8} if dtype == "int8" else set()
+        if arithmetic == "bfloat16":
+            needed.add(Format.DOT)
+        if not needed <= widest.formats:
+            pytest.skip(f"this processor has no products in {needed - widest.formats}")
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def resolve() -> Callable[..., ModelInfo]:
     """Resolves a folder for the CPU."""
@@ -88,7 +135,7 @@ def resolve() -> Callable[..., ModelInfo]:
 
 @pytest.fixture(scope="session")
 def pack() -> Callable[..., PackedBatch]:
-    """Packs token ids; `boundaries` holds the first token of type 1 of each sequence, 0 for none."""
+    """Packs token ids; `boundaries` has the first token of type 1 of each sequence, 0 for none."""
 
     def pack_tokens(
         sequences: Sequence[Sequence[int]], boundaries: Sequence[int] | None = None, device: str = "cpu"
@@ -111,7 +158,7 @@ BLOCK_SIZE = 16
 
 
 class ChunkedRun:
-    """Runs sequences in chunks, their keys, values and states in blocks and slots that lie all over the pools."""
+    """Runs sequences in chunks, with keys, values and states in random blocks and slots of pools full of NaN."""
 
     def __init__(
         self,
@@ -139,7 +186,7 @@ class ChunkedRun:
             pool.fill_(float("nan"))
 
     def pack(self, chunks: Sequence[tuple[int, int, int]]) -> PackedBatch:
-        """Packs (sequence, start, end), those that begin first, on the device."""
+        """Packs chunks (sequence, start, end) on the device; chunks that start at 0 must come first."""
         starts = [start for _, start, _ in chunks]
         inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in chunks]
         lengths = [len(i) for i in inputs]
@@ -160,11 +207,9 @@ class ChunkedRun:
 
     def _cache(self, chunks: Sequence[tuple[int, int, int]], num_new_seqs: int, num_new_tokens: int) -> BatchCache:
         past, size = chunks[num_new_seqs:], self.block_size
-        # A new sequence that ends with its chunk needs nothing kept.
-        kept = [end < len(self.sequences[n]) or start > 0 for n, start, end in chunks]
         rows, store_rows, store_slots = 0, [], []
-        for (n, start, end), keep in zip(chunks, kept, strict=True):
-            if keep:
+        for n, start, end in chunks:
+            if end < len(self.sequences[n]) or start > 0:  # nothing of a whole sequence is stored
                 store_rows += range(rows, rows + end - start)
                 store_slots += [self.blocks[n][t // size] * size + t % size for t in range(start, end)]
             rows += end - start
@@ -198,13 +243,13 @@ class ChunkedRun:
 
 @pytest.fixture(scope="session")
 def chunked_run() -> type[ChunkedRun]:
-    """The class above, for tests that say themselves which chunks run together."""
+    """The class, for tests that choose the chunks of a batch."""
     return ChunkedRun
 
 
 @pytest.fixture(scope="session")
 def run_chunked() -> Callable[..., list[torch.Tensor]]:
-    """Runs sequences in chunks of `size` tokens; sequence n enters at step n, so that new ones meet older ones."""
+    """Runs sequences in chunks of `size` tokens; sequence n starts in step n."""
 
     def run(
         model: PackedModel,

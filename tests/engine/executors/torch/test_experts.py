@@ -1,4 +1,4 @@
-"""The mixture of experts, sorted and in grouped products as on CUDA, gives what expert after expert gives."""
+"""Sorted experts with grouped products, as on CUDA, give the results of a loop over experts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,17 +15,18 @@ from penstock.engine.executors.torch.layers.experts import Experts, ExpertStack,
 from penstock.engine.model_files.resolve import with_device
 
 from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
+from ..families import GRANITE, JAMBA
 
 NUM_EXPERTS, SIZE, INNER = 5, 16, 24
 ROUTINGS = {
-    "any": lambda numbers: torch.rand(21, NUM_EXPERTS, generator=numbers).topk(2).indices,
-    "all_to_two": lambda numbers: torch.tensor([[4, 1]]).expand(9, 2),
-    "some_unused": lambda numbers: torch.tensor([[0, 3], [3, 0], [3, 2]]),
+    "random": lambda numbers: torch.rand(21, NUM_EXPERTS, generator=numbers).topk(2).indices,
+    "two_experts": lambda numbers: torch.tensor([[4, 1]]).expand(9, 2),
+    "unused_experts": lambda numbers: torch.tensor([[0, 3], [3, 0], [3, 2]]),
     "one_token": lambda numbers: torch.tensor([[2, 0]]),
-    "one_expert_each": lambda numbers: torch.randint(0, NUM_EXPERTS, (13, 1), generator=numbers),
-    "all_of_them": lambda numbers: torch.rand(7, NUM_EXPERTS, generator=numbers).argsort(),
+    "one_expert_per_token": lambda numbers: torch.randint(0, NUM_EXPERTS, (13, 1), generator=numbers),
+    "all_experts": lambda numbers: torch.rand(7, NUM_EXPERTS, generator=numbers).argsort(),
 }
-# float32: sums in another order. bfloat16: an expert's result is rounded, and the sum once more.
+# float32: sums in another order. bfloat16: each expert's result and the sum are rounded.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -54,14 +55,14 @@ def sum_of(kind: Callable[[Iterable[tuple[Tensor, Tensor]]], Experts], routing: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_sorted_experts_equal_one_after_the_other(routing: str, dtype: torch.dtype) -> None:
+def test_sorted_experts_equal_loop_over_experts(routing: str, dtype: torch.dtype) -> None:
     actual = sum_of(all_sorted, routing, dtype)
     expected = sum_of(one_by_one, routing, dtype)
     assert expected.abs().amin(dim=1).max() > 0
     assert (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
-def test_experts_are_let_go_while_the_next_are_loaded() -> None:
+def test_loading_holds_two_experts_at_most() -> None:
     alive: list[ref[Tensor]] = []
     most = 0
 
@@ -75,29 +76,29 @@ def test_experts_are_let_go_while_the_next_are_loaded() -> None:
             del pair
 
     ExpertStack.of(loaded(), NUM_EXPERTS)
-    assert most <= 2 * 2, "more than two experts are held beside the layer"
+    assert most <= 2 * 2
 
 
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
-def test_another_number_of_experts_than_promised(num_experts: int) -> None:
+def test_wrong_number_of_experts_is_refused(num_experts: int) -> None:
     pairs = [(torch.ones(2 * INNER, SIZE), torch.ones(SIZE, INNER))] * num_experts
     with pytest.raises(ValueError, match="zip"):
         ExpertStack.of(pairs, NUM_EXPERTS)
 
 
-class HeldOnDevice(TorchFunctionMode):
-    """Sees what tensors of the pretended device hold, after every call. In Bytes."""
+class DeviceMemory(TorchFunctionMode):
+    """Counts the bytes of tensors on the pretended device after every call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[ref[OnCuda]] = []
+        self._tensors: list[ref[OnCuda]] = []
         self.most = 0
 
     @property
     def now(self) -> int:
-        self._seen = [each for each in self._seen if each() is not None]
+        self._tensors = [each for each in self._tensors if each() is not None]
         with torch._C.DisableTorchFunction():
-            storages = [tensor.untyped_storage() for each in self._seen if (tensor := each()) is not None]
+            storages = [tensor.untyped_storage() for each in self._tensors if (tensor := each()) is not None]
             return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def __torch_function__(
@@ -105,36 +106,25 @@ class HeldOnDevice(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__":
-            self._seen += [ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, OnCuda)]
+            self._tensors += [ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, OnCuda)]
             self.most = max(self.most, self.now)
         return result
 
 
-MODEL = {
-    "vocab_size": 50,
-    "hidden_size": SIZE,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "mamba_d_state": 4,
-}
-STACKED = {"mamba_n_heads": 2, "mamba_d_head": 16, "layer_types": ["mamba", "attention"], "num_local_experts": 40}
-ONE_BY_ONE = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 40, "expert_layer_period": 1}
-ONE_BY_ONE |= {"expert_layer_offset": 0}
+MODEL = {"vocab_size": 50, "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": 2}
+STACKED = GRANITE | MODEL | {"layer_types": ["mamba", "attention"], "num_local_experts": 40} | {"mamba_n_heads": 2}
+ONE_BY_ONE = JAMBA | MODEL | {"num_experts": 40, "expert_layer_period": 1, "expert_layer_offset": 0}
 
 
 @pytest.mark.parametrize(
     ("class_name", "config"), [("GraniteMoeHybridModel", STACKED), ("JambaModel", ONE_BY_ONE)], ids=["stack", "singly"]
 )
-def test_a_gpu_never_holds_the_experts_of_a_layer_twice(
-    class_name: str, config: dict[str, Any], save_model: Any, resolve: Any
-) -> None:
-    folder, _ = save_model(class_name, **MODEL, **config)
+def test_gpu_never_holds_a_layer_twice(class_name: str, config: dict[str, Any], save_model: Any, resolve: Any) -> None:
+    folder, _ = save_model(class_name, **config)
     info = with_device(resolve(folder), str(DEVICE), "float32")
     layer = 40 * 3 * SIZE * INNER * 4
-    with pretend_cuda(), HeldOnDevice() as held:
+    with pretend_cuda(), DeviceMemory() as memory:
         model = load_model(info)
-        assert held.now > 2 * layer
-    assert held.most - held.now < layer / 4
+        assert memory.now > 2 * layer
+    assert memory.most - memory.now < layer / 4
     del model

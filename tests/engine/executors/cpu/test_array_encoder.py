@@ -1,0 +1,62 @@
+"""Models that the CPU executor does not run are left to torch."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.engine.executors.cpu.array_encoder import read_spec
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.multi_vector import MultiVector
+from penstock.engine.protocol.tasks import PoolingType
+
+from ..families import DECODER_SIZES, ENCODER_SIZES, JAMBA, MAMBA, MODERNBERT, chosen
+from ..test_decoders import NOT_ON_CPU
+
+THREE_COLUMNS = MODERNBERT | {"num_attention_heads": 16}
+"""Rotary heads of 3 columns, which cannot be rotated in pairs."""
+WIDE_HEADS = ENCODER_SIZES | {"hidden_size": 4100}
+"""Heads of 1,025 columns, too many for the stack of a lane."""
+OTHERS = [
+    ("BertModel", ENCODER_SIZES | {"hidden_act": "mish"}),
+    ("BertModel", WIDE_HEADS),
+    ("ModernBertModel", THREE_COLUMNS),
+    ("ModernBertForSequenceClassification", MODERNBERT | {"classifier_activation": "mish"}),
+    ("MambaModel", MAMBA),
+    ("JambaModel", JAMBA),
+    *((f"{case.values[0]}Model", case.values[1]) for case in chosen(*sorted(NOT_ON_CPU))),
+]
+
+
+@pytest.mark.parametrize(("class_name", "config"), OTHERS)
+def test_unsupported_model_is_left_to_torch(class_name, config, save_config, resolve):
+    assert read_spec(resolve(save_config(class_name, **config))) is None
+
+
+@pytest.mark.parametrize("change", [{"device": "cuda"}, {"dtype": "float16"}, {"packed": False}])
+def test_unsupported_device_and_dtype_are_left_to_torch(change, save_config, resolve):
+    info = resolve(save_config("BertModel", **ENCODER_SIZES))
+    assert read_spec(info) is not None
+    assert read_spec(replace(info, **change)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": {"final_logit_softcapping": 3.0}},
+        {"sequence_pooling": (PoolingType.ATTENTION,)},
+        {"multi_vector": MultiVector()},
+    ],
+)
+def test_unsupported_reranker_is_left_to_torch(change, save_config, resolve):
+    info = resolve(save_config("Qwen3ForCausalLM", **DECODER_SIZES))
+    info = replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=(7, 4))
+    assert read_spec(info) is not None
+    change = {name: info.config | value if name == "config" else value for name, value in change.items()}
+    assert read_spec(replace(info, **change)) is None
+
+
+def test_negative_window_is_refused(save_config, resolve):
+    info = resolve(save_config("ModernBertModel", **MODERNBERT), hf_overrides={"local_attention": -6})
+    with pytest.raises(ModelLoadError, match="local_attention is -6"):
+        read_spec(info)
