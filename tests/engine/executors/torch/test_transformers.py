@@ -1,4 +1,4 @@
-"""What has no native family runs through transformers: packed where that is right, else padded, or refused."""
+"""Models without a family run through transformers, packed if that gives the right rows, otherwise padded."""
 
 import json
 import logging
@@ -6,13 +6,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.transformers.model import TransformersModel
 from penstock.engine.executors.torch.transformers.network import Network
 from penstock.engine.protocol.errors import UnsupportedModelError, UnsupportedTaskError, WeightError
 
-from ..parity import assert_close, rows_of
+from ..families import assert_close, logits_of, relative_error, rows_of
 
 SIZES = {
     "vocab_size": 200,
@@ -24,15 +25,15 @@ SIZES = {
     "num_labels": 3,
     "pad_token_id": 0,
 }
-GPT2 = {"vocab_size": 200, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160, "num_labels": 3} | {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ALBERT = SIZES | {"embedding_size": 16}
+GPT2 = {"vocab_size": 200, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160, "num_labels": 3}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 DEBERTA = SIZES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
 HELIUM = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
 T5 = {"vocab_size": 200, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
+CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
 EMBEDDERS = [
-    pytest.param("AlbertModel", SIZES | {"embedding_size": 16}, True, id="albert"),
+    pytest.param("AlbertModel", ALBERT, True, id="albert"),
     pytest.param("DebertaV2Model", DEBERTA, False, id="deberta-own-attention"),
     pytest.param("GPT2Model", GPT2, True, id="gpt2"),
     pytest.param("HeliumModel", HELIUM, True, id="helium"),
@@ -56,13 +57,12 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
     together = model.forward(pack(sequences)).hidden_states
     assert_close(together, rows_of(reference, sequences))
     alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
-    assert ((together - alone) / together.norm(dim=1, keepdim=True)).abs().max() <= 1e-6
+    assert relative_error(alone, together) <= 1e-6
     with pytest.raises(UnsupportedTaskError):
         model.forward(pack(sequences), need_attention=True)
 
 
-CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
-LIKE, EQUAL, ALONE = "", "sequences of equal length alone share a forward", "each sequence runs alone"
+PADDED, EQUAL, ALONE = "", "sequences of equal length alone share a forward", "each sequence runs alone"
 
 
 @pytest.mark.parametrize(
@@ -71,30 +71,28 @@ LIKE, EQUAL, ALONE = "", "sequences of equal length alone share a forward", "eac
         pytest.param("ConvBertModel", CONVBERT, EQUAL, id="convbert-convolution"),
         pytest.param("ConvBertForSequenceClassification", CONVBERT, EQUAL, id="convbert-head"),
         pytest.param("ConvBertForTokenClassification", CONVBERT, EQUAL, id="convbert-tokens"),
-        pytest.param("DebertaV2Model", DEBERTA, LIKE, id="deberta"),
-        pytest.param("DebertaV2Model", DEBERTA | {"conv_kernel_size": 3}, LIKE, id="deberta-convolution"),
-        pytest.param("DebertaV2ForSequenceClassification", DEBERTA, LIKE, id="deberta-head"),
-        pytest.param("T5EncoderModel", T5, LIKE, id="t5"),
+        pytest.param("DebertaV2Model", DEBERTA | {"conv_kernel_size": 3}, PADDED, id="deberta-convolution"),
+        pytest.param("DebertaV2ForSequenceClassification", DEBERTA, PADDED, id="deberta-head"),
+        pytest.param("T5EncoderModel", T5, PADDED, id="t5"),
         pytest.param("FNetModel", SIZES, ALONE, id="fnet-without-mask"),
     ],
 )
-def test_sequences_give_alone_what_they_give_in_a_batch(class_name, config, note, save_model, resolve, pack, caplog):
+def test_rows_do_not_depend_on_the_batch(class_name, config, note, save_model, resolve, pack, caplog):
     folder, _ = save_model(class_name, **config)
     model = load_model(resolve(folder))
-    assert note in caplog.text
     assert (EQUAL in caplog.text, ALONE in caplog.text) == (note == EQUAL, note == ALONE)
     numbers = np.random.default_rng(1)
     sequences = [numbers.integers(3, 200, n).tolist() for n in (4, 5, 5, 9, 10, 10, 11, 70, 72, 72, 80, 90, 125, 130)]
 
-    def answer(output):
+    def results(batch):
+        output = model.forward(pack(batch))
         return output.hidden_states if output.logits is None else output.logits
 
-    together = answer(model.forward(pack(sequences)))
-    alone = torch.cat([answer(model.forward(pack([s]))) for s in sequences])
-    assert ((together - alone) / alone.norm(dim=1, keepdim=True)).abs().max() <= 1e-5
+    alone = torch.cat([results([s]) for s in sequences])
+    assert relative_error(results(sequences), alone) <= 1e-5
 
 
-def test_a_network_that_mixes_its_batch_runs_each_sequence_alone(save_model, resolve, pack, monkeypatch, caplog):
+def test_network_that_mixes_its_batch_runs_one_sequence(save_model, resolve, pack, monkeypatch, caplog):
     folder, _ = save_model("T5EncoderModel", **T5)
     call = Network._call
     monkeypatch.setattr(Network, "_call", lambda self, a: call(self, a) + 0.01 * len(a["input_ids"]))
@@ -115,7 +113,7 @@ def test_sequences_of_equal_length_share_a_forward(save_model, resolve, pack, mo
 
 
 def test_token_types_reach_the_model(save_model, resolve, pack, sequences):
-    folder, reference = save_model("AlbertModel", **SIZES, embedding_size=16)
+    folder, reference = save_model("AlbertModel", **ALBERT)
     boundaries = [len(s) // 2 for s in sequences]
     hidden = load_model(resolve(folder)).forward(pack(sequences, boundaries)).hidden_states
     expected = [
@@ -132,67 +130,48 @@ def test_token_types_reach_the_model(save_model, resolve, pack, sequences):
         pytest.param("GPT2ForSequenceClassification", GPT2, id="gpt2-without-padding-token"),
     ],
 )
-def test_score_head_is_taken_off(class_name, config, save_model, resolve, pack, sequences):
+def test_score_head_runs_after_pooling(class_name, config, save_model, resolve, pack, sequences):
     folder, reference = save_model(class_name, **config)
     model = load_model(resolve(folder))
     output = model.forward(pack(sequences))
     assert output.logits is None
     last = torch.stack([rows[-1] for rows in output.hidden_states.split([len(s) for s in sequences])])
-    expected = torch.cat([reference(torch.tensor(s)[None]).logits for s in sequences])
-    assert_close(model.classify(last), expected)
+    assert_close(model.classify(last), torch.cat([reference(torch.tensor(s)[None]).logits for s in sequences]))
 
 
-@pytest.mark.parametrize(
-    ("class_name", "config"),
-    [
-        pytest.param("AlbertForSequenceClassification", SIZES | {"embedding_size": 16}, id="albert"),
-        pytest.param("DebertaV2ForSequenceClassification", DEBERTA, id="deberta"),
-    ],
-)
-def test_head_that_pools_by_itself_gives_logits(class_name, config, save_model, resolve, pack, sequences):
-    folder, reference = save_model(class_name, **config)
+@pytest.mark.parametrize(("family", "config"), [("Albert", ALBERT), ("DebertaV2", DEBERTA)], ids=["packed", "padded"])
+def test_logits_equal_transformers(family, config, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{family}ForSequenceClassification", **config)
     model = load_model(resolve(folder))
     logits = model.forward(pack(sequences)).logits
     assert logits.dtype == torch.float32
-    assert_close(logits, torch.cat([reference(torch.tensor(s)[None]).logits for s in sequences]))
+    assert_close(logits, logits_of(reference, sequences))
     with pytest.raises(UnsupportedTaskError):
         model.classify(torch.zeros(1, 48))
-
-
-@pytest.mark.parametrize(
-    ("class_name", "config"),
-    [
-        pytest.param("AlbertForTokenClassification", SIZES | {"embedding_size": 16}, id="albert-packed"),
-        pytest.param("DebertaV2ForTokenClassification", DEBERTA, id="deberta-padded"),
-    ],
-)
-def test_token_logits_equal_transformers(class_name, config, save_model, resolve, pack, sequences):
-    folder, reference = save_model(class_name, **config)
+    folder, reference = save_model(f"{family}ForTokenClassification", **config)
     model = load_model(resolve(folder))
     logits = model.classify_tokens(model.forward(pack(sequences)).hidden_states)
     assert_close(logits, torch.cat([reference(torch.tensor(s)[None]).logits[0] for s in sequences]))
 
 
-def test_probe_leaves_reduced_weights_as_they_were(save_model, resolve, pack, sequences):
+def test_trial_forward_leaves_weights_unchanged(save_model, resolve, pack, sequences):
     folder, reference = save_model("HeliumModel", **HELIUM)
     model = load_model(resolve(folder, "bfloat16"))
     hidden = model.forward(pack(sequences)).hidden_states
     assert hidden.dtype == torch.bfloat16
     assert torch.cosine_similarity(hidden.float(), rows_of(reference, sequences), dim=1).min() > 0.999
-    kept = model._network.module.state_dict()
+    state = model._network.module.state_dict()
     for name, tensor in reference.state_dict().items():
-        torch.testing.assert_close(kept[name], tensor.bfloat16(), rtol=0, atol=0)
+        torch.testing.assert_close(state[name], tensor.bfloat16(), rtol=0, atol=0)
 
 
-def test_overrides_reach_transformers(save_model, resolve, pack, sequences):
+def test_overrides_reach_transformers(save_model, resolve):
     folder, _ = save_model("HeliumModel", **HELIUM)
-    short = load_model(resolve(folder, hf_overrides={"num_hidden_layers": 1}))
-    assert len(short._network.module.layers) == 1
+    model = load_model(resolve(folder, hf_overrides={"num_hidden_layers": 1}))
+    assert len(model._network.module.layers) == 1
 
 
 def test_missing_weight_is_named(save_model, resolve):
-    from safetensors.torch import load_file, save_file
-
     folder, _ = save_model("HeliumModel", **HELIUM)
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.1.mlp.up_proj.weight"]
@@ -201,32 +180,31 @@ def test_missing_weight_is_named(save_model, resolve):
         load_model(resolve(folder))
 
 
-def test_encoder_decoder_is_refused(save_model, resolve):
-    folder, _ = save_model("BartModel", vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1)
-    with pytest.raises(UnsupportedModelError, match=r"BartModel.*an encoder and a decoder"):
-        load_model(resolve(folder))
+BART = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+OWN_CODE = {
+    "architectures": ["OwnBertModel"],
+    "auto_map": {"AutoModel": "modeling_own.OwnBertModel"},
+    "position_embedding_type": "alibi",
+}
 
 
-def test_foreign_code_is_not_run(save_model, resolve):
-    folder, _ = save_model("BertModel", **SIZES)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["OwnBertModel"], "position_embedding_type": "alibi"}
-    config["auto_map"] = {"AutoModel": "modeling_own.OwnBertModel"}
-    (folder / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(
+    ("class_name", "config", "change", "message"),
+    [
+        pytest.param("BartModel", BART, {}, r"BartModel.*an encoder and a decoder", id="encoder-decoder"),
+        pytest.param("BertModel", SIZES, OWN_CODE, r"'OwnBertModel'.*--trust-remote-code", id="own-code"),
+        pytest.param(
+            "BertModel", SIZES, {"position_embedding_type": "relative_key"}, "'relative_key'", id="relative-positions"
+        ),
+        pytest.param(
+            "HeliumModel", HELIUM, {"model_type": "unheard-of", "architectures": None}, "unheard-of", id="unknown-type"
+        ),
+    ],
+)
+def test_unsupported_model_is_refused(class_name, config, change, message, save_model, resolve):
+    folder, _ = save_model(class_name, **config)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | change))
     (folder / "modeling_own.py").write_text("raise SystemExit('this code must not run')")
-    with pytest.raises(UnsupportedModelError, match=r"'OwnBertModel'.*--trust-remote-code"):
-        load_model(resolve(folder))
-
-
-def test_relative_positions_that_transformers_dropped_are_refused(save_model, resolve):
-    folder, _ = save_model("BertModel", **SIZES)
-    with pytest.raises(UnsupportedModelError, match="'relative_key'"):
-        load_model(resolve(folder, hf_overrides={"position_embedding_type": "relative_key"}))
-
-
-def test_unknown_model_type_is_named(save_model, resolve):
-    folder, _ = save_model("HeliumModel", **HELIUM)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "never-heard-of", "architectures": None}))
-    with pytest.raises(UnsupportedModelError, match="never-heard-of"):
+    with pytest.raises(UnsupportedModelError, match=message):
         load_model(resolve(folder))
