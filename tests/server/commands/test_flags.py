@@ -1,4 +1,4 @@
-"""vLLM's command lines: spelled with underscores, set by dots, and with flags that mean nothing here."""
+"""vLLM's command lines."""
 
 import json
 
@@ -8,19 +8,33 @@ from penstock.server.commands.flags import translated
 from penstock.server.settings import UsageError
 
 
-def test_our_own_command_lines_stay_as_they_are() -> None:
-    words = ["serve", "a_model", "--port", "8001", "--dtype=float32", "--hf-overrides", '{"a_b": 1}', "--no-access-log"]
-    assert translated(words) == (words, [])
-
-
-def test_underscores_are_dashes_in_flags_alone() -> None:
-    words = ["serve", "my_model", "--max_model_len", "512", "--served_model_name=a_b,c", "--api-key", "k_1"]
-    expected = ["serve", "my_model", "--max-model-len", "512", "--served-model-name=a_b,c", "--api-key", "k_1"]
-    assert translated(words) == (expected, [])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ('serve a_model --port 8001 --hf-overrides {"a_b":1} --no-access-log', None),
+        (
+            "serve a --max_model_len 5 --served_model_name=a_b,c --api-key k_1",
+            "serve a --max-model-len 5 --served-model-name=a_b,c --api-key k_1",
+        ),
+        ("serve --dtype half half", "serve --dtype float16 half"),
+        ("serve --dtype=float --api-key float", "serve --dtype=float32 --api-key float"),
+        ("serve --dtype bfloat16 --dtype", None),
+        ("serve --data-parallel-size 2", "serve --data-parallel 2"),
+        ("serve --data_parallel_size=2", "serve --data-parallel=2"),
+        ("serve --enforce-eager M", "serve --no-cuda-graphs M"),
+        ("serve --no_enforce_eager", "serve --cuda-graphs"),
+        (
+            "serve --other.key 1 --other.key=2 -- --max_model_len",
+            "serve --other.key 1 --other.key=2 -- --max-model-len",
+        ),
+    ],
+)
+def test_flags_of_vllm_are_translated(words: str, expected: str | None) -> None:
+    assert translated(words.split()) == ((expected or words).split(), [])
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
-def test_settings_by_dots_become_their_json(is_joined: bool) -> None:
+def test_keys_with_dots_become_json(is_joined: bool) -> None:
     pairs = [
         ("--pooler-config.task", "embed"),
         ("--pooler_config.seq_pooling_type", "LAST"),
@@ -36,21 +50,7 @@ def test_settings_by_dots_become_their_json(is_joined: bool) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
-def test_types_by_vllms_other_words(theirs: str, ours: str) -> None:
-    assert translated(["serve", "--dtype", theirs, "half"]) == (["serve", "--dtype", ours, "half"], [])
-    assert translated([f"--dtype={theirs}", "--api-key", theirs]) == ([f"--dtype={ours}", "--api-key", theirs], [])
-    assert translated(["serve", "--dtype"]) == (["serve", "--dtype"], [])
-
-
-def test_flags_by_vllms_other_names() -> None:
-    assert translated(["serve", "--data-parallel-size", "2"]) == (["serve", "--data-parallel", "2"], [])
-    assert translated(["serve", "--data_parallel_size=2"]) == (["serve", "--data-parallel=2"], [])
-    assert translated(["serve", "--enforce-eager", "M"]) == (["serve", "--no-cuda-graphs", "M"], [])
-    assert translated(["serve", "--no_enforce_eager"]) == (["serve", "--cuda-graphs"], [])
-
-
-def test_settings_by_dots_and_as_json_are_too_much() -> None:
+def test_keys_with_dots_beside_json_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^--pooler-config: .*--pooler-config\.task"):
         translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
 

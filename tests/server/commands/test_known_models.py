@@ -1,5 +1,3 @@
-"""The list of `penstock models`: its facts are true, and it claims only tested models."""
-
 import json
 import re
 from pathlib import Path
@@ -16,7 +14,7 @@ models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.
 
 
 @models
-def test_family_is_packed_and_compared_with_transformers(model) -> None:
+def test_family_of_a_model_is_compared_with_transformers(model) -> None:
     assert model.family in FAMILIES
     text = "".join((PARITY / name).read_text() for name in ("test_encoders.py", "test_decoders.py"))
     compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
@@ -39,24 +37,24 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert model.licence in {"Apache-2.0", "MIT"}
 
 
-def test_every_task_has_a_model_and_names_differ() -> None:
+def test_every_task_has_a_model_and_names_are_unique() -> None:
     assert {task for model in KNOWN_MODELS for task in model.tasks} == set(TASKS)
     assert len({model.name for model in KNOWN_MODELS}) == len(KNOWN_MODELS)
 
 
-def test_weights_are_claimed_of_the_default_model_alone() -> None:
+def test_only_the_default_model_is_tested_with_weights() -> None:
     run = [model.name for model in KNOWN_MODELS if model.tested == "weights"]
     assert run == ["sentence-transformers/all-MiniLM-L6-v2"]
     assert "the weights of that model were not run" in as_table(KNOWN_MODELS)
 
 
-def test_models_with_the_task_as_main_task_come_first() -> None:
+def test_models_with_a_main_task_come_first() -> None:
     names = [model.name for model in models_for("multi_vector")]
     assert names == ["lightonai/GTE-ModernColBERT-v1", "BAAI/bge-m3"]
     assert models_for(None) == list(KNOWN_MODELS)
 
 
-def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["task", "parameters", "dimensions", "languages", "licence", "tested", "command"]
@@ -64,7 +62,7 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(line.endswith(f"penstock serve {model.name}") for line in lines) == 1
 
 
-def test_the_command_as_json_for_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_models_of_a_task_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--task", "rerank", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [model["name"] for model in answer] == [model.name for model in models_for("rerank")]
@@ -72,7 +70,7 @@ def test_the_command_as_json_for_a_task(capsys: pytest.CaptureFixture[str]) -> N
     assert {"tasks", "num_parameters", "languages", "licence", "tested"} <= answer[0].keys()
 
 
-def test_the_readme_shows_five() -> None:
+def test_readme_lists_five_models() -> None:
     text = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
     table = re.findall(r"^\| `penstock serve ([\w./-]+)` \|(.*)\|$", text, re.MULTILINE)
     known = {model.name: model for model in KNOWN_MODELS}
