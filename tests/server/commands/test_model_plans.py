@@ -1,5 +1,3 @@
-"""The models to serve, from the command line and a file."""
-
 import re
 import tomllib
 from math import inf
@@ -27,7 +25,7 @@ def planned(tmp_path: Path):
     return plan
 
 
-def test_models_of_the_command_line(planned) -> None:
+def test_first_models_of_the_command_line_are_preloaded(planned) -> None:
     _, plans = planned(model=["owner/a", "owner/b"], max_loaded_models="1")
     assert [(plan.config.model, plan.names, plan.is_preloaded) for plan in plans] == [
         ("owner/a", ("owner/a",), True),
@@ -74,7 +72,7 @@ def test_models_of_a_file(planned) -> None:
     assert (second.is_preloaded, second.ttl_s, second.default_prompt_name) == (False, 300.0, "query")
 
 
-def test_a_flag_wins_over_a_variable_wins_over_the_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_overrides_variable_overrides_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned("port = 1\n", model=["a/b"])[0].port == 1
     monkeypatch.setenv("PENSTOCK_PORT", "")
     assert planned("port = 1\n", model=["a/b"])[0].port == 1
@@ -108,12 +106,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_a_wrong_file_is_refused_with_the_place(planned, text: str, message: str) -> None:
+def test_invalid_file_is_refused_with_the_key(planned, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         planned(text)
 
 
-def test_models_are_named_in_one_place(planned, tmp_path: Path) -> None:
+def test_models_in_file_and_command_line_are_refused(planned, tmp_path: Path) -> None:
     tables = "[[models]]\nmodel = 'a/b'\n"
     with pytest.raises(UsageError, match="has tables of models"):
         planned(tables, model=["c/d"])
@@ -133,21 +131,18 @@ def test_environment_does_not_change_tables_of_models(planned, monkeypatch: pyte
     assert (plan.names, plan.ttl_s, plan.config.dtype) == (("a/b",), inf, "float32")
 
 
-def test_the_printed_file_is_toml_with_every_setting_and_its_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_file_has_all_settings_with_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config"]) == 0
     text = capsys.readouterr().out
     assert text == config_template()
-    assert tomllib.loads(text) == {}  # all of it is off
+    assert tomllib.loads(text) == {}  # all lines are comments
     settings = {
         name for name in declared_settings(ServerSettings) if name not in ("model", "config", "served_model_name")
     }
     assert settings == set(re.findall(r"^# (\w+) = ", text.partition("[[models]]")[0], re.MULTILINE))
-    on = "\n".join(line[2:] for line in text.splitlines() if re.match(r"# (\w+ = [^<]|\[\[models)", line))
-    file = tmp_path / "on.toml"
-    file.write_text(on)
-    read = read_config(file)
+    lines = [line[2:] for line in text.splitlines() if re.match(r"# (\w+ = [^<]|\[\[models)", line)]
+    (tmp_path / "penstock.toml").write_text("\n".join(lines))
+    read = read_config(tmp_path / "penstock.toml")
     assert public_values(load(ServerSettings, {}, file=read.settings)) == public_values(ServerSettings())
     (table,) = read.models
     assert set(table) == {"model", "name", "aliases", "preload", "pin", "ttl"}

@@ -13,7 +13,7 @@ from penstock.server.cluster.ray_settings import _NOT_HERE, RayEmbedSettings, Ra
 from penstock.server.commands import cli, ray_commands
 from penstock.server.settings import InfoSettings, ServerSettings, declared_settings, load
 
-HEEDED = {
+READ_HERE = {
     "access_log",
     "answer_memory",
     "api_key",
@@ -39,25 +39,26 @@ HEEDED = {
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Run a command and return its exit code and its last line."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run a command as if Ray were installed. Returns its exit code and its error message."""
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
 
-    def run(*words: str) -> tuple[int, str]:
-        code = cli.main(["ray", *words])
+    def run(*words: object) -> tuple[int, str]:
+        code = cli.main(["ray", *map(str, words)])
         return code, capsys.readouterr().err
 
     return run
 
 
-@pytest.mark.parametrize("words", [("serve",), ("embed", "in", "out")])
-def test_without_ray_it_says_how_to_install_it(said, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("words", ["serve", "embed in out"])
+def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setattr(ray_commands, "find_spec", lambda _: None)
-    code, line = said(*words)
-    assert (code, line) == (2, "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n")
+    message = "penstock: error: penstock ray needs Ray: run `pip install 'penstock[ray]'`\n"
+    assert run(*words.split()) == (2, message)
 
 
-def test_the_command_line_loads_no_ray() -> None:
+def test_parser_imports_no_ray() -> None:
     assert "ray" not in sys.modules
     cli._parser()
     assert "ray" not in sys.modules
@@ -66,93 +67,83 @@ def test_the_command_line_loads_no_ray() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("serve", "--in-process"), "--in-process: not on Ray: an engine of a cluster has a process of its own"),
-        (("serve", "a/b", "c/d", "--max-loaded-models", "1"), "--max-loaded-models: not on Ray: each model"),
-        (("serve", "--admin-key", "k"), "--admin-key: not on Ray: deploy models, and take them down, by the command"),
-        (("serve", "--admin-key-file", "k"), "--admin-key-file: not on Ray: deploy models, and take them down"),
-        (("serve", "--data-dir", "batches"), "--data-dir: not on Ray: a folder of batches has one server"),
-        (("serve", "--api-workers", "2"), "--api-workers: not on Ray: Ray's proxies take the connections"),
-        (("serve", "--cache", "1GiB"), "--cache: not on Ray: each replica would have a cache of its own"),
-        (("serve", "--cache-dir", "cache"), "--cache-dir: not on Ray: each replica"),
-        (("serve", "--cache-dir-size", "1GiB"), "--cache-dir-size: not on Ray: each replica"),
-        (("serve", "--batch-share", "0.5"), "--batch-share: not on Ray: a folder of batches has one server"),
-        (("serve", "--max-file-bytes", "1GiB"), "--max-file-bytes: not on Ray: a folder of batches has one server"),
-        (("serve", "--port", "0"), "--port: Ray's proxies listen on every machine"),
-        (
-            ("serve", "--min-replicas", "3", "--max-replicas", "2"),
-            "--max-replicas: must be at least --min-replicas (3)",
-        ),
-        (("serve", "--target-queue-s", "0"), "--target-queue-s: must be above 0"),
-        (("serve", "a/b", "c/d", "--served-model-name", "x"), "--served-model-name: of several models"),
-        (("embed", "in"), "OUTPUT is required"),
-        (("embed", "in", "out", "--in-process"), "--in-process: not on Ray"),
+        ("serve --in-process", "--in-process: not on Ray: an engine of a cluster has a process of its own"),
+        ("serve a/b c/d --max-loaded-models 1", "--max-loaded-models: not on Ray: each model"),
+        ("serve --admin-key k", "--admin-key: not on Ray: deploy models, and take them down, by the command"),
+        ("serve --admin-key-file k", "--admin-key-file: not on Ray: deploy models, and take them down"),
+        ("serve --data-dir batches", "--data-dir: not on Ray: a folder of batches has one server"),
+        ("serve --api-workers 2", "--api-workers: not on Ray: Ray's proxies take the connections"),
+        ("serve --cache 1GiB", "--cache: not on Ray: each replica would have a cache of its own"),
+        ("serve --batch-share 0.5", "--batch-share: not on Ray: a folder of batches has one server"),
+        ("serve --port 0", "--port: Ray's proxies listen on every machine"),
+        ("serve --min-replicas 3 --max-replicas 2", "--max-replicas: must be at least --min-replicas (3)"),
+        ("serve --target-queue-s 0", "--target-queue-s: must be above 0"),
+        ("serve a/b c/d --served-model-name x", "--served-model-name: of several models"),
+        ("embed in", "OUTPUT is required"),
+        ("embed in out --in-process", "--in-process: not on Ray"),
     ],
 )
-def test_flags_without_effect_on_a_cluster_are_refused(said, words: tuple[str, ...], message: str) -> None:
-    code, line = said(*words)
+def test_flag_without_effect_on_a_cluster_is_refused(run, words: str, message: str) -> None:
+    code, error = run(*words.split())
     assert code == 2
-    assert line.startswith(f"penstock: error: {message}")
+    assert error.startswith(f"penstock: error: {message}")
 
 
-def test_no_setting_of_the_server_is_ignored() -> None:
-    """A new one belongs on one of the two lists."""
+def test_every_server_setting_is_read_or_refused() -> None:
     not_here, of_server = set(_NOT_HERE), set(declared_settings(ServerSettings))
     own = of_server - set(declared_settings(InfoSettings))
-    assert own == HEEDED | (not_here & own)
+    assert own == READ_HERE | (not_here & own)
     assert not_here <= of_server | set(declared_settings(RayEmbedSettings))
-    assert not HEEDED & set(_NOT_HERE)
+    assert not READ_HERE & set(_NOT_HERE)
 
 
-def test_pin_and_ttl_are_refused_on_a_cluster(said, tmp_path: Path) -> None:
+def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text('[[models]]\nmodel = "a/b"\nttl = 60\n')
-    assert said("serve", "--config", str(file)) == (
-        2,
-        "penstock: error: pin, ttl: a/b stays on Ray for as long as it is deployed\n",
-    )
+    message = "penstock: error: pin, ttl: a/b stays on Ray for as long as it is deployed\n"
+    assert run("serve", "--config", file) == (2, message)
 
 
-def test_broken_model_is_refused_without_a_cluster(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
+def test_broken_model_is_refused_without_a_cluster(run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    code, line = said("serve", str(tmp_path))
+    code, error = run("serve", tmp_path)
     assert code == 2
-    assert "config.json" in line
+    assert "config.json" in error
 
 
-def test_invalid_input_is_refused_without_a_cluster(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
-    parquet.write_table(pa.table({"body": ["a"]}), tmp_path / "in.parquet")
-    code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"]}, "has no column 'text'; it has body; see --field"),
+        (
+            {"text": ["a"], "embedding": [[1.0]]},
+            "has a column 'embedding', the name of the one that is added; rename it",
+        ),
+    ],
+)
+def test_invalid_input_is_refused_without_a_cluster(run, columns: dict, message: str, tmp_path: Path) -> None:
+    parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
+    code, error = run("embed", tmp_path / "in.parquet", tmp_path / "out")
     assert code == 2
-    assert "has no column 'text'; it has body; see --field" in line
+    assert message in error
     assert not (tmp_path / "out").exists()
 
 
-def test_an_input_within_the_output_is_kept(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
+def test_output_that_holds_the_input_is_refused(run, tmp_path: Path) -> None:
     folder = tmp_path / "both"
-    (folder / "below").mkdir(parents=True)
-    (tmp_path / "links").mkdir()
     files = [folder / "part-00000000.parquet", folder / "below" / "in.parquet"]
+    (folder / "below").mkdir(parents=True)
     for file in files:
         parquet.write_table(pa.table({"text": ["a"]}), file)
     (folder / "_manifest.json").write_text('{"identity": {}, "finished": true}')
+    (tmp_path / "links").mkdir()
     (tmp_path / "links" / "in.parquet").symlink_to(files[0])
     (tmp_path / "same").symlink_to(folder)
     for source in (folder, files[0], folder / "below", tmp_path / "links", tmp_path / "same"):
-        code, line = said("embed", str(source), str(folder), "--overwrite")
+        code, error = run("embed", source, folder, "--overwrite")
         assert code == 2
-        assert f"OUT: {folder} holds the input" in line
+        assert f"OUT: {folder} holds the input" in error
     assert all(file.exists() for file in files)
-
-
-def test_input_with_an_embedding_column_is_refused(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
-    parquet.write_table(pa.table({"text": ["a"], "embedding": [[1.0]]}), tmp_path / "in.parquet")
-    code, line = said("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
-    assert code == 2
-    assert "has a column 'embedding', the name of the one that is added; rename it" in line
 
 
 @pytest.mark.parametrize(
@@ -168,7 +159,7 @@ def test_input_with_an_embedding_column_is_refused(said, tmp_path: Path, monkeyp
     ],
     ids=str,
 )
-def test_engines_of_a_cluster_do_not_choose_a_type_each(
+def test_all_engines_of_a_cluster_have_one_dtype(
     given: dict[str, object], dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -178,24 +169,23 @@ def test_engines_of_a_cluster_do_not_choose_a_type_each(
         assert ("a/b: --dtype auto is float32" in caplog.text) == (dtype == "float32")
 
 
-def test_manifest_holds_the_dtype(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_commands, "find_spec", lambda _: True)
-    runs = []
+def test_manifest_holds_the_dtype(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
     stub = SimpleNamespace(
         Recipe=lambda config, *_: config,
-        embed_on_ray=lambda _, config, identity, settings: runs.append((config, identity)),
+        embed_on_ray=lambda _, config, identity, settings: jobs.append((config, identity)),
     )
     monkeypatch.setitem(sys.modules, "penstock.server.cluster.ray_embed", stub)
     parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "in.parquet")
-    words = ("embed", str(tmp_path / "in.parquet"), str(tmp_path / "out"))
-    assert said(*words)[0] == said(*words, "--dtype", "bfloat16")[0] == 0
-    (first, one), (_, other) = runs
+    words = ("embed", tmp_path / "in.parquet", tmp_path / "out")
+    assert run(*words)[0] == run(*words, "--dtype", "bfloat16")[0] == 0
+    (first, one), (_, other) = jobs
     assert (one["dtype"], one["arithmetic"], other["dtype"]) == ("float32", None, "bfloat16")
     assert first.dtype == "float32"
     assert one["model"] != other["model"]
 
 
-def test_engine_uses_its_reserved_cores() -> None:
+def test_engine_has_a_thread_for_each_reserved_core() -> None:
     settings = RayServeSettings(replica_cpus=2.5)
     assert settings.on_replica(settings.engine_config("m")).num_threads == 3
     settings = load(RayServeSettings, {"replica_cpus": 2.5, "num_threads": 1})

@@ -1,5 +1,4 @@
-"""`penstock serve`: damaged model files, several HTTP processes, and the exit code if an engine cannot start."""
-
+import importlib.util
 import json
 import math
 import shutil
@@ -28,18 +27,19 @@ CONFIG = {
     "max_position_embeddings": 40,
     "vocab_size": 100,
 }
+CONFIGS = ("modules.json", "tokenizer_config.json", "config_sentence_transformers.json")
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 90868376\n"
 
 
 @pytest.fixture
-def _signals_as_before() -> Iterator[None]:
+def _restored_signals() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("_signals_as_before")
+@pytest.mark.usefixtures("_restored_signals")
 @pytest.mark.parametrize(
     ("model", "failure", "line", "code"),
     [
@@ -51,7 +51,7 @@ def _signals_as_before() -> Iterator[None]:
         ("owner/name", ModelLoadError("The hub does not answer."), "The hub does not answer.", 3),
     ],
 )
-def test_failed_engine_start_ends_the_server_with_one_line(
+def test_failed_engine_start_is_one_line_and_a_code(
     model: str,
     failure: Exception,
     line: str,
@@ -71,7 +71,7 @@ def test_failed_engine_start_ends_the_server_with_one_line(
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert line in record.getMessage()
     assert record.exc_info is None
-    assert caplog.records[-1] is record  # nothing that uvicorn says of its end hides the cause
+    assert caplog.records[-1] is record  # the last line is the cause
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,11 @@ def test_failed_engine_start_ends_the_server_with_one_line(
 def test_settings_unsupported_by_several_processes_are_refused(
     config: dict[str, object], plan: dict[str, object], settings: dict[str, object], message: str
 ) -> None:
-    made = ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan)
+    plans = [ModelPlan(("b",), EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
+    serve.check_workers(ServerSettings(api_workers=2), plans)
+    plans.append(ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan))
     with pytest.raises(UsageError, match=message):
-        serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), [made])
+        serve.check_workers(load(ServerSettings, {"api_workers": 2, **settings}), plans)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +112,8 @@ def test_one_device_is_used_by_several_processes(
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve, "resolved", lambda *_: None)
-    made = ModelPlan(("a",), EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
-    serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [made])
+    plan = ModelPlan(("a",), EngineConfig(model="/models/a", **given), is_pinned=True, ttl_s=math.inf)
+    serve.serve(ServerSettings(api_workers=2, host="127.0.0.1", port=0), [plan])
     _, _, ((_, config),), listener, _ = served.call_args.args
     listener.close()
     assert (config.device, config.devices) == (device, ())
@@ -119,14 +121,9 @@ def test_one_device_is_used_by_several_processes(
 
 
 def test_contradicting_devices_are_refused() -> None:
-    made = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
+    plan = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="leave --device cuda:0 out"):
-        serve.kept_config(made, 1)
-
-
-def test_several_processes_serve_several_pinned_models() -> None:
-    plans = [ModelPlan((name,), EngineConfig(model=name), is_pinned=True, ttl_s=math.inf) for name in ("a", "b")]
-    serve.check_workers(ServerSettings(api_workers=2), plans)
+        serve.kept_config(plan, 1)
 
 
 def header(text: bytes) -> bytes:
@@ -140,60 +137,48 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def plan(folder: Path, name: str, *, preload: bool = True) -> ModelPlan:
-    return ModelPlan((name,), EngineConfig(model=str(folder), name=name), is_preloaded=preload)
+def plan(folder: Path, name: str, **more: Any) -> ModelPlan:
+    return ModelPlan((name,), EngineConfig(model=str(folder), name=name), **more)
 
 
-@pytest.mark.parametrize("preload", [True, False])
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        *[
-            ("model.safetensors", content)
-            for content in (
-                b"",
-                b"abc",
-                POINTER,
-                header(b"\xff\xfe{"),
-                header(b"{nope"),
-                header(b"[1]"),
-                header(b'{"a": [1]}'),
-                header(b'{"a": {"dtype": "F32"}}'),
-                header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}'),
-                header(b"[" * 100_000),
-                (1 << 40).to_bytes(8, "little") + b"{}",
-                "a folder",
-                "a dangling link",
-            )
-        ],
-        *[
-            (file, content)
-            for file in ("config.json", "modules.json", "tokenizer_config.json", "config_sentence_transformers.json")
-            for content in (b"", b"{nope", b"\xff\xfe", b"3", b"null", POINTER, "a folder", "a dangling link")
-        ],
-    ],
-)
-def test_damaged_model_keeps_no_other_from_serving(
-    file: str, content: bytes | str, preload: bool, tmp_path: Path
-) -> None:
+WEIGHTS = [
+    b"",
+    b"abc",
+    POINTER,
+    header(b"\xff\xfe{"),
+    header(b"[1]"),
+    header(b'{"a": [1]}'),
+    header(b'{"a": {"dtype": "F32"}}'),
+    header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}'),
+    header(b"[" * 100_000),
+    (1 << 40).to_bytes(8, "little") + b"{}",
+]
+DAMAGED = [
+    *[("model.safetensors", content) for content in (*WEIGHTS, "folder", "dangling link")],
+    *[("config.json", content) for content in (b"", b"\xff\xfe", b"3", b"null", POINTER, "folder", "dangling link")],
+    *[(name, content) for name in CONFIGS for content in (b"{nope", b"\xff\xfe", b"null", "dangling link")],
+]
+
+
+@pytest.mark.parametrize(("file", "content"), DAMAGED)
+def test_damaged_model_keeps_no_other_from_serving(file: str, content: bytes | str, tmp_path: Path) -> None:
     good, bad = model(tmp_path / "good"), model(tmp_path / "bad")
     (bad / "modules.json").write_text("[]")
     (bad / file).unlink(missing_ok=True)
-    if content == "a folder":
+    if content == "folder":
         (bad / file).mkdir()
-    elif content == "a dangling link":
+    elif content == "dangling link":
         (bad / file).symlink_to(tmp_path / "nothing")
     else:
-        assert isinstance(content, bytes)
         (bad / file).write_bytes(content)
-    plans = [plan(bad, "bad", preload=preload), plan(good, "good")]
+    plans = [plan(bad, "bad"), plan(good, "good")]
     models = served_models(plans, ServerSettings(model_memory=2**30), 2)
     assert [served.names for served in models] == [("bad",), ("good",)]
     assert models[1].info is not None
 
 
 def test_missing_folder_keeps_no_other_from_serving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plans = [plan(model(tmp_path / "good"), "good"), plan(tmp_path / "nothing", "gone", preload=False)]
+    plans = [plan(model(tmp_path / "good"), "good"), plan(tmp_path / "nothing", "gone", is_preloaded=False)]
     models = served_models(plans, ServerSettings(), 2)
     assert [served.info is None for served in models] == [False, True]
     assert "gone could not be loaded now" in caplog.text
@@ -208,8 +193,7 @@ def test_start_is_refused_if_no_model_is_usable(tmp_path: Path) -> None:
 
 
 def test_missing_prompt_is_refused(tmp_path: Path) -> None:
-    plans = [plan(model(tmp_path / "a"), "a"), plan(model(tmp_path / "b"), "b")]
-    plans[1] = ModelPlan(("b",), plans[1].config, default_prompt_name="query")
+    plans = [plan(model(tmp_path / "a"), "a"), plan(model(tmp_path / "b"), "b", default_prompt_name="query")]
     with pytest.raises(UsageError, match="b has no prompt 'query'"):
         served_models(plans, ServerSettings(), 2)
 
@@ -220,3 +204,32 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
     with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 0\.5 MiB"):
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
+
+
+def tiers(settings: ServerSettings) -> list[str]:
+    cache = serve.open_cache(settings)
+    if cache is None:
+        return []
+    names = [tier.name for tier in cache.figures()]
+    cache.close()
+    return names
+
+
+def test_cache_is_off_by_default(tmp_path: Path) -> None:
+    assert tiers(ServerSettings()) == []
+    assert tiers(ServerSettings(cache=2**30)) == ["memory"]
+    assert tiers(ServerSettings(cache_dir=tmp_path, cache_dir_size=2**20)) == ["memory", "disk"]
+    assert (tmp_path / "vectors-1" / "data.mdb").stat().st_size == 2**20
+
+
+def test_cache_of_several_http_processes_is_refused(tmp_path: Path) -> None:
+    for given in ({"cache": 2**30}, {"cache_dir": tmp_path}):
+        with pytest.raises(UsageError, match="--api-workers: with more than one, there is no cache"):
+            serve.open_cache(ServerSettings(api_workers=2, **given))
+    assert serve.open_cache(ServerSettings(api_workers=2)) is None
+
+
+def test_cache_dir_without_lmdb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--cache-dir: needs lmdb; .*penstock\[cache\]"):
+        serve.open_cache(ServerSettings(cache_dir=tmp_path))
