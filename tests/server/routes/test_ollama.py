@@ -1,4 +1,4 @@
-"""Ollama's dialect, as its clients send and read it."""
+"""Ollama's routes with the bodies of its clients."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def folder(engine, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["alias", "alias:latest"])
-async def test_embed(client: httpx.AsyncClient, engine, name: str) -> None:
+async def test_embed_returns_normalized_vectors(client: httpx.AsyncClient, engine, name: str) -> None:
     body = {"model": name, "input": TEXTS, "keep_alive": "5m", "truncate": True, "options": {"temperature": 0}}
     response = await client.post("/api/embed", json=body)
     assert response.status_code == 200, response.text
@@ -41,12 +41,13 @@ async def test_embed(client: httpx.AsyncClient, engine, name: str) -> None:
     plain = (await client.post("/v1/embeddings", json={"input": TEXTS})).json()
     np.testing.assert_allclose(answer["embeddings"], [row["embedding"] for row in plain["data"]], atol=1e-6)
     assert answer["prompt_eval_count"] == plain["usage"]["total_tokens"]
-    assert answer["total_duration"] > 0
+    assert answer["total_duration"] > 1000
+    assert answer["load_duration"] == 0
     one = (await client.post("/api/embed", json={"model": name, "input": "hello"})).json()
     np.testing.assert_allclose(one["embeddings"], answer["embeddings"][:1], atol=1e-6)
 
 
-async def test_the_older_route_takes_one_prompt(client: httpx.AsyncClient, engine) -> None:
+async def test_older_route_embeds_one_prompt(client: httpx.AsyncClient, engine) -> None:
     answer = (await client.post("/api/embeddings", json={"model": "alias", "prompt": "hello"})).json()
     assert list(answer) == ["embedding"]
     assert len(answer["embedding"]) == 8
@@ -61,38 +62,62 @@ async def test_the_older_route_takes_one_prompt(client: httpx.AsyncClient, engin
         ({"truncate": False}, -1, True),
         ({"options": {"num_ctx": 16}}, 16, False),
         ({"options": {"num_ctx": 8192}}, -1, False),
+        ({"options": {"num_ctx": 64}}, -1, False),
+        ({"options": {"num_ctx": 63}}, 63, False),
+        ({"options": {"num_ctx": 1}}, 1, False),
+        ({"options": {"num_ctx": 0}}, -1, False),
+        ({"options": {"num_ctx": True}}, -1, False),
         ({"options": {"num_ctx": "many"}}, -1, False),
     ],
 )
-async def test_long_texts_are_cut(client: httpx.AsyncClient, engine, body: dict, limit: int, refuses: bool) -> None:
-    response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
-    assert response.status_code == 200, response.text
-    params = engine.calls[-1][1][1]
+async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, refuses: bool) -> None:
+    async with serving(engine, default_prompt_name="query") as client:
+        response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
+        assert response.status_code == 200, response.text
+    _, (_, params, options) = engine.calls[-1]
     assert (params.truncate_prompt_tokens, params.refuse_too_long) == (limit, refuses)
+    assert options.prompt_name == "query"
 
 
-async def test_models_are_listed(client: httpx.AsyncClient, folder: Path) -> None:
+async def test_tags_and_ps_list_the_models(client: httpx.AsyncClient, engine, folder: Path) -> None:
     models = (await client.get("/api/tags")).json()["models"]
-    names = [name for row in (await client.get("/v1/models")).json()["data"] for name in (row["id"], *row["aliases"])]
-    assert [model["name"] for model in models] == names == [model["model"] for model in models]
-    assert {model["size"] for model in models} == {1000}
+    details = {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "fake",
+        "families": ["fake"],
+        "parameter_size": models[0]["details"]["parameter_size"],
+        "quantization_level": "F32",
+    }
+    assert [(model["name"], model["model"]) for model in models] == [("fake-model",) * 2, ("alias",) * 2]
+    assert all((model["size"], model["details"]) == (1000, details) for model in models)
     assert all(len(model["digest"]) == 64 for model in models)
     assert all(datetime.fromisoformat(model["modified_at"]).year >= 2020 for model in models)
-    (loaded,) = (await client.get("/api/ps")).json()["models"]
-    assert loaded.items() >= models[0].items()
-    assert (loaded["size_vram"], loaded["context_length"]) == (0, 64)
+    for device, size_vram in (("cpu", 0), ("cuda:0", 1000)):
+        object.__setattr__(engine.info, "device", device)
+        (loaded,) = (await client.get("/api/ps")).json()["models"]
+        stays = {"expires_at": "2999-12-31T23:59:59Z", "size_vram": size_vram, "context_length": 64}
+        assert loaded == {**models[0], **stays}
     assert (await client.get("/api/version")).json() == (await client.get("/version")).json()
 
 
 @pytest.mark.parametrize("field", ["model", "name"])
-async def test_a_model_is_described(client: httpx.AsyncClient, folder: Path, field: str) -> None:
-    answer = (await client.post("/api/show", json={field: "alias:latest"})).json()
-    assert answer["capabilities"] == ["embedding"]
-    family = answer["details"]["family"]
-    assert answer["model_info"]["general.architecture"] == family
-    assert answer["model_info"][f"{family}.embedding_length"] == 8
-    assert answer["model_info"][f"{family}.context_length"] == 64
-    pulled = await client.post("/api/pull", json={field: "alias", "stream": True})
+@pytest.mark.parametrize(("kind", "capabilities"), [("embedding", ["embedding"]), ("sequence_classifier", [])])
+async def test_show_describes_a_model(serving, make_engine, tmp_path: Path, field, kind, capabilities) -> None:
+    async with serving(make_engine(kind, ("a", "b"), path=str(tmp_path))) as client:
+        answer = (await client.post("/api/show", json={field: "alias:latest"})).json()
+        pulled = await client.post("/api/pull", json={field: "alias", "stream": True})
+    parameters = answer["model_info"].pop("general.parameter_count")
+    assert type(parameters) is int
+    details = answer.pop("details")
+    assert details["family"] == "fake"
+    assert datetime.fromisoformat(answer.pop("modified_at"))
+    assert answer == {
+        **dict.fromkeys(("license", "parameters", "template"), ""),
+        "modelfile": "FROM alias\n",
+        "model_info": {"general.architecture": "fake", "fake.context_length": 64, "fake.embedding_length": 8},
+        "capabilities": capabilities,
+    }
     assert pulled.json() == {"status": "success"}
 
 
@@ -129,7 +154,7 @@ async def test_request_for_text_is_refused_with_the_routes(client: httpx.AsyncCl
     assert "/v1/embeddings" in error["message"]
 
 
-async def test_keys_guard_embeddings_and_not_the_list(serving, engine, folder: Path) -> None:
+async def test_list_of_models_needs_no_key(serving, engine, folder: Path) -> None:
     async with serving(engine, api_key="secret") as client:
         assert (await client.get("/api/tags")).status_code == 200
         assert (await client.get("/api/version")).status_code == 200
@@ -139,8 +164,9 @@ async def test_keys_guard_embeddings_and_not_the_list(serving, engine, folder: P
             assert isinstance(response.json()["error"], str)
 
 
-async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(make_engine, folder: Path) -> None:
+async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path) -> None:
     async def start():
+        await asyncio.sleep(0.1)
         return make_engine(path=str(folder))
 
     app = create_app([ServedModel(("m",), start, is_preloaded=False)], ServerSettings())
@@ -153,7 +179,8 @@ async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(make_engin
 
         assert await loaded() == []
         answer = await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": "1h30m"})
-        assert answer.json()["load_duration"] >= 0
+        assert answer.json()["load_duration"] >= 0.1e9
+        assert answer.json()["total_duration"] > answer.json()["load_duration"]
         left = datetime.fromisoformat((await loaded())[0]["expires_at"]) - datetime.now(UTC)
         assert 5300 < left.total_seconds() <= 5400
         await client.post("/api/embeddings", json={"model": "m", "prompt": "a", "keep_alive": -1})
@@ -161,33 +188,31 @@ async def test_clients_say_how_long_a_model_stays_that_comes_and_goes(make_engin
         await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": 1e12})
         assert (await loaded())[0]["expires_at"].startswith("2999")
         gone = (await client.post("/api/generate", json={"model": "m", "keep_alive": 0})).json()
-        assert (gone["done"], gone["done_reason"], gone["response"]) == (True, "unload", "")
+        made = datetime.fromisoformat(gone.pop("created_at"))
+        assert abs((datetime.now(UTC) - made).total_seconds()) < 3600
+        assert gone == {"model": "m", "response": "", "done": True, "done_reason": "unload"}
         async with asyncio.timeout(120):
             while await loaded():
                 await asyncio.sleep(0.01)
-        assert (await client.post("/api/generate", json={"model": "m"})).json()["done_reason"] == "load"
+        assert (await client.post("/api/chat", json={"model": "m", "messages": []})).json()["done_reason"] == "load"
         assert len(await loaded()) == 1
         for value, shown in (("soon", "'soon'"), (False, "false")):
             for path in ("/api/embed", "/api/generate"):
                 wrong = await client.post(path, json={"model": "m", "input": "a", "keep_alive": value})
                 assert wrong.status_code == 400
-                assert wrong.json()["error"].startswith(
-                    f"keep_alive must be seconds or a duration such as 5m, not {shown};"
-                )
+                message = f"keep_alive must be seconds or a duration such as 5m, not {shown};"
+                assert wrong.json()["error"].startswith(message)
         assert len(await loaded()) == 1
 
 
-async def test_a_model_that_stays_is_not_sent_away_by_clients(client: httpx.AsyncClient, folder: Path) -> None:
+async def test_keep_alive_does_not_unload_a_pinned_model(client: httpx.AsyncClient, folder: Path) -> None:
     assert (await client.post("/api/embed", json={"model": "alias", "input": "a", "keep_alive": 0})).status_code == 200
     await asyncio.sleep(0.05)
     assert len((await client.get("/api/ps")).json()["models"]) == 1
 
 
+# Commands of Ollama's documentation, with one embedding model.
 CURL_LINES = (
-    """curl http://localhost:11434/api/embed -d '{
-  "model": "all-minilm",
-  "input": "Why is the sky blue?"
-}'""",
     """curl http://localhost:11434/api/embed -d '{
   "model": "all-minilm",
   "input": ["Why is the sky blue?", "Why is the grass green?"]
@@ -196,41 +221,35 @@ CURL_LINES = (
   "model": "all-minilm",
   "prompt": "Here is an article about llamas..."
 }'""",
-    """curl http://localhost:11434/api/show -d '{
+    *(
+        f"""curl http://localhost:11434/api/{name} -d '{{
   "model": "all-minilm"
-}'""",
-    """curl http://localhost:11434/api/pull -d '{
-  "model": "all-minilm"
-}'""",
-    """curl http://localhost:11434/api/generate -d '{
-  "model": "all-minilm"
-}'""",
-    "curl http://localhost:11434/api/tags",
-    "curl http://localhost:11434/api/ps",
-    "curl http://localhost:11434/api/version",
+}}'"""
+        for name in ("show", "pull", "generate")
+    ),
+    *(f"curl http://localhost:11434/api/{name}" for name in ("tags", "ps", "version")),
 )
-"""Commands of Ollama's documentation, with the model of its examples for embeddings in all."""
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-@pytest.mark.parametrize("line", CURL_LINES)
-async def test_documented_curl_command_is_answered(engine, folder: Path, line: str) -> None:
+async def test_documented_curl_commands_are_answered(engine, folder: Path) -> None:
     async def start() -> object:
         return engine
 
     app = create_app([ServedModel(("all-minilm",), start)], ServerSettings())
     async with running(app, lifespan="on") as (_, port):
         await app.state.startup.wait()
-        command = shlex.split(line.replace("localhost:11434", f"127.0.0.1:{port}"))
-        options = ("--silent", "--noproxy", "*", "--write-out", "\n%{http_code}")
-        process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
-        answer, _ = await process.communicate()
-    body, _, status = answer.decode().rpartition("\n")
-    assert status == "200", body
-    assert json.loads(body)
+        for line in CURL_LINES:
+            command = shlex.split(line.replace("localhost:11434", f"127.0.0.1:{port}"))
+            options = ("--silent", "--noproxy", "*", "--write-out", "\n%{http_code}")
+            process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+            answer, _ = await process.communicate()
+            body, _, status = answer.decode().rpartition("\n")
+            assert status == "200", body
+            assert json.loads(body)
 
 
-async def test_weight_headers_are_read_again_after_a_change_only(
+async def test_weight_headers_are_read_once_for_each_change(
     client: httpx.AsyncClient, engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []

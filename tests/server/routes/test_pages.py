@@ -1,4 +1,4 @@
-"""The root path: a page for browsers, health for the rest. tests/e2e/test_playground.py drives the page."""
+"""The playground at / and the documentation at /docs. tests/e2e opens both in a browser."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ HTML = {"accept": "text/html"}
 MAX_BYTES = 80_000
 PARTS = Path(str(importlib.resources.files("penstock.server.routes"))) / "playground"
 
-# What the scripts send, every field that they may add included.
+# Bodies of the page's scripts, with every optional field.
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("v1/embeddings", {"input": ["a"], "prompt_name": "query", "dimensions": 8, "truncate": "NONE"}),
     ("v1/embeddings", {"input": ["a"], "truncate_prompt_tokens": 3, "truncation_side": "left"}),
@@ -47,7 +47,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Elements(HTMLParser):
-    """Every element of the page with its attributes."""
+    """Lists the elements of the page with their attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ async def test_browsers_get_the_page_and_probes_get_health(
     client: httpx.AsyncClient, accept: str, is_page: bool
 ) -> None:
     assert prefers_html(accept) is is_page
-    for ask in (client.get, client.head):
-        response = await ask("/", headers={"accept": accept})
+    for method in ("GET", "HEAD"):
+        response = await client.request(method, "/", headers={"accept": accept})
         media = "text/html; charset=utf-8" if is_page else "application/json"
         assert (response.status_code, response.headers["content-type"]) == (200, media)
         assert response.headers["vary"] == "accept"
@@ -99,13 +99,13 @@ async def test_several_accept_headers_are_one(client: httpx.AsyncClient) -> None
     assert response.content == PAGE
 
 
-async def test_the_page_is_there_while_the_engine_is_not(client: httpx.AsyncClient, engine) -> None:
+async def test_page_is_served_while_the_engine_starts(client: httpx.AsyncClient, engine) -> None:
     engine.state = EngineState.STARTING
     assert (await client.get("/", headers=HTML)).status_code == 200
     assert (await client.get("/")).status_code == 503
 
 
-async def test_the_page_needs_no_key_and_gives_none_away(serving, engine) -> None:
+async def test_page_needs_no_key(serving, engine) -> None:
     async with serving(engine, api_key=("secret-key",)) as client:
         assert (await client.get("/", headers=HTML)).content == PAGE
         assert (await client.get("/")).status_code == 200
@@ -114,7 +114,7 @@ async def test_the_page_needs_no_key_and_gives_none_away(serving, engine) -> Non
     assert not engine.calls
 
 
-async def test_headers(client: httpx.AsyncClient) -> None:
+async def test_page_has_security_headers_and_an_etag(client: httpx.AsyncClient) -> None:
     headers = (await client.get("/", headers=HTML)).headers
     policy = dict(entry.split(" ", 1) for entry in headers["content-security-policy"].split("; "))
     for tag, directive in (("style", "style-src"), ("script", "script-src")):
@@ -144,11 +144,11 @@ async def test_browser_with_a_cached_page_gets_304(client: httpx.AsyncClient) ->
     assert (await client.get("/", headers={**HTML, "if-none-match": '"other"'})).content == PAGE
 
 
-def test_the_policy_follows_the_page() -> None:
+def test_policy_has_the_hashes_of_the_page() -> None:
     assert content_security_policy(PAGE) != content_security_policy(PAGE.replace(b'"use strict"', b'"use sloppy"'))
 
 
-def test_the_page_asks_for_nothing_from_elsewhere() -> None:
+def test_page_loads_nothing_from_other_hosts() -> None:
     assert re.findall(r"(?:\w+:)?//[\w[].*", TEXT) == []
     assert "url(" not in TEXT.partition("<style>")[2].partition("</style>")[0]
     assert re.findall(r"@import|\bimport\b\s*[({*\"']", TEXT) == []
@@ -157,14 +157,14 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
     assert len(PAGE) < MAX_BYTES
 
 
-def test_the_page_keeps_its_own_policy() -> None:
+def test_page_has_no_inline_handlers_or_html_writes() -> None:
     assert [tag for tag, _ in ELEMENTS if tag in ("script", "style", "link")] == ["link", "style", "script"]
     inline = [name for _, attributes in ELEMENTS for name in attributes if name == "style" or name.startswith("on")]
     assert inline == []
     assert re.findall(r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|\beval\b|new Function", SCRIPT) == []
 
 
-def test_page_names_its_parts() -> None:
+def test_scripts_and_labels_name_existing_elements() -> None:
     labelled = {attributes["for"] for tag, attributes in ELEMENTS if tag == "label" and "for" in attributes}
     named = {*re.findall(r'\$\("([\w-]+)"\)', SCRIPT), *re.findall(r'(?:texts|number|chosen)\("([\w-]+)"\)', SCRIPT)}
     named |= labelled
@@ -174,7 +174,7 @@ def test_page_names_its_parts() -> None:
     assert ELEMENTS[0] == ("html", {"lang": "en"})
 
 
-def test_each_task_has_a_tab_a_form_and_a_place_for_answers() -> None:
+def test_each_task_has_a_tab_a_form_and_a_result_panel() -> None:
     tasks = re.search(r"const RUN = \{ (.*?) \};", SCRIPT)
     assert tasks is not None
     names = tasks[1].split(", ")
@@ -184,7 +184,7 @@ def test_each_task_has_a_tab_a_form_and_a_place_for_answers() -> None:
         assert len([1 for _, attributes in ELEMENTS if attributes.get("class") == kind]) == len(names)
 
 
-async def test_the_page_asks_routes_that_are_there(client: httpx.AsyncClient) -> None:
+async def test_page_calls_documented_routes(client: httpx.AsyncClient) -> None:
     paths = (await client.get("/openapi.json")).json()["paths"]
     posted = set(re.findall(r'\b(?:ask|post)\("([a-z0-9/]+)"', SCRIPT))
     assert posted == {path for path, _ in BODIES}
@@ -195,7 +195,7 @@ async def test_the_page_asks_routes_that_are_there(client: httpx.AsyncClient) ->
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_routes_accept_the_requests_of_the_page(serving, make_engine, path: str, body: dict[str, Any]) -> None:
+async def test_routes_accept_the_bodies_of_the_page(serving, make_engine, path: str, body: dict[str, Any]) -> None:
     assert [name for name in body if not re.search(rf"\b{name}\b", SCRIPT)] == []
     engine = make_engine(
         tasks=(PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED),
@@ -206,7 +206,7 @@ async def test_routes_accept_the_requests_of_the_page(serving, make_engine, path
     assert response.status_code == 200, response.text
 
 
-async def test_the_page_reads_facts_that_the_card_has(client: httpx.AsyncClient) -> None:
+async def test_page_reads_the_facts_of_the_model_card(client: httpx.AsyncClient) -> None:
     facts = (await client.get("/v1/models/fake-model")).json()["facts"]
     defaults = re.search(r"const NO_FACTS = \{(.*?)\};", SCRIPT, re.DOTALL)
     assert defaults is not None
@@ -218,7 +218,7 @@ async def test_the_page_reads_facts_that_the_card_has(client: httpx.AsyncClient)
     assert set(facts) - used == set()
 
 
-def test_the_page_is_made_of_all_of_its_parts() -> None:
+def test_page_consists_of_all_its_parts() -> None:
     assert page_of(PARTS) == PAGE
     for path in PARTS.iterdir():
         text = path.read_text("utf-8")
@@ -226,3 +226,28 @@ def test_the_page_is_made_of_all_of_its_parts() -> None:
             assert text in TEXT, path.name
         long = [line for line in text.splitlines() if len(line) > 120 and 'rel="icon"' not in line]
         assert (long, text.count("</script>") - (path.name == "frame.html")) == ([], 0), path.name
+
+
+@pytest.mark.parametrize("path", ["/docs", "/docs/"])
+async def test_documentation_loads_assets_from_this_server(client: httpx.AsyncClient, path: str) -> None:
+    page = await client.get(path)
+    assert page.status_code == 200
+    links = re.findall(r'(?:href|src|data-document)="([^"]+)"', page.text)
+    assert len(links) == 4
+    types = {".js": "text/javascript", ".css": "text/css", ".png": "image/png", ".json": "application/json"}
+    for link in links:
+        assert not re.match(r"\w+:|/", link)
+        asset = await client.get(str(httpx.URL(f"http://server{path}").join(link).path))
+        assert asset.status_code == 200
+        assert asset.content
+        assert asset.headers["content-type"].partition(";")[0] == types[Path(link).suffix]
+    assert "://" not in page.text
+    assert (await client.get("/redoc")).status_code == 404
+    assert (await client.get("/docs/oauth2-redirect")).status_code == 404
+
+
+async def test_policy_of_the_documentation_allows_this_server_only(client: httpx.AsyncClient) -> None:
+    policy = (await client.get("/docs")).headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self' 'sha256-")
+    assert "://" not in policy
+    assert (await client.head("/docs")).headers["content-security-policy"] == policy
