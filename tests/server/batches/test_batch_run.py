@@ -103,15 +103,17 @@ async def test_batch_of_any_status_continues_after_a_restart(running, status: Ba
         assert (batch.num_completed, batch.num_failed) == ((0, 3) if is_cancelled else (3, 0))
 
 
-@pytest.mark.parametrize(("status", "num_refusals", "num_failed"), [(429, 4, 0), (503, 4, 0), (504, 2, 0), (504, 3, 3)])
+@pytest.mark.parametrize(
+    ("status", "num_refusals", "num_failed"), [(429, 4, 0), (503, 4, 0), (504, 2, 0), (504, 3, 2 * _MAX_REFUSED)]
+)
 async def test_refused_line_is_retried(running, monkeypatch, status: int, num_refusals: int, num_failed: int) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes()
     routes.status_of = lambda number: status if routes.received[number] <= num_refusals else 200
     async with running(routes) as batches:
-        batch = await begin(batches, lines(range(3)))
+        batch = await begin(batches, lines(range(2 * _MAX_REFUSED)))
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
-        assert (batch.num_completed, batch.num_failed) == (3 - num_failed, num_failed)
+        assert (batch.num_completed, batch.num_failed) == (2 * _MAX_REFUSED - num_failed, num_failed)
         assert set(routes.received.values()) == {3 if num_failed else num_refusals + 1}
 
 

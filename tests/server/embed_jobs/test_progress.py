@@ -6,6 +6,8 @@ import pytest
 from penstock.server.embed_jobs import progress as progress_module
 from penstock.server.embed_jobs.progress import Progress
 
+from ...clock import Clock
+
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]):
@@ -44,14 +46,17 @@ def test_truncated_characters_have_no_weight(make_engine, shown) -> None:
 
 
 def test_progress_without_a_terminal_is_logged(make_engine, capsys, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(progress_module.time, "monotonic", clock)
     caplog.set_level("INFO")
     with Progress(Counter({96: 1000}), make_engine().info, is_terminal=False) as progress:
-        progress.update(["a" * 96] * 10)
-        assert not caplog.messages  # less than 30 s have passed
-        monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.0)
-        progress.update(["a" * 96] * 490)
-    (line,) = caplog.messages
-    assert line.startswith("500/1000 rows, 50%, about ")
+        progress.skip(["a" * 96] * 100)  # takes no time of this run
+        clock.now_s = 29.0
+        progress.update(["a" * 96] * 300)
+        assert not caplog.messages
+        clock.now_s = 40.0
+        progress.update(["a" * 96] * 100)
+    assert caplog.messages == ["500/1000 rows, 50%, about 00:50 left"]
     assert capsys.readouterr().err == ""
 
 

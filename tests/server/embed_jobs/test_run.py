@@ -172,7 +172,7 @@ def test_another_job_does_not_continue_a_run(run, unfinished: Path, lines: Path,
 def test_requests_are_bounded_in_rows_and_characters(run, fake, replace_info, tmp_path: Path) -> None:
     half = run_module.REQUEST_CHARS // 2
     texts = ["a"] * (run_module.REQUEST_ROWS + 3)
-    texts += ["b" * half, "c" * half, "d", "e" * (run_module.REQUEST_CHARS + 1), "f"]
+    texts += ["b" * half, "c" * half, "d" * half, "e" * (run_module.REQUEST_CHARS + 1), "f"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     replace_info(max_model_len=100_000)
     run(tmp_path / "in.jsonl", tmp_path / "out.npy", batch_size=1000)

@@ -1,5 +1,3 @@
-"""Every flag, variable and key has one declaration, with the name and the default that it has always had."""
-
 import dataclasses
 import json
 from pathlib import Path
@@ -45,11 +43,12 @@ def plain(default: object) -> object:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_flags_and_defaults_are_as_pinned(command: str) -> None:
     declared, flags = declared_settings(COMMANDS[command]), flags_of(command)
+    assert flags.keys() == declared.keys()
     found = {name: {"words": flags[name], "default": plain(declared[name].default)} for name in declared}
     assert found == PINNED[command]
 
 
-def test_the_reference_page_is_up_to_date() -> None:
+def test_reference_page_is_up_to_date() -> None:
     page = HERE.parents[2] / "docs" / "reference" / "settings.md"
     assert page.read_text() == reference_page(), "run `make reference`"
 
@@ -58,7 +57,7 @@ def test_the_reference_page_is_up_to_date() -> None:
     ("text", "num_bytes"),
     [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5k", 1500), ("7", 7), ("8 kib", 8192), ("3b", 3), ("1TB", 10**12)],
 )
-def test_sizes_are_read(text: str, num_bytes: int) -> None:
+def test_size_is_parsed_and_shown(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
     assert parse_size(shown_size(num_bytes)) == num_bytes
 

