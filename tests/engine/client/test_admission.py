@@ -19,6 +19,8 @@ from penstock.engine.protocol.errors import (
     RefusalReason,
 )
 
+from ...clock import Clock
+
 
 def make(max_tokens: int = 1_000, max_queue_s: float = math.inf, rate: int | None = None) -> Admission:
     """Returns an admission; `rate` is the measured drain rate in tokens a second."""
@@ -276,11 +278,11 @@ def test_is_full_agrees_with_check() -> None:
 
 
 def test_lookups_are_limited_to_150_a_second() -> None:
-    now_s = 0.0
-    limit = LookupRateLimit(lambda: now_s)
+    clock = Clock()
+    limit = LookupRateLimit(clock)
     num_lookups = 0
     for _ in range(100_000):  # 10 s
-        now_s += 0.0001
+        clock.now_s += 0.0001
         if not limit.is_spent:
             limit.spend(0)
             num_lookups += 1
@@ -288,8 +290,8 @@ def test_lookups_are_limited_to_150_a_second() -> None:
 
 
 def test_lookups_of_long_texts_cost_more() -> None:
-    now_s = 0.0
-    limit = LookupRateLimit(lambda: now_s)
+    clock = Clock()
+    limit = LookupRateLimit(clock)
     limit.spend(1_000_000)
-    for now_s, is_spent in ((0.0, True), (25.0, True), (30.0, False)):
+    for clock.now_s, is_spent in ((0.0, True), (25.0, True), (30.0, False)):
         assert limit.is_spent is is_spent

@@ -1,4 +1,4 @@
-"""A model of a few words and a core that the test plays, for what happens between the two."""
+"""A model with a vocabulary of a few words, its tokenizer, and a core that runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..steps import Row, step_of
 
 WORDS = ["?", "a", "b", "c", "d", "e", "query:", "document:", "Instruct:", "Query:", "find"]
 TABLE = np.random.default_rng(3).normal(size=(len(WORDS), 4)).astype(np.float32)
-"""The vector of each word; that of a text is their sum."""
+"""The vector of each word. The vector of a text is their sum."""
 
 
 def ids(text: str) -> list[int]:
@@ -47,34 +47,45 @@ def info(**changes: Any) -> ModelInfo:
     return ModelInfo(**{**fields, **changes})
 
 
-def tokenizer_pool(marks: RecipeTokens | None = None) -> TokenizerPool:
+def tokenizer_pool(recipe_tokens: RecipeTokens | None = None) -> TokenizerPool:
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
     parts = dict.fromkeys(("added_tokens", "normalizer", "post_processor", "decoder"), None)
     spec = {"version": "1.0", **parts, "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
     tokenizer = TokenizerSpec(
-        json=json.dumps(spec), truncation_side="right", uses_token_types=False, recipe_tokens=marks or RecipeTokens()
+        json=json.dumps(spec),
+        truncation_side="right",
+        uses_token_types=False,
+        recipe_tokens=recipe_tokens or RecipeTokens(),
     )
     return TokenizerPool(tokenizer, vocab_size=len(WORDS), do_lower_case=False, num_workers=1)
 
 
-class PlayedCore:
-    """Answers all that it is sent in the next turn of the event loop, and remembers it."""
+class WordCore:
+    """Answers every request in the next iteration of the event loop, and records it with its inputs."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.sent: list[tuple[SubmitRequest, Sequence[TokenizedInput]]] = []
         dispatcher.replicas[0].connect(self.send)
 
-    def send(self, turn: ClientMessage, frame: Frame) -> None:
-        for asked in unpack_client_message(turn, frame):
-            self.sent.append((asked, asked.inputs))
-            asyncio.get_running_loop().call_soon(self._answer, asked)
+    @property
+    def num_inputs(self) -> int:
+        return sum(len(inputs) for _, inputs in self.sent)
 
-    def _answer(self, asked: SubmitRequest) -> None:
+    def texts(self, place: int = 0) -> list[list[int]]:
+        """Returns the token ids of each input of a request."""
+        return [tokens.token_ids.tolist() for tokens in self.sent[place][1]]
+
+    def send(self, message: ClientMessage, frame: Frame) -> None:
+        for request in unpack_client_message(message, frame):
+            self.sent.append((request, request.inputs))
+            asyncio.get_running_loop().call_soon(self._answer, request)
+
+    def _answer(self, request: SubmitRequest) -> None:
         rows = [
-            Row(asked.request_id, index, *output)
-            for index, tokens in enumerate(asked.inputs)
-            for output in outputs(asked.params, tokens)
+            Row(request.request_id, index, *output)
+            for index, tokens in enumerate(request.inputs)
+            for output in outputs(request.params, tokens)
         ]
         self.dispatcher.replicas[0].receive_rows(*step_of(rows))
 

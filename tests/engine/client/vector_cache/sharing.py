@@ -1,6 +1,7 @@
-"""One of several processes that read and write a folder at once: `sharing.py FOLDER SEED ROUNDS BYTES`.
+"""A process that reads and writes a folder beside others: `sharing.py FOLDER SEED ROUNDS BYTES`.
 
-The row of a key is known, so that every process can check what it finds. Prints found, wrong and evicted rows.
+Every process can compute the row of a key, and checks the rows that it reads. Prints the number of found, wrong and
+evicted rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def key_of(number: int) -> bytes:
 
 
 def row_of(number: int) -> bytes:
-    """1,500 bytes, and for every tenth key 5,000."""
+    """Returns 1,500 bytes; 5,000 bytes for every tenth key."""
     return b"row " + key_of(number) * (157 if number % 10 == 0 else 47)
 
 

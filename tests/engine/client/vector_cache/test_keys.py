@@ -1,23 +1,43 @@
-"""Keys: each thing that decides a vector changes them, by itself; what does not, does not."""
+"""Keys and identities: everything that decides a vector changes them, and nothing else does."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.engine.client.vector_cache.keys import IN_THE_IDS, KEY_BYTES, Keys, is_kept
+from penstock.engine.client.vector_cache import keys
+from penstock.engine.client.vector_cache.keys import (
+    CHANGES_NO_VECTOR,
+    IN_THE_IDS,
+    KEY_BYTES,
+    Keys,
+    UnknownIdentityError,
+    identity_of,
+    is_kept,
+    stamp_of,
+)
+from penstock.engine.protocol.model_info import DenseSpec, ModelInfo
+from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+
+from ..word_model import info as info_of
+
+# Keys
 
 SECRET, IDENTITY = bytes(range(32)), b"model"
 PARAMS = PoolingParams(task=PoolingTask.EMBED, normalize=True, use_activation=True)
 IDS = np.array([101, 7, 8, 9, 102], np.int32)
 TOKENS = TokenizedInput(IDS, type_boundary=3, num_prompt_tokens=1, num_hidden=1)
-OTHERS: dict[str, Any] = {
+OTHER_PARAMS: dict[str, Any] = {
     "truncate_prompt_tokens": 12,
     "refuse_too_long": True,
     "truncation_side": "left",
@@ -32,7 +52,7 @@ OTHERS: dict[str, Any] = {
     "also": (PoolingTask.SPARSE_EMBED,),
     "is_compared": True,
 }
-"""For each field of PoolingParams another value."""
+"""Another value for each field of PoolingParams."""
 
 
 def key(
@@ -47,9 +67,10 @@ def key(
     return made
 
 
-def test_the_same_has_the_same_key() -> None:
+def test_equal_inputs_have_equal_keys() -> None:
     again = TokenizedInput(np.array([0, *IDS], np.int64).astype(np.int32)[1:], 3, 1, 1)
     assert key() == key(again, dataclasses.replace(PARAMS))
+    assert key(params=PARAMS.clone(dimensions=384)) == key()  # the whole width
     assert len(key()) == KEY_BYTES
 
 
@@ -74,27 +95,19 @@ def test_each_part_changes_the_key(changes: dict[str, Any]) -> None:
     assert key(**changes) != key()
 
 
-def test_every_field_of_the_parameters_has_another_value_here() -> None:
-    assert set(OTHERS) == {field.name for field in dataclasses.fields(PoolingParams)}
-    assert all(getattr(PARAMS, name) != value for name, value in OTHERS.items())
+@pytest.mark.parametrize("name", sorted(OTHER_PARAMS))
+def test_each_parameter_that_decides_the_vector_changes_the_key(name: str) -> None:
+    assert set(OTHER_PARAMS) == {field.name for field in dataclasses.fields(PoolingParams)}
+    assert getattr(PARAMS, name) != OTHER_PARAMS[name]
+    assert (key(params=PARAMS.clone(**{name: OTHER_PARAMS[name]})) == key()) is (name in IN_THE_IDS)
 
 
-@pytest.mark.parametrize("name", sorted(OTHERS))
-def test_each_parameter_changes_the_key_unless_it_is_in_the_ids(name: str) -> None:
-    changed = key(params=PARAMS.clone(**{name: OTHERS[name]}))
-    assert (changed == key()) is (name in IN_THE_IDS)
-
-
-def test_the_native_width_is_no_cut() -> None:
-    assert key(params=PARAMS.clone(dimensions=384)) == key()
-
-
-def test_parts_do_not_run_into_each_other() -> None:
+def test_parts_of_a_key_have_borders() -> None:
     assert key(namespace="a", finish="b") != key(namespace="ab") != key(finish="ab")
     assert key(identity=b"ab", namespace="c") != key(identity=b"a", namespace="bc")
 
 
-def test_many_inputs_have_the_keys_of_each_alone() -> None:
+def test_key_does_not_depend_on_other_inputs() -> None:
     inputs = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in range(1, 50)]
     together = Keys(SECRET, IDENTITY, 384).of(inputs, PARAMS, "one")
     assert together == [key(tokens) for tokens in inputs]
@@ -114,5 +127,140 @@ def test_many_inputs_have_the_keys_of_each_alone() -> None:
         ((PoolingTask.SCORE,), "", False),
     ],
 )
-def test_what_is_kept(tasks: tuple[PoolingTask, ...], finish: str, kept: bool) -> None:
+def test_only_vectors_of_inputs_are_kept(tasks: tuple[PoolingTask, ...], finish: str, kept: bool) -> None:
     assert is_kept(PoolingParams(task=tasks[0], also=tasks[1:]), finish) is kept
+
+
+# Identities
+
+DENSE = DenseSpec(folder="2_Dense", in_features=4, out_features=2, bias=True, activation="Tanh")
+OTHER_INFO: dict[str, Any] = {
+    "architecture": "BertModel",
+    "model_type": "bert",
+    "packed": False,
+    "kind": "sequence_classifier",
+    "tasks": ("embed",),
+    "hidden_size": 5,
+    "vocab_size": 12,
+    "embedding_size": 2,
+    "sequence_pooling": (PoolingType.CLS,),
+    "num_attention_heads": 2,
+    "token_pooling": PoolingType.STEP,
+    "include_prompt": False,
+    "dense": (DENSE,),
+    "attention_head": 1,
+    "multi_vector": MultiVector(expansion=QueryExpansion(length=8)),
+    "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS),
+    "token_heads": TokenHeads(weights_file="sparse_linear.pt"),
+    "is_causal": True,
+    "dtype": "bfloat16",
+    "device": "cuda",
+    "kernels": "native, avx512",
+    "arithmetic": "bfloat16",
+    "config": {"hidden_size": 4, "rope_theta": 1},
+}
+"""Another value for each field of ModelInfo that is part of the identity."""
+UNUSED_INFO: dict[str, Any] = {
+    "name": "other",
+    "max_model_len": 8,
+    "normalize": False,
+    "dimensions": 2,
+    "is_matryoshka": True,
+    "labels": ("a",),
+    "enable_chunked_processing": True,
+    "prompts": {"query": "query: "},
+    "default_prompt_name": "query",
+    "do_lower_case": True,
+    "auto_truncate": True,
+    "sources": {"dtype": "--dtype"},
+    "num_lanes": 3,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    return folder
+
+
+@pytest.fixture
+def info(folder: Path) -> ModelInfo:
+    return info_of(path=str(folder), config={"hidden_size": 4})
+
+
+def test_every_field_of_the_model_is_used_or_excluded() -> None:
+    assert {field.name for field in dataclasses.fields(ModelInfo)} == set(OTHER_INFO) | CHANGES_NO_VECTOR
+    assert set(UNUSED_INFO) < CHANGES_NO_VECTOR
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_INFO | UNUSED_INFO))
+def test_only_fields_that_decide_vectors_change_the_identity(info: ModelInfo, name: str) -> None:
+    changed = dataclasses.replace(info, **{name: (OTHER_INFO | UNUSED_INFO)[name]})
+    assert getattr(changed, name) != getattr(info, name)
+    assert (identity_of(changed) != identity_of(info)) is (name in OTHER_INFO)
+
+
+def test_contents_of_files_change_the_identity_but_not_their_path(info: ModelInfo, folder: Path) -> None:
+    before = identity_of(info)
+    moved = shutil.copytree(folder, folder.parent / "moved")
+    assert identity_of(dataclasses.replace(info, path=str(moved))) == before
+    for name, content in {
+        "model.safetensors": bytes(999) + b"\1",
+        "config.json": b"{ }",
+        "modeling_own.py": b"",
+        "sparse_linear.pt": b"",
+    }.items():
+        (moved / name).write_bytes(content)
+        after = identity_of(dataclasses.replace(info, path=str(moved)))
+        assert after != before, name
+        before = after
+
+
+@pytest.mark.parametrize("place", ["2_Dense", "../2_Dense"])
+def test_files_of_dense_modules_change_the_identity(info: ModelInfo, folder: Path, place: str) -> None:
+    dense = folder / place
+    dense.mkdir()
+    (dense / "model.safetensors").write_bytes(b"a")
+    info = dataclasses.replace(info, dense=(dataclasses.replace(DENSE, folder=place),))
+    before = identity_of(info)
+    (dense / "model.safetensors").write_bytes(b"b")
+    assert identity_of(info) != before
+
+
+def test_numerics_and_library_versions_change_the_identity(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = [identity_of(info)]
+    monkeypatch.setattr(keys, "NUMERICS", keys.NUMERICS + 1)
+    identities.append(identity_of(info))
+    real = importlib.metadata.version
+    for library in ("numpy", "torch"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, own=library: real(name) + "1" * (name == own))
+        identities.append(identity_of(info))
+    assert len(set(identities)) == 4
+
+
+def test_identity_that_cannot_be_known_is_an_error(info: ModelInfo) -> None:
+    config = {"auto_map": {"AutoModel": "owner/code--modeling.Model"}}
+    with pytest.raises(UnknownIdentityError, match="another repository"):
+        identity_of(dataclasses.replace(info, packed=False, config=config))
+    identity_of(dataclasses.replace(info, config=config))  # a packed model does not run that code
+    with pytest.raises(UnknownIdentityError, match="holds none"):
+        identity_of(dataclasses.replace(info, path="/nowhere"))
+    with pytest.raises(UnknownIdentityError, match="not wanted"):
+        identity_of(info, lambda: False)
+
+
+def test_stamp_changes_with_every_write(folder: Path) -> None:
+    stamps = {stamp_of(folder)}
+    status = (folder / "model.safetensors").stat()
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    stamps.add(stamp_of(folder))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    stamps.add(stamp_of(folder))
+    (folder / "notes.txt").write_text("")
+    stamps.add(stamp_of(folder))
+    assert len(stamps) == 3

@@ -30,12 +30,12 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from ..word_model import PlayedCore, SubmitRequest, info as info_of, tokenizer_pool
+from ..word_model import SubmitRequest, WordCore, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
 SPARSE = {"tasks": EVERY, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
-Made = tuple[AsyncEngine, PlayedCore, ModelCache]
+Made = tuple[AsyncEngine, WordCore, ModelCache]
 Make = Callable[..., Awaitable[Made]]
 
 
@@ -57,7 +57,7 @@ async def make(folder: Path) -> AsyncIterator[Make]:
         cache = ModelCache(VectorCache(2**20) if rows is None else rows)
         dispatcher = Dispatcher(max_queued_tokens, cache=cache)
         dispatcher.admission.lookups = LookupRateLimit(lambda: 0.0)  # time adds nothing to it
-        core = PlayedCore(dispatcher)
+        core = WordCore(dispatcher)
         await opened(cache, info)
         config = EngineConfig(model=str(folder))
         return AsyncEngine(config, info, tokenizers[-1], dispatcher, Mock()), core, cache
@@ -73,7 +73,7 @@ async def opened(cache: ModelCache, info: ModelInfo) -> None:
     await cache.wait()
 
 
-def num_run(core: PlayedCore) -> int:
+def num_run(core: WordCore) -> int:
     return sum(len(inputs) for _, inputs in core.sent)
 
 

@@ -1,4 +1,4 @@
-"""The calls of the engine with the core played by the test: what is sent for each, and what becomes of the answer."""
+"""The calls of AsyncEngine: the requests that reach the core, and the results."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from .word_model import TABLE, PlayedCore, ids, info, tokenizer_pool
+from .word_model import TABLE, WordCore, ids, info, tokenizer_pool
 
 PARAMS = PoolingParams()
 EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
 ALL_AT_ONCE = {"tasks": EVERY, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
-Make = Callable[..., tuple[AsyncEngine, PlayedCore]]
+Make = Callable[..., tuple[AsyncEngine, WordCore]]
 
 
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
     tokenizers = []
 
-    def made(marks: RecipeTokens | None = None, **changes: Any) -> tuple[AsyncEngine, PlayedCore]:
-        tokenizers.append(tokenizer_pool(marks))
+    def made(recipe_tokens: RecipeTokens | None = None, **changes: Any) -> tuple[AsyncEngine, WordCore]:
+        tokenizers.append(tokenizer_pool(recipe_tokens))
         dispatcher = Dispatcher(max_queued_tokens=1_000)
-        core = PlayedCore(dispatcher)
+        core = WordCore(dispatcher)
         config = EngineConfig(model="/words")
         return AsyncEngine(config, info(**changes), tokenizers[-1], dispatcher, Mock()), core
 
@@ -49,9 +49,7 @@ async def make() -> AsyncIterator[Make]:
         tokenizer.close()
 
 
-async def test_tokenization_takes_from_the_deadline_that_the_core_is_told(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tokenization_counts_in_the_deadline(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, core = make()
     encode = engine._tokenizer.encode
 
@@ -62,16 +60,16 @@ async def test_tokenization_takes_from_the_deadline_that_the_core_is_told(
     monkeypatch.setattr(engine._tokenizer, "encode", slowly)
     await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=600.0))
     await engine.embed(["a"], PARAMS)
-    told = [submit.timeout_s for submit, _ in core.sent]
-    assert told[0] is not None
-    assert 0.0 < told[0] <= 599.9
-    assert told[1] is None
+    first, second = [submit.timeout_s for submit, _ in core.sent]
+    assert first is not None
+    assert 0.0 < first <= 599.9
+    assert second is None
     with pytest.raises(DeadlineExceededError, match=r"^The deadline of 0\.05 s passed before the answer\.$"):
         await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=0.05))
     assert len(core.sent) == 2
 
 
-async def test_draining_waits_for_those_under_way(make: Make) -> None:
+async def test_drain_waits_for_running_requests(make: Make) -> None:
     engine, _ = make()
     assert await engine.drain(timeout_s=0.0)
     tasks = [asyncio.create_task(engine.embed(["a"], PARAMS)) for _ in range(3)]
@@ -83,11 +81,11 @@ async def test_draining_waits_for_those_under_way(make: Make) -> None:
     assert await engine.drain(timeout_s=0.0)
 
 
-async def test_tokens_without_vectors_are_left_out(make: Make) -> None:
+async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
     skips = MultiVector(skips_documents=True, skips_queries=False)
-    marks = RecipeTokens(skip_ids=tuple(ids("b d")))
+    recipe_tokens = RecipeTokens(skip_ids=tuple(ids("b d")))
     prompts = {"query": "query: ", "document": "document: "}
-    engine, core = make(marks, multi_vector=skips, prompts=prompts)
+    engine, core = make(recipe_tokens, multi_vector=skips, prompts=prompts)
     result = await engine.token_embed(["a b c", "d e"], PARAMS)
     assert result.token_ids == [ids("document: a c"), ids("document: e")]
     assert result.num_tokens == [4, 3]
@@ -96,7 +94,7 @@ async def test_tokens_without_vectors_are_left_out(make: Make) -> None:
         assert result.token_ids == [ids("query: a b c")]
     await engine.token_embed(["a"], PARAMS, RequestOptions(prompt_name="query", is_query=False))
     assert [submit.params.is_query for submit, _ in core.sent] == [False, True, True, False]
-    engine, _ = make(marks)  # of another model
+    engine, _ = make(recipe_tokens)
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
     engine, _ = make(token_heads=TokenHeads(vectors_file="colbert_linear.pt"))
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("b c")]
@@ -104,7 +102,7 @@ async def test_tokens_without_vectors_are_left_out(make: Make) -> None:
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
 
 
-async def test_several_outputs_come_from_one_run(make: Make) -> None:
+async def test_several_outputs_take_one_run(make: Make) -> None:
     engine, core = make(**ALL_AT_ONCE)
     result = await engine.embed_combined(["a b", "c c"], EVERY[::-1], PoolingParams(normalize=False))
     assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].sum(axis=0) for text in ("a b", "c c")]))
@@ -120,7 +118,7 @@ async def test_several_outputs_come_from_one_run(make: Make) -> None:
     assert len(core.sent) == 1
 
 
-async def test_what_was_not_asked_for_is_not_there(make: Make) -> None:
+async def test_outputs_that_are_not_requested_are_absent(make: Make) -> None:
     engine, core = make(**ALL_AT_ONCE)
     result = await engine.embed_combined(["a"], EVERY[1:], PARAMS)
     assert result.embeddings is None
@@ -135,7 +133,7 @@ async def test_what_was_not_asked_for_is_not_there(make: Make) -> None:
     assert (result.vectors, result.token_ids) == (None, None)
 
 
-async def test_outputs_that_cannot_come_together_are_refused(make: Make) -> None:
+async def test_outputs_that_need_several_runs_are_refused(make: Make) -> None:
     engine, core = make(**ALL_AT_ONCE, is_causal=True)
     with pytest.raises(UnsupportedTaskError, match="give one output at a time") as caught:
         await engine.embed_combined(["a"], EVERY, PARAMS)
@@ -147,7 +145,7 @@ async def test_outputs_that_cannot_come_together_are_refused(make: Make) -> None
     assert len(core.sent) == 1
 
 
-async def test_outputs_that_come_together_are_of_whole_texts(make: Make) -> None:
+async def test_several_outputs_need_whole_texts(make: Make) -> None:
     engine, core = make(**ALL_AT_ONCE, enable_chunked_processing=True, max_embed_len=60)
     await engine.embed(["a " * 30], PARAMS)
     assert [len(tokens) for tokens in core.sent[0][1]] == [24, 6]
@@ -155,14 +153,14 @@ async def test_outputs_that_come_together_are_of_whole_texts(make: Make) -> None
         await engine.embed_combined(["a " * 30], EVERY, PARAMS)
 
 
-async def test_sparse_vectors_hold_what_the_text_holds(make: Make) -> None:
+async def test_sparse_vectors_count_the_tokens(make: Make) -> None:
     engine, _ = make(**ALL_AT_ONCE)
     result = await engine.sparse_embed(["a b b", "c"], PARAMS)
     assert [v.values.tolist() for v in result.vectors] == [[1, 2], [1]]
     assert result.num_tokens == [3, 1]
 
 
-async def test_late_chunking_pools_each_part_of_the_joined_text(make: Make) -> None:
+async def test_late_chunking_pools_parts_of_the_joined_text(make: Make) -> None:
     engine, core = make()
     result = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False))
     assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].mean(axis=0) for text in ("a b", "c")]))
@@ -181,7 +179,7 @@ async def test_late_chunking_pools_each_part_of_the_joined_text(make: Make) -> N
         await engine.embed_late(["a"], PARAMS)
 
 
-async def test_classes_of_texts_and_of_pairs(make: Make) -> None:
+async def test_classifier_takes_texts_and_pairs(make: Make) -> None:
     classifier = {"kind": ModelKind.SEQUENCE_CLASSIFIER, "tasks": (PoolingTask.CLASSIFY,), "labels": ("x", "y")}
     engine, core = make(**classifier)
     result = await engine.classify(["a b", "c d e"], PARAMS)
@@ -196,13 +194,13 @@ async def test_classes_of_texts_and_of_pairs(make: Make) -> None:
     assert core.sent[0][0].params.task is PoolingTask.SCORE
 
 
-async def test_labels_and_examples_travel_with_the_inputs(make: Make) -> None:
+async def test_labels_and_examples_run_with_the_inputs(make: Make) -> None:
     engine, core = make()
     params = PoolingParams(use_activation=False)
     zero = await engine.zero_shot(["a", "b c"], ["d", "e"], params)
     few = await engine.few_shot(["a", "b c"], [("d", "x"), ("e", "y"), ("d e", "x")], params)
-    assert [t.token_ids.tolist() for t in core.sent[0][1]] == [ids(text) for text in ("a", "b c", "d", "e")]
-    assert [t.token_ids.tolist() for t in core.sent[1][1]] == [ids(text) for text in ("a", "b c", "d", "e", "d e")]
+    assert core.texts(0) == [ids(text) for text in ("a", "b c", "d", "e")]
+    assert core.texts(1) == [ids(text) for text in ("a", "b c", "d", "e", "d e")]
     assert (zero.labels, zero.num_tokens) == (("d", "e"), [3, 2])
     assert (few.labels, few.num_tokens) == (("x", "y"), [1 + 4, 2])
     assert all(submit.params.normalize for submit, _ in core.sent)
@@ -211,12 +209,9 @@ async def test_labels_and_examples_travel_with_the_inputs(make: Make) -> None:
             await call
 
 
-async def test_an_input_of_no_tokens_is_refused_with_its_place(make: Make) -> None:
+async def test_empty_input_is_refused_with_its_index(make: Make) -> None:
     engine, core = make()
-    with pytest.raises(
-        InvalidRequestError,
-        match=r"^Input 1 is empty: the tokenizer of words .* has none",
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: the tokenizer of words .* has none"):
         await engine.embed(["a", " "], PARAMS)
     with pytest.raises(InvalidRequestError, match=r"^Give at least one input\.$"):
         await engine.embed([], PARAMS)
@@ -226,7 +221,7 @@ async def test_an_input_of_no_tokens_is_refused_with_its_place(make: Make) -> No
         await engine.score([" "], ["", "a"], PARAMS)
 
 
-async def test_tokens_of_a_step_model_are_those_with_the_tag(make: Make) -> None:
+async def test_step_model_returns_tokens_with_the_tag(make: Make) -> None:
     model = {"kind": ModelKind.TOKEN_CLASSIFIER, "tasks": (PoolingTask.TOKEN_CLASSIFY,), "labels": ("x", "y")}
     engine, _ = make(**model)
     result = await engine.token_classify(["a b a"], PARAMS)
@@ -237,7 +232,7 @@ async def test_tokens_of_a_step_model_are_those_with_the_tag(make: Make) -> None
 
 
 @pytest.mark.parametrize(
-    ("call", "changes", "params", "told"),
+    ("call", "changes", "params", "rows"),
     [
         ("token_embed", {}, PARAMS, (6, 4)),
         ("token_embed", {"is_matryoshka": True}, PoolingParams(dimensions=2), (6, 2)),
@@ -249,8 +244,8 @@ async def test_tokens_of_a_step_model_are_those_with_the_tag(make: Make) -> None
         ),
     ],
 )
-async def test_how_many_rows_there_will_be_is_told_before_the_core_is_asked(
-    make: Make, call: str, changes: dict[str, Any], params: PoolingParams, told: tuple[int, int]
+async def test_on_rows_is_called_before_the_core_runs(
+    make: Make, call: str, changes: dict[str, Any], params: PoolingParams, rows: tuple[int, int]
 ) -> None:
     engine, core = make(**changes)
     seen: list[tuple[int, int]] = []
@@ -261,6 +256,6 @@ async def test_how_many_rows_there_will_be_is_told_before_the_core_is_asked(
 
     with pytest.raises(InvalidRequestError, match="too many"):
         await getattr(engine, call)([[1, 2, 3, 4], [1, 2]], params, RequestOptions(on_rows=refuse))
-    assert seen == [told]
+    assert seen == [rows]
     assert not core.sent
     assert engine.stats().num_requests == 0
