@@ -1,4 +1,4 @@
-"""Real clusters of several Ray nodes on this machine, and commands that use them."""
+"""Ray clusters of several nodes on this machine, and commands that use them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,8 +19,9 @@ import pytest
 
 from penstock.server.commands.default_model import default_model_folder
 
+from ...waiting import wait_until
+
 HERE = Path(__file__).resolve().parent
-READY_S = 120
 END_S = 60
 
 
@@ -39,7 +38,7 @@ class Nodes:
     process: subprocess.Popen[str]
 
     def kill(self, number: int) -> None:
-        """Kill all processes of a node; the head is 0 and cannot be killed."""
+        """Kill all processes of a node. Node 0 is the head, which cannot be killed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"kill {number}\n")
@@ -52,7 +51,7 @@ Starting = Callable[..., AbstractContextManager[Nodes]]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Starting:
-    """Start a cluster with a node for each number of cores, the head first."""
+    """Start a cluster: the number of cores of each node, the head first."""
     if find_spec("ray") is None:
         pytest.skip("needs Ray: make test-ray, or pip install 'penstock[ray]'")
 
@@ -73,10 +72,11 @@ def nodes(tmp_path: Path) -> Starting:
 
 @contextlib.contextmanager
 def ended(command: tuple[str, ...], log: Path, **pipes: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a program in a session of its own, of which nothing is left in the end."""
+    """Run a program in its own session, and kill all of its processes at the end."""
+    environment = {**os.environ, "RAY_COLOR_PREFIX": "0", "NO_COLOR": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stderr=file, cwd="/", text=True, start_new_session=True, env=environment(), **pipes
+            command, stderr=file, cwd="/", text=True, start_new_session=True, env=environment, **pipes
         )
         try:
             yield process
@@ -88,26 +88,14 @@ def ended(command: tuple[str, ...], log: Path, **pipes: int) -> Iterator[subproc
                 pipe.close()
 
 
-def environment() -> dict[str, str]:
-    """That of the tests, without progress bars' colours and with one thread for each product."""
-    return {**os.environ, "RAY_COLOR_PREFIX": "0", "NO_COLOR": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise AssertionError(log.read_text())
+            return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        return False
+
+    wait_until(is_ready)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, for the tests: `nodes.py CPUS [CPUS ...]`, a node for each number.
+"""A Ray cluster of several nodes on this machine: `nodes.py CPUS [CPUS ...]`, the head first.
 
-The first is the head, and is to run nothing of ours where it has none. Prints the address when all nodes are there;
-then `kill N` on standard input kills the processes of node N. Ends with its standard input.
+With 0 CPUs, the head runs no engine. Prints the address when all nodes run. `kill N` on standard input kills the
+processes of node N. Ends with its standard input.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Parquet through a pool of engines, on real clusters of several nodes: `make test-ray`. Figures are printed."""
+"""`penstock ray embed` on clusters of several nodes (`make test-ray`). Prints measurements."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from pyarrow import parquet
 
 from penstock.engine import LLM
 
+from ...waiting import wait_until
 from .conftest import Nodes, Starting, ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_ROWS = 4000
-PIECE_ROWS = 100
+SHARD_ROWS = 100
 TEXTS = [f"Row {row}: a gate holds the water of a pool. " * (1 + row % 9) for row in range(NUM_ROWS)]
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two files, of row groups that no piece fits."""
+    """Two files, whose row groups do not match the shards."""
     folder = tmp_path / "in"
     folder.mkdir()
     table = pa.table({"id": range(NUM_ROWS), "text": TEXTS})
@@ -37,23 +38,23 @@ def source(tmp_path: Path) -> Path:
 
 def command(source: Path, out: Path, cluster: Nodes, *flags: str) -> tuple[str, ...]:
     program = (sys.executable, "-P", "-m", "penstock.server", "ray", "embed", str(source), str(out))
-    return (*program, "--address", cluster.address, "--piece-rows", str(PIECE_ROWS), "--max-replicas", "2", *flags)
+    return (*program, "--address", cluster.address, "--piece-rows", str(SHARD_ROWS), "--max-replicas", "2", *flags)
 
 
 def num_done(out: Path) -> int:
     return len(list(out.glob("part-*.parquet")))
 
 
-def wait_for_pieces(out: Path, number: int, process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while num_done(out) < number:
-        assert time.monotonic() < deadline, log.read_text()
+def wait_for_shards(out: Path, number: int, process: subprocess.Popen[str], log: Path) -> None:
+    def are_done() -> bool:
         assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
+        return num_done(out) >= number
+
+    wait_until(are_done)
 
 
 def check(out: Path, model: str, sample: Sequence[int] = range(0, NUM_ROWS, 37)) -> None:
-    """All rows, once, in the order of the input, with the vectors of an engine without a cluster."""
+    """The output has each row once, in order, with the vectors of a single engine."""
     table = parquet.read_table(out)
     assert table.column("id").to_pylist() == list(range(NUM_ROWS))
     assert table.column("text").to_pylist() == TEXTS
@@ -65,32 +66,32 @@ def check(out: Path, model: str, sample: Sequence[int] = range(0, NUM_ROWS, 37))
     assert not list(out.glob(".unfinished-*"))
 
 
-def test_a_lost_node_loses_no_row(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
+def test_killed_node_loses_no_row(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
     out, log = tmp_path / "out", tmp_path / "embed.log"
     with nodes(0, 1, 1) as cluster:
         began_s = time.monotonic()
         with ended(command(source, out, cluster, "--min-replicas", "2"), log, stdout=subprocess.DEVNULL) as process:
-            wait_for_pieces(out, 8, process, log)
+            wait_for_shards(out, 8, process, log)
             cluster.kill(1)
             at_kill = num_done(out)
             assert process.wait(200) == 0, log.read_text()
         seconds = time.monotonic() - began_s
-    print(f"\n{NUM_ROWS} rows in {seconds:.0f} s, a node killed after {at_kill * PIECE_ROWS}")
-    assert at_kill < NUM_ROWS // PIECE_ROWS
-    assert "4000/4000" in log.read_text()  # the bar
+    print(f"\n{NUM_ROWS} rows in {seconds:.0f} s, a node killed after {at_kill * SHARD_ROWS}")
+    assert at_kill < NUM_ROWS // SHARD_ROWS
+    assert "4000/4000" in log.read_text()  # the progress bar
     check(out, model)
 
 
-def test_a_killed_run_goes_on(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
+def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, model: str) -> None:
     out, log = tmp_path / "out", tmp_path / "embed.log"
     with nodes(2) as cluster:
         with ended(command(source, out, cluster), log, stdout=subprocess.DEVNULL) as process:
-            wait_for_pieces(out, 8, process, log)
+            wait_for_shards(out, 8, process, log)
             process.kill()
             process.wait()
-        time.sleep(5)  # its actors end
+        time.sleep(5)  # the actors end
         kept = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*.parquet")}
-        assert 8 <= len(kept) < NUM_ROWS // PIECE_ROWS
+        assert 8 <= len(kept) < NUM_ROWS // SHARD_ROWS
         again = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=200)
         assert again.returncode == 0, again.stderr
         assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
@@ -98,11 +99,10 @@ def test_a_killed_run_goes_on(nodes: Starting, source: Path, tmp_path: Path, mod
         once_more = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=60)
         assert once_more.returncode == 2
         assert "is finished; give --overwrite" in once_more.stderr
-    print(f"\na run killed after {len(kept) * PIECE_ROWS} of {NUM_ROWS} rows went on from there")
+    print(f"\na run killed after {len(kept) * SHARD_ROWS} of {NUM_ROWS} rows went on from there")
 
 
-def test_failed_rows_are_named(nodes: Starting, tmp_path: Path, model: str) -> None:
-    """A row without text, and a model that only the engines find broken: the run ends and says why."""
+def test_bad_row_and_broken_model_are_named(nodes: Starting, tmp_path: Path, model: str) -> None:
     texts, broken, out = tmp_path / "in.parquet", tmp_path / "broken", tmp_path / "out"
     parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), texts)
     shutil.copytree(model, broken)

@@ -1,6 +1,7 @@
-"""Mounts of models and a replica as Ray calls it, without Ray: the real application over a fake engine."""
+"""The calls of Ray to a replica, without Ray: the real application over a fake engine."""
 
 import math
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,9 +14,11 @@ from penstock.server.cluster.ray_replica import RayReplica, mounts_of
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, UsageError
 
+from ...clock import Clock
+
 
 class Lifespan:
-    """A replica inside its application's lifespan, which Ray runs."""
+    """A replica in the lifespan of its application."""
 
     def __init__(self, engine) -> None:
         async def start():
@@ -43,7 +46,7 @@ async def test_replica_is_healthy_once_its_model_is_loaded(make_engine) -> None:
     engine = make_engine()
     async with Lifespan(engine) as running:
         await running.replica.check_health()
-        engine.state = EngineState.STARTING  # a core that died is started again
+        engine.state = EngineState.STARTING  # the engine process is started again
         await running.replica.check_health()
         engine.state = EngineState.DEAD
         with pytest.raises(RuntimeError, match="given up"):
@@ -68,25 +71,19 @@ async def test_replica_reports_its_load(make_engine) -> None:
         assert running.replica.record_routing_stats()["queued_tokens"] == math.inf
 
 
-async def test_busy_is_the_share_of_the_time_since_it_was_asked_last(
-    make_engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, now_s = make_engine(), [100.0]
+async def test_busy_is_the_share_of_time_since_the_last_call(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, clock = make_engine(), Clock(100.0)
     stats = engine.stats()
     monkeypatch.setattr(engine, "stats", lambda: stats)
-    monkeypatch.setattr("penstock.server.cluster.ray_replica.time.monotonic", lambda: now_s[0])
-    lifespan = Lifespan(engine)
-    monkeypatch.undo()  # the application has timers of its own
-    monkeypatch.setattr(engine, "stats", lambda: stats)
-    async with lifespan as running:
+    # Only the replica has this clock: the application has timers of its own.
+    monkeypatch.setattr("penstock.server.cluster.ray_replica.time", SimpleNamespace(monotonic=clock))
+    async with Lifespan(engine) as running:
         await running.replica.check_health()
         shares = []
         for passed_s, worked_s in ((10.0, 4.0), (10.0, 0.0), (2.0, 3.0)):
-            now_s[0] += passed_s
+            clock.now_s += passed_s
             stats.step_s_total += worked_s
-            with monkeypatch.context() as patched:
-                patched.setattr("penstock.server.cluster.ray_replica.time.monotonic", lambda: now_s[0])
-                shares.append(running.replica.record_autoscaling_stats()["busy"])
+            shares.append(running.replica.record_autoscaling_stats()["busy"])
     assert shares == [pytest.approx(0.4), 0.0, 1.0]
 
 
@@ -102,18 +99,17 @@ async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> Non
             assert (await client.get(f"{prefix}/nowhere")).status_code == 404
 
 
-def config(model: str) -> EngineConfig:
-    return EngineConfig(model=model)
+def model(path: str, *names: str, prompt_name: str | None = None) -> tuple[EngineConfig, tuple[str, ...], str | None]:
+    return EngineConfig(model=path), names, prompt_name
 
 
-def test_a_single_model_is_at_the_root() -> None:
-    (mount,) = mounts_of([(config("owner/name"), ("owner/name",), None)])
+def test_single_model_is_mounted_at_the_root() -> None:
+    (mount,) = mounts_of([model("owner/name", "owner/name")])
     assert (mount.prefix, mount.app) == ("/", "penstock-name")
 
 
-def test_several_are_below_the_last_part_of_their_names() -> None:
-    models = [(config("owner/bge m3"), ("owner/bge m3", "x"), "query"), (config("b"), ("/models/b/",), None)]
-    mounts = mounts_of(models)
+def test_several_models_are_mounted_below_their_names() -> None:
+    mounts = mounts_of([model("owner/bge m3", "owner/bge m3", "x", prompt_name="query"), model("b", "/models/b/")])
     assert [mount.prefix for mount in mounts] == ["/bge-m3", "/b"]
     assert mounts[0].names == ("owner/bge m3", "x")
     assert mounts[0].default_prompt_name == "query"
@@ -121,4 +117,4 @@ def test_several_are_below_the_last_part_of_their_names() -> None:
 
 def test_two_models_at_one_path_are_refused() -> None:
     with pytest.raises(UsageError, match="two models would be served at /name"):
-        mounts_of([(config("a/name"), ("a/name",), None), (config("b/name"), ("b/name",), None)])
+        mounts_of([model("a/name", "a/name"), model("b/name", "b/name")])

@@ -1,4 +1,4 @@
-"""Models behind Ray Serve, on real clusters of several nodes: `make test-ray`. Figures are printed."""
+"""`penstock ray serve` on clusters of several nodes (`make test-ray`). Prints measurements."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ import numpy as np
 import openai
 import pytest
 
-from .conftest import HERE, Nodes, Starting, ended, free_port, wait_until_ready
+from ...ports import free_port
+from .conftest import HERE, Nodes, Starting, ended, wait_until_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 HOST = "127.0.0.1"
 TEXT = "A gate holds the water of a pool and lets some of it through. "
 
 
-class Waiting:
-    """A deployed model that waits: see waiting.py."""
+class SleepingModel:
+    """A deployed model that sleeps instead of computing (sleeping_model.py)."""
 
     def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
         self.url = f"http://{HOST}:{port}"
         self._process = process
 
     def num_running(self) -> int:
-        """Replicas that take requests."""
+        """The number of replicas that accept requests."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -41,7 +42,7 @@ class Waiting:
         return json.loads(self._process.stdout.readline()).get("RUNNING", 0)
 
     def wait_for(self, number: int, timeout_s: float) -> float:
-        """Wait until so many replicas run; return the seconds."""
+        """Wait until `number` replicas run. Returns the seconds."""
         began_s = time.monotonic()
         while (there := self.num_running()) != number:
             assert time.monotonic() < began_s + timeout_s, f"{there} replicas after {timeout_s} s, not {number}"
@@ -50,22 +51,24 @@ class Waiting:
 
 
 @contextlib.contextmanager
-def waiting_model(cluster: Nodes, log: Path, seconds_per_token: float, model: str, *flags: str) -> Iterator[Waiting]:
+def sleeping_model(
+    cluster: Nodes, log: Path, seconds_per_token: float, model: str, *flags: str
+) -> Iterator[SleepingModel]:
     port = free_port()
     place = ("--address", cluster.address, "--host", HOST, "--port", str(port), "--proxy-location", "HeadOnly")
-    command = (sys.executable, "-P", str(HERE / "waiting.py"), str(seconds_per_token), model, *place, *flags)
+    command = (sys.executable, "-P", str(HERE / "sleeping_model.py"), str(seconds_per_token), model, *place, *flags)
     with ended(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", log.read_text()
-        yield Waiting(port, process)
+        yield SleepingModel(port, process)
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(60) == 0, log.read_text()
 
 
 def embed(client: httpx.Client, texts: Sequence[str]) -> list[list[float]]:
-    """Embed texts as a patient client does: refused with 429, it comes back. Anything else fails the test."""
-    while (response := client.post("/v1/embeddings", json={"input": texts, "model": "waiting"})).status_code == 429:
+    """Embed texts. Sends a request again after a 429; no other error is allowed."""
+    while (response := client.post("/v1/embeddings", json={"input": texts, "model": "sleeping"})).status_code == 429:
         time.sleep(min(float(response.headers["retry-after"]), 1.0))
     assert response.status_code == 200, response.text
     return [row["embedding"] for row in response.json()["data"]]
@@ -73,10 +76,10 @@ def embed(client: httpx.Client, texts: Sequence[str]) -> list[list[float]]:
 
 @contextlib.contextmanager
 def load(url: str, num_clients: int, answers: Counter[str], vectors: dict[str, list[float]]) -> Iterator[None]:
-    """Ask for the same few texts, each client without a pause; every answer is compared with the first one."""
+    """Clients send one text each without a pause, and compare each vector with the first one."""
     end = threading.Event()
 
-    def ask(number: int) -> None:
+    def send(number: int) -> None:
         with httpx.Client(base_url=url, timeout=120) as client:
             while not end.is_set():
                 text = f"{TEXT * 2} {number}"
@@ -85,7 +88,7 @@ def load(url: str, num_clients: int, answers: Counter[str], vectors: dict[str, l
                 answers[text] += 1
 
     with ThreadPoolExecutor(num_clients) as threads:
-        clients = [threads.submit(ask, number) for number in range(num_clients)]
+        clients = [threads.submit(send, number) for number in range(num_clients)]
         yield
         end.set()
         for client in clients:
@@ -93,15 +96,15 @@ def load(url: str, num_clients: int, answers: Counter[str], vectors: dict[str, l
 
 
 def seconds_for(url: str, num_requests: int, num_clients: int) -> float:
-    """Seconds in which so many requests of four texts are answered."""
+    """Seconds that `num_requests` requests of four texts take."""
 
-    def ask(client: httpx.Client) -> None:
+    def send(client: httpx.Client) -> None:
         embed(client, [TEXT * 2] * 4)
 
     limits = httpx.Limits(max_connections=None)
     with httpx.Client(base_url=url, timeout=120, limits=limits) as client, ThreadPoolExecutor(num_clients) as threads:
         began_s = time.monotonic()
-        for done in [threads.submit(ask, client) for _ in range(num_requests)]:
+        for done in [threads.submit(send, client) for _ in range(num_requests)]:
             done.result()
         return time.monotonic() - began_s
 
@@ -111,8 +114,8 @@ def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: P
     with nodes(0, 1, 1) as cluster:
         for number in (1, 2):
             log = tmp_path / f"{number}.log"
-            with waiting_model(cluster, log, 0.0005, model, "--min-replicas", str(number)) as deployed:
-                seconds_for(deployed.url, 16 * number, 16 * number)  # the rate is known from then on
+            with sleeping_model(cluster, log, 0.0005, model, "--min-replicas", str(number)) as deployed:
+                seconds_for(deployed.url, 16 * number, 16 * number)  # replicas measure their rate
                 seconds[number] = seconds_for(deployed.url, 400, 48)
     print(
         f"\n400 requests: {seconds[1]:.1f} s with one replica, {seconds[2]:.1f} s with two: "
@@ -121,11 +124,11 @@ def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: P
     assert seconds[1] / seconds[2] >= 1.9
 
 
-def test_replicas_follow_the_waiting_work(nodes: Starting, model: str, tmp_path: Path) -> None:
+def test_replicas_follow_the_length_of_the_queue(nodes: Starting, model: str, tmp_path: Path) -> None:
     flags = ("--max-replicas", "3", "--target-queue-s", "0.5", "--upscale-delay-s", "1", "--downscale-delay-s", "3")
     answers: Counter[str] = Counter()
     vectors: dict[str, list[float]] = {}
-    with nodes(0, 1, 1, 1) as cluster, waiting_model(cluster, tmp_path / "log", 0.001, model, *flags) as deployed:
+    with nodes(0, 1, 1, 1) as cluster, sleeping_model(cluster, tmp_path / "log", 0.001, model, *flags) as deployed:
         assert deployed.num_running() == 1
         with load(deployed.url, 60, answers, vectors):
             up_s = deployed.wait_for(3, 90)
@@ -135,7 +138,7 @@ def test_replicas_follow_the_waiting_work(nodes: Starting, model: str, tmp_path:
     assert len(vectors) == 60
 
 
-def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
+def test_killed_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "serve.log"
     texts = [f"{TEXT}{number}" for number in range(3000)]
     with nodes(0, 1, 1) as cluster:
@@ -149,18 +152,18 @@ def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
             http = openai.DefaultHttpxClient(event_hooks=hooks)
             client = openai.OpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", timeout=60, http_client=http)
 
-            def ask(text: str) -> list[float]:
+            def send(text: str) -> list[float]:
                 (row,) = client.embeddings.create(input=[text], model="all-MiniLM-L6-v2").data
                 answers[text] += 1
                 return row.embedding
 
             with client, ThreadPoolExecutor(16) as threads:
-                asked = [threads.submit(ask, text) for text in texts]
+                requests = [threads.submit(send, text) for text in texts]
                 while len(answers) < len(texts) // 4:
                     time.sleep(0.05)
                 cluster.kill(1)
                 at_kill = len(answers)
-                vectors = [each.result() for each in asked]
+                vectors = [each.result() for each in requests]
             process.terminate()
             assert process.wait(60) == 0, log.read_text()
     assert at_kill < len(texts)
@@ -171,7 +174,7 @@ def test_a_lost_node_loses_no_request(nodes: Starting, tmp_path: Path) -> None:
 
 
 def reference(texts: Sequence[str]) -> np.ndarray:
-    """Their vectors, without a server."""
+    """The vectors of a single engine."""
     from penstock.engine import LLM
     from penstock.server.commands.default_model import default_model_folder
 
@@ -179,7 +182,7 @@ def reference(texts: Sequence[str]) -> np.ndarray:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])
 
 
-def test_several_models_are_each_below_their_name(nodes: Starting, model: str, tmp_path: Path) -> None:
+def test_several_models_are_served_below_their_names(nodes: Starting, model: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "serve.log"
     file = tmp_path / "penstock.toml"
     models = {"owner/first": "float32", "second": "bfloat16"}
@@ -210,11 +213,11 @@ def test_several_models_are_each_below_their_name(nodes: Starting, model: str, t
             assert process.wait(60) == 0, log.read_text()
 
 
-def test_a_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
-    """By Ray's proxy, whose own word for it would be 503."""
+def test_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
+    """Ray's proxy would answer 503."""
     flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")
-    body = {"input": TEXT, "model": "waiting"}
-    with nodes(0, 1) as cluster, waiting_model(cluster, tmp_path / "log", 0.01, model, *flags) as deployed:
+    body = {"input": TEXT, "model": "sleeping"}
+    with nodes(0, 1) as cluster, sleeping_model(cluster, tmp_path / "log", 0.01, model, *flags) as deployed:
 
         def post(_: int) -> httpx.Response:
             return httpx.post(f"{deployed.url}/v1/embeddings", json=body, timeout=60)

@@ -1,4 +1,4 @@
-"""What `penstock ray serve` leaves on a cluster, and how it ends, with a stand-in for Ray that keeps names alone."""
+"""Deployed models after failures and signals, over a fake Ray Serve."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Serve:
-    """Ray Serve: the names of its applications. `broken` cannot be deployed, `waits_for` is never ready."""
+    """Ray Serve. The application `broken` cannot be deployed, and `stuck` is never ready."""
 
     def __init__(self) -> None:
         self.applications: dict[str, SimpleNamespace] = {}
-        self.broken = self.waits_for = ""
+        self.broken = self.stuck = ""
         self.is_running = False
         self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
 
@@ -45,8 +45,8 @@ class Serve:
         if name == self.broken:
             raise RuntimeError("DEPLOY_FAILED")
         deadline = time.monotonic() + 5
-        while name == self.waits_for:
-            assert time.monotonic() < deadline, "it does not end"
+        while name == self.stuck:
+            assert time.monotonic() < deadline, "no signal ends the wait"
             time.sleep(0.01)
 
     def delete(self, name: str) -> None:
@@ -58,26 +58,26 @@ class Serve:
 
 @pytest.fixture
 def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    stub = Serve()
+    serve = Serve()
     http_config = SimpleNamespace(host=None, port=None, ssl_certfile=None, ssl_keyfile=None)
     config = MagicMock(HTTPOptions=lambda **options: vars(http_config).update(options) or http_config)
     context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=http_config))
-    ray = MagicMock(serve=stub)
-    modules = {"ray": ray, "ray.serve": stub, "ray.serve.config": config, "ray.serve.context": context}
+    ray = MagicMock(serve=serve)
+    modules = {"ray": ray, "ray.serve": serve, "ray.serve.config": config, "ray.serve.context": context}
     modules[f"{PACKAGE}.ray_router"] = SimpleNamespace(LeastTokensRouter=object)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in IMPORT_RAY:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    yield stub
+    yield serve
     for name in IMPORT_RAY:
         sys.modules.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the handlers of the tests back. None is ignored meanwhile, as nohup has it."""
+    """Restore the signal handlers. During the test no signal is ignored."""
     before = {number: signal.getsignal(number) for number in STOPS}
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is signal.SIG_IGN else handler)
@@ -88,18 +88,18 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture
 def serve_models(ray_serve: Serve):
-    """Run the command with models by their names."""
-    serving = importlib.import_module(f"{PACKAGE}.ray_serve")
+    """Run the command for models of these names."""
+    module = importlib.import_module(f"{PACKAGE}.ray_serve")
 
     def run(*names: str, **settings: Any) -> None:
         mounts = mounts_of([(EngineConfig(model=name), (name,), None) for name in names])
-        serving.serve_on_ray(mounts, load(RayServeSettings, settings))
+        module.serve_on_ray(mounts, load(RayServeSettings, settings))
 
     return run
 
 
 def signal_soon(number: int, ray_serve: Serve, name: str) -> None:
-    """Send a signal to this process once an application is there."""
+    """Send a signal to this process after an application is deployed."""
 
     def send() -> None:
         while name not in ray_serve.applications:
@@ -111,7 +111,7 @@ def signal_soon(number: int, ray_serve: Serve, name: str) -> None:
 
 
 @pytest.mark.parametrize("detach", [True, False])
-def test_failed_start_takes_down_only_its_own_models(serve_models, ray_serve: Serve, detach: bool) -> None:
+def test_failed_start_takes_down_only_new_models(serve_models, ray_serve: Serve, detach: bool) -> None:
     serve_models("a", "b", detach=True)
     assert set(ray_serve.applications) == {"penstock-a", "penstock-b"}
     ray_serve.broken = "penstock-d"
@@ -130,7 +130,7 @@ def test_failed_first_start_leaves_nothing(serve_models, ray_serve: Serve) -> No
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_a_signal_ends_it_once_all_serve(serve_models, ray_serve: Serve, number: int) -> None:
+def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Serve, number: int) -> None:
     serve_models("a", "x", detach=True)
     signal_soon(number, ray_serve, "penstock-b")
     serve_models("a", "b")
@@ -140,16 +140,14 @@ def test_a_signal_ends_it_once_all_serve(serve_models, ray_serve: Serve, number:
 @pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("detach", [True, False])
 def test_signal_ends_the_wait_for_a_stuck_model(serve_models, ray_serve: Serve, number: int, detach: bool) -> None:
-    ray_serve.waits_for = "penstock-b"
+    ray_serve.stuck = "penstock-b"
     signal_soon(number, ray_serve, "penstock-b")
     serve_models("a", "b", detach=detach)
     assert not ray_serve.applications
     assert not ray_serve.is_running
 
 
-def test_second_signal_does_not_interrupt_the_take_down(
-    serve_models, ray_serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_signal_does_not_interrupt_take_down(serve_models, ray_serve: Serve, monkeypatch) -> None:
     def delete(name: str) -> None:
         signal.raise_signal(signal.SIGTERM)
         del ray_serve.applications[name]

@@ -1,7 +1,7 @@
-"""Deploys a model that waits instead of computing: `waiting.py SECONDS_PER_TOKEN MODEL [FLAG ...]`, see `ray serve`.
+"""Deploys a model that sleeps instead of computing: `sleeping_model.py SECONDS_PER_TOKEN MODEL [FLAG ...]`.
 
-All else is real: the application, admission, the scheduler, the tokenizer. A vector is random, with the ids as seed.
-Prints a line when it is served; then, for each line of standard input, how many replicas are in which state.
+Application, admission, scheduler and tokenizer are the product's. A vector is random, with the token ids as its seed.
+Prints "ready" when the model is served. Then prints the states of the replicas for each line of standard input.
 """
 
 import json
@@ -22,7 +22,7 @@ from penstock.server.commands.cli import _parser
 from penstock.server.commands.model_plans import planned
 
 
-def waiting_app(seconds_per_token, settings, mount):
+def sleeping_app(seconds_per_token, settings, mount):
     from penstock.engine.core.array_runner import ArrayRunner
     from penstock.engine.core.runner import EndedForward, ForwardTime
     from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
@@ -46,10 +46,10 @@ def main() -> None:
     given = vars(_parser().parse_args(["ray", "serve", *words]))
     del given["run"]
     settings, (plan,) = planned(given, RayServeSettings)
-    (mount,) = mounts_of([(plan.config, ("waiting",), None)])
+    (mount,) = mounts_of([(plan.config, ("sleeping",), None)])
     with connected(settings.address, "warning"):
         start_proxies(settings)
-        deploy(mount, settings, partial(waiting_app, float(seconds_per_token)))
+        deploy(mount, settings, partial(sleeping_app, float(seconds_per_token)))
         print("ready", flush=True)
         for _ in sys.stdin:
             (deployment,) = serve.status().applications[mount.app].deployments.values()
