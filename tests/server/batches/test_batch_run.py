@@ -76,31 +76,32 @@ async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Pat
         assert {path.name for path in files.iterdir()} == {batch.input_file_id, batch.output_id}
 
 
-@pytest.mark.parametrize("status", [BatchStatus.VALIDATING, BatchStatus.FINALIZING, BatchStatus.CANCELLING])
-async def test_batch_of_any_status_continues_after_a_restart(running, status: BatchStatus, caplog) -> None:
-    routes = Routes()
-    async with running(routes) as batches:
-        routes.gate.clear()
-        batch = await begin(batches, lines(range(3)))
-        await until_status(batches, batch, BatchStatus.IN_PROGRESS)
-        run, store = batches._runs[batch.id][0], batches._store
-        if status is BatchStatus.FINALIZING:
+@pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.CANCELLED])
+async def test_batch_killed_before_its_end_ends_after_a_restart(
+    running, tmp_path: Path, monkeypatch, caplog, status: BatchStatus
+) -> None:
+    routes, end = Routes(), Store.end
+
+    async def kill_and_end(*arguments: object) -> None:
+        killed(tmp_path / "data", tmp_path / "killed")
+        await end(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "end", kill_and_end)
+        async with running(routes) as batches:
+            routes.gate.clear()
+            batch = await begin(batches, lines(range(3)))
+            await until(lambda: routes.received[0])
+            if status is BatchStatus.CANCELLED:
+                await batches.cancel(batch.id, "me")
             routes.gate.set()
-            batch = await until_status(batches, batch, BatchStatus.COMPLETED)
-            batch.num_output_bytes = 0
-            await store.remove_file(batch.output_id)
-        batch.status = run.batch.status = status
-        batch.num_lines = 0 if status is BatchStatus.VALIDATING else 3
-        await store._do(lambda db: db.execute("UPDATE batches SET has_ended = 0 WHERE id = ?", (batch.id,)))
-        await store.save(batch)
-    routes.gate.set()
+            batch = await until_status(batches, batch, status)
     caplog.set_level(logging.INFO, "penstock.server")
-    async with running(routes) as batches:
-        num_done = 3 if status is BatchStatus.FINALIZING else 0
-        assert f"{batch.id} continues: {num_done} of {batch.num_lines} lines are done" in caplog.messages
-        is_cancelled = status is BatchStatus.CANCELLING
-        batch = await until_status(batches, batch, BatchStatus.CANCELLED if is_cancelled else BatchStatus.COMPLETED)
-        assert (batch.num_completed, batch.num_failed) == ((0, 3) if is_cancelled else (3, 0))
+    async with running(routes, tmp_path / "killed") as batches:
+        assert f"{batch.id} continues: 3 of 3 lines are done" in caplog.messages
+        restarted = await until_status(batches, batch, status)
+        assert (restarted.num_completed, restarted.num_failed) == (batch.num_completed, batch.num_failed)
+        assert written(batches, restarted) == written(batches, batch)
 
 
 @pytest.mark.parametrize(
@@ -241,18 +242,6 @@ async def test_failed_batch_lists_every_line(running) -> None:
         assert errors[-1]["error"]["code"] == "batch_failed"
 
 
-async def test_input_removed_during_the_run_fails_its_batch(running) -> None:
-    routes = Routes()
-    async with running(routes) as batches:
-        routes.gate.clear()
-        batch = await begin(batches, lines(range(10)))
-        await until_status(batches, batch, BatchStatus.IN_PROGRESS)
-        batches.files.path(batch.input_file_id).unlink()
-    async with running(routes) as batches:
-        batch = await until_status(batches, batch, BatchStatus.FAILED)
-        assert [error.code for error in batch.errors] == ["file_not_found"]
-
-
 @pytest.mark.parametrize(
     ("cause", "status", "code"),
     [
@@ -260,7 +249,8 @@ async def test_input_removed_during_the_run_fails_its_batch(running) -> None:
         ("writer", BatchStatus.FAILED, "server_error"),
         ("check", BatchStatus.FAILED, "server_error"),
         ("key", BatchStatus.CANCELLED, "invalid_api_key"),
-        ("file", BatchStatus.FAILED, "file_not_found"),
+        ("missing file", BatchStatus.FAILED, "file_not_found"),
+        ("removed file", BatchStatus.FAILED, "file_not_found"),
         ("", BatchStatus.COMPLETED, None),
     ],
 )
@@ -281,14 +271,20 @@ async def test_ended_run_needs_no_garbage_collection(
         monkeypatch.setattr(BatchInput, "check", fail)
     if cause == "writer":
         monkeypatch.setattr(OutputWriter, "_append", fail)
-    async with running(Routes(status_of)) as batches:
+    routes = Routes(status_of)
+    if cause == "removed file":
+        routes.gate.clear()
+    async with running(routes) as batches:
         gc.collect()
         gc.disable()
         try:
             batch = await begin(batches, lines(range(4)))
             run = weakref.ref(batches._runs[batch.id][0])
-            if cause == "file":
+            if cause == "removed file":
+                await until(lambda: routes.received[0])
+            if cause.endswith("file"):
                 batches.files.path(batch.input_file_id).unlink()
+            routes.gate.set()
             batch = await until_status(batches, batch, status)
             await until(lambda: run() is None)
         finally:

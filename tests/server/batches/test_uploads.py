@@ -66,6 +66,7 @@ WRONG = [
     (b"no form", "cannot be read"),
     (b"", "ends before"),
     (field("other", "1") + HEAD + FILE + b"x" + END, "'other' has no use here"),
+    (field("n" * 65, "1") + HEAD + FILE + b"x" + END, "has no use here"),
     (field("other", "1" * 5000) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
     (HEAD * 16 + FILE + b"x" + END, "more than 16 parts"),
     (field("expires_after[anchor]", "now") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
@@ -80,8 +81,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("body", "part"), WRONG, ids=[part for _, part in WRONG])
 async def test_invalid_form_is_refused_and_leaves_no_file(files: Files, body: bytes, part: str) -> None:
-    with pytest.raises(InvalidRequestError, match=part):
+    with pytest.raises(InvalidRequestError, match=part) as error:
         await receive(files, body)
+    assert len(error.value.param or "") <= 64
     assert is_empty(files)
 
 

@@ -73,76 +73,67 @@ async def test_slow_or_refused_lines_lower_the_number_of_lines(window: Window, c
     assert await enter_all(window) == 1, "one line may always run"
 
 
-async def test_lines_use_the_time_between_live_requests(window, traffic, clock) -> None:
-    """A client sends a request of 10 ms each second. Lines run in all but 30 ms of the second."""
+@pytest.fixture
+def wide_window(window: Window, clock: Clock) -> Window:
+    """A window that admits many lines."""
     for _ in range(100):
         run(window, clock, 0.0)
-    run(window, clock, 0.01)
-    num_lines = 0
-    for _ in range(100):
-        traffic.begin()
-        assert not window.has_room(1), "a live request runs"
-        clock.now_s += 0.01
-        traffic.end()
-        assert not window.has_room(1), "the client may send its next request at once"
-        clock.now_s += QUIET_S + 1e-6
-        second_ends_s = clock.now_s + 0.99 - QUIET_S
-        while clock.now_s < second_ends_s:
-            assert window.has_room(1)
-            await window.enter(1)
-            run(window, clock, 0.01)
-            window.leave(1)
-            num_lines += 1
-    assert num_lines >= 100 * 90, "less than 90 % of the lines that run without the client"
+    return window
 
 
-async def test_lines_run_in_their_share_of_a_constant_load(window, traffic, clock) -> None:
-    for _ in range(100):
-        run(window, clock, 0.0)
+async def test_lines_run_after_a_pause_of_live_requests(wide_window, traffic, clock) -> None:
+    run(wide_window, clock, 0.01)
     traffic.begin()
-    assert await enter_all(window) == 1
-    run(window, clock, 2.0)  # a tenth of the time: clients get 18 s
-    window.leave(1)
+    assert not wide_window.has_room(1)
+    clock.now_s += 0.01
+    traffic.end()
+    clock.now_s += QUIET_S - 1e-6
+    assert not wide_window.has_room(1)
+    clock.now_s += 2e-6
+    assert await enter_all(wide_window) > 1
+
+
+async def test_lines_run_in_their_share_of_a_constant_load(wide_window, traffic, clock) -> None:
+    traffic.begin()
+    assert await enter_all(wide_window) == 1
+    run(wide_window, clock, 2.0)  # a tenth of the time: clients get 18 s
+    wide_window.leave(1)
     traffic.end()
     for _ in range(179):  # the next request always comes within QUIET_S
         traffic.begin()
         clock.now_s += 0.1
-        assert not window.has_room(1)
+        assert not wide_window.has_room(1)
         traffic.end()
     traffic.begin()
     clock.now_s += 0.2
-    assert await enter_all(window) == 1
-    run(window, clock, 1000.0)
-    window.leave(1)
+    assert await enter_all(wide_window) == 1
+    run(wide_window, clock, 1000.0)
+    wide_window.leave(1)
     clock.now_s += LONGEST_PAUSE_S - 0.1
-    assert not window.has_room(1)
+    assert not wide_window.has_room(1)
     clock.now_s += 0.2
-    assert window.has_room(1)
+    assert wide_window.has_room(1)
     traffic.end()
 
 
-async def test_bytes_of_running_lines_are_bounded(window, clock) -> None:
-    for _ in range(100):
-        run(window, clock, 0.0)
-    assert await enter_all(window, 300) == 3
-    assert window.has_room(100)
-    window.leave(300)
-    assert await enter_all(window, 300) == 1
-    with window.hold_response(50):
-        assert not window.has_room(100), "a response counts until it is on the disk"
-    assert window.has_room(100)
+async def test_bytes_of_running_lines_are_bounded(wide_window, clock) -> None:
+    assert await enter_all(wide_window, 300) == 3
+    assert wide_window.has_room(100)
+    wide_window.leave(300)
+    assert await enter_all(wide_window, 300) == 1
+    with wide_window.hold_response(50):
+        assert not wide_window.has_room(100), "a response counts until it is on the disk"
+    assert wide_window.has_room(100)
 
 
-async def test_line_above_the_bound_runs_alone(window, clock) -> None:
-    for _ in range(100):
-        run(window, clock, 0.0)
-    await window.enter(1)
-    assert not window.has_room(MAX_BYTES + 1)
-    window.leave(1)
-    await window.enter(MAX_BYTES + 1)
-    assert not window.has_room(1)
-    window.leave(MAX_BYTES + 1)
-    assert (window.num_lines, window.num_bytes) == (0, 0)
+async def test_line_above_the_bound_runs_alone(wide_window, clock) -> None:
+    await wide_window.enter(1)
+    assert not wide_window.has_room(MAX_BYTES + 1)
+    wide_window.leave(1)
+    await wide_window.enter(MAX_BYTES + 1)
+    assert not wide_window.has_room(1)
+    wide_window.leave(MAX_BYTES + 1)
+    assert (wide_window.num_lines, wide_window.num_bytes) == (0, 0)
 
 
 async def test_waiting_line_enters_when_another_leaves(window: Window) -> None:

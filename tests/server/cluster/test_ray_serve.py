@@ -95,35 +95,6 @@ def load(url: str, num_clients: int, answers: Counter[str], vectors: dict[str, l
             client.result()
 
 
-def seconds_for(url: str, num_requests: int, num_clients: int) -> float:
-    """Seconds that `num_requests` requests of four texts take."""
-
-    def send(client: httpx.Client) -> None:
-        embed(client, [TEXT * 2] * 4)
-
-    limits = httpx.Limits(max_connections=None)
-    with httpx.Client(base_url=url, timeout=120, limits=limits) as client, ThreadPoolExecutor(num_clients) as threads:
-        began_s = time.monotonic()
-        for done in [threads.submit(send, client) for _ in range(num_requests)]:
-            done.result()
-        return time.monotonic() - began_s
-
-
-def test_two_replicas_do_twice_the_work(nodes: Starting, model: str, tmp_path: Path) -> None:
-    seconds = {}
-    with nodes(0, 1, 1) as cluster:
-        for number in (1, 2):
-            log = tmp_path / f"{number}.log"
-            with sleeping_model(cluster, log, 0.0005, model, "--min-replicas", str(number)) as deployed:
-                seconds_for(deployed.url, 16 * number, 16 * number)  # replicas measure their rate
-                seconds[number] = seconds_for(deployed.url, 400, 48)
-    print(
-        f"\n400 requests: {seconds[1]:.1f} s with one replica, {seconds[2]:.1f} s with two: "
-        f"{seconds[1] / seconds[2]:.2f} times"
-    )
-    assert seconds[1] / seconds[2] >= 1.9
-
-
 def test_replicas_follow_the_length_of_the_queue(nodes: Starting, model: str, tmp_path: Path) -> None:
     flags = ("--max-replicas", "3", "--target-queue-s", "0.5", "--upscale-delay-s", "1", "--downscale-delay-s", "3")
     answers: Counter[str] = Counter()

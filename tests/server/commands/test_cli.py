@@ -49,9 +49,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("serve --quite-another", "unrecognized arguments: --quite-another"),
     ],
 )
-def test_invalid_command_line_is_one_line_with_code_2(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_command_line_is_one_line_with_code_2(arguments: str, message: str, capsys) -> None:
     assert cli.main(arguments.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -108,15 +106,11 @@ def test_help_imports_no_heavy_package(command: str) -> None:
         ("info", ["Model", "Limits", "Memory", "Logging"]),
     ],
 )
-def test_help_is_in_groups(
-    command: str, titles: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_in_groups(command: str, titles: list[str], monkeypatch, capsys) -> None:
     assert re.findall(r"^([A-Z][\w ]+):$", help_of(command, monkeypatch, capsys), re.MULTILINE) == titles
 
 
-def test_help_shows_variables_choices_units_and_defaults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_variables_choices_units_and_defaults(monkeypatch, capsys) -> None:
     text = help_of("serve", monkeypatch, capsys)
     for name in declared_settings(ServerSettings):
         assert environment_variable(name) in text
@@ -163,9 +157,7 @@ def test_no_form_of_a_flag_overrides_its_variable(monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_interruption_names_the_next_step(
-    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interruption_names_the_next_step(arguments: list[str], line: str, monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

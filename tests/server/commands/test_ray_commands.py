@@ -159,9 +159,7 @@ def test_output_that_holds_the_input_is_refused(run, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_all_engines_of_a_cluster_have_one_dtype(
-    given: dict[str, object], dtype: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype: str, caplog) -> None:
     caplog.set_level("INFO")
     for settings in (load(RayServeSettings, given), load(RayEmbedSettings, {"output": "out", **given})):
         caplog.clear()

@@ -27,7 +27,6 @@ CONFIG = {
     "max_position_embeddings": 40,
     "vocab_size": 100,
 }
-CONFIGS = ("modules.json", "tokenizer_config.json", "config_sentence_transformers.json")
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:53aa\nsize 90868376\n"
 
 
@@ -105,9 +104,7 @@ def test_settings_unsupported_by_several_processes_are_refused(
         ({"device": "cpu"}, "cpu"),
     ],
 )
-def test_one_device_is_used_by_several_processes(
-    given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: str, monkeypatch) -> None:
     served = Mock()
     monkeypatch.setattr(serve, "_serve_by_workers", served)
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
@@ -141,38 +138,22 @@ def plan(folder: Path, name: str, **more: Any) -> ModelPlan:
     return ModelPlan((name,), EngineConfig(model=str(folder), name=name), **more)
 
 
-WEIGHTS = [
-    b"",
-    b"abc",
-    POINTER,
-    header(b"\xff\xfe{"),
-    header(b"[1]"),
-    header(b'{"a": [1]}'),
-    header(b'{"a": {"dtype": "F32"}}'),
-    header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}'),
-    header(b"[" * 100_000),
-    (1 << 40).to_bytes(8, "little") + b"{}",
-]
-DAMAGED = [
-    *[("model.safetensors", content) for content in (*WEIGHTS, "folder", "dangling link")],
-    *[("config.json", content) for content in (b"", b"\xff\xfe", b"3", b"null", POINTER, "folder", "dangling link")],
-    *[(name, content) for name in CONFIGS for content in (b"{nope", b"\xff\xfe", b"null", "dangling link")],
-]
-
-
-@pytest.mark.parametrize(("file", "content"), DAMAGED)
-def test_damaged_model_keeps_no_other_from_serving(file: str, content: bytes | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", POINTER),
+        ("model.safetensors", header(b'{"a": [1]}')),
+        ("config.json", b""),
+        ("config.json", b"null"),
+        ("modules.json", b"{nope"),
+        ("tokenizer_config.json", b"\xff\xfe"),
+    ],
+)
+def test_damaged_model_keeps_no_other_from_serving(file: str, content: bytes, tmp_path: Path) -> None:
     good, bad = model(tmp_path / "good"), model(tmp_path / "bad")
     (bad / "modules.json").write_text("[]")
-    (bad / file).unlink(missing_ok=True)
-    if content == "folder":
-        (bad / file).mkdir()
-    elif content == "dangling link":
-        (bad / file).symlink_to(tmp_path / "nothing")
-    else:
-        (bad / file).write_bytes(content)
-    plans = [plan(bad, "bad"), plan(good, "good")]
-    models = served_models(plans, ServerSettings(model_memory=2**30), 2)
+    (bad / file).write_bytes(content)
+    models = served_models([plan(bad, "bad"), plan(good, "good")], ServerSettings(model_memory=2**30), 2)
     assert [served.names for served in models] == [("bad",), ("good",)]
     assert models[1].info is not None
 

@@ -28,38 +28,34 @@ def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
     output.write(output.path(shard), lambda path: parquet.write_table(table, path))
 
 
-def test_interrupted_run_continues_with_unfinished_shards(output: JobFolder) -> None:
-    output.begin(IDENTITY, overwrite=False)
+def test_continued_job_has_unfinished_shards_left(output: JobFolder) -> None:
+    output.begin(IDENTITY)
     assert output.left(SHARDS) == SHARDS
-    write(output, SHARDS[1])
-    output.begin(IDENTITY, overwrite=False)
+    for _ in range(2):
+        write(output, SHARDS[1])
+    assert sorted(path.name for path in output.folder.iterdir()) == [MANIFEST, "part-00000001.parquet"]
+    output.begin(IDENTITY)
     assert output.left(SHARDS) == [SHARDS[0], SHARDS[2]]
 
 
-def test_shard_is_finished_when_its_file_is_whole(output: JobFolder) -> None:
-    output.begin(IDENTITY, overwrite=False)
-    path = output.path(SHARDS[0])
-    write(output, SHARDS[0])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
-    assert not output.has(SHARDS[0])
-    path.write_bytes(b"")
-    assert not output.has(SHARDS[0])
-    write(output, SHARDS[0], TABLE.slice(1))  # a row is missing
-    assert not output.has(SHARDS[0])
-    write(output, SHARDS[0])
-    assert output.has(SHARDS[0])
-
-
-def test_shard_written_twice_leaves_one_file(output: JobFolder) -> None:
-    output.begin(IDENTITY, overwrite=False)
-    for _ in range(2):
-        write(output, SHARDS[0])
-    assert sorted(path.name for path in output.folder.iterdir()) == [MANIFEST, "part-00000000.parquet"]
+def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFolder) -> None:
+    for folder, write_rows in (
+        (output, lambda num_rows: write(output, SHARDS[0], TABLE.slice(0, num_rows))),
+        (job, lambda num_rows: job.write_vectors(SHARDS[0], np.ones((num_rows, 8), np.float32))),
+    ):
+        folder.begin(IDENTITY)
+        write_rows(4)
+        assert folder.has(SHARDS[0])
+        content = folder.path(SHARDS[0]).read_bytes()
+        for damaged in (content[:-1], content + b"x", b"", content[:40]):
+            folder.path(SHARDS[0]).write_bytes(damaged)
+            assert not folder.has(SHARDS[0])
+        write_rows(3)
+        assert not folder.has(SHARDS[0])
 
 
 def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    output.begin(IDENTITY, overwrite=False)
+    output.begin(IDENTITY)
 
     def full(table: pa.Table, path: Path) -> None:
         path.write_bytes(b"half")
@@ -72,25 +68,25 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
 
 
 def test_another_job_does_not_continue_a_run(output: JobFolder) -> None:
-    output.begin(IDENTITY, overwrite=False)
+    output.begin(IDENTITY)
     write(output, SHARDS[0])
     with pytest.raises(
         UsageError,
         match="another model, dimensions; give the same command again to finish it, or give --overwrite to start over",
     ):
-        output.begin(IDENTITY | {"model": "n", "dimensions": 8}, overwrite=False)
+        output.begin(IDENTITY | {"model": "n", "dimensions": 8})
     output.begin(IDENTITY | {"model": "n"}, overwrite=True)
     assert output.left(SHARDS) == SHARDS
 
 
 def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
-    output.begin(IDENTITY, overwrite=False)
+    output.begin(IDENTITY)
     write(output, SHARDS[0])
     (output.folder / ".unfinished-of-a-killed-process").write_bytes(b"half")
     output.finish(IDENTITY)
     assert not list(output.folder.glob(".unfinished*"))
     with pytest.raises(UsageError, match="is finished; give --overwrite"):
-        output.begin(IDENTITY, overwrite=False)
+        output.begin(IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +117,7 @@ def test_damaged_manifest_is_named(output: JobFolder, content: bytes) -> None:
     output.folder.mkdir()
     (output.folder / MANIFEST).write_bytes(content)
     with pytest.raises(UsageError, match=r"^[^\n]*_manifest\.json is damaged \([^\n]*give --overwrite to start over$"):
-        output.begin(IDENTITY, overwrite=False)
+        output.begin(IDENTITY)
     output.begin(IDENTITY, overwrite=True)
 
 
@@ -139,19 +135,6 @@ def test_vectors_are_a_fixed_size_list() -> None:
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), 2)
     assert table.column("embedding").to_pylist() == vectors.tolist()
     assert table.column_names == ["id", "embedding"]
-
-
-def test_npy_shard_is_finished_when_its_file_is_whole(job: JobFolder) -> None:
-    job.begin(IDENTITY)
-    job.write_vectors(SHARDS[0], np.ones((4, 8), np.float32))
-    assert job.left(SHARDS[:1]) == []
-    path = job.path(SHARDS[0])
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole + b"x", b"", whole[:40]):
-        path.write_bytes(damaged)
-        assert job.left(SHARDS[:1]) == SHARDS[:1]
-    job.write_vectors(SHARDS[0], np.ones((3, 8), np.float32))
-    assert not job.has(SHARDS[0])
 
 
 def test_shards_are_joined_as_one_array(job: JobFolder) -> None:

@@ -1,4 +1,3 @@
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -132,30 +131,6 @@ def test_continued_run_repeats_no_finished_shard(run, unfinished: Path, lines: P
     assert embedded_texts(fake) == TEXTS[2 * SHARD_ROWS :]
     np.testing.assert_allclose(np.load(unfinished), expected(fake), atol=1e-6)
     assert not folder.exists()
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_shards_finish_in_any_order(run, lines: Path, fake, tmp_path: Path) -> None:
-    output, num_answered = tmp_path / "out.npy", 0
-
-    async def embed_all_but_the_first(inputs, params, options):
-        nonlocal num_answered
-        if inputs[0] == TEXTS[0]:
-            await asyncio.Event().wait()
-        if num_answered == 6:
-            raise KeyboardInterrupt
-        num_answered += 1
-        return await type(fake).embed(fake, inputs, params, options)
-
-    fake.embed = embed_all_but_the_first
-    with pytest.raises(KeyboardInterrupt):
-        run(lines, output)
-    del fake.embed
-    assert [path.name for path in (tmp_path / "out.npy.partial").glob("part-*")] == ["part-00000001.npy"]
-    fake.calls.clear()
-    run(lines, output)
-    assert embedded_texts(fake) == TEXTS[:SHARD_ROWS] + TEXTS[2 * SHARD_ROWS :]
-    np.testing.assert_allclose(np.load(output), expected(fake), atol=1e-6)
 
 
 @pytest.mark.parametrize("changed", ["input", "model", "dimensions", "normalize"])

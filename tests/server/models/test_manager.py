@@ -226,9 +226,7 @@ async def test_close_ends_a_load_and_a_swap(engines: Engines) -> None:
     await cancel(loading)
 
 
-async def test_failed_load_is_retried_after_a_pause(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatch, caplog) -> None:
     manager = engines.manager("a")
     (entry,) = manager.entries
     engines.failures["a"] = ModelLoadError("secret path /x")
@@ -338,9 +336,7 @@ async def test_ttl_of_a_client_holds_until_the_next_load(engines: Engines) -> No
     assert on_demand.ttl_s == inf
 
 
-async def test_patient_request_unloads_no_recently_used_model(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_patient_request_unloads_no_recently_used_model(engines: Engines, monkeypatch) -> None:
     manager = engines.manager("a", "b", "c", max_loaded=1)
     first, second, third = manager.entries
     await manager.acquire(first)

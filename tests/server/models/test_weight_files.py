@@ -7,6 +7,10 @@ from safetensors.torch import save_file
 from penstock.server.models.weight_files import WeightFiles
 
 
+def header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
 def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "2_Dense").mkdir()
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -28,7 +32,13 @@ def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
         ("pytorch_model.bin", b"x" * 1000),
         ("model.safetensors", b""),
         ("model.safetensors", b"abc"),
-        ("model.safetensors", len(b"[1]").to_bytes(8, "little") + b"[1]"),
+        ("model.safetensors", header(b"\xff\xfe{")),
+        ("model.safetensors", header(b"[1]")),
+        ("model.safetensors", header(b'{"a": [1]}')),
+        ("model.safetensors", header(b'{"a": {"dtype": "F32"}}')),
+        ("model.safetensors", header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}')),
+        ("model.safetensors", header(b"[" * 100_000)),
+        ("model.safetensors", (1 << 40).to_bytes(8, "little") + b"{}"),
     ],
 )
 def test_file_without_a_valid_header_counts_no_parameters(name: str, content: bytes, tmp_path: Path) -> None:

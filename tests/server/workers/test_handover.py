@@ -112,9 +112,7 @@ async def test_ended_and_full_processes_get_no_connections(server: Server, resou
     assert connection.recv(100) == b"hello"
 
 
-async def test_accepting_is_retried_without_free_files(
-    server: Server, resources, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_accepting_is_retried_without_free_files(server: Server, resources, monkeypatch, caplog) -> None:
     class ListenerWithoutFiles:
         fileno = server.acceptor._listener.fileno
 

@@ -83,9 +83,7 @@ async def test_process_without_answer_keeps_its_last_metrics(worker: HttpProcess
     await asyncio.wait_for(worker.update_metrics(600), 120)  # no process: returns at once
 
 
-async def test_end_of_a_process_ends_the_wait_for_its_metrics(
-    worker: HttpProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_end_of_a_process_ends_the_wait_for_its_metrics(worker: HttpProcess, monkeypatch, tmp_path: Path) -> None:
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
