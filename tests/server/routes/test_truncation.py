@@ -1,4 +1,4 @@
-"""What a request says of over-long inputs counts, whatever --auto-truncate says; null and absent leave it to that."""
+"""Options that refuse or cut long inputs win over --auto-truncate; without them it decides."""
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ LONG = "word " * 100
 EXAMPLES = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 SPARSE = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED)
 
-# (path, body, the words of its dialect for: do not cut)
+# (path, body, option of the dialect that refuses long inputs)
 REFUSING = [
     ("/v1/embeddings", {"input": LONG}, {"truncation": False}),  # Voyage
     ("/v1/embeddings", {"input": LONG}, {"truncate": False}),  # Jina
@@ -30,7 +30,7 @@ REFUSING = [
     ("/rerank", {"query": "a", "texts": [LONG]}, {"truncate": False}),
     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}}, {"truncate": False}),
 ]
-# (path, body) that say nothing and whose dialect leaves it to the server
+# (path, body) without an option
 SILENT = [
     ("/v1/embeddings", {"input": LONG}),
     ("/v1/embeddings", {"input": LONG, "truncate": None, "truncation": None}),
@@ -44,29 +44,24 @@ SILENT = [
 
 
 @pytest.mark.parametrize("auto_truncate", [True, False])
-@pytest.mark.parametrize(("path", "body", "words"), REFUSING, ids=[f"{path} {words}" for path, _, words in REFUSING])
-async def test_request_that_forbids_cutting_is_refused(
-    serving: Serving, make_engine: type[FakeEngine], auto_truncate: bool, path: str, body: dict, words: dict
-) -> None:
+async def test_option_refuses_long_inputs(serving: Serving, make_engine, auto_truncate: bool) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate, tasks=SPARSE)) as client:
-        response = await client.post(path, json={**body, **words})
-        assert response.status_code in (400, 413, 422)
-        assert "maximum context length" in response.text
-        allowed = {**body, **dict.fromkeys(words)}
-        if auto_truncate:
-            assert (await client.post(path, json=allowed)).status_code == 200
+        for path, body, option in REFUSING:
+            response = await client.post(path, json={**body, **option})
+            assert response.status_code in (400, 413, 422), (path, option)
+            assert "maximum context length" in response.text
+            if auto_truncate:
+                assert (await client.post(path, json={**body, **dict.fromkeys(option)})).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "body"), SILENT)
-async def test_request_without_the_option_gets_the_servers_default(
-    serving: Serving, make_engine: type[FakeEngine], path: str, body: dict
-) -> None:
-    for auto_truncate, status in ((True, 200), (False, 400)):
-        async with serving(make_engine(auto_truncate=auto_truncate)) as client:
-            assert (await client.post(path, json=body)).status_code == status
+@pytest.mark.parametrize(("auto_truncate", "status"), [(True, 200), (False, 400)])
+async def test_without_the_option_the_server_decides(serving, make_engine, auto_truncate: bool, status: int) -> None:
+    async with serving(make_engine(auto_truncate=auto_truncate)) as client:
+        for path, body in SILENT:
+            assert (await client.post(path, json=body)).status_code == status, path
 
 
-async def test_a_number_of_tokens_says_where_to_cut(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_truncate_prompt_tokens_wins_over_truncate(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     body = {"input": LONG, "truncate": False, "truncate_prompt_tokens": 5}
     assert (await client.post("/v1/embeddings", json=body)).status_code == 200
     params = engine.calls[-1][1][1]
