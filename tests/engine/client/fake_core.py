@@ -1,4 +1,4 @@
-"""A core that records what it receives and answers on demand, and requests for it."""
+"""A core that records its messages and answers on demand, and requests for it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeCore:
 
 
 def tokens(*lengths: int) -> list[TokenizedInput]:
-    """Returns inputs of these lengths; the first has the token 1 only, the next one the token 2, and so on."""
+    """Returns one input for each length. Input n consists of the token n, counted from 1."""
     return [TokenizedInput(np.full(n, place + 1, np.int32)) for place, n in enumerate(lengths)]
 
 

@@ -46,7 +46,7 @@ async def test_results_come_in_the_order_of_inputs(dispatcher: Dispatcher, core:
 
 @st.composite
 def split_rows(draw: st.DrawFn) -> tuple[list[np.ndarray], list[list[Row]]]:
-    """Rows of several inputs, and messages with parts of them; the parts of one input stay in order."""
+    """Returns the rows of several inputs, and messages that split them. The parts of one input stay in order."""
     whole, parts = [], {}
     for index in range(draw(st.integers(1, 3))):
         num_rows = draw(st.integers(0, 7))

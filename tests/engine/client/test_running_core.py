@@ -67,7 +67,7 @@ async def test_pause_of_the_server_is_no_hang() -> None:
 
 @pytest.fixture
 def make_core(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessCore]:
-    """Makes cores whose processes run fake_worker.py."""
+    """Makes cores with fake_worker.py as process."""
     create = subprocess.Popen
 
     def create_fake(arguments: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:

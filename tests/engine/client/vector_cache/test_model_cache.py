@@ -1,4 +1,4 @@
-"""What passes the cache, and what a hit is: the same bits, without the core, without room in its queue."""
+"""Hits and misses of the cache of one model, and changes of its files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client.admission import LookupRateLimit
 from penstock.engine.client.dispatcher import Dispatcher
+from penstock.engine.client.vector_cache import model_cache
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.client.vector_cache.model_cache import ModelCache
+from penstock.engine.client.vector_cache.model_cache import ModelCache, cut_embeddings, whole_params
+from penstock.engine.pooling.heads import Cut
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
@@ -23,18 +27,20 @@ from penstock.engine.protocol.errors import (
     InvalidRequestError,
     ModelExecutionError,
 )
-from penstock.engine.protocol.messages import RequestFailed
+from penstock.engine.protocol.messages import RequestFailed, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.kernels.cpu import Machine, shared_machine
 
-from ..word_model import SubmitRequest, WordCore, info as info_of, tokenizer_pool
+from ....clock import Clock
+from ..word_model import WordCore, info as info_of, tokenizer_pool
 
 PARAMS = PoolingParams()
-EVERY = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
-SPARSE = {"tasks": EVERY, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
+EVERY_TASK = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
+SPARSE = {"tasks": EVERY_TASK, "sparse": SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)}
 Made = tuple[AsyncEngine, WordCore, ModelCache]
 Make = Callable[..., Awaitable[Made]]
 
@@ -56,9 +62,9 @@ async def make(folder: Path) -> AsyncIterator[Make]:
         info = info_of(path=str(folder), **changes)
         cache = ModelCache(VectorCache(2**20) if rows is None else rows)
         dispatcher = Dispatcher(max_queued_tokens, cache=cache)
-        dispatcher.admission.lookups = LookupRateLimit(lambda: 0.0)  # time adds nothing to it
+        dispatcher.admission.lookups = LookupRateLimit(Clock())
         core = WordCore(dispatcher)
-        await opened(cache, info)
+        await load(cache, folder, info)
         config = EngineConfig(model=str(folder))
         return AsyncEngine(config, info, tokenizers[-1], dispatcher, Mock()), core, cache
 
@@ -67,21 +73,25 @@ async def make(folder: Path) -> AsyncIterator[Make]:
         tokenizer.close()
 
 
-async def opened(cache: ModelCache, info: ModelInfo) -> None:
-    cache.expect(info.path)
-    cache.open(info.path, info)
+async def load(
+    cache: ModelCache, expected: Path | str, info: ModelInfo, content: bytes | None = None, **options: Any
+) -> None:
+    """Opens the cache as a core does that loads `expected`; `content` replaces the weights before the end."""
+    cache.expect(str(expected))
+    if content is not None:
+        (Path(info.path) / "model.safetensors").write_bytes(content)
+    cache.open(info.path, info, **options)
     await cache.wait()
 
 
-def num_run(core: WordCore) -> int:
-    return sum(len(inputs) for _, inputs in core.sent)
+# Hits and misses
 
 
-async def test_a_text_is_computed_once_and_the_hit_has_the_same_bits(make: Make) -> None:
+async def test_repeated_text_runs_once_and_hits_have_the_same_bits(make: Make) -> None:
     engine, core, cache = await make()
     first = await engine.embed(["a b", "c"], PARAMS)
     again = await engine.embed(["c", "a b", "d", "d"], PARAMS)
-    assert num_run(core) == 3
+    assert core.num_inputs == 3
     assert again.embeddings[0].tobytes() == first.embeddings[1].tobytes()
     assert again.embeddings[1].tobytes() == first.embeddings[0].tobytes()
     assert again.embeddings[2].tobytes() == again.embeddings[3].tobytes()
@@ -90,13 +100,8 @@ async def test_a_text_is_computed_once_and_the_hit_has_the_same_bits(make: Make)
     assert stats is cache.stats
     assert (stats.is_open, stats.num_memory_hits, stats.num_disk_hits, stats.num_misses) == (True, 2, 0, 3)
     assert (engine.stats().num_tokens, engine.stats().num_requests) == (0, 0)
-
-
-async def test_ids_and_their_text_are_the_same(make: Make) -> None:
-    engine, core, _ = await make()
-    await engine.embed(["a b"], PARAMS)
-    await engine.embed([[1, 2]], PARAMS)
-    assert num_run(core) == 1
+    await engine.embed([[1, 2]], PARAMS)  # the ids of "a b"
+    assert core.num_inputs == 3
 
 
 @pytest.mark.parametrize(
@@ -114,17 +119,17 @@ async def test_ids_and_their_text_are_the_same(make: Make) -> None:
         (PARAMS, RequestOptions(namespace="one", prompt="c "), False),
     ],
 )
-async def test_what_is_asked_in_another_way(
+async def test_request_is_a_hit_if_tokens_and_namespace_are_equal(
     make: Make, params: PoolingParams, options: RequestOptions, is_hit: bool
 ) -> None:
     engine, core, _ = await make(matryoshka_dimensions=(2,), prompts={"query": "query: "})
     await engine.embed(["a b"], PARAMS, RequestOptions(namespace="one", client="a"))
     await engine.embed(["a b"], params, options)
-    assert num_run(core) == (1 if is_hit else 2)
+    assert core.num_inputs == (1 if is_hit else 2)
 
 
-async def every_way(engine: AsyncEngine) -> list[bytes]:
-    """Asks for embeddings in every way and returns the numbers of the answers."""
+async def call_everything(engine: AsyncEngine) -> list[bytes]:
+    """Makes every call that embeds, and returns the values of the results."""
     long = " ".join("abcde"[n % 5] for n in range(60))
     results = [
         (await engine.embed(["a", long], PARAMS)).embeddings,
@@ -142,112 +147,134 @@ async def every_way(engine: AsyncEngine) -> list[bytes]:
     return [np.asarray(result).tobytes() for result in results]
 
 
-async def test_every_way_to_an_embedding_passes_it(make: Make) -> None:
+async def test_every_call_that_embeds_uses_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, core, _ = await make(**SPARSE, enable_chunked_processing=True, max_embed_len=100)
-    first = await every_way(engine)
-    num_first = num_run(core)
-    assert num_first > 10
-    assert await every_way(engine) == first
-    assert num_run(core) == num_first
+    first = await call_everything(engine)
+    num_inputs = core.num_inputs
+    assert num_inputs > 10
+    monkeypatch.setattr(model_cache, "_MANY_TOKENS", 1)  # keys and cuts are computed in threads
+    monkeypatch.setattr(model_cache, "_MANY_NUMBERS", 1)
+    assert await call_everything(engine) == first
+    assert core.num_inputs == num_inputs
 
 
-async def test_late_chunking_is_kept_by_its_parts(make: Make) -> None:
+async def test_late_chunking_is_cached_by_its_parts(make: Make) -> None:
     engine, core, _ = await make()
     one = await engine.embed_late(["a b", "c"], PARAMS)
     other = await engine.embed_late(["a", "b c"], PARAMS)  # the same tokens
-    assert num_run(core) == 2
+    assert core.num_inputs == 2
     assert not np.array_equal(one.embeddings, other.embeddings)
 
 
-async def test_rows_for_tokens_and_classes_do_not_pass(make: Make) -> None:
-    engine, core, cache = await make(tasks=(*EVERY, PoolingTask.CLASSIFY), labels=("x", "y"), sparse=SPARSE["sparse"])
+async def test_token_vectors_and_classes_are_not_cached(make: Make) -> None:
+    tasks = (*EVERY_TASK, PoolingTask.CLASSIFY)
+    engine, core, cache = await make(tasks=tasks, labels=("x", "y"), sparse=SPARSE["sparse"])
     for _ in range(2):
         await engine.token_embed(["a b"], PARAMS)
         await engine.classify(["a b"], PARAMS)
         await engine.embed_combined(["a b"], (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED), PARAMS)
-    assert num_run(core) == 6
+    assert core.num_inputs == 6
     assert (cache.stats.num_misses, cache.stats.num_memory_hits) == (0, 0)
 
 
-async def test_a_model_without_embeddings_has_no_cache(make: Make) -> None:
-    _, _, cache = await make(kind=ModelKind.CROSS_ENCODER, tasks=(PoolingTask.SCORE,), max_queued_tokens=1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": ModelKind.CROSS_ENCODER, "tasks": (PoolingTask.SCORE,)},
+        {"multi_vector": MultiVector(), "tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)},
+    ],
+)
+async def test_model_without_embeddings_has_no_cache(make: Make, changes: dict[str, Any]) -> None:
+    _, _, cache = await make(**changes)
     assert not cache.stats.is_open
-    multi = {"multi_vector": MultiVector(), "tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)}
-    _, core, cache = await make(**multi)
-    assert not cache.stats.is_open
-    assert not core.sent
 
 
-async def test_hits_need_no_room_and_misses_do(make: Make) -> None:
+async def test_failed_and_cancelled_requests_are_not_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, core, cache = await make()
+
+    def fail(request: SubmitRequest) -> None:
+        core.dispatcher.replicas[0].receive_failure(RequestFailed(request.request_id, "ModelExecutionError", "No."))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "_answer", fail)
+        with pytest.raises(ModelExecutionError):
+            await engine.embed(["a b"], PARAMS)
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "_answer", lambda *_: None)
+        task = asyncio.create_task(engine.embed(["a b"], PARAMS))
+        while len(core.sent) == 1:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert cache._cache.figures()[0].num_bytes == 0
+    await engine.embed(["a b"], PARAMS)
+    assert cache.stats.num_misses == 3
+
+
+# A full queue
+
+
+async def test_hits_are_answered_while_the_queue_is_full(make: Make) -> None:
     engine, core, _ = await make(max_queued_tokens=10)
     await engine.embed(["a b"], PARAMS)
-    held = engine._dispatcher.admission
-    held.enter(10)
+    admission = engine._dispatcher.admission
+    admission.enter(10)
     assert not engine.is_full
     assert (await engine.embed(["a b", "a b"], PARAMS)).num_tokens == [2, 2]
     with pytest.raises(EngineOverloadedError):
         await engine.embed(["a b", "c"], PARAMS)
     with pytest.raises(EngineOverloadedError):
         await engine.token_embed(["a b"], PARAMS)
-    held.leave(10)
+    admission.leave(10)
     assert (await engine.embed(["c"], PARAMS)).num_tokens == [1]
-    assert num_run(core) == 2
+    assert core.num_inputs == 2
+    admission.closed_because = "The engine is being started again."
+    with pytest.raises(EngineUnavailableError):
+        await engine.embed(["a b"], PARAMS)
 
 
-async def test_many_looks_in_vain_end_the_looking(make: Make) -> None:
+async def send_refused(engine: AsyncEngine, kind: str) -> None:
+    if kind == "miss":
+        await engine.embed(["c"], PARAMS)
+    elif kind == "without lookup":
+        await engine.token_embed(["a b"], PARAMS)
+    elif kind == "invalid":
+        await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens show
+    else:
+        async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
+            with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
+                pytest.fail("the queue is full")
+
+
+@pytest.mark.parametrize("kind", ["miss", "without lookup", "invalid", "cancelled", "admitted as a whole"])
+async def test_refused_requests_use_up_the_lookups_of_a_full_queue(make: Make, kind: str) -> None:
     engine, core, cache = await make(max_queued_tokens=10)
     await engine.embed(["a b"], PARAMS)
     engine._dispatcher.admission.enter(10)
-    num_looks = 0
+    num_requests = 0
     while not engine.is_full:
-        with pytest.raises(EngineOverloadedError):
-            await engine.embed(["c"], PARAMS)
-        num_looks += 1
-    assert 100 < num_looks <= 150
-    num_misses = cache.stats.num_misses
-    with pytest.raises(EngineOverloadedError):
-        await engine.embed(["c"], PARAMS)
-    assert cache.stats.num_misses == num_misses  # refused before it was tokenized
-    engine._dispatcher.admission.leave(10)
-    assert not engine.is_full
-    await engine.embed(["a b"], PARAMS)
-    assert num_run(core) == 1
-
-
-async def enter_whole(engine: AsyncEngine) -> None:
-    async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
-        with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
-            """Nothing is run."""
-
-
-@pytest.mark.parametrize("kind", ["never looked up", "wrong", "cancelled", "refused whole"])
-async def test_whatever_comes_to_nothing_while_full_uses_up_the_allowance(make: Make, kind: str) -> None:
-    engine, core, _ = await make(max_queued_tokens=10)
-    await engine.embed(["a b"], PARAMS)
-    engine._dispatcher.admission.enter(10)
-    num_asked = 0
-    while not engine.is_full:
-        num_asked += 1
-        assert num_asked < 200
-        if kind == "never looked up":
-            with pytest.raises(EngineOverloadedError):
-                await engine.token_embed(["a b"], PARAMS)
-        elif kind == "wrong":
-            with pytest.raises(InvalidRequestError):
-                await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens tell
-        elif kind == "cancelled":
+        num_requests += 1
+        assert num_requests <= 150
+        if kind == "cancelled":
             task = asyncio.create_task(engine.embed(["a b"] * 50, PARAMS))  # so many are tokenized in a thread
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
-            with pytest.raises(EngineOverloadedError):
-                await enter_whole(engine)
-    assert num_asked > 100
-    assert num_run(core) == 1
+            with pytest.raises(InvalidRequestError if kind == "invalid" else EngineOverloadedError):
+                await send_refused(engine, kind)
+    assert num_requests > 100
+    num_misses = cache.stats.num_misses
+    with pytest.raises(EngineOverloadedError):
+        await engine.embed(["c"], PARAMS)
+    assert cache.stats.num_misses == num_misses  # refused before its tokenization
+    engine._dispatcher.admission.leave(10)
+    assert not engine.is_full
+    await engine.embed(["a b"], PARAMS)
+    assert core.num_inputs == 1
 
 
-async def test_faults_cost_nothing_while_there_is_room(make: Make) -> None:
+async def test_invalid_requests_cost_no_lookups_while_tokens_fit(make: Make) -> None:
     engine, _, _ = await make(max_queued_tokens=10)
     for _ in range(300):
         with pytest.raises(InvalidRequestError):
@@ -255,58 +282,24 @@ async def test_faults_cost_nothing_while_there_is_room(make: Make) -> None:
     assert engine._dispatcher.looks_while_full
 
 
-async def test_an_engine_that_is_not_ready_answers_no_hits(make: Make) -> None:
-    engine, _, _ = await make()
-    await engine.embed(["a b"], PARAMS)
-    engine._dispatcher.admission.closed_because = "The engine is being started again."
-    with pytest.raises(EngineUnavailableError):
-        await engine.embed(["a b"], PARAMS)
+# Several models, folders and cores
 
 
-async def test_failures_and_what_is_not_finite_are_not_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, core, cache = await make()
-
-    def fail(asked: SubmitRequest) -> None:
-        core.dispatcher.replicas[0].receive_failure(RequestFailed(asked.request_id, "ModelExecutionError", "No."))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(core, "_answer", fail)
-        with pytest.raises(ModelExecutionError):
-            await engine.embed(["a b"], PARAMS)
-    await engine.embed(["a b"], PARAMS)
-    assert cache.stats.num_misses == 2
-    cache._cache.keep(bytes(32), {"embedding": np.array([1, np.nan], np.float32)})
-    assert (await cache._cache.find([bytes(32)])).arrays == {}
-
-
-async def test_a_request_that_is_cancelled_keeps_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, core, cache = await make()
-    monkeypatch.setattr(core, "_answer", lambda *_: None)
-    task = asyncio.create_task(engine.embed(["a b"], PARAMS))
-    while not core.sent:
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert cache._cache.figures()[0].num_bytes == 0
-
-
-async def test_two_models_share_the_memory_and_not_the_vectors(make: Make, folder: Path) -> None:
+async def test_models_share_the_memory_but_not_the_vectors(make: Make, folder: Path) -> None:
     rows = VectorCache(2**20)
-    engine, _, _ = await make(rows)
-    await engine.embed(["a b"], PARAMS)
-    same, same_core, _ = await make(rows, name="another name", max_model_len=20)
-    await same.embed(["a b"], PARAMS)
-    assert num_run(same_core) == 0
-    other, other_core, _ = await make(rows, sequence_pooling=(PoolingType.CLS,))
-    await other.embed(["a b"], PARAMS)
-    assert num_run(other_core) == 1
-    (folder / "model.safetensors").write_bytes(b"other")
-    changed, changed_core, _ = await make(rows)
-    await changed.embed(["a b"], PARAMS)
-    assert num_run(changed_core) == 1
+    for changes, content, num_inputs in (
+        ({}, b"words", 1),
+        ({"name": "another name", "max_model_len": 20}, b"words", 0),
+        ({"sequence_pooling": (PoolingType.CLS,)}, b"words", 1),
+        ({}, b"other", 1),
+    ):
+        (folder / "model.safetensors").write_bytes(content)
+        engine, core, _ = await make(rows, **changes)
+        await engine.embed(["a b"], PARAMS)
+        assert core.num_inputs == num_inputs
 
 
-async def test_what_was_kept_on_disk_is_found_by_the_next_server(make: Make, tmp_path: Path) -> None:
+async def test_rows_on_disk_are_found_by_the_next_server(make: Make, tmp_path: Path) -> None:
     rows = VectorCache(0, tmp_path / "cache", 2**20)
     engine, _, _ = await make(rows)
     first = await engine.embed(["a b", "c d e"], PARAMS)
@@ -315,25 +308,25 @@ async def test_what_was_kept_on_disk_is_found_by_the_next_server(make: Make, tmp
     engine, core, cache = await make(again)
     for _ in range(2):
         assert (await engine.embed(["a b", "c d e"], PARAMS)).embeddings.tobytes() == first.embeddings.tobytes()
-    assert num_run(core) == 0
+    assert core.num_inputs == 0
     assert (cache.stats.num_disk_hits, cache.stats.num_memory_hits) == (2, 2)
     assert [tier.name for tier in again.figures()] == ["memory", "disk"]
-    assert all(tier.num_bytes > 0 for tier in again.figures())
+    assert all(tier.num_bytes > 0 and tier.is_working for tier in again.figures())
     again.close()
 
 
-async def test_a_folder_that_cannot_be_used_is_gone_without(make: Make, tmp_path: Path, caplog: Any) -> None:
+async def test_unusable_folder_leaves_the_memory_cache(make: Make, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "file").write_text("")
     rows = VectorCache(2**20, tmp_path / "file", 2**20)
     engine, core, _ = await make(rows)
     for _ in range(2):
         await engine.embed(["a b"], PARAMS)
-    assert num_run(core) == 1
+    assert core.num_inputs == 1
     assert [(tier.name, tier.is_working) for tier in rows.figures()] == [("memory", True), ("disk", False)]
     assert len(caplog.records) == 1
 
 
-async def test_another_model_behind_the_same_engine_finds_nothing_of_the_last(make: Make, folder: Path) -> None:
+async def test_next_model_of_an_engine_finds_no_old_vectors(make: Make, folder: Path) -> None:
     engine, core, cache = await make()
     await engine.embed(["a b"], PARAMS)
     (folder / "model.safetensors").write_bytes(b"others")
@@ -343,57 +336,122 @@ async def test_another_model_behind_the_same_engine_finds_nothing_of_the_last(ma
     await engine.embed(["a b"], PARAMS)
     await cache.wait()
     await engine.embed(["a b"], PARAMS)
-    assert num_run(core) == 3
+    assert core.num_inputs == 3
 
 
-async def test_cores_that_may_have_loaded_different_files_are_not_trusted(
-    make: Make, folder: Path, caplog: Any
-) -> None:
+async def test_replicas_with_different_files_have_no_cache(make: Make, folder: Path, caplog: Any) -> None:
     engine, _, cache = await make()
-    for is_changed in (False, True):
-        if is_changed:
-            (folder / "model.safetensors").write_bytes(b"others")
-        cache.expect(str(folder))  # one of two has died
-        cache.open(str(folder), engine.info, has_one_core=False)
-        await cache.wait()
-        assert cache.stats.is_open is not is_changed
+    for content, is_open in ((b"words", True), (b"others", False)):
+        (folder / "model.safetensors").write_bytes(content)
+        await load(cache, folder, engine.info, has_one_core=False)
+        assert cache.stats.is_open is is_open
     assert "have changed" in caplog.text
 
 
-async def test_files_that_change_while_the_model_loads_are_not_trusted(make: Make, folder: Path, caplog: Any) -> None:
+async def test_files_that_change_during_the_load_are_not_cached(make: Make, folder: Path, caplog: Any) -> None:
     engine, core, cache = await make()
-    cache.expect(str(folder))
-    (folder / "model.safetensors").write_bytes(b"words")
-    cache.open(str(folder), engine.info)
-    await cache.wait()
+    await load(cache, folder, engine.info, b"words")
     assert not cache.stats.is_open
     assert "have changed while it was loaded" in caplog.text
     for _ in range(2):
         await engine.embed(["a b"], PARAMS)
-    assert num_run(core) == 2
+    assert core.num_inputs == 2
 
 
-async def test_the_keys_of_many_tokens_are_made_in_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.client.vector_cache.model_cache._MANY_TOKENS", 1)
-    engine, core, _ = await make()
-    for _ in range(2):
-        await engine.embed(["a b", "c"], PARAMS)
-    assert num_run(core) == 2
-
-
-async def test_what_stands_for_a_folder_is_no_change_of_its_files(make: Make, folder: Path, tmp_path: Path) -> None:
+async def test_link_or_hub_id_stands_for_the_loaded_folder(make: Make, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
+    engine, _, cache = await make()
     for name, is_open in ((str(tmp_path / "link"), True), ("owner/words", True), (str(tmp_path), False)):
-        engine, _, cache = await make()
-        cache.expect(name)  # the core tells which folder it has found
-        cache.open(str(folder), engine.info)
-        await cache.wait()
+        await load(cache, name, engine.info)
         assert cache.stats.is_open is is_open
 
 
-def test_secret_is_shared_through_a_folder_only(tmp_path: Path) -> None:
-    assert VectorCache(2**20).shared_secret is None
-    pytest.importorskip("lmdb")
-    rows = VectorCache(0, tmp_path / "cache", 2**20)
-    assert rows.shared_secret == rows.secret == (tmp_path / "cache" / "secret").read_bytes()
-    rows.close()
+# Whole rows
+
+TOLERANCE = 2.5e-7
+"""Of the norm of a row: two roundings of float32."""
+
+
+@pytest.fixture(params=["library", "numpy"])
+def cutting_machine(request: pytest.FixtureRequest) -> Machine | None:
+    machine = shared_machine()
+    if request.param == "library" and machine is None:
+        pytest.skip("the native kernels are not built")
+    return machine if request.param == "library" else None
+
+
+def resolved(**changes: Any) -> PoolingParams:
+    return PoolingParams(task=PoolingTask.EMBED, normalize=True, use_activation=True).clone(**changes)
+
+
+@pytest.mark.parametrize("width", [1, 7, 383, 384, None])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_cut_rows_equal_those_of_the_pooler_head(
+    cutting_machine: Machine | None, width: int | None, normalize: bool
+) -> None:
+    rows = np.random.default_rng(2).normal(scale=3, size=(9, 384)).astype(np.float32)
+    rows[4] = 0
+    rows.flags.writeable = False
+    params = resolved(dimensions=width, normalize=normalize)
+    outputs = [{"embedding": row, "sparse": np.ones((2, 2), np.float32)} for row in rows]
+    cut = cut_embeddings(outputs, params, cutting_machine)
+    expected = TensorOps().cut(torch.from_numpy(rows.copy()), Cut.of([params] * 9, 384)).numpy()
+    values = np.stack([output["embedding"] for output in cut])
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE if normalize else 0)
+    assert all(new["sparse"] is old["sparse"] for new, old in zip(cut, outputs, strict=True))
+    for place, output in enumerate(outputs):  # alone, each row has the same bits
+        (alone,) = cut_embeddings([output], params, cutting_machine)
+        assert alone["embedding"].tobytes() == values[place].tobytes()
+        assert np.array_equal(output["embedding"], rows[place])
+
+
+@pytest.mark.parametrize(
+    ("params", "is_cut"),
+    [
+        (resolved(), True),
+        (resolved(normalize=False, use_activation=False), False),
+        (resolved(normalize=False, use_activation=False, dimensions=64), True),
+        (resolved(also=(PoolingTask.SPARSE_EMBED,)), True),
+        (resolved(also=(PoolingTask.TOKEN_EMBED,)), False),
+        (resolved(task=PoolingTask.TOKEN_EMBED), False),
+        (PoolingParams(task=PoolingTask.SPARSE_EMBED), False),
+        (PoolingParams(task=PoolingTask.CLASSIFY, use_activation=True), False),
+    ],
+    ids=str,
+)
+def test_only_embeddings_are_cached_whole(params: PoolingParams, is_cut: bool) -> None:
+    whole = whole_params(params)
+    assert (whole is not None) is is_cut
+    if whole is not None:
+        assert (whole.dimensions, whole.normalize, whole.also) == (None, False, params.also)
+        assert whole_params(whole) is None
+
+
+async def test_cached_vectors_equal_those_without_a_cache(minilm_folder: Path, tmp_path: Path) -> None:
+    texts = ["Follow the white rabbit.", "short", "a much longer text " * 20]
+    requests = [PoolingParams(dimensions=width, normalize=norm) for width in (64, 384, None) for norm in (True, False)]
+    config = EngineConfig(
+        model=str(minilm_folder),
+        in_process=True,
+        num_threads=1,
+        dtype="float32",
+        hf_overrides={"matryoshka_dimensions": [64]},
+    )
+    cached = await AsyncEngine.start(config, cache=VectorCache(2**20))
+    plain = await AsyncEngine.start(config)
+    try:
+        await cached.wait_for_cache()
+        for params in requests:
+            expected = (await plain.embed(texts, params)).embeddings
+            vectors = (await cached.embed(texts, params)).embeddings
+            assert vectors.shape == (len(texts), params.dimensions or 384)
+            sizes = np.linalg.norm(expected, axis=1, keepdims=True)
+            assert np.abs((vectors - expected) / sizes).max() <= 1e-6
+            assert vectors.tobytes() == expected.tobytes() or not cached.info.kernels.startswith("native")
+        stats = cached.stats().vectors
+        assert stats is not None
+        assert (stats.num_misses, stats.num_memory_hits) == (len(texts), len(texts) * (len(requests) - 1))
+    finally:
+        await cached.close()
+        await plain.close()
