@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica import even_shares
@@ -44,40 +43,20 @@ async def test_results_come_in_the_order_of_inputs(dispatcher: Dispatcher, core:
     assert not core.cancelled
 
 
-@st.composite
-def split_rows(draw: st.DrawFn) -> tuple[list[np.ndarray], list[list[Row]]]:
-    """Returns the rows of several inputs, and messages that split them. The parts of one input stay in order."""
-    whole, parts = [], {}
-    for index in range(draw(st.integers(1, 3))):
-        num_rows = draw(st.integers(0, 7))
-        rows = np.arange(num_rows * 2, dtype=np.float32).reshape(num_rows, 2) + 100 * index
-        bounds = [0, *sorted(draw(st.lists(st.integers(0, num_rows), max_size=4))), num_rows]
-        whole.append(rows)
-        parts[index] = [
-            Row(0, index, "token_embeddings", rows[first:last], place == len(bounds) - 2)
-            for place, (first, last) in enumerate(itertools.pairwise(bounds))
-        ]
-    order = draw(st.permutations([index for index, own in parts.items() for _ in own]))
-    left = [parts[index].pop(0) for index in order]
-    messages = []
-    while left:
-        size = draw(st.integers(1, 4))
-        messages.append(left[:size])
-        left = left[size:]
-    return whole, messages
-
-
-@given(split_rows())
-@settings(max_examples=60, deadline=None)
-async def test_parts_of_rows_are_joined(split: tuple[list[np.ndarray], list[list[Row]]]) -> None:
-    whole, messages = split
-    dispatcher = Dispatcher(max_queued_tokens=100)
-    core = FakeCore(dispatcher.replicas[0])
-    task = await begin(dispatcher, *[3] * len(whole))
-    for message in messages:
+async def test_parts_of_rows_are_joined(dispatcher: Dispatcher, core: FakeCore) -> None:
+    task = await begin(dispatcher, 3, 3, 3)
+    first, second = np.arange(14, dtype=np.float32).reshape(7, 2), np.arange(6, dtype=np.float32).reshape(3, 2) + 100
+    for message in (
+        [Row(0, 0, "token_embeddings", first[:2], False), Row(0, 1, "token_embeddings", second[:0], False)],
+        [Row(0, 0, "token_embeddings", first[2:2], False), Row(0, 0, "token_embeddings", first[2:6], False)],
+        [Row(0, 1, "token_embeddings", second, True)],
+        [Row(0, 0, "token_embeddings", first[6:], True), Row(0, 2, "token_embeddings", first, True)],
+    ):
+        assert not task.done()
         core.replica.receive_rows(*step_of(message))
     outputs = await asyncio.wait_for(task, 120)
-    assert all(np.array_equal(o["token_embeddings"], rows) for o, rows in zip(outputs, whole, strict=True))
+    for output, rows in zip(outputs, (first, second, first), strict=True):
+        assert np.array_equal(output["token_embeddings"], rows)
 
 
 async def test_several_outputs_of_an_input_are_one_result(dispatcher: Dispatcher, core: FakeCore) -> None:

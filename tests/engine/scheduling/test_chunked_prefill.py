@@ -182,18 +182,12 @@ def test_chunks_of_one_prompt_can_be_iterated(manager: ChunkedPrefillManager) ->
     manager.create_chunks("a", np.arange(20, dtype=np.int32))
     for chunk in manager.iterate_chunks("a"):
         assert chunk.state is ChunkState.RUNNING
+        with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still running")):
+            next(manager.iterate_chunks("a"))
         manager.complete_chunk(chunk.chunk_id, np.asarray(chunk.tokens) * 2)
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20) * 2)
     assert list(manager.iterate_chunks("a")) == []
     assert run(manager).request_id == "other"
-
-
-def test_iteration_needs_each_chunk_completed(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    chunks = manager.iterate_chunks("a")
-    chunk = next(chunks)
-    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still running")):
-        next(chunks)
 
 
 def test_iteration_retries_a_failed_chunk_twice(manager: ChunkedPrefillManager) -> None:
@@ -262,18 +256,15 @@ def test_only_the_last_chunk_is_below_the_smallest_size(manager: ChunkedPrefillM
     assert bounds([run(manager, 1)]) == [(8, 9)]
 
 
-def test_pressure_shrinks_the_next_chunk(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 60)
-    assert [run(manager, pressure=p).num_tokens for p in (0.0, 0.5, 1.0, 0.25, 0.0)] == [8, 4, 2, 6, 8]
-
-
-def test_pressure_shrinks_the_planned_size_further(manager: ChunkedPrefillManager) -> None:
+def test_pressure_shrinks_planned_and_scheduled_chunks(manager: ChunkedPrefillManager) -> None:
     planned = manager.create_chunks("a", 20, memory_pressure=0.5)
     assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     assert bounds([run(manager) for _ in planned]) == bounds(planned)
     assert manager.requests["a"].is_complete
     manager.create_chunks("b", 40, chunk_size=16, memory_pressure=0.5)
     assert schedule(manager, pressure=0.5).num_tokens == 4
+    manager.create_chunks("c", 60)
+    assert [run(manager, pressure=p).num_tokens for p in (0.0, 0.5, 1.0, 0.25, 0.0)] == [8, 4, 2, 6, 8]
 
 
 @given(

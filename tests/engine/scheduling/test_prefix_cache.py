@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from penstock.engine.protocol.errors import InvalidSlot
 from penstock.engine.scheduling import Allocation, KvCachePool, PrefixCache, block_keys
 
-from .prefix_texts import BLOCK_SIZE, keys_of, keys_of_blocks, kv_pool, num_found, run, start
+from .prefix_texts import BLOCK_SIZE, keys_of, keys_of_blocks, kv_pool, start
 
 
 @given(ids=st.lists(st.integers(0, 3), max_size=20), others=st.lists(st.integers(0, 3), max_size=20))
@@ -54,69 +54,6 @@ def test_invalid_calls_of_the_prefix_cache_are_refused() -> None:
     assert (pool.num_free, cache.num_cached) == (2, 0)
 
 
-def test_uncached_sequence_keeps_the_blocks_that_it_read() -> None:
-    sequence_pool = kv_pool()
-    run(sequence_pool, "a", "xy")
-    allocation = start(sequence_pool, "b", "xyzw")
-    sequence_pool.commit(allocation, 17)
-    assert num_found(sequence_pool, "xyzw") == 4
-    sequence_pool.free(allocation, uncache=True)
-    assert num_found(sequence_pool, "xyzw") == 2
-    assert sequence_pool.prefixes is not None
-    assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
-    assert sequence_pool.usage == 0.0
-
-
-def test_uncached_sequence_keeps_equal_blocks_of_another() -> None:
-    sequence_pool = kv_pool()
-    first, second = start(sequence_pool, "a", "x"), start(sequence_pool, "b", "x")
-    sequence_pool.commit(first, 5)
-    sequence_pool.commit(second, 5)
-    sequence_pool.free(second, uncache=True)
-    assert num_found(sequence_pool, "x") == 1
-    sequence_pool.free(first, uncache=True)
-    assert num_found(sequence_pool, "x") == 0
-    assert sequence_pool.kv is not None
-    assert sequence_pool.kv.num_free == 8
-
-
-def test_reader_keeps_uncached_blocks_until_it_ends() -> None:
-    sequence_pool = kv_pool()
-    first = start(sequence_pool, "a", "xy")
-    sequence_pool.commit(first, 9)
-    second = start(sequence_pool, "b", "xyz")
-    sequence_pool.commit(second, 13)
-    sequence_pool.free(first, uncache=True)
-    assert num_found(sequence_pool, "xyz") == 0
-    assert sequence_pool.usage == 4 / 8
-    assert start(sequence_pool, "c", "xyz").num_cached_tokens == 0
-    sequence_pool.free(second)
-    assert sequence_pool.usage == 4 / 8
-
-
-def test_cleared_cache_takes_no_blocks_of_running_sequences() -> None:
-    sequence_pool = kv_pool()
-    run(sequence_pool, "a", "xy")
-    reader = start(sequence_pool, "b", "xyz")
-    twin = start(sequence_pool, "c", "xyw", readable=0)
-    sequence_pool.commit(twin, 8)
-    assert (reader.num_cached_tokens, list(twin.twins)) == (8, [0, 1])
-    assert sequence_pool.clear_prefixes() == 2
-    assert num_found(sequence_pool, "xyz") == 0
-    for allocation in (reader, twin):
-        sequence_pool.commit(allocation, 13)
-    assert num_found(sequence_pool, "xyz") == num_found(sequence_pool, "xyw") == 0
-    for allocation in (reader, twin):
-        sequence_pool.free(allocation)
-    assert sequence_pool.prefixes is not None
-    assert sequence_pool.kv is not None
-    assert (sequence_pool.prefixes.num_cached, sequence_pool.kv.num_free) == (0, 8)
-    run(sequence_pool, "d", "xy")
-    assert sequence_pool.clear_prefixes() == 2
-    assert (sequence_pool.kv.num_free, sequence_pool.num_evicted_blocks) == (8, 0)
-    assert kv_pool(enable_prefix_caching=False).clear_prefixes() is None
-
-
 TEXTS = ["x", "xy", "xyz", "xyzw", "xv", "xvz", "y", "yz"]
 events = st.one_of(
     st.tuples(st.just("start"), st.sampled_from(TEXTS)),
@@ -137,7 +74,7 @@ def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | in
         if isinstance(argument, str):
             running.append(start(sequence_pool, number, argument))
         elif event == "clear":
-            sequence_pool.clear_prefixes()
+            assert sequence_pool.clear_prefixes() == len(known)
             known = {}
         elif running and event == "commit":
             allocation = running[argument % len(running)]
@@ -160,5 +97,7 @@ def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | in
     for allocation in running:
         sequence_pool.free(allocation)
     assert (prefixes.num_cached, prefixes.num_parked) == (len(known), len(known))
+    assert sequence_pool.usage == sequence_pool.num_evicted_blocks == 0
     prefixes.evict(len(known))
     assert kv.num_free == kv.num_blocks
+    assert sequence_pool.num_evicted_blocks == len(known)

@@ -105,14 +105,13 @@ def test_cached_prefix_is_read_instead_of_computed() -> None:
     assert second.block_ids[:2] == first.block_ids[:2]
     assert second.block_ids[2] not in first.block_ids[:3]
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (24, 8)
-
-
-def test_last_token_is_always_computed() -> None:
-    sequence_pool = kv_pool()
-    run(sequence_pool, "a", "xy")
-    allocation = sequence_pool.allocate("b", 8, keys_of_blocks("xy"), 8)
-    assert allocation is not None
-    assert allocation.num_cached_tokens == 4
+    third = sequence_pool.allocate("c", 8, keys_of_blocks("xy"), 8)
+    assert third is not None
+    assert third.num_cached_tokens == 4  # the last token must be computed
+    assert sequence_pool.usage == 5 / 8
+    fourth = sequence_pool.allocate("d", 8, keys_of_blocks("xy"))
+    assert fourth is not None
+    assert (fourth.num_cached_tokens, sequence_pool.prefix_query_tokens) == (0, 31)
 
 
 @pytest.mark.parametrize(("readable", "cached"), [(-1, 0), (0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
@@ -133,20 +132,6 @@ def test_only_committed_full_blocks_are_found() -> None:
         assert num_found(sequence_pool, "xyz") == cached
     sequence_pool.free(allocation)
     assert num_found(sequence_pool, "xyz") == 3
-    assert sequence_pool.usage == 0.0
-
-
-def test_running_sequence_shares_its_prefix() -> None:
-    sequence_pool = kv_pool()
-    first = start(sequence_pool, "a", "xy")
-    sequence_pool.commit(first, 8)
-    second = start(sequence_pool, "b", "xyz")
-    assert second.num_cached_tokens == 8
-    assert sequence_pool.usage == 5 / 8
-    sequence_pool.free(first)
-    assert sequence_pool.usage == 4 / 8
-    assert num_found(sequence_pool, "xy") == 2
-    sequence_pool.free(second)
     assert sequence_pool.usage == 0.0
 
 
@@ -203,16 +188,6 @@ def test_equal_block_that_was_first_stays_for_its_children() -> None:
     sequence_pool.prefixes.evict(1)
     assert sequence_pool.kv is not None
     assert sequence_pool.kv.num_free == 8
-
-
-def test_prefix_cache_is_on_but_reads_nothing_by_default() -> None:
-    sequence_pool = SequencePool(kv=KvCachePool(8, BLOCK_SIZE))
-    run(sequence_pool, "a", "xy")
-    queried = sequence_pool.prefix_query_tokens
-    allocation = sequence_pool.allocate("b", 9, keys_of_blocks("xy"))
-    assert allocation is not None
-    assert (allocation.num_cached_tokens, sequence_pool.prefix_query_tokens) == (0, queried)
-    assert num_found(sequence_pool, "xy") == 2
 
 
 def test_disabled_prefix_cache_keeps_nothing() -> None:
