@@ -90,16 +90,16 @@ def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, mod
             process.kill()
             process.wait()
         time.sleep(5)  # the actors end
-        kept = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*.parquet")}
-        assert 8 <= len(kept) < NUM_ROWS // SHARD_ROWS
+        finished = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*.parquet")}
+        assert 8 <= len(finished) < NUM_ROWS // SHARD_ROWS
         again = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=200)
         assert again.returncode == 0, again.stderr
-        assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
+        assert finished == {name: (out / name).stat().st_mtime_ns for name in finished}
         check(out, model)
         once_more = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=60)
         assert once_more.returncode == 2
         assert "is finished; give --overwrite" in once_more.stderr
-    print(f"\na run killed after {len(kept) * SHARD_ROWS} of {NUM_ROWS} rows went on from there")
+    print(f"\na run killed after {len(finished) * SHARD_ROWS} of {NUM_ROWS} rows continued")
 
 
 def test_bad_row_and_broken_model_are_named(nodes: Starting, tmp_path: Path, model: str) -> None:

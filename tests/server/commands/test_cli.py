@@ -150,20 +150,17 @@ def test_no_form_of_a_flag_overrides_its_variable(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["serve", "some/model"], "penstock: interrupted\n"),
-        (
-            ["embed", "x.txt", "--output", "out.npy"],
-            "penstock: interrupted; the same command goes on where it stopped\n",
-        ),
+        ("serve some/model", "penstock: interrupted\n"),
+        ("embed x.txt --output out.npy", "penstock: interrupted; the same command goes on where it stopped\n"),
     ],
 )
-def test_interruption_names_the_next_step(arguments: list[str], line: str, monkeypatch, capsys) -> None:
+def test_interruption_names_the_next_step(arguments: str, line: str, monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("penstock.server.commands.serve.serve", interrupt)
     monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", interrupt)
-    assert cli.main(arguments) == cli.INTERRUPTED
+    assert cli.main(arguments.split()) == cli.INTERRUPTED
     assert capsys.readouterr().err == line
 
 

@@ -9,22 +9,16 @@ from penstock.engine.model_files.reranker import find_recipe
 from penstock.server.commands import cli
 from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
 
-PARITY = Path(__file__).parents[2] / "engine" / "executors" / "torch"
+from ...engine.executors.families import CAUSAL, ENCODERS
+
 models = pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
 
 
 @models
 def test_family_of_a_model_is_compared_with_transformers(model) -> None:
     assert model.family in FAMILIES
-    text = "".join((PARITY / name).read_text() for name in ("test_encoders.py", "test_decoders.py"))
-    compared = {name.lower() for name in re.findall(r'pytest\.param\(\s*"(\w+)"', text)}
+    compared = {case.values[0].lower() for case in ENCODERS + CAUSAL}
     assert model.family.replace("-", "") in compared
-
-
-@models
-def test_reranking_language_model_has_a_recipe(model) -> None:
-    is_decoder = model.family.startswith("qwen")
-    assert (find_recipe(model.family, [model.name]) is not None) == (is_decoder and "rerank" in model.tasks)
 
 
 @models
@@ -35,6 +29,8 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert (model.dimensions is not None) == bool({"embed", "multi_vector"} & set(model.tasks))
     assert model.num_parameters > 10**7
     assert model.licence in {"Apache-2.0", "MIT"}
+    has_recipe = model.family.startswith("qwen") and "rerank" in model.tasks
+    assert (find_recipe(model.family, [model.name]) is not None) == has_recipe
 
 
 def test_every_task_has_a_model_and_names_are_unique() -> None:
