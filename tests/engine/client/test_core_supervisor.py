@@ -82,22 +82,6 @@ async def test_draining_engine_starts_no_core(dispatcher: Dispatcher, running_co
     assert len(running_cores) == 2
 
 
-async def test_core_that_is_ready_after_drain_is_not_used(dispatcher: Dispatcher, running_cores: Cores) -> None:
-    group = make_group(dispatcher)
-    starting = asyncio.create_task(group.start())
-    await turns()
-    group.drain()
-    running_cores[0].ready()
-    await turns()
-    assert group.state is EngineState.DRAINING
-    with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
-        dispatcher.admission.check()
-    assert not starting.done()
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    assert running_cores[0].is_closed
-
-
 async def test_engine_is_dead_after_three_failed_restarts_and_retries(
     dispatcher: Dispatcher, running_cores: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

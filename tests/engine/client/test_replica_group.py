@@ -198,6 +198,9 @@ async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[Replica
 
 async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[FakeRunningCore]) -> None:
     cores = running_cores
+    single, dispatcher = make_group(1)
+    assert (single.replicas, single.places) == ([], ["cores 0"])
+    assert dispatcher.replicas[0].stats is dispatcher.stats
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
     await turns()
@@ -290,10 +293,3 @@ async def test_drained_replicas_are_not_restarted(running_cores: list[FakeRunnin
     await group.close()
     await group.close()
     assert all(core.is_closed for core in cores)
-
-
-async def test_single_replica_is_not_listed(running_cores: list[FakeRunningCore]) -> None:
-    group, dispatcher = await started(running_cores, 1)
-    assert (group.replicas, group.places) == ([], ["cores 0"])
-    assert dispatcher.replicas[0].stats is dispatcher.stats
-    await group.close()

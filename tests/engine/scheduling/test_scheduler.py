@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
 
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import Batch, Scheduler
@@ -47,25 +46,6 @@ def test_batch_counts_the_sequences_that_still_wait() -> None:
     scheduler.add(make_request(1, [1]))
     second = scheduler.schedule(0.0)
     assert [(len(batch.chunks), batch.num_left) for batch in (first, second)] == [(2, 1), (2, 0)]
-
-
-@given(seq_len=st.integers(1, MAX_SEQ_LEN), others=st.lists(st.integers(8, MAX_SEQ_LEN), min_size=1, max_size=8))
-def test_request_does_not_starve_under_endless_traffic(seq_len: int, others: list[int]) -> None:
-    scheduler = make(max_wait_s=1.0)
-    scheduler.add(make_request(0, [seq_len], priority=2))
-    for step in range(1, 40):
-        now_s = 0.25 * step
-        scheduler.add(make_request(step, others * 4, arrival_s=now_s, priority=-1))
-        if 0 in request_ids(run(scheduler, now_s)):
-            return
-    pytest.fail(f"a sequence of {seq_len} tokens still waits")
-
-
-def test_small_request_does_not_wait_for_a_whole_large_one() -> None:
-    scheduler = make()
-    scheduler.add(make_request(1, [32] * 100))
-    scheduler.add(make_request(2, [5], arrival_s=0.01))
-    assert 2 in set().union(*(request_ids(run(scheduler, 0.02)) for _ in range(3)))
 
 
 def test_similar_lengths_run_together() -> None:
@@ -176,19 +156,6 @@ def test_urgent_prompts_do_not_starve_others() -> None:
         if 0 in ended([checked.step(0.05)]):
             return
     pytest.fail("it still waits")
-
-
-def test_short_sequences_get_half_of_the_forwards() -> None:
-    checked = CheckedScheduler(Setup(num_blocks=1_000, budget=64, max_num_seqs=64))
-    checked.scheduler.chunk_sizes.record(64, 0, 0.001)  # so fast that a forward may be one chunk
-    checked.add(*[8] * 100)
-    for _ in range(20):
-        checked.add(200)
-    num_run = {True: 0, False: 0}
-    for _ in range(20):
-        for chunk in checked.step().chunks:
-            num_run[chunk.sequence.is_long] += chunk.num_tokens
-    assert min(num_run.values()) >= 20 * 64 // 2 - 64
 
 
 def test_next_chunk_is_scheduled_before_the_last_one_ends() -> None:
