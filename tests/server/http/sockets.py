@@ -1,4 +1,4 @@
-"""An application behind the real HTTP server, and clients that choose every byte."""
+"""Runs applications behind the real HTTP server, and clients that send raw bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAP_S = 0.02
 
 @contextlib.asynccontextmanager
 async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve an application as `penstock serve` does, on a port of its own."""
+    """Serves an application as `penstock serve` does, on a free port."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     served = {"http": Connection, "interface": "asgi3", "ws": "none", "lifespan": lifespan, "log_config": None}
@@ -47,12 +47,12 @@ async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIt
 
 
 async def short_sleep(seconds: float) -> None:
-    """Sleeps for at most 5 ms: uvicorn waits for 100 ms when it shuts down, in each of 200 tests."""
+    """Sleeps for at most 5 ms. uvicorn sleeps for 100 ms when it shuts down, in 200 tests."""
     await asyncio.sleep(min(seconds, 0.005))
 
 
 async def exchange(port: int, *pieces: bytes) -> bytes:
-    """Send pieces, and return what comes until the server closes or falls silent."""
+    """Sends pieces and returns the bytes of the server until it closes or sends nothing for 160 ms."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     with contextlib.suppress(ConnectionError):
@@ -60,17 +60,16 @@ async def exchange(port: int, *pieces: bytes) -> bytes:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        while received := await heard(reader):
+        while received := await read_some(reader):
             answer += received
     writer.close()
     return answer
 
 
-async def heard(reader: asyncio.StreamReader) -> bytes:
-    """What a server writes next, b"" at its end or where it stays silent.
+async def read_some(reader: asyncio.StreamReader) -> bytes:
+    """Returns the next bytes of the server, b"" at the end or after 160 ms without any.
 
-    Silence is a row of naps: a long one would end beside work of this process that took as long, and the answer to it
-    be missed.
+    Several short waits, because one long wait may end while this process is busy with the response.
     """
     for _ in range(NAPS):
         with contextlib.suppress(TimeoutError):
@@ -82,7 +81,7 @@ async def heard(reader: asyncio.StreamReader) -> bytes:
 async def served(
     *engines: FakeEngine, options: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve engines; `options` are uvicorn's."""
+    """Serves engines. `options` are for uvicorn."""
     models = []
     for index, engine in enumerate(engines):
 
@@ -116,7 +115,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 
 async def ask(port: int, *requests: bytes) -> list[Answer]:
-    """Send requests on one connection, all before the first answer is read."""
+    """Sends all requests on one connection, then returns the responses."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answers: list[Answer] = []
 
@@ -139,6 +138,6 @@ async def ask(port: int, *requests: bytes) -> list[Answer]:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Leave as a process does that is killed with an answer unread: the server is told at once."""
+    """Resets the connection, like a killed process with an unread response."""
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.close()

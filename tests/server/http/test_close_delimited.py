@@ -27,8 +27,9 @@ def streaming(num_pieces: int, gate: asyncio.Event | None = None) -> Any:
     return app
 
 
-@pytest.mark.parametrize("headers", [b"", b"Connection: keep-alive\r\n", b"Connection: close\r\n"])
-@pytest.mark.parametrize("num_pieces", [0, 1, 100])
+@pytest.mark.parametrize(
+    ("headers", "num_pieces"), [(b"", 0), (b"Connection: keep-alive\r\n", 100), (b"Connection: close\r\n", 1)]
+)
 async def test_body_ends_with_the_connection(num_pieces: int, headers: bytes) -> None:
     async with running(streaming(num_pieces)) as (server, port):
         head, _, body = (await exchange(port, GET + headers + b"\r\n")).partition(b"\r\n\r\n")
@@ -39,7 +40,7 @@ async def test_body_ends_with_the_connection(num_pieces: int, headers: bytes) ->
         assert not server.server_state.connections
 
 
-async def test_pieces_are_sent_before_the_end_of_the_response() -> None:
+async def test_parts_are_sent_before_the_end_of_the_response() -> None:
     gate = asyncio.Event()
     async with running(streaming(2, gate)) as (_, port), asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +52,7 @@ async def test_pieces_are_sent_before_the_end_of_the_response() -> None:
         writer.close()
 
 
-async def test_http_1_1_clients_get_chunks() -> None:
+async def test_http_1_1_client_gets_chunks() -> None:
     async with running(streaming(1)) as (_, port):
         answer = await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert b"transfer-encoding: chunked" in answer
@@ -69,7 +70,7 @@ async def test_response_with_a_length_keeps_it() -> None:
         assert answer.endswith(b"\r\n\r\nok")
 
 
-async def test_large_response_over_http_1_0_is_whole(engine: FakeEngine) -> None:
+async def test_large_response_over_http_1_0_is_complete(engine: FakeEngine) -> None:
     async with served(engine) as (_, port), asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request("/embed_all", {"inputs": ["word " * 60] * 1_500}, version="1.0"))

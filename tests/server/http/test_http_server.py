@@ -1,4 +1,4 @@
-"""The server itself: what it does while nobody asks, and how soon it ends."""
+"""HttpServer: ticks, garbage collection while idle, and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
-async def test_an_idle_server_sleeps_and_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_server_sleeps_and_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_ticks, tick = 0, HttpServer.on_tick
 
     async def count(self: HttpServer, number: int) -> bool:
@@ -30,7 +30,7 @@ async def test_an_idle_server_sleeps_and_ends_at_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(HttpServer, "on_tick", count)
     assert http_server._TICK_S >= 1.0
-    monkeypatch.setattr(http_server, "_TICK_S", 3600.0)  # the end must cut the wait for a tick short
+    monkeypatch.setattr(http_server, "_TICK_S", 3600.0)  # shutdown must not wait for a tick
     async with running(app) as (_, port):
         assert b"\r\ndate: " in await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.5)
@@ -60,7 +60,7 @@ async def test_idle_server_frees_reference_cycles(monkeypatch: pytest.MonkeyPatc
         gc.enable()
 
 
-async def test_busy_server_and_idle_one_without_requests_collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_server_collects_once_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     collections: list[bool] = []
     answering, ticks = asyncio.Event(), 0
 
@@ -80,7 +80,7 @@ async def test_busy_server_and_idle_one_without_requests_collect_nothing(monkeyp
     monkeypatch.setattr(http_server.gc, "collect", lambda: collections.append(answering.is_set()))
     async with running(waiting) as (server, port), asyncio.timeout(120):
         server.server_state.total_requests = 1  # as after an answer on another connection
-        asking = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+        client = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
         while not server.server_state.tasks:
             await asyncio.sleep(0.001)
         collections.clear()
@@ -89,7 +89,7 @@ async def test_busy_server_and_idle_one_without_requests_collect_nothing(monkeyp
             await asyncio.sleep(0.01)
         assert collections == []
         answering.set()
-        await asking
+        await client
         while not collections:
             await asyncio.sleep(0.01)
         num_before = ticks
@@ -98,7 +98,7 @@ async def test_busy_server_and_idle_one_without_requests_collect_nothing(monkeyp
         assert collections == [True]
 
 
-async def test_it_ends_when_it_was_asked_to_before_it_began() -> None:
+async def test_server_stops_if_told_before_its_first_tick() -> None:
     async with asyncio.timeout(120):
         async with running(app) as (server, _):
             server.should_exit = True

@@ -1,4 +1,4 @@
-"""Large answers are written in parts, with the same bytes as small ones."""
+"""Large responses are sent in parts with the bytes of small ones, and use response memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, En
 
 
 def request_for(written: int) -> Request:
-    """Return a request whose answer is about so large."""
+    """Returns a request with reserved memory for `written` bytes."""
     request = Request({"type": "http"})
     AdmissionController(ServerSettings()).hold_response(
         request.scope, ResponseSize(written, 1), param="input", way_out=""
@@ -41,7 +41,7 @@ def request_for(written: int) -> Request:
 async def sent(
     response: Any, *, version: str = "1.1", gone_after: int | None = None
 ) -> tuple[dict[str, str], list[bytes]]:
-    """Return the headers and the parts of an answer; the client hangs up after some of them."""
+    """Returns the headers and the parts of a response. The client disconnects after `gone_after` parts."""
     headers: dict[str, str] = {}
     parts: list[bytes] = []
     gone = asyncio.Event()
@@ -70,11 +70,11 @@ async def sent(
         *(list(range(1000)), ["x"] * 1000, [{"a": 1}] * 1000, [None, 1], [[1, 2], [3]], {"": [{"b": {"c": [1]}}]}),
     ],
 )
-def test_parts_are_the_json_of_a_value(value: Any) -> None:
+def test_parts_join_to_the_json_of_a_value(value: Any) -> None:
     assert b"".join(iter_json(value)) == json_bytes(value) == orjson.dumps(value)
 
 
-def test_iterators_are_lists() -> None:
+def test_iterators_are_written_as_lists() -> None:
     rows = ({"i": i, "tokens": iter([{"t": 1}] * i)} for i in range(3))
     assert orjson.loads(b"".join(iter_json({"data": rows, "none": iter(())}))) == {
         "data": [{"i": i, "tokens": [{"t": 1}] * i} for i in range(3)],
@@ -83,7 +83,7 @@ def test_iterators_are_lists() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (5_000, 7), (3, 20_000), (9_000,), (0,)])
-def test_arrays_are_written_by_their_rows(shape: tuple[int, ...]) -> None:
+def test_arrays_are_written_row_by_row(shape: tuple[int, ...]) -> None:
     rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     whole = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)
     assert b"".join(json_array(rows).parts()) == whole
@@ -99,7 +99,7 @@ def test_arrays_are_written_by_their_rows(shape: tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_matrix", [False, True])
-async def test_a_large_answer_has_the_bytes_of_a_small_one(
+async def test_large_response_has_the_bytes_of_a_small_one(
     form: EncodingFormat, kind: Any, dtype: EmbedDtype, is_matrix: bool
 ) -> None:
     rows: Any = np.random.default_rng(1).normal(size=(3_000, 64)).astype(np.float32)
@@ -118,14 +118,14 @@ async def test_a_large_answer_has_the_bytes_of_a_small_one(
     assert headers.get("metadata") == small_headers.get("metadata")
 
 
-async def test_http_1_0_clients_get_parts_too() -> None:
+async def test_http_1_0_client_gets_parts() -> None:
     headers, parts = await sent(json_response(np.full((1_000, 1_000), 1.5), incremental=True), version="1.0")
     assert "content-length" not in headers
     assert len(parts) > 10
     assert max(map(len, parts)) < 4 * PART_BYTES
 
 
-async def test_nothing_is_written_for_a_client_that_has_gone() -> None:
+async def test_disconnect_ends_the_response() -> None:
     def parts() -> Any:
         for _ in range(1_000):
             yield b"x" * PART_BYTES
@@ -134,7 +134,7 @@ async def test_nothing_is_written_for_a_client_that_has_gone() -> None:
     assert len(seen) < 6
 
 
-def test_small_answers_are_written_at_once() -> None:
+def test_small_response_has_one_body() -> None:
     assert json_response({"a": iter([1, iter([2])])}).body == b'{"a":[1,[2]]}'
 
 
@@ -159,33 +159,64 @@ async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> No
         assert (await client.post("/embed_all", json={"inputs": "a"})).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/multi-vector", {"input": ["a b"]}),
-        ("/v1/embeddings", {"input": ["a b"], "return_multivector": True}),
-        ("/pooling", {"input": ["a b"], "task": "token_embed"}),
-        ("/embed_all", {"inputs": ["a b"]}),
-        ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}),
-        *((path, {"input": ["a"]}) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
-        *((path, {"inputs": ["a"]}) for path in ("/embed", "/")),
-        *((path, {"texts": ["a"]}) for path in ("/v1/embed", "/v2/embed")),
-        *(("/classify", {field: ["a"], "labels": ["b", "c"]}) for field in ("input", "inputs")),
-        ("/classify", {"input": ["a"], "labels": ["b", "c"], "raw_scores": False}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
-        ("/v2/rerank", {"query": "a", "documents": ["b"]}),
-        ("/rerank", {"query": "a", "texts": ["b"]}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
-    ],
-)
-async def test_too_large_an_answer_is_refused_before_the_model_runs(
-    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
-) -> None:
+ONE, THREE = "a".__sizeof__(), "abc".__sizeof__()
+LABELS = {"labels": ["b", "cde"]}
+RANK = {"query": "a", "documents": ["bcd", "e"]}
+# (path, body, reserved bytes of the response, reserved bytes of its values): 12 and 4 bytes for a number of a vector.
+SIZES: list[tuple[str, dict[str, Any], int, int]] = [
+    ("/v1/multi-vector", {"input": ["a b"]}, 384, 128),
+    ("/v1/embeddings", {"input": ["a b"], "return_multivector": True}, 384, 128),
+    ("/pooling", {"input": ["a b"], "task": "token_embed"}, 384, 128),
+    ("/embed_all", {"inputs": ["a b"]}, 384, 128),
+    ("/v1/encode", {"input": ["a b"], "outputs": ["dense", "multi_vector"]}, 480, 160),
+    *((path, {"input": ["a", "b"]}, 192, 64) for path in ("/v1/embeddings", "/pooling", "/api/embed")),
+    ("/v1/embeddings", {"input": ["a"], "embedding_type": ["float", "base64"]}, 192, 32),
+    *((path, {"inputs": ["a", "b"]}, 192, 64) for path in ("/embed", "/")),
+    *((path, {"texts": ["abc"]}, 96 + THREE, 32 + THREE) for path in ("/v1/embed", "/v2/embed")),
+    ("/v2/embed", {"texts": ["abc"], "embedding_types": ["float", "int8"]}, 192 + THREE, 32 + THREE),
+    ("/classify", {"input": ["abc"], **LABELS}, 24 + 3, 8),
+    ("/classify", {"inputs": ["abc"], **LABELS}, 90 + 4 + THREE, 8 + THREE),
+    ("/classify", {"input": ["abc"], **LABELS, "raw_scores": False}, 90 + 4, 8),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"]}, 90, 8),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["b", "c"]}, 90, 8),
+    ("/v2/rerank", RANK, 90, 8),
+    ("/v1/rerank", RANK, 90 + ONE + THREE, 8 + ONE + THREE),
+    ("/v1/rerank", {**RANK, "top_n": 1}, 90 + THREE, 8 + THREE),
+    ("/v1/rerank", {**RANK, "top_k": 2, "return_documents": True}, 90 + 2 * (ONE + THREE), 8 + ONE + THREE),
+    ("/rerank", {"query": "a", "texts": ["bcd", "e"]}, 90, 8),
+    ("/rerank", {"query": "a", "texts": ["bcd", "e"], "return_text": True}, 90 + ONE + THREE, 8 + ONE + THREE),
+    ("/rerank", {"query": "a", "texts": ["bcd", "e"], "return_text": True, "top_n": 1}, 90 + THREE, 8 + THREE),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}, 24, 8),
+    ("/tokenize", {"prompt": "a b"}, 140, 400),
+    ("/tokenize", {"inputs": "a b"}, 140, 400),
+    ("/v1/tokenize", {"text": "a b"}, 140, 400),
+]
+
+
+async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncClient, engine, monkeypatch) -> None:
+    reserved: list[ResponseSize] = []
+    hold = AdmissionController.hold_response
+
+    def record(self: AdmissionController, scope: Any, size: ResponseSize, **options: Any) -> None:
+        reserved.append(size)
+        hold(self, scope, size, **options)
+
+    monkeypatch.setattr(AdmissionController, "hold_response", record)
+    for path, body, written, kept in SIZES:
+        reserved.clear()
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        sizes = (sum(size.written for size in reserved), sum(size.kept for size in reserved))
+        assert sizes == (written, kept), (path, body)
+
+
+async def test_too_large_response_is_refused_before_the_forward(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 10)
-    answer = await client.post(path, json=body)
-    assert answer.status_code in (400, 422)
-    assert "the limit is 10. Send fewer inputs at once." in answer.text
-    assert not engine.calls
+    for path, body, *_ in SIZES:
+        response = await client.post(path, json=body)
+        assert response.status_code in (400, 422), path
+        assert "the limit is 10. Send " in response.text
+    assert {name for name, _ in engine.calls} <= {"tokenize_details"}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +232,7 @@ async def test_too_large_an_answer_is_refused_before_the_model_runs(
         ({"texts": ["b" * 600]}, 200),
     ],
 )
-async def test_documents_are_counted_where_they_are_returned(
+async def test_returned_documents_count_in_the_response_size(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, body: dict, status: int
 ) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 600)
@@ -210,22 +241,3 @@ async def test_documents_are_counted_where_they_are_returned(
     if status != 200:
         assert "set return_documents to false" in answer.text or "leave return_text out" in answer.text
         assert not engine.calls
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {"prompt": "a b c"}, "prompt"),
-        ("/tokenize", {"prompt": "a b c", "return_token_strs": True}, "prompt"),
-        ("/tokenize", {"inputs": ["a", "b", "c"]}, "inputs"),
-        ("/v1/tokenize", {"text": "a b c"}, "text"),
-    ],
-)
-async def test_tokens_are_counted_before_they_are_an_answer(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict, param: str
-) -> None:
-    assert (await client.post(path, json=body)).status_code == 200
-    monkeypatch.setattr("penstock.server.calls.sizes.MAX_ANSWERED_TOKENS", 2)
-    answer = await client.post(path, json=body)
-    assert answer.status_code in (400, 422)
-    assert f"{param} has 3 tokens or more; an answer holds at most 2" in answer.json()["message"]

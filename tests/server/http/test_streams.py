@@ -1,4 +1,4 @@
-"""A head goes out with what follows it, and alone where nothing does."""
+"""The head of a response is written together with the first part of its body."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def transport() -> Mock:
 
 @pytest.fixture
 def writer(transport: Mock) -> ResponseWriter:
-    """A writer whose answer has begun."""
+    """A writer whose response has started."""
     writer = ResponseWriter(transport, transport.end)
     begin(writer)
     return writer
@@ -31,7 +31,7 @@ def begin(writer: ResponseWriter, *, response_started: bool = True) -> SimpleNam
     return cycle
 
 
-def test_a_head_goes_out_with_the_first_part_of_the_body(transport: Mock, writer: ResponseWriter) -> None:
+def test_head_is_written_with_the_first_part_of_the_body(transport: Mock, writer: ResponseWriter) -> None:
     writer.write(HEAD)
     assert not transport.mock_calls
     writer.write(BODY)
@@ -40,27 +40,27 @@ def test_a_head_goes_out_with_the_first_part_of_the_body(transport: Mock, writer
     assert transport.mock_calls == [call.writelines((HEAD, BODY)), call.write(REST)]
 
 
-def test_a_head_that_nothing_follows_goes_out_alone(transport: Mock, writer: ResponseWriter) -> None:
+def test_head_without_a_body_is_written_by_flush(transport: Mock, writer: ResponseWriter) -> None:
     writer.write(HEAD)
     writer.flush()
     writer.flush()
     assert transport.mock_calls == [call.write(HEAD)]
 
 
-def test_an_empty_body_is_no_piece_beside_its_head(transport: Mock, writer: ResponseWriter) -> None:
+def test_empty_body_adds_nothing_to_the_head(transport: Mock, writer: ResponseWriter) -> None:
     writer.write(HEAD)
     writer.write(b"")
     assert transport.mock_calls[0] == call.write(HEAD)
     assert not transport.writelines.called
 
 
-def test_a_head_goes_out_before_the_end(transport: Mock, writer: ResponseWriter) -> None:
+def test_head_is_written_before_close(transport: Mock, writer: ResponseWriter) -> None:
     writer.write(HEAD)
     writer.close()
     assert transport.mock_calls == [call.write(HEAD), call.end()]
 
 
-def test_an_interim_response_does_not_wait(transport: Mock, writer: ResponseWriter) -> None:
+def test_interim_response_is_written_at_once(transport: Mock, writer: ResponseWriter) -> None:
     cycle = begin(writer, response_started=False)
     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     assert transport.mock_calls == [call.write(b"HTTP/1.1 100 Continue\r\n\r\n")]
@@ -70,7 +70,7 @@ def test_an_interim_response_does_not_wait(transport: Mock, writer: ResponseWrit
     assert transport.mock_calls[1:] == [call.writelines((HEAD, BODY))]
 
 
-def test_each_answer_has_a_head(transport: Mock, writer: ResponseWriter) -> None:
+def test_each_response_has_a_head(transport: Mock, writer: ResponseWriter) -> None:
     for _ in range(2):
         begin(writer)
         writer.write(HEAD)
@@ -78,7 +78,7 @@ def test_each_answer_has_a_head(transport: Mock, writer: ResponseWriter) -> None
     assert transport.mock_calls == [call.writelines((HEAD, BODY))] * 2
 
 
-def test_a_lost_connection_keeps_no_head(transport: Mock, writer: ResponseWriter) -> None:
+def test_head_of_a_lost_connection_is_dropped(transport: Mock, writer: ResponseWriter) -> None:
     writer.write(HEAD)
     writer.forget()
     writer.flush()
