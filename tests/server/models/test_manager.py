@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
 from penstock.server.models import manager as manager_module
-from penstock.server.models.manager import ModelLimits, ModelManager
+from penstock.server.models.manager import ModelLimits, ModelManager, ModelMetrics
 from penstock.server.models.served_model import ModelEntry, ModelStatus, ServedModel
 
 from ...waiting import turns, until
@@ -136,6 +136,7 @@ async def test_load_continues_after_a_request_waited_too_long(engines: Engines) 
     (entry,) = manager.entries
     with pytest.raises(EngineUnavailableError, match=r"more than 0\.05 s"):
         await manager.acquire(entry)
+    assert entry.waiters == []
     engines.gates["a"].set()
     await manager.load(entry)
     assert (engines.started, entry.is_idle) == (["a"], True)
@@ -152,15 +153,6 @@ async def test_number_of_waiting_requests_is_limited(engines: Engines, monkeypat
         await manager.acquire(b)
     await cancel(*waiting)
     await manager.acquire(b)
-
-
-async def test_request_that_waited_too_long_is_not_counted(engines: Engines) -> None:
-    manager = engines.manager("a", wait_s=0.0)
-    engines.gates["a"] = asyncio.Event()
-    (entry,) = manager.entries
-    with pytest.raises(EngineUnavailableError, match="more than"):
-        await manager.acquire(entry)
-    assert entry.waiters == []
 
 
 async def test_models_are_swapped_without_a_wait(engines: Engines) -> None:
@@ -361,3 +353,22 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     await turns()
     engines.gates["a"].set()
     assert await patient is await request
+
+
+async def test_metrics_show_the_state_of_each_model(engines: Engines) -> None:
+    manager = engines.manager(engines.model("a", num_bytes=MIB), engines.model("b", num_bytes=MIB))
+    engines.gates["b"] = asyncio.Event()
+    loaded, loading = manager.entries
+    await use(manager, loaded)
+    waiting = asyncio.create_task(manager.acquire(loading))
+    await until(lambda: loading.waiters)
+    families = {family.name: family.samples for family in ModelMetrics(manager.entries).collect()}
+    values = {name: [sample.value for sample in samples] for name, samples in families.items()}
+    assert values.pop("penstock_model_load_seconds") == [loaded.load_s, 0]
+    assert values == {
+        "penstock_model_loaded": [1, 0],
+        "penstock_model_loads": [1, 0],
+        "penstock_model_memory_bytes": [MIB, 0],
+        "penstock_model_waiting_requests": [0, 1],
+    }
+    await cancel(waiting)
