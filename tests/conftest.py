@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import certifi
 import pytest
@@ -13,74 +14,94 @@ from hypothesis import HealthCheck, settings
 
 from penstock.kernels.cpu import CpuKernelError, Machine
 from penstock.kernels.cpu.build import NoCompilerError, build
+from penstock.server.commands.default_model import default_model_folder
+from penstock.server.settings import UsageError
 
-# The tests never ask a model hub: what they need lies on disk or is made on the spot.
+from .random_models import save_random_model
+
+# Tests use no model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Read when torch is loaded. The models are tiny: two threads take many times as long as one where cores are shared.
+# torch reads it at import. Tiny models on shared cores run many times faster with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# By default an example that takes 200 ms fails, and so does a test whose examples are made slowly.
+# hypothesis fails slow examples by default.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS_VARIABLE = "PENSTOCK_TEST_MODELS"
-# Taken out of the environment: servers that tests start warn of variables that no setting reads.
+# Removed from the environment, because servers warn about unknown variables.
 NAMED_MODELS = os.environ.pop(MODELS_VARIABLE, None)
 ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 
 
 def model_roots() -> list[Path]:
-    """Folders that may hold trained models and data: those in PENSTOCK_TEST_MODELS (split at `:`), or usual ones."""
+    """Folders with trained models and data: those in PENSTOCK_TEST_MODELS (separated by `:`), or default folders."""
     if NAMED_MODELS:
         return [Path(part).expanduser() for part in NAMED_MODELS.split(os.pathsep) if part]
     return [ROOT.parent / "shared", ROOT.parent / "shared" / "models", Path("~/.cache/penstock-models").expanduser()]
 
 
 def find_model(name: str) -> Path | None:
-    """The folder of the trained model or tokenizer `name`, or None where this machine has none."""
+    """The folder of the trained model or tokenizer `name`, or None."""
     folders = [root / name for root in model_roots()]
     files = ("config.json", "tokenizer.json")
     return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
 
 
 def shared_folder(config: pytest.Config) -> Path | None:
-    """A folder of all processes of a run side by side, or None where this is the only one."""
+    """A folder that the processes of a parallel run share, or None in a run with one process."""
     return Path(config.getoption("basetemp")).parent if hasattr(config, "workerinput") else None
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Callable[[str], Path]:
-    """Find a trained model's folder by name; skip the test where there is none."""
+    """Find a trained model's folder by name; skip the test if it is missing."""
 
-    def find_or_skip(name: str) -> Path:
-        folder = find_model(name)
-        if folder is None:
-            looked_in = ", ".join(map(str, model_roots()))
-            pytest.skip(f"no model {name!r} in {looked_in}; set {MODELS_VARIABLE} to the folder that holds it")
-        return folder
+    def find(name: str) -> Path:
+        return find_model(name) or skip_without(f"model {name!r}")
 
-    return find_or_skip
+    return find
 
 
 @pytest.fixture(scope="session")
 def data_folder() -> Callable[[str], Path]:
-    """Find a data set's folder by name, in the places of models or in `data` beside them; skip the test without it."""
+    """Find a data set's folder by name, beside the models or in `data` beside them; skip the test if it is missing."""
 
-    def find_or_skip(name: str) -> Path:
+    def find(name: str) -> Path:
         folders = [root / part / name for root in model_roots() for part in ("data", "")]
-        folder = next((folder for folder in folders if folder.is_dir()), None)
-        if folder is None:
-            looked_in = ", ".join(map(str, model_roots()))
-            pytest.skip(f"no data {name!r} in {looked_in}; set {MODELS_VARIABLE} to the folder that holds it")
-        return folder
+        return next((folder for folder in folders if folder.is_dir()), None) or skip_without(f"data {name!r}")
 
-    return find_or_skip
+    return find
+
+
+def skip_without(thing: str) -> NoReturn:
+    folders = ", ".join(map(str, model_roots()))
+    pytest.skip(f"no {thing} in {folders}; set {MODELS_VARIABLE} to its folder")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The folder of the embedded default model; skip the test if its package is not installed."""
+    try:
+        return default_model_folder()
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def random_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a tiny random model with the default model's tokenizer: `random_model("BertModel", hidden_size=32)`."""
+
+    def save(class_name: str, **config: Any) -> Path:
+        return save_random_model(tmp_path_factory.mktemp(class_name), class_name, default_model, **config)
+
+    return save
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For each client httpx reads all of certifi's, 30 ms; they vouch for no server of the tests, and one is enough."""
+def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep one certificate: each httpx client reads all of certifi's, which takes 30 ms, and tests need none."""
     first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
     file = tmp_path_factory.mktemp("certificates") / "one.pem"
     file.write_text(first + end)
@@ -90,7 +111,7 @@ def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 def has_isa(name: str) -> bool:
-    """Whether this processor has an instruction set of the native kernels."""
+    """Returns whether the native kernels can use an instruction set here."""
     try:
         Machine(1, isa=name).close()
     except CpuKernelError:
@@ -120,7 +141,7 @@ def amx_model(
     try:
         Machine(1, isa="plain").close()
         with (folder / "amx_model.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it compiles it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles it
             return library if library.is_file() else build_amx_model(library)
     except (CpuKernelError, NoCompilerError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
@@ -128,9 +149,9 @@ def amx_model(
 
 @pytest.fixture(params=ISAS)
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """Two lanes of each instruction set that this processor has; AMX emulated where avx512bf16 is there.
+    """Two lanes of each instruction set of this processor. AMX is emulated on a processor with avx512bf16.
 
-    Emulated AMX on emulated vectors takes minutes for all tests: those of tests/kernels/cpu/test_amx.py run there.
+    On other processors emulated AMX would take minutes; only tests/kernels/cpu/test_amx.py uses it there.
     """
     try:
         opened = Machine(2, isa=request.param)
@@ -144,7 +165,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def widest() -> Iterator[Machine]:
-    """Three lanes of the best instruction set that is here."""
+    """Three lanes of the best instruction set of this processor."""
     try:
         opened = Machine(3)
     except CpuKernelError as error:
@@ -166,20 +187,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes modules and tests, a million objects, out of the collector's sight: tests and servers call it by name."""
+    """Excludes modules and tests, a million objects, from garbage collection: tests and servers call gc.collect."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Runs a test marked `alone` while no other process of this run tests anything."""
+    """Runs a test marked `alone` while the other processes of this run wait."""
     folder = shared_folder(item.config)
     if folder is None:
         return (yield)
     kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    with (folder / "room.lock").open("w") as room:
-        with (folder / "door.lock").open("w") as door:
-            fcntl.flock(door, fcntl.LOCK_EX)  # who waits for the room to be empty lets nobody else in
-            fcntl.flock(room, kind)
+    with (folder / "tests.lock").open("w") as running:
+        with (folder / "waiting.lock").open("w") as waiting:
+            fcntl.flock(waiting, fcntl.LOCK_EX)  # a waiting exclusive test stops further shared ones
+            fcntl.flock(running, kind)
         return (yield)

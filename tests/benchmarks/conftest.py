@@ -1,7 +1,7 @@
-"""Makes the benchmarks' modules known to their tests.
+"""Imports the modules of the benchmarks.
 
-They are scripts that find each other in their own folder. It is on the path while they are imported and no longer: one
-holds a folder `kernels`, a name under which nothing may be importable.
+Benchmarks are scripts that import each other from their own folder. It is on the path only during this import, because
+it has a folder `kernels`, and a bare module `kernels` must not be importable.
 """
 
 import importlib
@@ -26,5 +26,5 @@ for folder, names in (
 
 @pytest.fixture
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """A port without a listener."""
     return int(importlib.import_module("peers.catalogue").free_port())

@@ -1,21 +1,17 @@
-"""What the loads send."""
+"""Requests of the loads."""
 
 import json
 
 import pytest
+from conditions import AROUND, SizedLoad
 from loads import LOADS
 
 
-@pytest.mark.parametrize("name", list(LOADS))
-def test_requests_are_the_same_for_the_same_seed(name: str) -> None:
+@pytest.mark.parametrize("name", LOADS)
+def test_requests_depend_on_the_seed_and_have_the_stated_words(name: str) -> None:
     load = LOADS[name]
     assert load.requests(8, seed=3) == load.requests(8, seed=3)
     assert load.requests(8, seed=3) != load.requests(8, seed=4)
-
-
-@pytest.mark.parametrize("name", list(LOADS))
-def test_texts_have_the_words_that_the_load_says(name: str) -> None:
-    load = LOADS[name]
     requests = load.requests(32)
     assert {len(texts) for texts in requests} == {load.texts_per_request}
     counts = [len(text.split()) for texts in requests for text in texts]
@@ -23,7 +19,13 @@ def test_texts_have_the_words_that_the_load_says(name: str) -> None:
     assert max(counts) <= load.max_words
 
 
-def test_bodies_hold_the_requests() -> None:
+def test_sized_texts_have_the_stated_tokens() -> None:
+    load = SizedLoad("sized", 30, 30, 4, 8, ("dam", "gate"))
+    assert load.num_tokens == 30 + AROUND
+    assert all(len(text.split()) == 30 for texts in load.requests(3) for text in texts)
+
+
+def test_bodies_have_the_requests() -> None:
     load = LOADS["mixed"]
     bodies = [json.loads(body) for body in load.bodies("m", "float", 4, seed=1)]
     assert [body["input"] for body in bodies] == load.requests(4, seed=1)

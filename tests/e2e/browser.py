@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the DevTools protocol: what the tests of pages share."""
+"""A headless Chromium, controlled by the DevTools protocol."""
 
 import fcntl
 import json
@@ -19,11 +19,11 @@ FLAGS = (
 
 
 class Chromium:
-    """A browser that reads commands from descriptor 3 and writes answers to 4, each ended by a zero byte."""
+    """A browser. It reads commands from descriptor 3 and writes responses to 4, with a zero byte at the end of each."""
 
     def __init__(self, binary: str, profile: Path) -> None:
         ends = [fd for pipe in (os.pipe(), os.pipe()) for fd in pipe]
-        # Above those that the shell moves them to.
+        # Above 3 and 4, which the shell assigns.
         commands, self._commands, self._answers, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in ends)
         for fd in ends:
             os.close(fd)
@@ -67,7 +67,7 @@ class Chromium:
         return json.loads(message)
 
     def close(self) -> None:
-        """End the browser: it does so when its commands end."""
+        """Close the commands, which ends the browser."""
         os.close(self._commands)
         try:
             self._process.wait(20)
@@ -122,7 +122,7 @@ class Page:
         self.value(f"document.querySelector({json.dumps(selector)}).click()")
 
     def fill(self, selector: str, text: str) -> None:
-        """Replace what a field holds, as if it were typed."""
+        """Replace the text of a field as by typing."""
         self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 
@@ -131,7 +131,7 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=2 if ctrl else 0)
 
     def send(self, task: str) -> None:
-        """Send the form of a task and wait for its answer."""
+        """Send the form of a task and wait for the result."""
         self.value(f"document.querySelector('#{task} .result').replaceChildren()")
         self.click(f"#{task} .go button")
         self.wait_for(f"document.querySelector('#{task} .result').childElementCount && !running.{task}")
@@ -140,8 +140,8 @@ class Page:
         self.value("1")
         return [event["params"] for event in self._browser.events if event["method"] == method]
 
-    def complaints(self) -> list[str]:
-        """What the browser found wrong: exceptions, refused styles and scripts, and requests that failed."""
+    def errors(self) -> list[str]:
+        """Errors: exceptions, refused styles and scripts, and failed requests."""
         thrown = [event["exceptionDetails"] for event in self.events("Runtime.exceptionThrown")]
         logged = [event["entry"] for event in self.events("Log.entryAdded")]
         return [*map(str, thrown), *(entry["text"] for entry in logged if entry["level"] == "error")]

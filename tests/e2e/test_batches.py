@@ -1,8 +1,7 @@
-"""The unmodified openai client's files and batches against a real server."""
+"""Files and batches of the openai client."""
 
 import io
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from .. import gated_server
 from ..gated_server import Gate
+from ..waiting import wait_until
 
 openai = pytest.importorskip("openai")
 
@@ -39,16 +39,20 @@ def jsonl(texts: list[str], url: str = "/v1/embeddings") -> io.BytesIO:
     return io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
 
 
+def create(client: Any, lines: io.BytesIO, **options: Any) -> Any:
+    """Upload a file and create its batch."""
+    file = client.files.create(file=lines, purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h", **options)
+
+
 def ended(client: Any, batch: Any) -> Any:
-    give_up_s = time.monotonic() + 240
-    while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
-        assert time.monotonic() < give_up_s, batch
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    return batch
+    """Wait for the end of a batch."""
+    running = ("validating", "in_progress", "finalizing", "cancelling")
+    wait_until(lambda: client.batches.retrieve(batch.id).status not in running)
+    return client.batches.retrieve(batch.id)
 
 
-def test_files(client, tmp_path: Path) -> None:
+def test_files_are_listed_downloaded_and_deleted(client, tmp_path: Path) -> None:
     made = [client.files.create(file=("a.jsonl", jsonl(["x"] * n)), purpose="batch") for n in (1, 2, 3)]
     path = tmp_path / "from disk é.jsonl"
     path.write_bytes(jsonl(["x"]).getvalue())
@@ -72,16 +76,10 @@ def test_files(client, tmp_path: Path) -> None:
         client.files.create(file=("a.jsonl", b"x"), purpose="fine-tune")
 
 
-def test_a_batch(client) -> None:
+def test_batch_answers_each_line(client) -> None:
     texts = [f"text number {i}" for i in range(300)]
-    file = client.files.create(file=jsonl(texts), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id,
-        endpoint="/v1/embeddings",
-        completion_window="24h",
-        metadata={"note": "first"},
-        output_expires_after={"anchor": "created_at", "seconds": 7200},
-    )
+    expires = {"anchor": "created_at", "seconds": 7200}
+    batch = create(client, jsonl(texts), metadata={"note": "first"}, output_expires_after=expires)
     assert (batch.status, batch.metadata) == ("validating", {"note": "first"})
     batch = ended(client, batch)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 300, 0)
@@ -97,19 +95,14 @@ def test_a_batch(client) -> None:
     assert batch.id in [each.id for each in client.batches.list(limit=1)]
 
 
-def test_a_batch_is_cancelled(client, gate: Gate) -> None:
+def test_cancelled_batch_keeps_its_answers(client, gate: Gate) -> None:
     gate.let_through(100)
-    file = client.files.create(file=jsonl([f"text {i}" for i in range(3000)]), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-    give_up_s = time.monotonic() + 240
-    while batch.request_counts.completed < 100:
-        assert time.monotonic() < give_up_s, batch
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
+    batch = create(client, jsonl([f"text {i}" for i in range(3000)]))
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 100)
     with pytest.raises(openai.ConflictError, match=batch.id):
-        client.files.delete(file.id)
+        client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-    batch = ended(client, client.batches.retrieve(batch.id))
+    batch = ended(client, batch)
     gate.open()
     assert (batch.status, batch.request_counts.completed) == ("cancelled", 100)
     files = [client.files.content(name).text.splitlines() for name in (batch.output_file_id, batch.error_file_id)]
@@ -119,10 +112,8 @@ def test_a_batch_is_cancelled(client, gate: Gate) -> None:
         client.batches.cancel(batch.id)
 
 
-def test_a_wrong_file_fails(client) -> None:
-    file = client.files.create(file=jsonl(["a"], url="/v1/rerank"), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-    batch = ended(client, batch)
+def test_batch_with_a_wrong_url_fails(client) -> None:
+    batch = ended(client, create(client, jsonl(["a"], url="/v1/rerank")))
     assert batch.status == "failed"
     (error,) = batch.errors.data
     assert (error.code, error.line, error.param) == ("mismatched_url", 1, "url")

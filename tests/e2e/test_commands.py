@@ -2,34 +2,37 @@
 
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
 import numpy as np
 
+from ..waiting import wait_until
 
-def test_stopped_embed_run_goes_on(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
-    """A run that is killed, then terminated, then completed has every row once and in order."""
+
+def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
+    """A command that is killed, then terminated, then completed writes every row once and in order."""
     # The spaces fill shards, which are limited in characters, without tokens.
     texts = [f"text number {i} about water and gates{', water and gates' * 10}{' ' * 400}" for i in range(1200)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
     embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")
+
+    def rows_done() -> int:
+        return sum(len(np.load(path)) for path in output.with_name(output.name + ".partial").glob("part-*.npy"))
+
     num_done = 0
-    for number, code, said in [
+    for number, code, last_line in [
         (signal.SIGKILL, -9, ""),
         (signal.SIGTERM, 143, "penstock: terminated; the same command goes on where it stopped\n"),
     ]:
         stopped = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        while rows_done(output) <= num_done:
-            assert stopped.poll() is None, "the run ended before it was stopped"
-            time.sleep(0.01)
-        num_done = rows_done(output)
+        wait_until(lambda stopped=stopped, num_done=num_done: rows_done() > num_done or stopped.poll() is not None)
+        num_done = rows_done()
         stopped.send_signal(number)
-        assert stopped.communicate(timeout=240)[1].endswith(said)
+        assert stopped.communicate(timeout=240)[1].endswith(last_line)
         assert stopped.returncode == code
-        assert num_done <= rows_done(output) < len(texts)
+        assert num_done <= rows_done() < len(texts)
         assert not output.exists()
 
     last = run(*embed)
@@ -43,11 +46,7 @@ def test_stopped_embed_run_goes_on(tmp_path: Path, penstock, run, server, http: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.npy"]
 
 
-def rows_done(output: Path) -> int:
-    return sum(len(np.load(path)) for path in output.with_name(output.name + ".partial").glob("part-*.npy"))
-
-
-def test_info_shows_the_resolved_table(run, default_model: Path) -> None:
+def test_info_shows_settings_and_their_sources(run, default_model: Path) -> None:
     done = run("info")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()[2:]}
     assert "MEAN" in lines["sequence_pooling"]

@@ -1,4 +1,4 @@
-"""Requests on each device, with a model made on the spot: what `make test-gpu` shows on a CUDA machine."""
+"""Requests on each device, with a tiny random model."""
 
 import string
 import warnings
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 TEXTS = ["a", "the gate holds back the water", "one two three " * 20, "dam", *(f"text {i} " * i for i in range(1, 9))]
-# float32 on CUDA may sum in another order; bfloat16 keeps eight bits of each number.
+# float32 on CUDA sums in another order; bfloat16 has eight bits of precision.
 LEAST_COSINE = {"float32": 0.999999, "bfloat16": 0.999, "float16": 0.9999}
 
 
@@ -56,25 +55,23 @@ def expected(folder: Path) -> np.ndarray:
         pytest.param("cuda", "float16", marks=pytest.mark.gpu),
     ],
 )
-def test_embeddings_over_http(launch, folder: Path, expected: np.ndarray, device: str, dtype: str) -> None:
+def test_embeddings_equal_transformers(launch, folder: Path, expected: np.ndarray, device: str, dtype: str) -> None:
     server = launch(str(folder), "--device", device, "--dtype", dtype)
-    try:
-        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}, timeout=120)
-        assert answer.status_code == 200, answer.text
-        vectors = np.array([row["embedding"] for row in answer.json()["data"]], np.float32)
-        assert np.sum(vectors * expected, axis=1).min() > LEAST_COSINE[dtype]
-        if (device, dtype) == ("cpu", "float32"):
-            assert np.abs(vectors - expected).max() < 1e-5
-        for i in (0, 2, 11):
-            alone = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS[i]}, timeout=120).json()
-            assert np.dot(np.array(alone["data"][0]["embedding"], np.float32), vectors[i]) > LEAST_COSINE[dtype]
-    finally:
-        server.stop()
+    answer = server.embed(TEXTS)
+    assert answer.status_code == 200, answer.text
+    vectors = np.array([row["embedding"] for row in answer.json()["data"]], np.float32)
+    assert np.sum(vectors * expected, axis=1).min() > LEAST_COSINE[dtype]
+    if (device, dtype) == ("cpu", "float32"):
+        assert np.abs(vectors - expected).max() < 1e-5
+    for i in (0, 2, 11):
+        alone = server.embed(TEXTS[i]).json()["data"][0]["embedding"]
+        assert np.dot(np.array(alone, np.float32), vectors[i]) > LEAST_COSINE[dtype]
+    server.stop()
 
 
 @contextmanager
 def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On CUDA this process gets 64 MiB more than it holds; on a CPU a forward over more than 4,096 tokens fails."""
+    """Leave 64 MiB on CUDA. On a CPU let forwards of more than 4,096 tokens fail."""
     import torch
 
     from penstock.engine.executors.torch.spec_model import SpecModel
@@ -101,7 +98,7 @@ def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
-def test_a_batch_that_finds_no_memory_runs_in_parts(
+def test_batch_without_memory_runs_in_parts(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from penstock.engine.llm import LLM

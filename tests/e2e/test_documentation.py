@@ -1,4 +1,4 @@
-"""/docs in a headless Chromium that has no network: it shows every route, and sends what it shows."""
+"""/docs in a headless Chromium without a network."""
 
 import httpx
 
@@ -8,17 +8,17 @@ SHOWN = "document.querySelectorAll('.opblock').length"
 OPERATION = "#operations-openai-v1_embeddings"
 
 
-def test_every_operation_is_shown_and_nothing_is_asked_elsewhere(page: Page, server, http: httpx.Client) -> None:
+def test_docs_show_every_route_and_use_no_other_host(page: Page, server, http: httpx.Client) -> None:
     page.open(f"{server.url}/docs", SHOWN)
     paths = page.texts(".opblock .opblock-summary-path")
     assert {path.replace("\u200b", "") for path in paths} == set(http.get("/openapi.json").json()["paths"])
     urls = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     assert len(urls) >= 4
     assert not [url for url in urls if not url.startswith((server.url, "data:"))]
-    assert not page.complaints()
+    assert not page.errors()
 
 
-def test_an_example_can_be_sent(page: Page, server) -> None:
+def test_example_can_be_sent(page: Page, server) -> None:
     page.open(f"{server.url}/docs/", SHOWN)
     page.click(f"{OPERATION} .opblock-summary-control")
     page.wait_for(f"!!document.querySelector('{OPERATION} .execute')")
@@ -26,10 +26,10 @@ def test_an_example_can_be_sent(page: Page, server) -> None:
     page.wait_for(f"!!document.querySelector('{OPERATION} .live-responses-table .response-col_status')")
     assert page.text(f"{OPERATION} .live-responses-table .response .response-col_status").startswith("200")
     assert f"{server.url}/v1/embeddings" in page.text(f"{OPERATION} .curl-command")
-    assert not page.complaints()
+    assert not page.errors()
 
 
-def test_it_is_dark_where_the_system_is(page: Page, server) -> None:
+def test_docs_follow_the_color_scheme_of_the_system(page: Page, server) -> None:
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     page.open(f"{server.url}/docs", SHOWN)
     assert page.value("document.documentElement.className") == "dark-mode"

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/ work as they stand there, against a real server."""
+"""The examples of README.md and docs/ work with a real server."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ def examples(pattern: str) -> list[object]:
 
 
 @pytest.mark.parametrize("command", examples(r"^    (curl http.*?)(?=\n\n|\n    curl|\n```)"))
-def test_curl(command: str, server) -> None:
+def test_curl_command_succeeds(command: str, server) -> None:
     words = shlex.split(command.replace("\\\n", "").replace(SHOWN, server.url))
     done = subprocess.run(
         [*words, "--silent", "--show-error", "--fail-with-body"], capture_output=True, text=True, check=False
@@ -29,9 +29,9 @@ def test_curl(command: str, server) -> None:
 
 
 @pytest.mark.parametrize("program", examples(r"^```python\n(.*?)^```"))
-def test_python(program: str, server, tmp_path: Path) -> None:
+def test_python_example_succeeds(program: str, server, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(program.replace(SHOWN, server.url))
     command = [sys.executable, "-P", str(tmp_path / "example.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() or "print(" not in program, "a program that prints must show something"
+    assert done.stdout.strip() or "print(" not in program, "a program with print shows nothing"

@@ -1,14 +1,14 @@
-"""How a server starts, fails to start, and stops."""
+"""Start, failed start and stop of servers."""
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,103 +16,62 @@ import pytest
 
 from penstock.kernels.cpu.machine import LIBRARY
 
+from ..servers import Server, children_of, exists
+from ..waiting import wait_until
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+Begin = Callable[..., tuple[subprocess.Popen, int, Path]]
 
 
-def num_requests(url: str) -> float:
-    """Requests that the engine has taken and not answered."""
-    lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_engine_requests{"))
+@contextmanager
+def running_request(server: Server, num_texts: int, **headers: str) -> Iterator[list[httpx.Response]]:
+    """Run the block while the engine has a request, and wait for the response. Yields a list of the response."""
+    body = {"input": [f"a text that takes a while {i} " * 20 for i in range(num_texts)]}
+    responses: list[httpx.Response] = []
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(server.post, "/v1/embeddings", body, **headers)
+        wait_until(lambda: server.metric("penstock_engine_requests") or sending.done())
+        yield responses
+        responses.append(sending.result(120))
 
 
-def test_sigterm_lets_requests_finish_and_leaves_nothing(launch, default_model) -> None:
-    server = launch("--dtype", "float32", "--drain-timeout-s", "120")
-    children = children_of(server.process.pid)
-    answers = []
-
-    def ask() -> None:
-        body = {"input": [f"a text that takes a while {i} " * 20 for i in range(300)]}
-        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while not num_requests(server.url):
-        assert asking.is_alive()
-    server.process.send_signal(signal.SIGTERM)
-    asking.join(120)
-    assert answers[0].status_code == 200
-    assert len(answers[0].json()["data"]) == 300
-    assert server.process.wait(120) == 0
-    assert not any(exists(child) for child in children)
-    assert "Traceback" not in server.log.read_text()
-
-
-@pytest.mark.parametrize("drain_timeout_s", ["0", "1"])
-def test_requests_that_outlast_the_drain_get_a_503(drain_timeout_s: str, launch, default_model) -> None:
-    origin = "https://page.example"
-    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s, "--cors-origins", origin)
-    answers = []
-
-    def ask() -> None:
-        body = {"input": [f"a text that takes a while {i} " * 40 for i in range(4000)], "truncate_prompt_tokens": -1}
-        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, headers={"Origin": origin}, timeout=120))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while not num_requests(server.url):
-        assert asking.is_alive()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(120) == 0
-    asking.join(120)
-    assert answers[0].status_code == 503
-    assert answers[0].json()["error"]["code"] == "engine_unavailable"
-    assert answers[0].headers["retry-after"]
-    assert answers[0].headers["access-control-allow-origin"] == origin
-    assert "Traceback" not in server.log.read_text()
-
-
-def test_a_closed_terminal_stops_the_server_in_peace(launch, default_model, tmp_path_factory) -> None:
-    folder = tmp_path_factory.mktemp("t")  # short: the path of a socket has at most 107 letters
-    # The engine process warns of the budget.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_drains_requests_and_leaves_nothing(number: int, launch, default_model, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("t")  # short: the path of a socket has at most 107 characters
+    # The engine process warns about this token budget.
     flags = ("--max-num-batched-tokens", "64", "--log-format", "json", "--drain-timeout-s", "120")
     server = launch(*flags, TMPDIR=str(folder))
-    children = children_of(server.process.pid)
+    children = server.children()
     assert list(folder.iterdir())
-    answers = []
-
-    def ask() -> None:
-        body = {"input": [f"a text that takes a while {i} " * 20 for i in range(50)]}
-        answers.append(httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120).status_code)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive() and not num_requests(server.url):
-        time.sleep(0.01)
-    server.process.send_signal(signal.SIGHUP)
-    server.process.send_signal(signal.SIGHUP)  # the kernel's and the shell's
-    asking.join(120)
-    assert answers == [200]
+    with running_request(server, 50) as responses:
+        server.process.send_signal(number)
+        if number == signal.SIGHUP:
+            server.process.send_signal(number)  # the kernel and the shell both send it
+    assert responses[0].status_code == 200
+    assert len(responses[0].json()["data"]) == 50
     assert server.process.wait(120) == 0
-    assert not any(exists(child) for child in children)
+    assert not any(map(exists, children))
     assert not list(folder.iterdir())
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    assert sum("SIGHUP" in line["message"] for line in lines) == 1
+    assert sum(signal.Signals(number).name in line["message"] for line in lines) == 1
     (budget,) = (line for line in lines if "max_num_batched_tokens is 64" in line["message"])
     assert (budget["logger"], budget["level"]) == ("penstock.engine", "warning")
 
 
-def test_a_server_that_ignores_hangups_goes_on(launch, default_model) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+@pytest.mark.parametrize("drain_timeout_s", ["0", "1"])
+def test_request_that_outlasts_the_drain_gets_503(drain_timeout_s: str, launch, default_model) -> None:
+    origin = "https://page.example"
+    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s, "--cors-origins", origin)
+    with running_request(server, 4000, Origin=origin) as responses:
+        assert server.stop() == 0
+    assert responses[0].status_code == 503
+    assert responses[0].json()["error"]["code"] == "engine_unavailable"
+    assert responses[0].headers["retry-after"]
+    assert responses[0].headers["access-control-allow-origin"] == origin
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_server_under_nohup_ignores_sighup(launch, default_model) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by children, as with nohup
     try:
         server = launch()
     finally:
@@ -123,61 +82,61 @@ def test_a_server_that_ignores_hangups_goes_on(launch, default_model) -> None:
     assert server.stop() == 0
 
 
-def test_a_server_with_closed_standard_streams_serves_and_stops_in_peace(launch, default_model, penstock) -> None:
+def test_server_with_closed_streams_serves_and_stops(launch, default_model, penstock) -> None:
     server = launch(command=("sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *penstock))
-    (child,) = children_of(server.process.pid)
+    (child,) = server.children()
     for pid in (server.process.pid, child):
         assert {str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in (1, 2)} == {"/dev/null"}
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a text"}).status_code == 200
+    assert server.embed("a text").status_code == 200
     assert server.stop() == 0
     assert not exists(child)
 
 
 @pytest.mark.parametrize("flags", [(), ("--api-workers", "2")])
-def test_a_log_that_nobody_reads_holds_up_nobody(flags, launch, default_model, penstock, tmp_path) -> None:
+def test_unread_log_does_not_block_the_server(flags, launch, default_model, penstock, tmp_path) -> None:
     pipe = tmp_path / "log"
     os.mkfifo(pipe)
     command = ("sh", "-c", f'exec "$0" "$@" 2>{pipe}', *penstock)
-    with contextlib.closing(os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)) as reader:
+    with closing(os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)) as reader:
         server = launch("--access-log", "--log-format", "json", *flags, command=command)
-        children = children_of(server.process.pid)
+        children = server.children()
 
-        def ask() -> None:
+        def send_400_requests() -> None:
             with httpx.Client(base_url=server.url, headers={"x-request-id": "i" * 100}) as client:
                 for _ in range(400):
                     assert client.get("/v1/models").status_code == 200
 
-        ask()
-        text, give_up_s = b"", time.monotonic() + 120
-        while text.count(b"penstock.access") < 400 or not text.endswith(b"\n"):
-            assert time.monotonic() < give_up_s
+        send_400_requests()
+        text = b""
+
+        def is_complete() -> bool:
+            nonlocal text
             text += reader.read(65536) or b""
+            return text.count(b"penstock.access") >= 400 and text.endswith(b"\n")
+
+        wait_until(is_complete)
         assert len(text) > 2 * 65536
         assert all(json.loads(line) for line in text.splitlines())
-        ask()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(120) == 0
-        assert not any(exists(child) for child in children)
+        send_400_requests()
+        assert server.stop() == 0
+        assert not any(map(exists, children))
 
 
-def test_a_server_that_is_killed_leaves_nothing_behind(launch, default_model, tmp_path_factory) -> None:
+def test_killed_server_leaves_nothing_behind(launch, default_model, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("t")
     server = launch("--dtype", "float32", TMPDIR=str(folder))
-    children = children_of(server.process.pid)
+    children = server.children()
     assert children
     assert list(folder.iterdir())
     server.process.kill()
     server.process.wait()
-    give_up_s = time.monotonic() + 120
-    while any(exists(child) for child in children):
-        assert time.monotonic() < give_up_s, "the engine process outlived its server"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(exists, children)))
     assert not list(folder.iterdir())
 
 
-def test_no_process_imports_what_it_does_not_need(launch, default_model) -> None:
+def test_processes_import_no_unneeded_module(launch, default_model) -> None:
     server = launch(PYTHONPROFILEIMPORTTIME="1")
-    httpx.post(f"{server.url}/v1/embeddings", json={"input": ["a text"]}, timeout=60).raise_for_status()
+    server.embed(["a text"]).raise_for_status()
     lines = (line.split("|") for line in server.log.read_text().splitlines() if line.startswith("import time:"))
     imported = {parts[2].strip() for parts in lines if len(parts) == 3}
     has_kernels = LIBRARY.is_file()
@@ -189,14 +148,14 @@ def test_no_process_imports_what_it_does_not_need(launch, default_model) -> None
 
 
 @pytest.fixture
-def beginning(penstock, default_model, tmp_path_factory) -> Iterator[Callable[..., tuple[subprocess.Popen, int, Path]]]:
-    """Starts a server; returns it as soon as it has started its engine's process, which is the second, and its folder.
+def begin(penstock, default_model, tmp_path_factory) -> Iterator[Begin]:
+    """Start a server and return it as soon as its engine process exists, with that process and the folder of sockets.
 
-    It imports what it needs for a second then, and has not loaded its own handlers of signals.
+    The server still imports modules then and has not installed its signal handlers.
     """
     servers = []
 
-    def begin(*flags: str) -> tuple[subprocess.Popen, int, Path]:
+    def start(*flags: str) -> tuple[subprocess.Popen, int, Path]:
         folder = tmp_path_factory.mktemp("t")
         server = subprocess.Popen(
             [*penstock, "serve", "--port", "0", *flags],
@@ -209,64 +168,52 @@ def beginning(penstock, default_model, tmp_path_factory) -> Iterator[Callable[..
             assert server.poll() is None
         return server, children[0], folder
 
-    yield begin
+    yield start
     for server in servers:
         server.kill()
         server.communicate()
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGTERM, 0, ""), (signal.SIGHUP, 0, ""), (signal.SIGINT, 130, "penstock: interrupted\n")],
+    ("number", "code", "output"),
+    [
+        (signal.SIGTERM, 0, ""),
+        (signal.SIGHUP, 0, ""),
+        (signal.SIGINT, 130, "penstock: interrupted\n"),
+        (signal.SIGKILL, -9, ""),
+    ],
 )
-def test_a_server_that_is_stopped_while_it_starts_leaves_nothing_behind(number, code, said, beginning) -> None:
-    server, child, folder = beginning()
+def test_server_stopped_while_it_starts_leaves_nothing(number: int, code: int, output: str, begin: Begin) -> None:
+    server, child, folder = begin()
     server.send_signal(number)
-    assert server.communicate(timeout=240)[1] == said
+    assert server.communicate(timeout=240)[1] == output
     assert server.returncode == code
+    if number == signal.SIGKILL:
+        wait_until(lambda: not exists(child))
     assert not exists(child)
     assert not list(folder.iterdir())
 
 
-def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind(beginning) -> None:
-    server, child, folder = beginning()
-    server.kill()
-    server.wait()
-    give_up_s = time.monotonic() + 120
-    while exists(child):
-        assert time.monotonic() < give_up_s, "the engine process outlived its server"
-        time.sleep(0.05)
-    assert not list(folder.iterdir())
-
-
-def test_what_is_refused_after_the_engine_began_ends_in_a_line(beginning, tmp_path) -> None:
-    server, child, folder = beginning("--api-key-file", str(tmp_path / "none"))
-    said = server.communicate(timeout=240)[1]
+def test_wrong_file_after_the_engine_started_is_one_line(begin: Begin, tmp_path) -> None:
+    server, child, folder = begin("--api-key-file", str(tmp_path / "none"))
+    output = server.communicate(timeout=240)[1]
     assert server.returncode == 2
-    assert said.count("\n") == 1
-    assert "--api-key-file" in said
+    assert output.count("\n") == 1
+    assert "--api-key-file" in output
     assert not exists(child)
     assert not list(folder.iterdir())
 
 
-def test_an_engine_process_that_ends_while_the_server_starts_ends_it(beginning) -> None:
-    server, child, _ = beginning()
+def test_engine_killed_while_the_server_starts_ends_it(begin: Begin) -> None:
+    server, child, _ = begin()
     os.kill(child, signal.SIGKILL)
-    said = server.communicate(timeout=240)[1]
+    output = server.communicate(timeout=240)[1]
     assert server.returncode == 3
-    assert f"the engine process {child} ended with signal 9" in said
-    assert "Traceback" not in said
+    assert f"the engine process {child} ended with signal 9" in output
+    assert "Traceback" not in output
 
 
-def test_a_model_that_is_none_ends_in_a_line(run, tmp_path) -> None:
-    done = run("serve", str(tmp_path), "--port", "0")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "is not a model" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_port_in_use_is_found_before_the_model_is_loaded(run, default_model) -> None:
+def test_port_in_use_is_one_line(run, default_model) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -276,7 +223,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(run, default_model) -
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_what_is_served_is_logged_once_and_variables_are_read(launch, default_model) -> None:
+def test_environment_variables_are_settings_and_secrets_stay_out_of_the_log(launch, default_model) -> None:
     server = launch(
         PENSTOCK_SERVED_MODEL_NAME="one,two",
         PENSTOCK_API_KEY="secret-key",
@@ -285,9 +232,8 @@ def test_what_is_served_is_logged_once_and_variables_are_read(launch, default_mo
     )
     (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert (card["id"], card["aliases"]) == ("one", ["two"])
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}).status_code == 401
-    headers = {"authorization": "Bearer secret-key"}
-    response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "some text"}, headers=headers)
+    assert server.embed("some text").status_code == 401
+    response = server.embed("some text", authorization="Bearer secret-key")
     assert (response.status_code, response.json()["model"]) == (200, "one")
     server.stop()
     log = server.log.read_text()

@@ -1,4 +1,4 @@
-"""One request through a real server, as its log, its metrics and a collector of traces see it."""
+"""One request in the log, the metrics, the traces and the headers of a server."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ TEXT = "What holds back the water?"
 
 
 class Collector(HTTPServer):
-    """Takes what an OTLP exporter posts."""
+    """Receives the spans of an OTLP exporter."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Keeps quiet."""
+        pass
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def collector() -> Iterator[Collector]:
     collector.server_close()
 
 
-def test_log_metrics_and_traces_tell_the_same(launch, default_model: Path, collector: Collector) -> None:
+def test_log_metrics_traces_and_headers_agree(launch, default_model: Path, collector: Collector) -> None:
     endpoint = f"http://127.0.0.1:{collector.server_port}"
     server = launch("--access-log", "--log-format", "json", "--otlp-traces-endpoint", endpoint)
     with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -61,7 +61,7 @@ def test_log_metrics_and_traces_tell_the_same(launch, default_model: Path, colle
         response = http.post("/embed", json={"inputs": TEXT}, headers=headers)
         metrics = http.get("/metrics").text
     assert response.status_code == 200
-    assert server.stop() == 0  # which sends what waits
+    assert server.stop() == 0  # it sends the remaining spans
     timing = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
     assert list(timing) == STAGES
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The unmodified openai client against a real server."""
+"""Embeddings of the openai client."""
 
 import asyncio
 
@@ -28,25 +28,25 @@ def vectors(response) -> np.ndarray:
     return np.array([row.embedding for row in response.data], np.float32)
 
 
+def embed(client, texts, **options) -> np.ndarray:
+    return vectors(client.embeddings.create(model=MODEL, input=texts, **options))
+
+
 def test_embeddings_equal_sentence_transformers(client, truth) -> None:
-    expected = truth(TEXTS)
-    by_default = client.embeddings.create(model=MODEL, input=TEXTS)  # asks for base64
-    as_floats = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
-    np.testing.assert_allclose(vectors(by_default), expected, atol=1e-5)
-    np.testing.assert_allclose(vectors(as_floats), expected, atol=1e-5)
-    assert by_default.model == MODEL
-    assert by_default.usage.prompt_tokens == by_default.usage.total_tokens > len(TEXTS)
+    answer = client.embeddings.create(model=MODEL, input=TEXTS)  # requests base64
+    for found in (vectors(answer), embed(client, TEXTS, encoding_format="float")):
+        np.testing.assert_allclose(found, truth(TEXTS), atol=1e-5)
+    assert answer.model == MODEL
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
 
 
-def test_a_text_alone_in_a_batch_and_as_token_ids_is_one_vector(client) -> None:
-    in_batch = vectors(client.embeddings.create(model=MODEL, input=TEXTS))
-    alone = np.concatenate([vectors(client.embeddings.create(model=MODEL, input=text)) for text in TEXTS])
+def test_text_alone_in_a_batch_and_as_ids_has_one_vector(client) -> None:
+    in_batch = embed(client, TEXTS)
+    alone = np.concatenate([embed(client, text) for text in TEXTS])
     np.testing.assert_allclose(alone, in_batch, atol=1e-6)
     ids = [[101, 2460, 102], [101, 102]]  # [CLS] short [SEP], and the empty text
-    by_ids = vectors(client.embeddings.create(model=MODEL, input=ids))
-    np.testing.assert_allclose(by_ids, in_batch[[1, 2]], atol=1e-6)
-    flat = vectors(client.embeddings.create(model=MODEL, input=ids[0]))
-    np.testing.assert_allclose(flat, in_batch[[1]], atol=1e-6)
+    np.testing.assert_allclose(embed(client, ids), in_batch[[1, 2]], atol=1e-6)
+    np.testing.assert_allclose(embed(client, ids[0]), in_batch[[1]], atol=1e-6)
 
 
 def test_extra_body_reaches_the_server(client) -> None:
@@ -54,31 +54,26 @@ def test_extra_body_reaches_the_server(client) -> None:
     assert answer.usage.prompt_tokens == 10
 
 
-def test_integers_and_bits_arrive_as_they_are(client, truth) -> None:
+def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
     expected = truth(TEXTS)
-    integers = vectors(client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="int8"))
+    integers = embed(client, TEXTS, encoding_format="int8")
     cosines = (integers * expected).sum(axis=1) / np.linalg.norm(integers, axis=1)
     assert cosines.min() > 0.999
-    by_jinas_name = client.embeddings.create(model=MODEL, input=TEXTS, extra_body={"embedding_type": "ubinary"})
-    bits = np.unpackbits(np.array([row.embedding for row in by_jinas_name.data], np.uint8), axis=1)
-    assert (bits == (expected > 0)).mean() > 0.999
-
-
-def test_half_precision_in_bytes(client, truth) -> None:
+    bits = embed(client, TEXTS, extra_body={"embedding_type": "ubinary"}).astype(np.uint8)
+    assert (np.unpackbits(bits, axis=1) == (expected > 0)).mean() > 0.999
     raw = client.embeddings.with_raw_response.create(
         model=MODEL, input=TEXTS, encoding_format="bytes", extra_body={"embed_dtype": "float16"}
     )
-    rows = np.frombuffer(raw.content, "<f2").reshape(len(TEXTS), -1)
-    np.testing.assert_allclose(rows, truth(TEXTS), atol=1e-3)
-    assert f'"shape":[{rows.shape[1]}]' in raw.headers["metadata"]
+    np.testing.assert_allclose(np.frombuffer(raw.content, "<f2").reshape(expected.shape), expected, atol=1e-3)
+    assert f'"shape":[{expected.shape[1]}]' in raw.headers["metadata"]
 
 
-async def test_many_requests_at_once(server, client) -> None:
+async def test_concurrent_requests_get_their_own_vectors(server, client) -> None:
     texts = [f"text number {i} of many" for i in range(64)]
-    expected = vectors(client.embeddings.create(model=MODEL, input=texts))
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as many:
         answers = await asyncio.gather(*(many.embeddings.create(model=MODEL, input=text) for text in texts))
-    np.testing.assert_allclose(np.concatenate([vectors(answer) for answer in answers]), expected, atol=1e-6)
+    found = np.concatenate([vectors(answer) for answer in answers])
+    np.testing.assert_allclose(found, embed(client, texts), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ async def test_many_requests_at_once(server, client) -> None:
         ({"model": MODEL, "input": "word " * 1000}, "BadRequestError", "maximum context length is 256 tokens"),
     ],
 )
-def test_errors_arrive_typed_and_with_their_message(client, arguments: dict, error: str, part: str) -> None:
+def test_errors_have_type_and_message(client, arguments: dict, error: str, part: str) -> None:
     with pytest.raises(getattr(openai, error)) as caught:
         client.embeddings.create(**arguments)
     assert part in str(caught.value)

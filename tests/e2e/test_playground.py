@@ -1,4 +1,4 @@
-"""The playground in a headless Chromium, driven over the DevTools protocol, against the default model."""
+"""The playground in a headless Chromium with the default model."""
 
 import json
 import shutil
@@ -16,9 +16,12 @@ from .browser import Page
 
 READY = "document.querySelector('#status')?.className === 'ready' && cards.size"
 TASKS = ("embed", "rerank", "score", "classify", "multi", "tokenize")
-"""Those that the default model can do."""
+"""Tasks of the default model."""
+LIST = {"id": "", "object": "list", "created": 0, "model": "m", "usage": {"prompt_tokens": 4, "total_tokens": 4}}
+"""Fields of a response."""
 
-ON_CONTRAST = """(() => {
+# Texts with a contrast below 4.5.
+FAINT_TEXTS = """(() => {
   const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const light = (color) => {
     pen.fillStyle = color;
@@ -43,7 +46,7 @@ ON_CONTRAST = """(() => {
 
 
 def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
-    """Let the page find these answers at their paths; what it sends is kept in `window.calls`. Status 0 is never."""
+    """Answer requests of the page by path, and record them in `window.calls`. Status 0 means no answer."""
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source=f"""
@@ -61,20 +64,23 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
     )
 
 
+def card(**values: Any) -> dict[str, Any]:
+    """A model of /v1/models."""
+    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "name": "m", "aliases": [], "endpoints": []}
+    card |= {"max_model_len": None, "context_length": None, "facts": None, **values}
+    return ModelList.model_validate({"object": "list", "data": [card], "models": []}).model_dump(mode="json")
+
+
 def models(kind: str, tasks: tuple[str, ...], outputs: tuple[str, ...] = (), **facts: Any) -> dict[str, Any]:
-    """The answer of /v1/models for one model of a kind."""
+    """The response of /v1/models for one model of a kind."""
     own = {"kind": kind, "tasks": list(tasks), "outputs": list(outputs), "model_type": "bert", "dtype": "float32"}
     own |= {"sequence_pooling": [], "embedding_size": 8, "is_matryoshka": False, "matryoshka_dimensions": []}
     own |= {"prompts": {}, "default_prompt_name": None, "num_labels": 0, **facts}
-    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": 9, "name": "m"}
-    card |= {"aliases": [], "status": {"value": "loaded", "state": "ready"}}
-    card |= {"endpoints": [], "context_length": 9, "facts": own}
-    answer = ModelList.model_validate({"object": "list", "data": [card], "models": []})
-    return {"/v1/models": (200, answer.model_dump(mode="json"))}
+    status = {"value": "loaded", "state": "ready"}
+    return {"/v1/models": (200, card(max_model_len=9, context_length=9, facts=own, status=status))}
 
 
 def disabled(page: Page) -> list[str]:
-    """The tabs that the model cannot fill."""
     return page.texts("[role=tab][aria-disabled=true]")
 
 
@@ -82,7 +88,7 @@ def chosen(page: Page) -> list[str]:
     return page.texts("[role=tab][aria-selected=true]")
 
 
-def test_embed(page: Page, server) -> None:
+def test_embed_shows_similarities_and_vectors(page: Page, server) -> None:
     page.open(server.url, READY)
     assert page.text("#status") == "ready"
     assert page.value("document.querySelector('#model').value").endswith("all-MiniLM-L6-v2")
@@ -107,11 +113,10 @@ def test_embed(page: Page, server) -> None:
     own = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
     assert own
     assert [url for url in own if not url.startswith((server.url, "data:"))] == []
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
-def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
-    """In each of the four pairs, both texts are closest to each other."""
+def test_example_pairs_are_closest_to_each_other(page: Page, server) -> None:
     page.open(server.url, READY)
     page.send("embed")
     found = page.texts("#embed .pair .one-line")
@@ -123,22 +128,19 @@ def test_the_examples_show_what_the_model_does_well(page: Page, server) -> None:
     assert page.text("#embed .facts").startswith("3 texts · ")
 
 
-def test_a_model_that_is_not_loaded_says_so_with_its_other_names(page: Page, server) -> None:
-    card = {"id": "m", "object": "model", "created": 0, "owned_by": "", "max_model_len": None, "name": "m"}
-    card |= {"aliases": ["n", "o"], "status": {"value": "unloaded", "state": "unloaded"}, "endpoints": []}
-    card |= {"context_length": None, "facts": None}
-    ModelList.model_validate({"object": "list", "data": [card], "models": []})
+def test_unloaded_model_shows_its_state_and_names(page: Page, server) -> None:
+    unloaded = card(aliases=["n", "o"], status={"value": "unloaded", "state": "unloaded"})
     health = {"status": "ok", "engines": {"m": "unloaded"}}
-    stub(page, {"/v1/models": (200, {"object": "list", "data": [card]}), "/health/ready": (200, health)})
+    stub(page, {"/v1/models": (200, unloaded), "/health/ready": (200, health)})
     page.open(server.url, READY)
-    told = page.text("#facts")
+    shown = page.text("#facts")
     for part in ("known once it is loaded", "n, o", "unloaded; a request loads it"):
-        assert part in told
-    assert "undefined" not in told
-    assert "null" not in told
+        assert part in shown
+    assert "undefined" not in shown
+    assert "null" not in shown
 
 
-def test_two_texts_and_forty_and_many(page: Page, server) -> None:
+def test_similarities_are_a_pair_a_matrix_or_a_map(page: Page, server) -> None:
     page.open(server.url, READY)
     page.fill("#embed-texts", "A dam.\nA weir.")
     page.send("embed")
@@ -158,10 +160,10 @@ def test_two_texts_and_forty_and_many(page: Page, server) -> None:
     for key in ("ArrowRight", "ArrowRight"):
         page.press(key)
     assert page.text("#embed .matrix output").startswith("1 with 2: 0.")
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
-def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, server) -> None:
+def test_lines_or_paragraphs_are_counted(page: Page, server) -> None:
     page.open(server.url, READY)
     line = "document.querySelector('#embed-texts + .count').textContent"
     page.fill("#embed-texts", "A dam.\nA weir.\n")
@@ -177,9 +179,14 @@ def test_texts_are_lines_or_paragraphs_and_their_tokens_are_counted(page: Page, 
     assert len(json.loads(page.value("code"))["data"]) == 2
 
 
-def test_a_text_too_long_is_cut_as_asked(page: Page, server) -> None:
+def test_long_text_is_refused_or_cut(page: Page, server) -> None:
     page.open(server.url, READY)
     page.fill("#embed-texts", "a " * 300)
+    page.send("embed")
+    alert = page.text("#embed [role=alert]")
+    assert alert.startswith("Refused with 400\n")
+    assert "truncate_prompt_tokens" in alert
+    assert "\nrequest " in alert
     page.value("document.querySelector('#embed-cut').value = 'END'")
     page.send("embed")
     assert "256 tokens" in page.text("#embed .facts")
@@ -190,7 +197,7 @@ def test_a_text_too_long_is_cut_as_asked(page: Page, server) -> None:
     assert "Matryoshka" in page.text("#widths-hint")
 
 
-def test_rerank_score_and_classify(page: Page, server) -> None:
+def test_rerank_score_and_classify_show_sorted_bars(page: Page, server) -> None:
     page.open(f"{server.url}/#rerank", READY)
     assert chosen(page) == ["Rerank"]
     page.send("rerank")
@@ -212,10 +219,10 @@ def test_rerank_score_and_classify(page: Page, server) -> None:
     page.click("#classify-tab")
     page.send("classify")
     assert page.texts("#classify .card .bars li:first-child .text") == ["banking", "cinema", "sport"]
-    assert [text for text in page.complaints() if "status of 400" not in text] == []
+    assert [text for text in page.errors() if "status of 400" not in text] == []
 
 
-def test_tokens_by_their_vectors(page: Page, server) -> None:
+def test_multi_vector_and_tokenize_show_tokens(page: Page, server) -> None:
     page.open(server.url, READY)
     page.click("#multi-tab")
     page.fill("#multi-query", "dam")
@@ -233,17 +240,16 @@ def test_tokens_by_their_vectors(page: Page, server) -> None:
     page.send("tokenize")
     pieces = page.value("[...document.querySelectorAll('.pieces span')].map((node) => node.firstChild.data)")
     assert (pieces[0], "".join(pieces[1:-1]), pieces[-1]) == ("[CLS]", "Apenstock.", "[SEP]")
-    assert page.complaints() == []
+    assert page.errors() == []
 
 
-def test_sparse_vectors(page: Page, server) -> None:
+def test_sparse_vectors_show_words_and_weights(page: Page, server) -> None:
     rows = [([5, 9], [0.5, 1.5]), ([9, 30000], [2.0, 0.25])]
     data = [
         {"object": "encoding", "index": i, "sparse": {"indices": indices, "values": values}}
         for i, (indices, values) in enumerate(rows)
     ]
-    answer = {"id": "", "object": "list", "created": 0, "model": "m", "data": data}
-    answer["usage"] = {"prompt_tokens": 4, "total_tokens": 4}
+    answer = {**LIST, "data": data}
     EncodeResponse.model_validate(answer)
     stub(
         page,
@@ -266,7 +272,11 @@ def test_sparse_vectors(page: Page, server) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_what_was_sent_can_be_sent_again(page: Page, server) -> None:
+def test_shown_commands_repeat_the_request(page: Page, server) -> None:
+    def output_of(program: str) -> str:
+        code = page.value("document.querySelector('#code').textContent")
+        return subprocess.run([program, "-c", code], capture_output=True, text=True, check=True).stdout
+
     page.open(server.url, READY)
     query = "It's a \"dam\", \\ isn't it? $HOME `id` \u2028 \U0001f30a"
     page.click("#rerank-tab")
@@ -276,24 +286,18 @@ def test_what_was_sent_can_be_sent_again(page: Page, server) -> None:
     page.click("[data-view=answer]")
     results = json.loads(page.value("document.querySelector('#code').textContent"))["results"]
     page.click("[data-view=curl]")
-    command = page.value("document.querySelector('#code').textContent")
-    shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
-    assert json.loads(shown)["results"] == results
+    assert json.loads(output_of("sh"))["results"] == results
     page.click("[data-view=python]")
-    program = page.value("document.querySelector('#code').textContent")
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert repr(results) in shown
+    assert repr(results) in output_of(sys.executable)
     page.click("#embed-tab")
     page.fill("#embed-texts", query)
     page.value("document.querySelector('#embed-cut').value = 'END'")
     page.send("embed")
-    program = page.value("document.querySelector('#code').textContent")
-    assert "client.embeddings.create(" in program
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("0 384 [")
+    assert "client.embeddings.create(" in page.text("#code")
+    assert output_of(sys.executable).startswith("0 384 [")
 
 
-def test_a_server_with_keys(page: Page, server) -> None:
+def test_api_key_is_sent_and_not_shown(page: Page, server) -> None:
     stub(page, {"/v1/embeddings": (401, {"message": "The API key is missing or wrong."})})
     page.open(server.url, READY)
     page.fill("#key", "secret-key")
@@ -308,17 +312,7 @@ def test_a_server_with_keys(page: Page, server) -> None:
         assert "secret-key" not in page.value("document.body.innerText")
 
 
-def test_an_error_of_the_server(page: Page, server) -> None:
-    page.open(server.url, READY)
-    page.fill("#embed-texts", "a " * 600)
-    page.send("embed")
-    alert = page.text("#embed [role=alert]")
-    assert alert.startswith("Refused with 400\n")
-    assert "truncate_prompt_tokens" in alert
-    assert "\nrequest " in alert
-
-
-def test_a_request_can_be_stopped(page: Page, server) -> None:
+def test_request_can_be_stopped(page: Page, server) -> None:
     stub(page, {"/v1/embeddings": (0, None)})
     page.open(server.url, READY)
     page.click("#embed .go button")
@@ -329,7 +323,7 @@ def test_a_request_can_be_stopped(page: Page, server) -> None:
     assert page.text("#embed .go button") == "Embed"
 
 
-def test_a_server_that_starts_and_goes(page: Page, server) -> None:
+def test_status_follows_the_server(page: Page, server) -> None:
     stub(page, {"/health/ready": (503, {"status": "unavailable", "engines": {}})})
     page.call("Page.navigate", url=server.url)
     page.wait_for("document.querySelector('#status')?.innerText === 'starting'")
@@ -341,15 +335,14 @@ def test_a_server_that_starts_and_goes(page: Page, server) -> None:
     page.wait_for("document.querySelector('#status').innerText === 'cannot be reached'")
 
 
-def test_a_token_classifier(page: Page, server) -> None:
+def test_token_classifier_shows_labels(page: Page, server) -> None:
     tokens = [("Ada", "B-PER", 0.99), ("sleeps", "O", 0.98)]
     row = {
         "index": 0,
         "tokens": [{"token": t, "token_id": 7, "label": k, "score": s, "probs": [s]} for t, k, s in tokens],
         "num_classes": 2,
     }
-    answer = {"id": "", "object": "list", "created": 0, "model": "m", "labels": ["O", "B-PER"], "data": [row]}
-    answer["usage"] = {"prompt_tokens": 4, "total_tokens": 4}
+    answer = {**LIST, "labels": ["O", "B-PER"], "data": [row]}
     TokenClassifyResponse.model_validate(answer)
     stub(page, {**models("token_classifier", ("token_classify",)), "/v1/classify": (200, answer)})
     page.open(server.url, READY)
@@ -360,7 +353,7 @@ def test_a_token_classifier(page: Page, server) -> None:
     assert page.texts("#classify .tokens > span") == ["AdaB-PER", "sleeps"]
 
 
-# (what /v1/models says of the model, the tab that it opens with, the tabs that are disabled, a reason)
+# (response of /v1/models, first tab, disabled tabs, a reason)
 KINDS = [
     (models("cross_encoder", ("classify", "score")), "Rerank", ["Embed", "Sparse", "Multi-vector"], "reads pairs"),
     (
@@ -390,9 +383,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("card", "opens", "lacks", "reason"), KINDS)
-def test_what_a_model_cannot_do(page: Page, server, card: dict, opens: str, lacks: list[str], reason: str) -> None:
-    stub(page, card)
+@pytest.mark.parametrize(("response", "opens", "lacks", "reason"), KINDS)
+def test_tabs_without_a_task_are_disabled(
+    page: Page, server, response: dict, opens: str, lacks: list[str], reason: str
+) -> None:
+    stub(page, response)
     page.open(server.url, READY)
     assert chosen(page) == [opens]
     assert disabled(page) == lacks
@@ -402,16 +397,16 @@ def test_what_a_model_cannot_do(page: Page, server, card: dict, opens: str, lack
         assert chosen(page) == [opens]
     page.press("Tab")
     assert page.value("document.querySelector('#classify-own').hidden") is (
-        card["/v1/models"][1]["data"][0]["facts"]["kind"] != "embedding"
+        response["/v1/models"][1]["data"][0]["facts"]["kind"] != "embedding"
     )
 
 
-def test_prompts_and_widths_of_the_model(page: Page, server) -> None:
+def test_prompts_and_dimensions_are_sent(page: Page, server) -> None:
     prompts = {"query": "Find <b>this</b>: ", "document": ""}
     facts = {"prompts": prompts, "default_prompt_name": "document", "matryoshka_dimensions": [2, 4]}
     row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
-    answer = {"id": "", "object": "list", "created": 0, "model": "m", "data": [row], "usage": {"total_tokens": 3}}
-    stub(page, {**models("embedding", ("embed", "score"), ("dense",), **facts), "/v1/embeddings": (200, answer)})
+    answer = (200, {**LIST, "data": [row]})
+    stub(page, {**models("embedding", ("embed", "score"), ("dense",), **facts), "/v1/embeddings": answer})
     page.open(server.url, READY)
     shown = dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
     assert (shown["Dimensions"], shown["Longest input"]) == ("8, or 2, 4", "9 tokens")
@@ -430,14 +425,14 @@ def test_prompts_and_widths_of_the_model(page: Page, server) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server, scheme: str) -> None:
+def test_texts_have_contrast_and_controls_have_names(page: Page, server, scheme: str) -> None:
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     page.open(server.url, READY)
     assert page.value("localStorage.clear()") is None
     for task in TASKS:
         page.click(f"#{task}-tab")
         page.send(task)
-        assert page.value(ON_CONTRAST) == []
+        assert page.value(FAINT_TEXTS) == []
         nodes = page.call("Accessibility.getFullAXTree")["nodes"]
         controls = {"button", "combobox", "link", "searchbox", "tab", "table", "tabpanel", "textbox"}
         found = [(n["role"]["value"], n.get("name", {}).get("value")) for n in nodes if "role" in n]
@@ -447,12 +442,12 @@ def test_every_text_can_be_read_and_every_control_has_a_name(page: Page, server,
     before = page.value(ground)
     page.click("#theme")
     assert page.value(ground) != before
-    assert page.value(ON_CONTRAST) == []
+    assert page.value(FAINT_TEXTS) == []
     page.click("#theme")
     assert page.value(ground) == before
 
 
-def test_it_fits_a_phone(page: Page, server) -> None:
+def test_page_fits_a_phone(page: Page, server) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     page.open(server.url, READY)
     for task in TASKS:

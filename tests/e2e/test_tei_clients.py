@@ -1,4 +1,4 @@
-"""The unmodified huggingface_hub client, and TEI's other routes as its clients send them, against real servers."""
+"""The huggingface_hub client, and other routes of TEI."""
 
 import warnings
 
@@ -13,8 +13,8 @@ QUERY = "What holds back the water?"
 
 
 @pytest.fixture(autouse=True)
-def _localhost_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In offline mode the client refuses the local server too; these tests give it no other address."""
+def _client_is_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In offline mode the client refuses even a local server."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -23,7 +23,7 @@ def client(request, server):
     return hub.InferenceClient(model=server.url + request.param, provider="hf-inference", token="any")
 
 
-def test_feature_extraction(client, truth) -> None:
+def test_vectors_equal_sentence_transformers(client, truth) -> None:
     vectors = client.feature_extraction(TEXTS)
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, truth(TEXTS), atol=1e-5)
@@ -34,25 +34,25 @@ def test_feature_extraction(client, truth) -> None:
     assert long.shape == (1, 384)
 
 
-def test_feature_extraction_errors_are_read(client) -> None:
+def test_errors_have_the_message(client) -> None:
     with pytest.raises(hub.errors.HfHubHTTPError, match=r"maximum context length is 256 tokens.*truncate to true"):
         client.feature_extraction("water " * 600, truncate=False)
     with pytest.raises(hub.errors.HfHubHTTPError, match="prompt_name is 'x'"):
         client.feature_extraction("a", prompt_name="x")
 
 
-def test_sentence_similarity(client, truth) -> None:
+def test_similarities_are_cosines(client, truth) -> None:
     vectors = truth([QUERY, *TEXTS])
     np.testing.assert_allclose(client.sentence_similarity(QUERY, TEXTS), vectors[1:] @ vectors[0], atol=1e-5)
 
 
-def test_endpoint_info_and_health(client) -> None:
+def test_endpoint_info_describes_the_model(client) -> None:
     info = client.get_endpoint_info()
     assert (info["model_type"], info["max_input_length"]) == ({"embedding": {"pooling": "mean"}}, 256)
     assert client.health_check()
 
 
-def test_rerank_as_llama_index_and_haystack_send_it(http: httpx.Client, truth) -> None:
+def test_rerank_of_texts_is_sorted_by_cosine(http: httpx.Client, truth) -> None:
     vectors = truth([QUERY, *TEXTS])
     cosines = vectors[1:] @ vectors[0]
     ranks = http.post("/rerank", json={"query": QUERY, "texts": TEXTS}).json()
@@ -60,7 +60,7 @@ def test_rerank_as_llama_index_and_haystack_send_it(http: httpx.Client, truth) -
     np.testing.assert_allclose([rank["score"] for rank in ranks], np.sort(cosines)[::-1], atol=1e-5)
 
 
-def test_tokens_and_back(http: httpx.Client) -> None:
+def test_tokens_are_decoded_to_the_text(http: httpx.Client) -> None:
     text = "Größe matters, embedding too."
     (tokens,) = http.post("/tokenize", json={"inputs": text}).json()
     assert [tokens[0], tokens[-1]] == [
@@ -80,12 +80,11 @@ def test_tokens_and_back(http: httpx.Client) -> None:
     np.testing.assert_allclose(mean / np.linalg.norm(mean), vector, atol=1e-5)
 
 
-def test_text_classification(launch, model_folder) -> None:
-    torch = pytest.importorskip("torch")
+def test_text_classification_returns_sorted_classes(launch, model_folder) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = model_folder("toxicity")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers")
-        folder = model_folder("toxicity")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         expected = model(**tokenizer("I hate you!", "You idiot.", return_tensors="pt")).logits[0].numpy()
@@ -95,8 +94,7 @@ def test_text_classification(launch, model_folder) -> None:
     assert [c.label for c in classes] == [c.label for c in sorted(classes, key=lambda c: -c.score)]
     assert len(classes) == len(model.config.id2label)
     assert len(client.text_classification("I hate you!", top_k=1)) == 1
-    body = {"inputs": ["I hate you!", "You idiot."], "raw_scores": True}
-    answer = httpx.post(f"{server.url}/predict", json=body, timeout=60).json()
+    answer = server.post("/predict", {"inputs": ["I hate you!", "You idiot."], "raw_scores": True}).json()
     found = {row["label"]: row["score"] for row in answer}
     np.testing.assert_allclose([found[name] for name in model.config.id2label.values()], expected, atol=1e-4)
     with pytest.raises(hub.errors.HfHubHTTPError, match="does not support the task 'embed'"):

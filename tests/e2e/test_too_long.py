@@ -1,4 +1,4 @@
-"""Too long an input is refused with a field of the same route that makes the request pass."""
+"""The error for a long input names a field that lets the request pass."""
 
 import json
 import re
@@ -47,7 +47,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:40].replace("water ", ""))
-def test_hint_names_a_field_that_the_route_takes(path: str, body: dict[str, Any], http: httpx.Client) -> None:
+def test_error_names_a_field_that_cuts_the_input(path: str, body: dict[str, Any], http: httpx.Client) -> None:
     refused = http.post(path, json={"model": "all-MiniLM-L6-v2", **body})
     assert refused.status_code in (400, 413, 422), refused.text
     found = re.search(r"set ([a-z_]+) to (\S+?)(?: or \w+)? to cut", refused.text)

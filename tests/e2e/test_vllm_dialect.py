@@ -1,4 +1,4 @@
-"""vLLM's dialect by a real server over a small language model that has a chat template, against transformers."""
+"""vLLM's dialect on a small language model with a chat template, compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHER = [{"role": "user", "content": "naïve café"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of one layer, whose tokenizer ends a text with a token of its own."""
+    """A random Qwen3 of one layer. Its tokenizer adds an end token."""
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
@@ -84,7 +84,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("flag", [None, "add_generation_prompt", "continue_final_message"])
-def test_a_chat_is_read_as_transformers_renders_it(http: httpx.Client, reference: Any, flag: str | None) -> None:
+def test_chat_is_rendered_as_by_transformers(http: httpx.Client, reference: Any, flag: str | None) -> None:
     flags = {flag: True} if flag else {}
     ids = reference.apply_chat_template(CHAT, return_dict=False, **flags)
     expected = post(http, "/v1/embeddings", input=ids)
@@ -99,7 +99,7 @@ def test_a_chat_is_read_as_transformers_renders_it(http: httpx.Client, reference
     assert (tokens["count"], tokens["max_model_len"]) == (len(ids), 256)
 
 
-def test_several_chats_and_a_cut_one(http: httpx.Client, reference: Any) -> None:
+def test_several_chats_are_cut_on_the_left(http: httpx.Client, reference: Any) -> None:
     batches = [reference.apply_chat_template(chat, return_dict=False) for chat in (CHAT, OTHER)]
     expected = post(http, "/v1/embeddings", input=[ids[-9:] for ids in batches])
     body = {"truncate_prompt_tokens": 9, "truncation_side": "left"}
@@ -109,7 +109,7 @@ def test_several_chats_and_a_cut_one(http: httpx.Client, reference: Any) -> None
     assert answer["usage"]["prompt_tokens"] == 18
 
 
-def test_token_vectors_in_every_encoding(http: httpx.Client) -> None:
+def test_token_vectors_are_equal_in_every_encoding(http: httpx.Client) -> None:
     body = {"input": ["A gate.", "water"], "task": "token_embed"}
     rows = [np.array(row["data"], np.float32) for row in post(http, "/pooling", **body)["data"]]
     assert [row.shape for row in rows] == [(8, 32), (6, 32)]
@@ -132,16 +132,13 @@ def test_special_tokens_are_added_to_texts_unless_refused(http: httpx.Client, re
         assert post(http, "/detokenize", tokens=ids)["prompt"] == text + "<|endoftext|>" * (adds is not False)
 
 
-def test_what_the_template_refuses(http: httpx.Client) -> None:
+def test_message_that_the_template_refuses_gets_400(http: httpx.Client) -> None:
     response = http.post("/v1/embeddings", json={"messages": [{"role": "user", "content": None}]})
     assert response.status_code == 400
     assert "chat template does not take these messages" in response.json()["message"]
 
 
-# What operators ask for
-
-
-def test_tokenizer_info_is_what_transformers_loads(http: httpx.Client, reference: Any, folder: Path) -> None:
+def test_tokenizer_info_equals_transformers(http: httpx.Client, reference: Any, folder: Path) -> None:
     info = http.get("/tokenizer_info").json()
     assert info["tokenizer_class"] == type(reference).__name__
     assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
@@ -151,7 +148,7 @@ def test_tokenizer_info_is_what_transformers_loads(http: httpx.Client, reference
     assert http.get("/tokenizer_info", params={"model": "none"}).status_code == 404
 
 
-def test_server_info_tells_no_secret(http: httpx.Client) -> None:
+def test_server_info_has_no_secret(http: httpx.Client) -> None:
     response = http.get("/server_info")
     info = response.json()
     assert KEY not in response.text
@@ -164,12 +161,12 @@ def test_server_info_tells_no_secret(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
 )
-def test_operators_need_a_key(http: httpx.Client, method: str, path: str) -> None:
+def test_operator_routes_need_a_key(http: httpx.Client, method: str, path: str) -> None:
     assert httpx.request(method, f"{http.base_url}{path}").status_code == 401
 
 
 def hit_tokens(http: httpx.Client) -> int:
-    """Prompt tokens that came from the prefix cache so far."""
+    """Prompt tokens taken from the prefix cache so far."""
     text = http.get("/metrics").text
     (value,) = re.findall(r"^penstock_engine_prefix_hit_tokens_total\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
     return int(float(value))
@@ -181,7 +178,7 @@ def cached_tokens(http: httpx.Client, text: str) -> int:
     return hit_tokens(http) - before
 
 
-def test_no_token_of_a_prompt_is_cached_after_a_reset(http: httpx.Client) -> None:
+def test_reset_clears_the_prefix_cache(http: httpx.Client) -> None:
     text = "A dam holds back the water. " * 8
     post(http, "/v1/embeddings", input=text)
     assert cached_tokens(http, text) == 224
@@ -193,7 +190,7 @@ def test_no_token_of_a_prompt_is_cached_after_a_reset(http: httpx.Client) -> Non
     assert cached_tokens(http, text) == 224
 
 
-def test_keys_share_no_prefixes(http: httpx.Client) -> None:
+def test_api_keys_share_no_prefixes(http: httpx.Client) -> None:
     text = "A weir holds back the river. " * 8
     assert cached_tokens(http, text) == 0
     num_cached = cached_tokens(http, text)
@@ -203,15 +200,15 @@ def test_keys_share_no_prefixes(http: httpx.Client) -> None:
         assert cached_tokens(other, text) == num_cached
 
 
-def test_resets_hurt_no_request_that_runs(http: httpx.Client) -> None:
+def test_resets_do_not_change_running_requests(http: httpx.Client) -> None:
     texts = [f"{'A gate holds the water. ' * 9}{i}" for i in range(4)]
-    expected = [row["embedding"] for row in post(http, "/v1/embeddings", input=texts)["data"]]
 
-    def ask(_: int) -> Any:
+    def embed(_: int = 0) -> Any:
         return [row["embedding"] for row in post(http, "/v1/embeddings", input=texts)["data"]]
 
+    expected = embed()
     with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(ask, range(24))
+        answers = pool.map(embed, range(24))
         for _ in range(20):
             assert http.post("/reset_prefix_cache").status_code == 200
         for answer in answers:

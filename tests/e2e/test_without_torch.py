@@ -1,4 +1,4 @@
-"""An installation without torch and transformers: models that it serves, errors for the others."""
+"""An installation without torch and transformers serves some models and refuses the others."""
 
 import json
 import subprocess
@@ -6,7 +6,6 @@ import sysconfig
 import venv
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -14,19 +13,12 @@ LEFT_OUT = ("sentence_transformers", "torch", "transformers")
 ADVICE = (
     "Run `pip install torch transformers`, or take the image that has them: penstock in the place of penstock:slim."
 )
-SIZES = {
-    "vocab_size": 30_522,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 40,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 40}
 
 
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The `penstock` command of an environment that has every package of this one but the three."""
+    """The `penstock` command of an environment with all packages except these three."""
     root = tmp_path_factory.mktemp("slim")
     venv.EnvBuilder(symlinks=True).create(root)
     python = root / "bin" / "python"
@@ -41,7 +33,7 @@ def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return str(python), "-P", "-m", "penstock.server"
 
 
-def test_an_encoder_answers_as_with_torch_installed(launch, slim, server, default_model: Path) -> None:
+def test_encoder_answers_as_with_torch(launch, slim, server, default_model: Path) -> None:
     other = launch("--dtype", "float32", command=slim)
     texts = {"input": ["What holds back the water?", "A dam."]}
     bodies = {
@@ -51,15 +43,14 @@ def test_an_encoder_answers_as_with_torch_installed(launch, slim, server, defaul
         "/v1/encode": {"input": ["A dam."], "outputs": ["dense", "multi_vector"]},
     }
     for path, body in bodies.items():
-        answers = [httpx.post(url + path, json=body, timeout=60).raise_for_status() for url in (other.url, server.url)]
-        ours, theirs = (numbers_of(json.loads(answer.content)) for answer in answers)
+        ours, theirs = (numbers_of(each.post(path, body).raise_for_status().json()) for each in (other, server))
         np.testing.assert_array_equal(ours, theirs, err_msg=path)
         assert len(ours) > 2, path
     assert other.stop() == 0
 
 
 def numbers_of(answer: object) -> list[float]:
-    """Every fraction in a JSON document, in order: vectors and scores, and no counts or times."""
+    """Every float in a JSON document, in order: vectors and scores, but no counts and times."""
     if isinstance(answer, dict):
         return [number for key in sorted(answer) for number in numbers_of(answer[key])]
     if isinstance(answer, list):
@@ -67,25 +58,8 @@ def numbers_of(answer: object) -> list[float]:
     return [answer] if isinstance(answer, float) else []
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, default_model: Path):
-    """Save a tiny random model of transformers, with the embedded model's tokenizer."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-
-    def save(class_name: str, **config: object) -> Path:
-        folder = tmp_path_factory.mktemp("models") / class_name
-        model_class = getattr(transformers, class_name)
-        torch.manual_seed(0)
-        model_class(model_class.config_class(**SIZES, **config)).save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((default_model / name).read_bytes())
-        return folder
-
-    return save
-
-
 def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
-    """Run a command that has to fail in one line; return its exit code and the line."""
+    """Run a command that fails in one line. Returns its exit code and the line."""
     done = subprocess.run([*slim, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if "which is not installed" in line]
@@ -94,22 +68,21 @@ def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     return done.returncode, lines[0]
 
 
-def test_a_decoder_answers_as_with_torch_installed(launch, slim, penstock, made) -> None:
-    folder = made("MistralModel", num_key_value_heads=1, head_dim=8)
+def test_decoder_answers_as_with_torch(launch, slim, penstock, random_model) -> None:
+    folder = random_model("MistralModel", num_key_value_heads=1, head_dim=8, **SIZES)
     flags = ("--dtype", "float32", "--max-num-batched-tokens", "16")
-    texts = {"input": ["A dam.", "What holds back the water of a lake in the mountains? A dam, a gate or a weir."]}
+    texts = ["A dam.", "What holds back the water of a lake in the mountains? A dam, a gate or a weir."]
     vectors = []
     for command in (slim, penstock):
         server = launch(str(folder), *flags, command=command)
-        answer = httpx.post(server.url + "/v1/embeddings", json=texts, timeout=60).raise_for_status()
-        vectors.append([row["embedding"] for row in answer.json()["data"]])
+        vectors.append([row["embedding"] for row in server.embed(texts).json()["data"]])
         assert server.stop() == 0
     np.testing.assert_array_equal(*vectors)
     assert np.shape(vectors[0]) == (2, SIZES["hidden_size"])
 
 
-def test_every_command_refuses_a_model_that_needs_torch(slim, made, tmp_path: Path) -> None:
-    folder = made("AlbertModel", embedding_size=16)
+def test_commands_refuse_a_model_that_needs_torch(slim, random_model, tmp_path: Path) -> None:
+    folder = random_model("AlbertModel", embedding_size=16, **SIZES)
     reason = "AlbertModel needs torch, which is not installed: the C library does not run AlbertModel in float32"
     for flags in ((), ("--in-process",)):
         code, line = refused(slim, "serve", str(folder), "--port", "0", "--dtype", "float32", *flags)
@@ -123,8 +96,8 @@ def test_every_command_refuses_a_model_that_needs_torch(slim, made, tmp_path: Pa
     assert not output.exists()
 
 
-def test_the_error_names_what_needs_torch_or_transformers(slim, made) -> None:
-    bert = made("BertModel")
+def test_error_states_the_reason(slim, random_model) -> None:
+    bert = random_model("BertModel", **SIZES)
     _, line = refused(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
     assert "BertModel needs torch, which is not installed: --device cuda is torch's" in line
     settings = json.loads((bert / "tokenizer_config.json").read_text()) | {"tokenizer_class": "FunnelTokenizer"}
@@ -133,8 +106,8 @@ def test_the_error_names_what_needs_torch_or_transformers(slim, made) -> None:
     assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line
 
 
-def test_info_runs_without_torch(slim, made) -> None:
-    folder = made("Qwen2Model", num_key_value_heads=2)
+def test_info_runs_without_torch(slim, random_model) -> None:
+    folder = random_model("Qwen2Model", num_key_value_heads=2, **SIZES)
     done = subprocess.run([*slim, "info", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "Qwen2Model" in done.stdout

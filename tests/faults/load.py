@@ -1,146 +1,177 @@
-"""Clients of one server that cost the machine little: open and closed loops over plain sockets."""
+"""Raw HTTP clients, and the measurement of a server beside them."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..servers import MIB, Server
+
+
+def head(*lines: str, method: str = "POST", path: str = "/v1/embeddings") -> bytes:
+    """The head of a request with some header lines."""
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+
+
+def request(body: object, *lines: str, path: str = "/v1/embeddings") -> bytes:
+    """A POST request. `body` is encoded as JSON unless it is bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(*lines, f"Content-Length: {len(content)}", path=path) + content
+
+
+async def read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Read one response and return its status and headers.
+
+    Raises:
+        ConnectionResetError: The server closed the connection without a response.
+    """
+    received = b""
+    try:
+        received = await reader.readuntil(b"\r\n\r\n")
+        lines = received.decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        await reader.readexactly(int(headers["content-length"]))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        if received or getattr(error, "partial", b""):
+            raise AssertionError("half a response") from error
+        raise ConnectionResetError from error
+    return int(lines[0].split()[1]), headers
+
+
+class Load:
+    """Clients of one server that repeat one request.
+
+    Attributes:
+        seconds: Duration of each response by status.
+        retry_after_s: Retry-After of each 429.
+    """
+
+    def __init__(self, server: Server, request: bytes) -> None:
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list)
+        self.retry_after_s: list[int] = []
+        self._port, self._request = server.port, request
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(self) -> None:
+        """Send one request and read the response."""
+        connection = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        began_s = time.monotonic()
+        connection[1].write(self._request)
+        status, headers = await read_response(connection[0])
+        self.seconds[status].append(time.monotonic() - began_s)
+        if status == 429:
+            self.retry_after_s.append(int(headers["retry-after"]))
+        self._idle.append(connection)
+
+    async def closed_loop(self, num_clients: int, for_s: float) -> float:
+        """Each client sends again after each response. Returns 200 responses per second."""
+        end_s = time.monotonic() + for_s
+
+        async def client() -> None:
+            while time.monotonic() < end_s:
+                await self.send()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(client())
+            goodput = await self._goodput(for_s)
+        self.close()
+        return goodput
+
+    async def open_loop(self, per_s: float, for_s: float, *, num_first: int) -> float:
+        """Start requests at a fixed rate after `num_first` at once. Returns 200 responses per second."""
+        async with asyncio.TaskGroup() as group:
+
+            async def send_all() -> None:
+                for _ in range(num_first):
+                    group.create_task(self.send())
+                began_s = time.monotonic()
+                for number in range(1, int(per_s * for_s) + 1):
+                    group.create_task(self.send())
+                    await asyncio.sleep(max(began_s + number / per_s - time.monotonic(), 0.0))
+
+            group.create_task(send_all())
+            goodput = await self._goodput(for_s)
+        self.close()
+        return goodput
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    async def _goodput(self, for_s: float) -> float:
+        """Leaves out the first tenth."""
+        await asyncio.sleep(for_s / 10)
+        began_s, num_before = time.monotonic(), len(self.seconds[200])
+        await asyncio.sleep(for_s * 0.88)
+        return (len(self.seconds[200]) - num_before) / (time.monotonic() - began_s)
 
 
 @dataclass
 class Seen:
-    """What came back.
+    """Measurements of a server.
 
     Attributes:
-        seconds: Of each answer, by status, from the request to its end.
-        waits_s: Each Retry-After.
+        longest_s: The longest response to a probe.
+        busiest_s: The most processor time of the event loop's thread during one probe. Other processes have no effect.
+        grown: Largest growth of the server process's memory in bytes.
     """
 
-    seconds: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    waits_s: list[int] = field(default_factory=list)
+    longest_s: float = 0.0
+    busiest_s: float = 0.0
+    grown: int = 0
 
-    @property
-    def num_answers(self) -> int:
-        return sum(map(len, self.seconds.values()))
-
-
-class Client(asyncio.Protocol):
-    """A connection that sends one request at a time."""
-
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
-        self._head = b""
-        self._status = self._num_missing = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def send(self, request: bytes, then: Callable[[Client], None]) -> None:
-        """Send a request; `then` is called when its answer has come."""
-        self._then = then
-        self._began_s = time.monotonic()
-        self.transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        if not self._num_missing:
-            self._head += data
-            head, end, body = self._head.partition(b"\r\n\r\n")
-            if not end:
-                return
-            self._head = b""
-            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-            self._status = int(head[9:12])
-            if self._status == 429:
-                self.seen.waits_s.append(int(headers[b"retry-after"]))
-            self._num_missing = int(headers[b"content-length"])
-            data = body
-        self._num_missing -= len(data)
-        if not self._num_missing:
-            self.seen.seconds[self._status].append(time.monotonic() - self._began_s)
-            self._then(self)
+    def __str__(self) -> str:
+        times = f"longest wait {1000 * self.longest_s:.0f} ms ({1000 * self.busiest_s:.0f} ms of work)"
+        return f"{times}, memory {self.grown / MIB:+.0f} MiB"
 
 
-class Load:
-    """Sends one request again and again.
+@contextmanager
+def watching(server: Server, what: str, text: str | None = None) -> Iterator[Seen]:
+    """Probe a server from a thread: GET /health/live, or the embedding of a text. Print the measurements at the end."""
+    seen, stop, process = Seen(), threading.Event(), Path(f"/proc/{server.process.pid}")
+    before = server.resident_bytes()
+    (process / "clear_refs").write_text("5")  # resets VmHWM
+    probe = ("GET", "/health/live", None) if text is None else ("POST", "/v1/embeddings", json.dumps({"input": text}))
+    failures: list[str] = []
 
-    Args:
-        port: Of the server, on 127.0.0.1.
-        request: The bytes of the request.
-    """
+    def worked_s() -> float:
+        return int((process / "task" / process.name / "schedstat").read_text().split()[0]) / 1e9
 
-    def __init__(self, port: int, request: bytes) -> None:
-        self.seen = Seen()
-        self._port = port
-        self._request = request
-        self._idle: list[Client] = []
+    def watch() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)
+        while not stop.is_set():
+            began_s, began_work_s = time.monotonic(), worked_s()
+            connection.request(*probe)
+            response = connection.getresponse()
+            body = response.read()
+            if response.status != 200:
+                failures.append(f"{response.status} {body[:200]!r}")
+            seen.longest_s = max(seen.longest_s, time.monotonic() - began_s)
+            seen.busiest_s = max(seen.busiest_s, worked_s() - began_work_s)
+            time.sleep(0.005 if text is None else 0.02)
+        connection.close()
 
-    async def closed_loop(self, num_clients: int, for_s: float) -> float:
-        """Clients that ask again as soon as they are answered, whatever the answer. Returns those with 200 a second."""
-        loop = asyncio.get_running_loop()
-        num_left, done = num_clients, loop.create_future()
-        end_s = time.monotonic() + for_s
-
-        def again(client: Client) -> None:
-            nonlocal num_left
-            if time.monotonic() < end_s:
-                client.send(self._request, again)
-                return
-            self._idle.append(client)
-            num_left -= 1
-            if not num_left:
-                done.set_result(None)
-
-        for _ in range(num_clients):
-            (await self._client()).send(self._request, again)
-        rate = await self._answered_per_s(for_s)
-        async with asyncio.timeout(60):
-            await done
-        return rate
-
-    async def open_loop(self, per_s: float, for_s: float, *, num_first: int) -> float:
-        """So many requests a second, whatever becomes of them, after some at once. Returns those with 200 a second."""
-        num_sent = self.seen.num_answers
-
-        async def send() -> None:
-            nonlocal num_sent
-            num_sent += 1
-            (await self._client()).send(self._request, self._idle.append)
-
-        async def send_all() -> None:
-            for _ in range(num_first):
-                await send()
-            began_s, number = time.monotonic(), 0
-            while time.monotonic() < began_s + for_s:
-                await send()
-                number += 1
-                await asyncio.sleep(max(began_s + number / per_s - time.monotonic(), 0.0))
-
-        sending = asyncio.create_task(send_all())
-        rate = await self._answered_per_s(for_s)
-        await sending
-        async with asyncio.timeout(60):
-            while self.seen.num_answers < num_sent:
-                await asyncio.sleep(0.05)
-        return rate
-
-    def close(self) -> None:
-        for client in self._idle:
-            client.transport.close()
-
-    async def _answered_per_s(self, for_s: float) -> float:
-        """The first tenth does not count."""
-        await asyncio.sleep(for_s / 10)
-        began_s, num_before = time.monotonic(), len(self.seen.seconds[200])
-        await asyncio.sleep(for_s * 0.88)
-        return (len(self.seen.seconds[200]) - num_before) / (time.monotonic() - began_s)
-
-    async def _client(self) -> Client:
-        if self._idle:
-            return self._idle.pop()
-        _, client = await asyncio.get_running_loop().create_connection(
-            lambda: Client(self.seen), "127.0.0.1", self._port
-        )
-        return client
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        time.sleep(0.2)
+        yield seen
+        time.sleep(0.3)
+    finally:
+        stop.set()
+        thread.join()
+    lines = (process / "status").read_text().splitlines()
+    seen.grown = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) - before
+    print(f"\n{what}: {seen}")
+    assert seen.longest_s, "no probe was answered"
+    assert not failures

@@ -1,4 +1,4 @@
-"""Processes end in peace: nothing of theirs aborts on the way out. The count is --ends, of each command:
+"""Commands end without an abort. `--ends` sets the number of runs:
 
 make test-faults ARGS='-k test_ends --ends 200'
 """
@@ -7,74 +7,39 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
-from ..ports import free_port
-from .conftest import COMMAND, START_TIMEOUT_S
+from ..servers import COMMAND, Launch
 
-# What the interpreter, the C++ runtime and the C library say of a process that breaks while it ends.
+# Messages of the interpreter, the C++ runtime and the C library about a process that breaks while it ends.
 BROKEN = re.compile(r"terminate called|Traceback|Fatal Python error|Aborted|core dumped|Exception ignored|double free")
-NUM_AT_ONCE = 2 * (os.cpu_count() or 1)
-"""More than there are cores: threads that end late show where others are kept waiting."""
-
-
-def embed(model: Path, folder: Path) -> tuple[int, str]:
-    """Embed two lines; return the exit code and what was said."""
-    (folder / "texts.txt").write_text("one\ntwo\n")
-    command = [*COMMAND, "embed", str(folder / "texts.txt"), "--model", str(model), "--output", str(folder / "out.npy")]
-    done = subprocess.run(["nice", *command, "--device", "cpu"], capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr
-
-
-def serve(model: Path, folder: Path) -> tuple[int, str]:
-    """Serve until ready, answer once, then stop by SIGTERM; return the exit code and what was said."""
-    port = free_port()
-    log = folder / "log.txt"
-    command = [*COMMAND, "serve", str(model), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("wb") as stderr, subprocess.Popen(["nice", *command], stderr=stderr) as process:
-        give_up_s = time.monotonic() + START_TIMEOUT_S
-        try:
-            while process.poll() is None and time.monotonic() < give_up_s:
-                try:
-                    response = httpx.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "one"}, timeout=60)
-                except httpx.TransportError:
-                    pass
-                else:
-                    if response.status_code == 200:
-                        break
-                time.sleep(0.2)
-        finally:
-            process.send_signal(signal.SIGTERM)
-    return process.returncode, log.read_text()
+NUM_PARALLEL = 2 * (os.cpu_count() or 1)
+"""More than cores, so that threads end late."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("run", [embed, serve])
-def test_ends(
-    run: Callable[[Path, Path], tuple[int, str]], request: pytest.FixtureRequest, small_bert: Path, tmp_path: Path
+@pytest.mark.parametrize("command", ["embed", "serve"])
+def test_command_ends_without_an_abort(
+    command: str, request: pytest.FixtureRequest, small_bert: Path, launch: Launch, tmp_path: Path
 ) -> None:
-    count = int(request.config.getoption("ends", 10))
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
 
-    def one(number: int) -> tuple[int, str]:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        return run(small_bert, folder)
+    def embed(number: int) -> tuple[int, str]:
+        flags = ("--model", str(small_bert), "--output", str(tmp_path / f"{number}.npy"), "--device", "cpu")
+        words = ["nice", *COMMAND, "embed", str(tmp_path / "texts.txt"), *flags]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
 
-    began_s = time.monotonic()
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        ends = list(pool.map(one, range(count)))
-    broken = [(code, said) for code, said in ends if code or BROKEN.search(said)]
-    print(
-        f"{run.__name__}: {len(broken)} of {count} starts and ends broke ({NUM_AT_ONCE} at once, "
-        f"{time.monotonic() - began_s:.0f} s)"
-    )
-    assert not broken, broken[0][1]
+    def serve(_: int) -> tuple[int, str]:
+        server = launch(model=small_bert, command=("nice", *COMMAND))
+        assert server.embed("one").status_code == 200
+        return server.stop(), server.log.read_text()
+
+    with ThreadPoolExecutor(NUM_PARALLEL) as pool:
+        ends = list(pool.map(embed if command == "embed" else serve, range(request.config.getoption("ends", 10))))
+    assert [output for code, output in ends if code or BROKEN.search(output)] == []

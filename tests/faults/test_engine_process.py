@@ -1,4 +1,4 @@
-"""The engine process crashes, hangs or cannot come back: requests end, readiness is honest, and it is replaced."""
+"""Engine processes that crash, hang or fail to start: requests end, readiness is correct, and they are replaced."""
 
 from __future__ import annotations
 
@@ -8,152 +8,191 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from ..hanging import HANGING_TEXT, write_hanging_forwards
+from ..servers import Launch, Server, exists
+from ..waiting import wait_until
 
-SLOW_BODY = {"input": ["word " * 150] * 64}
-
-
-def ask(server, statuses: list[tuple[int, float]], **headers: str) -> threading.Thread:
-    """Send a request from a thread of its own; its status and its seconds are noted."""
-
-    def run() -> None:
-        began_s = time.monotonic()
-        response = httpx.post(f"{server.url}/v1/embeddings", json=SLOW_BODY, headers=headers, timeout=120)
-        statuses.append((response.status_code, time.monotonic() - began_s))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
+SLOW_TEXTS = ["word " * 150] * 64
 
 
-@pytest.mark.slow
-def test_an_engine_that_crashes_is_replaced(server) -> None:
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def statuses(responses: list[Future[httpx.Response]]) -> list[int]:
+    return [response.result(120).status_code for response in responses]
+
+
+@contextmanager
+def load(server: Server, num_texts: int) -> Iterator[list[int]]:
+    """Eight clients that repeat a request. Yields the statuses, in the order of the responses."""
+    found: list[int] = []
+    stop = threading.Event()
+
+    def client() -> None:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            while not stop.is_set():
+                response = http.post("/v1/embeddings", json={"input": SLOW_TEXTS[:num_texts]})
+                assert response.status_code == 200 or response.headers["retry-after"] == "1"
+                found.append(response.status_code)
+                if response.status_code != 200:
+                    time.sleep(0.1)
+
+    with ThreadPoolExecutor(8) as clients:
+        running = [clients.submit(client) for _ in range(8)]
+        try:
+            wait_until(lambda: found)
+            yield found
+        finally:
+            stop.set()
+        for each in running:
+            each.result()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
+def test_crashed_engine_is_replaced_while_the_server_lives(server: Server, number: int) -> None:
+    num_restarts = server.metric("penstock_engine_restarts_total")
     (worker,) = server.children()
-    statuses: list[tuple[int, float]] = []
-    asking = [ask(server, statuses) for _ in range(8)]
-    time.sleep(0.3)
-    os.kill(worker, signal.SIGSEGV)
-    unready_s = server.wait_until("/health/ready", 503)
-    ready_s = server.wait_until("/health/ready", 200)
-    for thread in asking:
-        thread.join(60)
-    counted = Counter(status for status, _ in statuses)
-    print(f"SIGSEGV: not ready after {unready_s:.2f} s, ready again after {ready_s:.1f} s, answers {dict(counted)}")
-    assert set(counted) <= {200, 503}
-    assert counted.total() == 8
+    with load(server, 16) as found:
+        os.kill(worker, number)
+        ready: set[int] = set()
+        while ready != {200, 503}:
+            assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
+            ready.add(httpx.get(f"{server.url}/health/ready", timeout=60).status_code)
+        server.wait_for("/health/ready", 200)
+        num_found = len(found)
+        wait_until(lambda: 200 in found[num_found:])
+    print(f"signal {number}: responses {dict(Counter(found))}")
+    assert set(found) == {200, 503}
     assert worker not in server.children()
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}).status_code == 200
-    assert "signal 11" in server.log.read_text()
+    assert server.metric("penstock_engine_restarts_total") == num_restarts + 1
+    assert f"signal {number:d}" in server.log.read_text()
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_is_replaced(launch) -> None:
+def test_hung_engine_is_replaced(launch: Launch, pool: ThreadPoolExecutor) -> None:
     server = launch("--hang-timeout-s", "4")
     (worker,) = server.children()
-    time.sleep(5)  # who works or waits for longer than that does not hang
+    time.sleep(5)  # an idle engine does not hang
     assert server.children() == [worker]
     os.kill(worker, signal.SIGSTOP)
     stopped_s = time.monotonic()
-    statuses: list[tuple[int, float]] = []
-    impatient = [ask(server, statuses, **{"x-request-timeout": "1.5"}) for _ in range(4)]
-    for thread in impatient:
-        thread.join(60)
-    patient = [ask(server, statuses) for _ in range(4)]
-    server.wait_until("/health/ready", 503)
-    unready_s = time.monotonic() - stopped_s
-    for thread in patient:
-        thread.join(60)
-    lost_s = time.monotonic() - stopped_s
-    server.wait_until("/health/ready", 200)
-    ready_s = time.monotonic() - stopped_s
-    print(
-        f"SIGSTOP: deadlines of 1.5 s were kept in {[round(s, 2) for _, s in statuses[:4]]} s, not ready after "
-        f"{unready_s:.1f} s, the others told after {lost_s:.1f} s, ready again after {ready_s:.1f} s"
-    )
-    assert [status for status, _ in statuses] == [408] * 4 + [503] * 4
-    assert max(seconds for _, seconds in statuses[:4]) < 4
-    assert 3 < unready_s < 15
-    assert lost_s < 15
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}, timeout=60).status_code == 200
+    headers = {"x-request-timeout": "1.5"}
+    impatient = [pool.submit(server.embed, SLOW_TEXTS, **headers) for _ in range(4)]
+    assert statuses(impatient) == [408] * 4
+    assert time.monotonic() - stopped_s < 4
+    patient = [pool.submit(server.embed, SLOW_TEXTS) for _ in range(4)]
+    server.wait_for("/health/ready", 503)
+    assert 3 < time.monotonic() - stopped_s < 15
+    assert statuses(patient) == [503] * 4
+    assert time.monotonic() - stopped_s < 15
+    server.wait_for("/health/ready", 200)
+    print(f"SIGSTOP: ready again after {time.monotonic() - stopped_s:.1f} s")
+    assert server.embed("again").status_code == 200
     assert server.metric("penstock_engine_restarts_total") == 1
     assert "has not answered for 4 s" in server.log.read_text()
 
 
 @pytest.mark.slow
-def test_engine_whose_forward_hangs_is_replaced(launch, tmp_path: Path) -> None:
+def test_engine_with_a_hanging_forward_is_replaced(launch: Launch, tmp_path: Path) -> None:
     write_hanging_forwards(tmp_path, "forward")
     server = launch("--step-timeout-s", "3", PYTHONPATH=str(tmp_path))
     (worker,) = server.children()
-    asked_s = time.monotonic()
-    response = httpx.post(f"{server.url}/v1/embeddings", json={"input": HANGING_TEXT}, timeout=120)
-    lost_s = time.monotonic() - asked_s
+    response = server.embed(HANGING_TEXT)
     assert response.status_code == 503
     assert response.headers["retry-after"]
     assert "a step exceeded its time limit" in response.json()["error"]["message"]
-    server.wait_until("/health/ready", 200)
-    print(f"hanging forward: 503 after {lost_s:.1f} s, ready again after {time.monotonic() - asked_s:.1f} s")
+    server.wait_for("/health/ready", 200)
     assert worker not in server.children()
     assert server.metric("penstock_engine_restarts_total") == 1
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}, timeout=60).status_code == 200
+    assert server.embed("again").status_code == 200
     assert "tokens in 1 sequence has not ended for" in server.log.read_text()
 
 
 @pytest.mark.slow
-def test_hanging_forward_does_not_block_sigterm(launch, tmp_path: Path) -> None:
+def test_hanging_forward_does_not_block_sigterm(launch: Launch, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     write_hanging_forwards(tmp_path, "begin")
     server = launch("--step-timeout-s", "0", "--drain-timeout-s", "1", PYTHONPATH=str(tmp_path))
     (worker,) = server.children()
-    statuses: list[tuple[int, float]] = []
-    asking = ask(server, statuses)
-    while not server.metric("penstock_engine_requests"):
-        time.sleep(0.05)
-    ended_s = time.monotonic()
-    server.process.terminate()
-    server.process.wait(120)
-    asking.join(60)
-    assert [status for status, _ in statuses] == [503]
-    print(f"SIGTERM while a forward hangs: ended after {time.monotonic() - ended_s:.1f} s")
-    assert not Path(f"/proc/{worker}").exists()
+    response = pool.submit(server.embed, SLOW_TEXTS)
+    wait_until(lambda: server.metric("penstock_engine_requests"))
+    server.stop()
+    assert statuses([response]) == [503]
+    assert not exists(worker)
 
 
 @pytest.mark.slow
-def test_a_server_that_was_stopped_itself_does_not_blame_its_engine(launch) -> None:
+def test_paused_server_keeps_its_engine(launch: Launch) -> None:
+    """As by `docker pause`, or on a suspended machine."""
     server = launch("--hang-timeout-s", "2")
     (worker,) = server.children()
     for pid in (worker, server.process.pid):
-        os.kill(pid, signal.SIGSTOP)  # `docker pause`, a suspended machine
+        os.kill(pid, signal.SIGSTOP)
     time.sleep(6)
     for pid in (server.process.pid, worker):
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.3)  # the engine comes later
+        time.sleep(0.3)
     time.sleep(1)
     assert server.children() == [worker]
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "again"}, timeout=60).status_code == 200
+    assert server.embed("again").status_code == 200
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_come_back_is_tried_again(launch, small_bert: Path, tmp_path: Path) -> None:
+def test_failed_start_of_an_engine_is_repeated(launch: Launch, small_bert: Path, tmp_path: Path) -> None:
     folder, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(small_bert, folder)
     server = launch(model=folder)
     folder.rename(away)
     (worker,) = server.children()
     os.kill(worker, signal.SIGKILL)
-    server.wait_until("/health/ready", 503)
-    began_s = time.monotonic()
-    while "could not be started again" not in server.log.read_text():
-        assert time.monotonic() < began_s + 60
-        time.sleep(0.1)
-    response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, timeout=60)
+    server.wait_for("/health/ready", 503)
+    server.wait_for_log("could not be started again")
+    response = server.embed("a")
     assert response.status_code == 503
     assert response.headers["retry-after"]
     assert httpx.get(f"{server.url}/health/live").status_code == 200
     away.rename(folder)
-    ready_s = server.wait_until("/health/ready", 200)
-    print(f"the model was gone: 503; back {ready_s:.1f} s after its folder")
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 200
+    server.wait_for("/health/ready", 200)
+    assert server.embed("a").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need two cores")
+def test_killed_replica_loses_its_own_requests_only(launch: Launch) -> None:
+    server = launch("--data-parallel", "2")
+    first, second = server.children()
+
+    def is_restored() -> bool:
+        assert httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
+        (replicas,) = httpx.get(f"{server.url}/health", timeout=30).json()["replicas"].values()
+        return [each["state"] for each in replicas] == ["ready", "ready"] and first not in server.children()
+
+    def num_forwards(replica: int) -> float:
+        rows = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        (row,) = [r for r in rows if r.startswith("penstock_engine_steps_total{") and f'replica="{replica}"' in r]
+        return float(row.rpartition(" ")[2])
+
+    with load(server, 4) as found:
+        wait_until(lambda: num_forwards(0) and num_forwards(1))
+        os.kill(first, signal.SIGKILL)
+        num_found = len(found)
+        wait_until(is_restored)
+        assert 200 in found[num_found:]
+        for replica in (0, 1):
+            before = num_forwards(replica)
+            wait_until(lambda replica=replica, before=before: num_forwards(replica) > before)
+    print(f"one of two replicas killed: responses {dict(Counter(found))}")
+    assert set(found) == {200, 503}
+    assert found.count(503) <= 8  # no client lost more than one
+    assert second in server.children()
+    assert server.metric("penstock_engine_restarts_total") == 1

@@ -1,7 +1,7 @@
-"""The server keeps nothing of a request after its error response.
+"""The server frees a request after its error response.
 
-`pytest tests/faults/test_memory_after_errors.py -m slow -s` prints, for each error, the resident memory of the server
-process before and after forty large bodies, sent one after the other.
+`pytest tests/faults/test_memory_after_errors.py -m slow -s` prints, for each error, the memory of the server process
+before and after forty large bodies.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MIB, POISONED_ID, Launch, Server
+from ..servers import MIB, Launch, Server
+from ..waiting import wait_until
+from .conftest import POISONED_ID
+from .load import head
 
 KEY = "a-key"
 MAX_BODY = 24 * MIB
-FORM = "multipart/form-data; boundary=B"
+FORM = {"content-type": "multipart/form-data; boundary=B"}
 FLAGS = ("--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--max-queued-tokens", "2020")
+EMBED = "/v1/embeddings"
+CUT = {"truncate_prompt_tokens": -1}
 Body = Callable[[int], bytes]
 
 
 def text(num_bytes: int) -> str:
-    """A text of this size in bytes. Its last character makes Python use four bytes for each character."""
+    """A text of this size in UTF-8. Its last character makes Python use four bytes for each character."""
     return "a b " * (num_bytes // 4 - 1) + "\N{WATER WAVE}"
 
 
 def body(**fields: object) -> Body:
-    """The JSON of an object; where a field is `text`, a long text stands there."""
+    """A JSON object. A field with the value `text` gets a long text."""
 
     def make(num_bytes: int) -> bytes:
         filled = {name: text(num_bytes) if value is text else value for name, value in fields.items()}
@@ -43,177 +48,157 @@ def body(**fields: object) -> Body:
     return make
 
 
-def many(num_bytes: int) -> bytes:
-    """More inputs than a request may have."""
+def too_many_inputs(num_bytes: int) -> bytes:
     return json.dumps({"input": [text(num_bytes // 5000)] * 5000}, ensure_ascii=False).encode()
 
 
-def values(num_bytes: int) -> bytes:
-    """More values than a body may hold."""
+def too_many_values(num_bytes: int) -> bytes:
     return b'{"input": [' + b"[1]," * (num_bytes // 4 - 10) + b"[1]]}"
 
 
 def form(num_bytes: int) -> bytes:
-    """A file that comes whole, in a form that lacks its purpose."""
-    head = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n'
-    return head + b"a" * num_bytes + b"\r\n--B--\r\n"
+    """A complete form with a file and without its purpose."""
+    start = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n'
+    return start + b"a" * num_bytes + b"\r\n--B--\r\n"
 
 
-def form_without_end(num_bytes: int) -> bytes:
-    """A form that ends before its last boundary."""
-    return form(num_bytes)[:-9]
+LONG = body(input=text)
+WAITING = body(input=text, **CUT)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request and the status that it gets.
+    """A request and its expected status.
 
     Attributes:
-        name: For the table.
-        status: Expected; 0: the client leaves before there is one.
+        name: For the output.
+        status: 0 means that the client leaves before the response.
         make: Returns the body for a number of bytes.
         headers: Additional request headers.
-        kept_back: Bytes of the body that are not sent before the client leaves.
-        share: Of the usual number of bodies one in so many is sent.
-        share: Of the usual number of bodies one in so many is sent.
+        num_unsent: Bytes at the end of the body that the client does not send.
+        stay_s: Seconds after which a client leaves.
+        share: This case sends the usual number of bodies divided by `share`.
     """
 
     name: str
     status: int
-    path: str
-    make: Body
+    path: str = EMBED
+    make: Body = LONG
     headers: dict[str, str] = field(default_factory=dict)
-    kept_back: int = 0
+    num_unsent: int = 0
+    stay_s: float = 0.0
     share: int = 1
 
 
-CUT = {"truncate_prompt_tokens": -1}
-LONG = body(input=text)
-WAITS = body(input=text, **CUT)
-EMBED = "/v1/embeddings"
-TOO_LONG = (
-    ("vLLM pooling", 400, "/pooling", LONG),
-    ("vLLM score", 400, "/score", body(text_1="a", text_2=text)),
-    ("rerank", 400, "/rerank", body(query="a", documents=[text(400)], instruction=text)),
-    ("Cohere", 400, "/v2/embed", body(texts=["a"], input_type=text)),
-    ("TEI", 422, "/embed", body(inputs=text, truncate=False)),
-    ("TEI", 424, "/predict", body(inputs=text)),
-    ("Ollama", 400, "/api/embed", body(input=text, truncate=False)),
-    ("Ollama, old", 404, "/api/embeddings", body(model="none", prompt=text)),
-    ("Ollama chat", 400, "/api/chat", body(model="m", messages=[{"role": "user", "content": "a"}], format=text)),
-    ("SageMaker", 422, "/invocations", body(inputs=text, truncate=False)),
-    ("classify", 400, "/classify", body(input=text)),
-    ("chat", 400, EMBED, body(messages=text)),
+CASES = (
+    Case("success", 200, make=WAITING),
+    Case("broken JSON", 400, make=lambda n: LONG(n)[:-2]),
+    Case("broken small JSON", 400, make=lambda n: b'{"input": "' + b"a" * 3000),
+    Case("wrong type", 400, make=body(input={"a": text(100)}, user=text)),
+    Case("wrong value", 400, make=body(input="a", encoding_format=text)),
+    Case("unknown key", 400, make=body(input="a", no_such_key=text)),
+    Case("too long", 400),
+    Case("too many inputs", 400, make=too_many_inputs),
+    Case("wrong header", 400, make=WAITING, headers={"x-request-timeout": "soon"}),
+    Case("no key", 401, headers={"authorization": "Bearer none"}),
+    Case("no model", 404, make=body(model="none", input=text)),
+    Case("no route", 404, "/none"),
+    Case("no method", 405, "/v1/models"),
+    Case("too large", 413, make=lambda n: LONG(MAX_BODY + 1)),
+    Case("too large in chunks", 413, make=lambda n: LONG(MAX_BODY + 1), headers={"transfer-encoding": "chunked"}),
+    Case("too many values", 413, make=too_many_values),
+    Case("media type", 415, headers={"content-type": "text/plain"}),
+    Case("encoding", 415, make=lambda n: b"\x1f" + LONG(n), headers={"content-encoding": "gzip"}),
+    Case("vLLM pooling", 400, "/pooling", share=8),
+    Case("vLLM score", 400, "/score", body(text_1="a", text_2=text), share=8),
+    Case("rerank", 400, "/rerank", body(query="a", documents=[text(400)], instruction=text), share=8),
+    Case("Cohere", 400, "/v2/embed", body(texts=["a"], input_type=text), share=8),
+    Case("TEI", 422, "/embed", body(inputs=text, truncate=False), share=8),
+    Case("TEI", 424, "/predict", body(inputs=text), share=8),
+    Case("Ollama", 400, "/api/embed", body(input=text, truncate=False), share=8),
+    Case("SageMaker", 422, "/invocations", body(inputs=text, truncate=False), share=8),
+    Case("classify", 400, "/classify", body(input=text), share=8),
+    Case("chat", 400, make=body(messages=text), share=8),
+    Case("client leaves within a body", 0, num_unsent=100),
+    Case("client leaves within a file", 0, "/v1/files", form, FORM, num_unsent=100),
+    Case("file without purpose", 400, "/v1/files", form, FORM),
+    Case("file without end", 400, "/v1/files", lambda n: form(n)[:-9], FORM),
+    Case("file in no form", 415, "/v1/files", form),
 )
-ANSWERED = (
-    Case("none", 200, EMBED, WAITS),
-    Case("broken JSON", 400, EMBED, lambda n: LONG(n)[:-2]),
-    Case("broken small JSON", 400, EMBED, lambda n: b'{"input": "' + b"a" * 3000),
-    Case("wrong type", 400, EMBED, body(input={"a": text(100)}, user=text)),
-    Case("wrong value", 400, EMBED, body(input="a", encoding_format=text)),
-    Case("unknown key", 400, EMBED, body(input="a", no_such_key=text)),
-    Case("too long", 400, EMBED, LONG),
-    Case("too many inputs", 400, EMBED, many),
-    Case("no body", 400, EMBED, lambda n: b""),
-    Case("wrong header", 400, EMBED, WAITS, {"x-request-timeout": "soon"}),
-    Case("no key", 401, EMBED, LONG, {"authorization": "Bearer none"}),
-    Case("no model", 404, EMBED, body(model="none", input=text)),
-    Case("no route", 404, "/none", LONG),
-    Case("no method", 405, "/v1/models", LONG),
-    Case("too large", 413, EMBED, lambda n: LONG(MAX_BODY + 1)),
-    Case("too large in chunks", 413, EMBED, lambda n: LONG(MAX_BODY + 1), {"transfer-encoding": "chunked"}),
-    Case("too many values", 413, EMBED, values),
-    Case("media", 415, EMBED, LONG, {"content-type": "text/plain"}),
-    Case("coding", 415, EMBED, lambda n: b"\x1f" + LONG(n), {"content-encoding": "gzip"}),
-    *(Case(f"{name}: too long", status, path, make, share=8) for name, status, path, make in TOO_LONG),
-    Case("left within a body", 0, EMBED, LONG, kept_back=100),
-    Case("left within a file", 0, "/v1/files", form, {"content-type": FORM}, kept_back=100),
-    Case("file without purpose", 400, "/v1/files", form, {"content-type": FORM}),
-    Case("file without end", 400, "/v1/files", form_without_end, {"content-type": FORM}),
-    Case("file of no form", 415, "/v1/files", form),
-)
-UNANSWERED = (
-    Case("its own deadline", 408, EMBED, WAITS, {"x-request-timeout": "0.5"}),
-    Case("the server's deadline", 504, EMBED, WAITS),
-    Case("left while it waited", 0, EMBED, WAITS, kept_back=0),
-)
+CLIENT_DEADLINE = Case("client's deadline", 408, make=WAITING, headers={"x-request-timeout": "0.5"})
+CLIENT_LEAVES = Case("client leaves while it waits", 0, make=WAITING, stay_s=0.5)
+SERVER_DEADLINE = Case("server's deadline", 504, make=WAITING)
 
 
-def ask(server: Server, case: Case, content: bytes, *, stay_s: float = 0.0) -> int:
-    """Send a request and return its status; where none is expected, leave after a while."""
-    headers = {"host": "x", "authorization": f"Bearer {KEY}", "content-type": "application/json", "connection": "close"}
+def connect(server: Server, case: Case, content: bytes, num_unsent: int = 0) -> socket.socket:
+    """Send a request without its last bytes and return the connection."""
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "connection": "close"}
     headers |= case.headers
-    is_chunked = "transfer-encoding" in headers
-    if not is_chunked:
-        headers["content-length"] = str(len(content))
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    if is_chunked:
+    if "transfer-encoding" in headers:
         content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as client:
-        with contextlib.suppress(OSError):  # the server may refuse an unread body
-            client.sendall(f"POST {case.path} HTTP/1.1\r\n{head}\r\n".encode())
-            client.sendall(memoryview(content)[: len(content) - case.kept_back])
-        if not case.status:
-            time.sleep(stay_s)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return 0
-        answer = client.recv(MIB)
+    else:
+        headers["content-length"] = str(len(content))
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    with contextlib.suppress(OSError):  # the server may refuse an unread body
+        client.sendall(head(*(f"{name}: {value}" for name, value in headers.items()), path=case.path))
+        client.sendall(memoryview(content)[: len(content) - num_unsent])
+    return client
+
+
+def receive(client: socket.socket) -> int:
+    """Read a response, close the connection and return the status."""
+    with client:
+        received = client.recv(MIB)
         while client.recv(MIB):
             pass
-        return int(answer[9:12])
+    return int(received[9:12])
 
 
-def resident(server: Server) -> int:
-    """Memory of the server process, without that of its engine."""
-    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def send(server: Server, case: Case, content: bytes) -> int:
+    """Send a request and return its status; leave after `stay_s` if the case expects none."""
+    client = connect(server, case, content, case.num_unsent)
+    if case.status:
+        return receive(client)
+    with client:
+        time.sleep(case.stay_s)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return 0
 
 
-def settled(server: Server, enough: int) -> int:
-    """The memory of the server process. Waits up to a minute for it to fall to `enough`."""
-    ends_s = time.monotonic() + 60
-    while (now := resident(server)) > enough and time.monotonic() < ends_s:
-        time.sleep(0.1)
-    return now
+class Measurement:
+    """Sends bodies and checks that memory falls to its earlier size.
 
+    Args:
+        num_bodies: Bodies of each case.
+        num_bytes: Of each body.
+    """
 
-@dataclass
-class Table:
-    """Sends the bodies of each case and prints the memory of the server before and after."""
+    MOST_LEFT = 60 * MIB
 
-    num_bodies: int
-    num_bytes: int
-    most_left: int
-    left: dict[str, int] = field(default_factory=dict)
-    statuses: dict[str, tuple[set[int], set[int]]] = field(default_factory=dict)
+    def __init__(self, num_bodies: int, num_bytes: int) -> None:
+        self.num_bodies, self.num_bytes = num_bodies, num_bytes
+        self.wrong: list[str] = []
 
-    def run(self, server: Server, case: Case, *, first: int = 0, stay_s: float = 0.0) -> None:
-        """Send the bodies of a case one after the other."""
+    def run(self, server: Server, case: Case) -> None:
         content = case.make(self.num_bytes)
-        before, began_s = resident(server), time.monotonic()
-        statuses = {ask(server, case, content, stay_s=stay_s) for _ in range(self.num_bodies // case.share)}
-        self.note(server, case, before, statuses, began_s)
+        before = server.resident_bytes()
+        statuses = {send(server, case, content) for _ in range(self.num_bodies // case.share)}
+        self.check(server, case, before, statuses)
 
-    def note(self, server: Server, case: Case, before: int, statuses: set[int], began_s: float) -> None:
-        """Print a line of the table."""
-        after = settled(server, before + self.most_left)
-        name = f"{case.status or '---'} {case.name}"
-        print(
-            f"{name:32} {case.path:16} {before / MIB:6.0f} MiB before, {after / MIB:6.0f} after "
-            f"({time.monotonic() - began_s:.0f} s)",
-            flush=True,
-        )
-        self.left[name] = after - before
-        self.statuses[name] = statuses, {case.status}
-
-    def check(self) -> None:
-        """Fail where too much was left, or the status was another."""
-        assert {name: seen for name, (seen, wanted) in self.statuses.items() if seen != wanted} == {}
-        assert {name: left // MIB for name, left in self.left.items() if left > self.most_left} == {}
+    def check(self, server: Server, case: Case, before: int, statuses: set[int]) -> None:
+        """Print a line and record a wrong status or lost memory."""
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: server.resident_bytes() <= before + self.MOST_LEFT, 60)
+        after = server.resident_bytes()
+        line = f"{case.status} {case.name} {case.path}: {before // MIB} MiB before, {after // MIB} MiB after"
+        print(line, flush=True)
+        if statuses != {case.status} or after > before + self.MOST_LEFT:
+            self.wrong.append(f"{line}, {statuses}")
 
 
 @contextlib.contextmanager
 def stopped(server: Server) -> Iterator[None]:
-    """The engine of a server does nothing for a while."""
+    """Stop the engine of a server for a while."""
     children = server.children()
     for child in children:
         os.kill(child, signal.SIGSTOP)
@@ -225,108 +210,81 @@ def stopped(server: Server) -> Iterator[None]:
                 os.kill(child, signal.SIGCONT)
 
 
-def connected(server: Server, content: bytes, *, but: int = 0) -> socket.socket:
-    """Send a request for embeddings but for its last bytes, and return its connection."""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=120)
-    head = f"POST {EMBED} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
-    client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode())
-    client.sendall(memoryview(content)[: len(content) - but])
-    return client
-
-
-def status_of(client: socket.socket) -> int:
-    """Read the status of an answer and close its connection."""
-    with client:
-        return int(client.recv(MIB)[9:12])
-
-
 def wait_for_status(server: Server, status: int) -> None:
-    """Ask with a small body until there is this status."""
-    small, ends_s = Case("small", status, EMBED, body(input="a"), {"x-request-timeout": "0.1"}), time.monotonic() + 60
-    while ask(server, small, small.make(0)) != status:
-        assert time.monotonic() < ends_s, f"no {status}"
-        time.sleep(0.05)
+    """Wait until a small request gets this status."""
+    small = Case("small", status, headers={"x-request-timeout": "0.1"})
+    wait_until(lambda: send(server, small, b'{"input": "a"}') == status, 60)
 
 
-def fill_while_bodies_come(server: Server, table: Table) -> None:
-    """Fill the queue while a body is on its way; then send bodies to a full server."""
-    late, early = (Case(name, 429, EMBED, WAITS) for name in ("no room after the body", "no room"))
-    content, statuses = late.make(table.num_bytes), set()
-    filler = body(input=["a " * 200] * 10, **CUT)(0)  # the most tokens that may wait
+def fill_queue_while_bodies_arrive(server: Server, measured: Measurement) -> None:
+    """The queue is full once a body has arrived, and then before further bodies arrive."""
+    late, early = (Case(name, 429, make=WAITING) for name in ("full after the body", "full before the body"))
+    content, statuses = WAITING(measured.num_bytes), set()
+    filler = body(input=["a " * 200] * 10, **CUT)(0)
     with stopped(server):
-        before, began_s = resident(server), time.monotonic()
-        for _ in range(table.num_bodies // 4):
-            client = connected(server, content, but=1)
-            with connected(server, filler):
+        before = server.resident_bytes()
+        for _ in range(measured.num_bodies // 4):
+            client = connect(server, late, content, num_unsent=1)
+            with connect(server, late, filler):
                 wait_for_status(server, 429)
                 client.sendall(content[-1:])
-                statuses.add(status_of(client))
+                statuses.add(receive(client))
             wait_for_status(server, 408)
-        table.note(server, late, before, statuses, began_s)
-        with connected(server, filler):
+        measured.check(server, late, before, statuses)
+        with connect(server, late, filler):
             wait_for_status(server, 429)
-            table.run(server, early)
+            measured.run(server, early)
 
 
-def kill_while_bodies_wait(server: Server, table: Table) -> None:
-    """Have requests lost with their engine, a few at once, and others refused until there is a new one.
-
-    The first round counts as a start: bodies that are there at once leave free memory between them.
-    """
-    case = Case("the engine was killed", 503, EMBED, body(input=text, truncate_prompt_tokens=8))
-    content, statuses = case.make(table.num_bytes), set()
-    before, began_s = 0, time.monotonic()
+def kill_engine_while_bodies_wait(server: Server, measured: Measurement) -> None:
+    """Four requests are lost with their engine, and others are refused until the next engine is ready."""
+    case = Case("engine killed", 503, make=body(input=text, truncate_prompt_tokens=8))
+    content, statuses = case.make(measured.num_bytes), set()
+    before = 0
     for number in range(3):
-        if number == 1:
-            before = resident(server)
+        if number == 1:  # four bodies at once leave free memory between them
+            before = server.resident_bytes()
         with stopped(server):
-            clients = [connected(server, content) for _ in range(4)]
-            ends_s = time.monotonic() + 60
-            while server.metric("penstock_engine_requests") < 4:
-                assert time.monotonic() < ends_s
-                time.sleep(0.05)
+            clients = [connect(server, case, content) for _ in range(4)]
+            wait_until(lambda: server.metric("penstock_engine_requests") >= 4)
             for child in server.children():
                 os.kill(child, signal.SIGKILL)
-        statuses |= {status_of(client) for client in clients}
-        while (status := ask(server, case, content)) == 503:
+        statuses |= set(map(receive, clients))
+        while (status := send(server, case, content)) == 503:
             statuses.add(status)
-        server.wait_until("/health/ready", 200)
-    table.note(server, case, before, statuses, began_s)
-
-
-def run_all(launch: Launch, table: Table, small_bert: Path, data: Path) -> None:
-    """Run all cases, each against a server that can answer so."""
-    server = launch(*FLAGS, "--data-dir", str(data))
-    for case in ANSWERED:
-        table.run(server, case)
-    fill_while_bodies_come(server, table)
-    kill_while_bodies_wait(server, table)
-
-    impatient = launch(*FLAGS, "--request-timeout-s", "2", "--hang-timeout-s", "0")
-    with stopped(impatient):
-        for case in UNANSWERED:
-            table.run(impatient, case, stay_s=0.5)
-
-    vocabulary = json.loads((small_bert / "tokenizer.json").read_text())["model"]["vocab"]
-    poison = next(word for word, number in vocabulary.items() if number == POISONED_ID)
-    poisoned = Case("the model failed", 500, EMBED, lambda n: body(input=f"{poison} {text(n)}", **CUT)(n))
-    table.run(launch(*FLAGS, model=small_bert), poisoned)
-    table.check()
+        server.wait_for("/health/ready", 200)
+    measured.check(server, case, before, statuses)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_large_bodies_leave_nothing_after_errors(launch: Launch, small_bert: Path, tmp_path: Path) -> None:
-    run_all(launch, Table(40, 20 * MIB, 60 * MIB), small_bert, tmp_path / "data")
+def test_large_bodies_are_freed_after_errors(launch: Launch, small_bert: Path, tmp_path: Path) -> None:
+    measured = Measurement(40, 20 * MIB)
+    server = launch(*FLAGS, "--data-dir", str(tmp_path / "data"))
+    for case in CASES:
+        measured.run(server, case)
+    fill_queue_while_bodies_arrive(server, measured)
+    kill_engine_while_bodies_wait(server, measured)
+
+    impatient = launch(*FLAGS, "--request-timeout-s", "2", "--hang-timeout-s", "0")
+    with stopped(impatient):
+        for case in (CLIENT_DEADLINE, SERVER_DEADLINE, CLIENT_LEAVES):
+            measured.run(impatient, case)
+
+    vocabulary = json.loads((small_bert / "tokenizer.json").read_text())["model"]["vocab"]
+    poison = next(word for word, number in vocabulary.items() if number == POISONED_ID)
+    failing = Case("the model fails", 500, make=lambda n: body(input=f"{poison} {text(n)}", **CUT)(n))
+    measured.run(launch(*FLAGS, model=small_bert), failing)
+    assert not measured.wrong
 
 
-def test_bodies_leave_nothing_after_errors(server: Server) -> None:
-    too_long, table = Case("too long", 400, EMBED, LONG), Table(6, 6 * MIB, 60 * MIB)
-    for _ in range(2):  # free memory stays with the process up to some size
-        ask(server, too_long, LONG(table.num_bytes))
-    table.run(server, too_long)
-    table.run(server, Case("too long", 422, "/embed", body(inputs=text, truncate=False)))
+def test_bodies_are_freed_after_errors(server: Server) -> None:
+    too_long, measured = Case("too long", 400), Measurement(6, 6 * MIB)
+    for _ in range(2):  # the process keeps some free memory
+        send(server, too_long, LONG(measured.num_bytes))
+    measured.run(server, too_long)
+    measured.run(server, Case("too long", 422, "/embed", body(inputs=text, truncate=False)))
     with stopped(server):
-        table.run(server, Case("its own deadline", 408, EMBED, WAITS, {"x-request-timeout": "0.5"}))
-        table.run(server, Case("left while it waited", 0, EMBED, WAITS), stay_s=0.5)
-    table.check()
+        measured.run(server, CLIENT_DEADLINE)
+        measured.run(server, CLIENT_LEAVES)
+    assert not measured.wrong

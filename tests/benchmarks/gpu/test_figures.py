@@ -1,4 +1,4 @@
-"""Figures of a run: lengths, operations, time, the share of it in which nothing runs, and the goals."""
+"""Lengths, operations, times, idle share and goals of a run."""
 
 import math
 from typing import Any
@@ -12,13 +12,13 @@ from gpu.report import GOALS, as_markdown, as_text, judged
 from gpu.shapes import BASE, LARGE, MINILM, SHAPES, SHAREGPT_LENGTHS, equal_lengths, mixed_lengths, sharegpt_lengths
 
 
-def test_operations_are_those_of_the_published_shapes() -> None:
-    """MFLOP of a token, as in the estimates that the goals come from."""
+def test_operations_equal_the_published_numbers() -> None:
+    """MFLOP per token."""
     for shape, length, mflop in ((MINILM, 128, 22.4), (BASE, 512, 188.8), (LARGE, 512, 654)):
         assert shape.operations([length]) / length / 1e6 == pytest.approx(mflop, rel=0.01)
 
 
-def test_lengths_are_those_of_sharegpt() -> None:
+def test_sharegpt_lengths_have_the_known_distribution() -> None:
     """Half of the turns have 20 tokens or fewer, a tenth more than 144 (of all 61,420)."""
     assert len(SHAREGPT_LENGTHS) == 128
     assert sorted(SHAREGPT_LENGTHS) == list(SHAREGPT_LENGTHS)
@@ -38,14 +38,14 @@ def test_lengths_sum_to_the_tokens(num_tokens: int) -> None:
     assert equal_lengths(num_tokens, 16) == [16] * max(1, num_tokens // 16)
 
 
-def test_runs_take_turns_and_the_median_counts() -> None:
+def test_clock_runs_in_turn_and_takes_the_median() -> None:
     ran: list[str] = []
     taken_us = HostClock().median_us([lambda: ran.append("a"), lambda: ran.append("b")], 0.0)
     assert "".join(ran) == "ab" + "ababa"  # two first, which may compile, then five
     assert 0 < taken_us < 1e5
 
 
-def test_idle_is_when_nothing_runs() -> None:
+def test_idle_share_is_the_time_without_a_kernel() -> None:
     assert idle_share([(0.0, 10.0)]) == 0.0
     assert idle_share([(0.0, 1.0), (3.0, 4.0)]) == pytest.approx(0.5)
     assert idle_share([(3.0, 4.0), (0.0, 2.0), (1.0, 3.5)]) == 0.0  # streams overlap, in any order
@@ -54,7 +54,7 @@ def test_idle_is_when_nothing_runs() -> None:
         idle_share([])
 
 
-def test_stages_are_there_and_are_left_as_they_were() -> None:
+def test_stage_times_restore_the_methods() -> None:
     from gpu.engine import STAGES
 
     before = [getattr(owner, method) for owner, method in STAGES.values()]
@@ -74,13 +74,10 @@ def phase(*rows: dict[str, Any], error: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture
 def report() -> dict[str, Any]:
-    """What a device that does 100 TFLOP/s might give."""
-    timed = [
-        {"name": name, "us": 1.0, "of_copy": share}
-        for name, share in (
-            ("pooling mean", 0.95), ("pooling max", 0.91), ("sum and layer norm", 0.97), ("sum and RMS norm", 0.99),
-        )
-    ]  # fmt: skip
+    """The report of a device with 100 TFLOP/s."""
+    shares = {"pooling mean": 0.95, "pooling max": 0.91, "sum and layer norm": 0.97, "sum and RMS norm": 0.99}
+    timed = [{"name": name, "us": 1.0, "of_copy": share} for name, share in shares.items()]
+    versions = {"commit": "abc", "device": "A GPU", "python": "3.12", "versions": {"torch": "2.11"}}
     forward = {"name": "forward", "shape": "MiniLM-L6", "lengths": "equal 128"}
     engine = {"name": "rate", "lengths": "equal 512", "tokens_per_s": 1000.0}
     return {
@@ -90,13 +87,7 @@ def report() -> dict[str, Any]:
         "seconds": 500.0,
         "phases": {
             "ceilings": phase(
-                {
-                    "name": "machine",
-                    "commit": "abc",
-                    "device": "A GPU",
-                    "python": "3.12",
-                    "versions": {"torch": "2.11"},
-                },
+                {"name": "machine", **versions},
                 {"name": "matmul", "size": 8192, "tflop_per_s": 100.0},
             ),
             "kernels": phase(
@@ -129,7 +120,7 @@ def report() -> dict[str, Any]:
     }
 
 
-def test_goals_are_judged_by_the_best_setting_against_the_measured_ceilings(report: dict[str, Any]) -> None:
+def test_goals_compare_the_best_setting_with_measured_ceilings(report: dict[str, Any]) -> None:
     found = {line["goal"]: (line["found"], line["is_met"]) for line in judged(report)}
     assert len(found) == len(GOALS)
     assert [(None if value is None else round(value, 6), is_met) for value, is_met in found.values()] == [
@@ -147,7 +138,7 @@ def test_goals_are_judged_by_the_best_setting_against_the_measured_ceilings(repo
     ]
 
 
-def test_a_kernel_that_fails_or_was_not_timed_is_no_success(report: dict[str, Any]) -> None:
+def test_failed_kernels_are_counted_and_untimed_ones_are_not_measured(report: dict[str, Any]) -> None:
     rows = report["phases"]["kernels"]["rows"]
     row = next(row for row in rows if row["name"] == "ssd" and "dtype" in row)
     del row["is_equal"]
@@ -158,32 +149,33 @@ def test_a_kernel_that_fails_or_was_not_timed_is_no_success(report: dict[str, An
     assert (copied["found"], copied["is_met"]) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("phase", "goal", "failed_row"),
+    [
+        ("kernels", 0, {"name": "ssd", "dtype": "bfloat16", "is_equal": False}),
+        ("forwards", 1, {"name": "cosine", "shape": "bge-large", "variant": "none", "cosine": 0.998}),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [0, 1, -1])
-def test_kernels_in_part_are_not_measured_unless_one_fails(num_rows: int, report: dict[str, Any]) -> None:
-    kernels = report["phases"]["kernels"]
-    kernels["rows"] = kernels["rows"][:num_rows]
-    assert judged(report)[0]["is_met"] is None
-    kernels["rows"].append({"name": "ssd", "dtype": "bfloat16", "is_equal": False})
-    assert judged(report)[0]["is_met"] is False
+def test_incomplete_phase_is_not_measured_unless_a_row_failed(
+    phase: str, goal: int, failed_row: dict[str, Any], num_rows: int, report: dict[str, Any]
+) -> None:
+    found = report["phases"][phase]
+    found["rows"] = [row for row in found["rows"] if row.get("is_equal") or "cosine" in row][:num_rows]
+    assert judged(report)[goal]["is_met"] is None
+    found["rows"].append(failed_row)
+    assert judged(report)[goal]["is_met"] is False
 
 
-def test_kernels_of_a_phase_that_was_cut_off_are_not_measured(report: dict[str, Any]) -> None:
+def test_interrupted_or_missing_phase_is_not_measured(report: dict[str, Any]) -> None:
     report["phases"]["kernels"]["error"] = "ended after 90 s, its limit"
     assert judged(report)[0]["is_met"] is None
     del report["phases"]["kernels"]
     assert judged(report)[0]["is_met"] is None
 
 
-def test_cosines_of_some_shapes_are_not_measured_unless_one_is_too_small(report: dict[str, Any]) -> None:
-    forwards = report["phases"]["forwards"]
-    forwards["rows"] = [row for row in forwards["rows"] if row["shape"] != "bge-large"]
-    assert judged(report)[1]["is_met"] is None
-    forwards["rows"].append({"name": "cosine", "shape": "bge-large", "variant": "none", "cosine": 0.998})
-    assert (judged(report)[1]["found"], judged(report)[1]["is_met"]) == (0.998, False)
-
-
 @pytest.mark.parametrize("row", [{"cosine": math.nan}, {"error": "CompilationError"}])
-def test_a_forward_that_fails_or_gives_nan_is_no_success(row: dict[str, Any], report: dict[str, Any]) -> None:
+def test_failed_forward_has_cosine_0(row: dict[str, Any], report: dict[str, Any]) -> None:
     rows = report["phases"]["forwards"]["rows"]
     rows[1] = {"name": "cosine", "shape": rows[1]["shape"], "variant": rows[1]["variant"], **row}
     assert (judged(report)[1]["found"], judged(report)[1]["is_met"]) == (0.0, False)
@@ -193,7 +185,7 @@ def test_tiny_sizes_meet_no_goal(report: dict[str, Any]) -> None:
     assert {line["is_met"] for line in judged(report | {"is_tiny": True})} == {None}
 
 
-def test_the_table_has_all_phases_and_what_went_wrong(report: dict[str, Any]) -> None:
+def test_table_has_all_phases_and_errors(report: dict[str, Any]) -> None:
     report["goals"] = judged(report)
     text = as_markdown(report)
     assert text.startswith("# GPU, 2026-01-01, A GPU\n")

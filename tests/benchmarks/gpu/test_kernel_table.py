@@ -1,4 +1,4 @@
-"""What has a kernel for CUDA is in the table of the benchmark, and a kernel that gives no number is found out."""
+"""The benchmark's table of kernels is complete, and wrong results are found."""
 
 import importlib
 import inspect
@@ -13,45 +13,32 @@ from gpu.kernel_table import KERNELS, Inputs, Kernel, Work
 from gpu.kernels import compare
 from gpu.phases import Bench
 
-ROOMS = sorted(path.parent.name for path in (Path(__file__).parents[3] / "kernels").glob("*/_triton.py"))
+PACKAGES = sorted(path.parent.name for path in (Path(__file__).parents[3] / "kernels").glob("*/_triton.py"))
 
 
 def calls() -> list[partial[object]]:
-    """Those of the table, in their tiny sizes."""
-    found = []
-    for kernel in KERNELS.values():
-        call = kernel.make(Inputs(torch.device("cpu"), torch.float32), kernel.tiny).call
-        assert isinstance(call, partial)
-        found.append(call)
-    return found
+    """The calls of the table in tiny sizes."""
+    inputs = Inputs(torch.device("cpu"), torch.float32)
+    return [kernel.make(inputs, kernel.tiny).call for kernel in KERNELS.values()]
 
 
-def functions_of(room: str) -> set[Callable[..., Any]]:
-    """Public functions of a room that can run on different backends."""
-    module = importlib.import_module(f"penstock.kernels.{room}")
-    functions = filter(inspect.isfunction, (getattr(module, name) for name in module.__all__))
-    return {function for function in functions if "backend" in inspect.signature(function).parameters}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_room_with_a_kernel_for_cuda_is_in_the_table(room: str) -> None:
-    functions = functions_of(room)
-    assert functions
-    assert not functions - {call.func for call in calls()}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_function_with_a_cuda_kernel_is_in_the_table(package: str) -> None:
+    module = importlib.import_module(f"penstock.kernels.{package}")
+    functions: list[Callable[..., Any]] = [getattr(module, name) for name in module.__all__]
+    found = {f for f in functions if inspect.isfunction(f) and "backend" in inspect.signature(f).parameters}
+    assert found
+    assert not found - {call.func for call in calls()}
 
 
 @pytest.mark.parametrize("option", ["relative_bias", "softcap", "norm", "store", "residual"])
-def test_what_makes_another_kernel_of_a_call_is_in_the_table(option: str) -> None:
-    given = [call.keywords.get(option) is not None for call in calls()]
-    assert any(given)
-    assert not all(given)
+def test_options_with_their_own_kernel_are_in_the_table(option: str) -> None:
+    assert {call.keywords.get(option) is not None for call in calls()} == {True, False}
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.1])
-def test_a_kernel_that_gives_no_number_does_not_equal_its_reference(wrong: int, number: float) -> None:
-    """In whichever of its results."""
-
+def test_wrong_number_in_any_result_is_unequal(wrong: int, number: float) -> None:
     def run(backend: str | None = None) -> tuple[torch.Tensor, ...]:
         results = torch.ones(2, 3).unbind()
         if backend is None:

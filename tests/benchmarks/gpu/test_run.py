@@ -1,9 +1,9 @@
-"""Every phase runs with tiny sizes on a CPU, by the same code but for events, graphs and the profiler of kernels."""
+"""Every phase runs with tiny sizes on a CPU, without events, graphs and the profiler."""
 
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from gpu.kernel_table import KERNELS
 from gpu.phases import PHASES
 from gpu.run import PROGRAM, end, phase_limit_s, run_phase
 
+from ...servers import exists
 from ...waiting import wait_until
-
-SLOW = ("engine", "peer", "http")
-"""They start engines and servers."""
 
 
 def run(output: Path, *words: str) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def rows_of(report: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return found["rows"]
 
 
-def test_kernel_phases_on_a_cpu(tmp_path: Path) -> None:
+def test_kernel_phases_run_on_a_cpu(tmp_path: Path) -> None:
     report = run(tmp_path, "--phases", "kernels", "attention")
     assert report["is_tiny"]
     kernels = rows_of(report, "kernels")
@@ -47,7 +45,7 @@ def test_kernel_phases_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_forward_phases_on_a_cpu(tmp_path: Path) -> None:
+def test_forward_phases_run_on_a_cpu(tmp_path: Path) -> None:
     report = run(tmp_path, "--phases", "ceilings", "forwards")
     machine, copy, *products = rows_of(report, "ceilings")
     assert {"commit", "python", "versions", "device"} <= set(machine)
@@ -62,15 +60,15 @@ def test_forward_phases_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", SLOW)
-def test_what_starts_engines(phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("phase", "num_rows"), [("engine", 12), ("peer", 6), ("http", 2)])
+def test_phases_with_engines_run_on_a_cpu(phase: str, num_rows: int, tmp_path: Path) -> None:
     rows = rows_of(run(tmp_path, "--phases", phase), phase)
     for row in rows:
         rates = [row[name] for name in ("texts_per_s", "batches") if name in row]
         assert rates, row
         assert min(rates) > 0
         assert "requests_per_s" in row or phase != "http"
-    assert len(rows) == {"engine": 12, "peer": 6, "http": 2}[phase]
+    assert len(rows) == num_rows
     if phase == "engine":
         stages = [row["stages_us_a_batch"] for row in rows if row["name"] == "observed"]
         assert len(stages) == 6
@@ -78,7 +76,7 @@ def test_what_starts_engines(phase: str, tmp_path: Path) -> None:
             assert max(row[stage] for row in stages) > 0, stage
 
 
-def test_the_limits_of_the_phases_fit_into_ten_minutes() -> None:
+def test_phases_fit_into_ten_minutes() -> None:
     assert sum(phase.seconds for phase in PHASES.values()) <= 600
     assert PHASES["engine"].seconds >= 135
 
@@ -100,7 +98,26 @@ def test_seconds_replace_the_limit_of_a_single_phase(
     assert phase_limit_s("engine", phases, seconds, passed_s) == expected
 
 
-def test_a_phase_out_of_time_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run_program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Run a program as a phase. Its time limit starts when the file `begun` exists."""
+
+    def run_program(code: str, seconds: float = 60.0, begun: Path | None = None) -> dict[str, Any]:
+        popen = subprocess.Popen
+
+        def start(command: list[str], **options: Any) -> Any:
+            process = popen([sys.executable, "-c", code], **options)
+            wait_until(lambda: begun is None or begun.exists())
+            return process
+
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", start)
+            return run_phase(["ceilings"], seconds)
+
+    return run_program
+
+
+def test_phase_out_of_time_keeps_its_rows(tmp_path: Path, run_program: Callable[..., dict[str, Any]]) -> None:
     begun = tmp_path / "begun"
     code = f"""
 import pathlib, time
@@ -108,23 +125,23 @@ print('{{"name": "first"}}', flush=True)
 pathlib.Path({str(begun)!r}).touch()
 time.sleep(600)
 """
-    found = run_instead(code, monkeypatch, seconds=1.5, begun=begun)
+    found = run_program(code, 1.5, begun)
     assert found["rows"] == [{"name": "first"}]
     assert found["error"] == "ended after 2 s, its limit"
 
 
-def test_a_phase_that_fails_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_instead("print('{\"name\": \"first\"}'); raise RuntimeError('the device is lost')", monkeypatch)
+def test_failing_phase_keeps_its_rows_and_error(run_program: Callable[..., dict[str, Any]]) -> None:
+    found = run_program("print('{\"name\": \"first\"}'); raise RuntimeError('the device is lost')")
     assert found["rows"] == [{"name": "first"}]
     assert found["error"].startswith("ended with 1: ")
     assert "the device is lost" in found["error"]
 
 
-def test_no_phase_begins_without_time() -> None:
+def test_phase_without_time_does_not_start() -> None:
     assert run_phase(["ceilings"], 0.0) == {"seconds": 0.0, "error": "there was no time left", "rows": []}
 
 
-def test_what_a_phase_has_started_ends_with_it() -> None:
+def test_end_of_a_phase_kills_its_children() -> None:
     code = """
 import subprocess
 process = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -135,27 +152,4 @@ process.wait()
         assert process.stdout is not None
         child = int(process.stdout.readline())
         end(process)
-    for _ in range(2_400):
-        stat = Path(f"/proc/{child}/stat")
-        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail("it runs on")
-
-
-def run_instead(
-    code: str, monkeypatch: pytest.MonkeyPatch, seconds: float = 60.0, begun: Path | None = None
-) -> dict[str, Any]:
-    """Runs a phase whose process is another program; its time begins when the file `begun` is there."""
-    popen = subprocess.Popen
-
-    def start(command: list[str], **options: Any) -> Any:
-        process = popen([sys.executable, "-c", code], **options)
-        wait_until(lambda: begun is None or begun.exists())
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    try:
-        return run_phase(["ceilings"], seconds)
-    finally:
-        monkeypatch.undo()
+    wait_until(lambda: not exists(child))

@@ -1,4 +1,4 @@
-"""What is told of a run."""
+"""The report of a run."""
 
 import copy
 from typing import Any
@@ -45,13 +45,7 @@ def report() -> dict[str, Any]:
             "date": "2026-01-02",
             "machine": {"cpu": "2 x AMD EPYC", "load_average": 0.1},
             "commit": "abc",
-            "settings": {
-                "rounds": 3,
-                "seconds": 4.0,
-                "sweep_rounds": 2,
-                "sweep_seconds": 1.5,
-                "least_cosine": 0.999,
-            },
+            "settings": {"rounds": 3, "seconds": 4.0, "sweep_rounds": 2, "sweep_seconds": 1.5, "least_cosine": 0.999},
             "limit_gflops": {"float32": {"1": 100.0}, "bfloat16": {"1": 400.0}},
             "peers": {"penstock": FACTS, "vllm": FACTS},
             "loads": {"query": load},
@@ -62,7 +56,7 @@ def report() -> dict[str, Any]:
     )
 
 
-def test_every_figure_has_its_place(report: dict[str, Any]) -> None:
+def test_table_has_every_number(report: dict[str, Any]) -> None:
     text = table(report, ["plot.svg"])
     assert "| vllm | 10.0 | 1.00 | 2.00 | 1.50 (1.40 to 1.75) | 25.0% |" in text
     assert "| vllm | 2.5 | 100 | 110 | 120 | 0.01 | 0.9999 |" in text
@@ -72,7 +66,7 @@ def test_every_figure_has_its_place(report: dict[str, Any]) -> None:
     assert "![plot.svg](plot.svg)" in text
 
 
-def test_what_was_left_out_is_told_with_its_reason(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_states_why_peers_are_left_out(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     text = table(report, [])
     assert "- tei: not to be had" in text
     assert "- infinity: no wheel" in text
@@ -81,7 +75,7 @@ def test_what_was_left_out_is_told_with_its_reason(report: dict[str, Any], capsy
     assert "left out: tei: not to be had" in capsys.readouterr().out
 
 
-def test_a_side_that_failed_has_gaps(report: dict[str, Any]) -> None:
+def test_failed_side_has_empty_cells(report: dict[str, Any]) -> None:
     for name in ("resident_mib", "peak_mib", "least_cosine", "agrees", "idle_processor_share"):
         del report["peers"]["vllm"][name]
     text = table(report, [])
@@ -89,12 +83,12 @@ def test_a_side_that_failed_has_gaps(report: dict[str, Any]) -> None:
     assert "| 2 | 10, 1.0 |  |" in text
 
 
-def test_answers_that_do_not_agree_stand_out(report: dict[str, Any]) -> None:
+def test_different_answers_are_marked(report: dict[str, Any]) -> None:
     report["peers"]["vllm"] |= {"least_cosine": 0.9, "agrees": False}
     assert "**0.9: too low**" in table(report, [])
 
 
-def test_a_run_without_loads_has_a_table(report: dict[str, Any]) -> None:
+def test_run_without_loads_has_a_table(report: dict[str, Any]) -> None:
     report |= {"loads": {}, "sweeps": {}, "left_out": {}}
     assert "## Left out" not in table(report, [])
 
@@ -103,5 +97,5 @@ def test_a_run_without_loads_has_a_table(report: dict[str, Any]) -> None:
     ("cpu", "slug"),
     [("2 x AMD EPYC", "2x-amd-epyc"), ("8 x Intel(R) Xeon(R) @ 2.20GHz", "8x-intel-r-xeon-r-2-20ghz")],
 )
-def test_a_machine_becomes_the_name_of_a_file(cpu: str, slug: str) -> None:
+def test_machine_gives_a_file_name(cpu: str, slug: str) -> None:
     assert machine_slug(cpu) == slug

@@ -1,4 +1,4 @@
-"""Texts of real lengths, real texts, and sweeps."""
+"""The model of all sides, texts of real lengths, real texts, and sweeps."""
 
 import json
 from pathlib import Path
@@ -30,43 +30,61 @@ def texts_of(load) -> list[str]:
     return [text for request in load.requests(64) for text in request]
 
 
-def test_texts_have_as_many_tokens_as_the_lengths_say_within_the_limit(data: Path, model: Model) -> None:
+def test_operations_are_those_of_the_matrix_products(model: Model) -> None:
+    # One layer: four projections of 384 x 384, two of 384 x 1536, and two products of attention.
+    tokens = 10
+    layer = 2 * tokens * (4 * 384 * 384 + 2 * 384 * 1536) + 2 * (2 * tokens * tokens * 384)
+    assert model.operations(tokens) == 6 * layer
+
+
+def test_token_counts_include_special_tokens(model: Model) -> None:
+    assert model.num_tokens(["hello world", "", "hello " * 400]) == [4, 2, 402]
+    assert model.max_tokens == 256
+
+
+def test_model_is_copied_once_per_weights(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"weights")
+    (source / "config.json").write_text(json.dumps({"hidden_size": 4}))
+    model = Model.copy(source, tmp_path / "cache")
+    (model.folder / "file of a peer").touch()
+    assert Model.copy(source, tmp_path / "cache") == model
+    assert (model.folder / "file of a peer").exists()
+    assert not (source / "file of a peer").exists()
+    (source / "model.safetensors").write_bytes(b"others")
+    assert Model.copy(source, tmp_path / "cache") != model
+
+
+def test_corpus_texts_have_real_lengths_up_to_the_limit(data: Path, model: Model) -> None:
     loads, missing = corpus_loads(data, model)
     assert not missing
     assert set(model.num_tokens(texts_of(loads["sharegpt"]))) == {3, 40, 256}
+    assert set(texts_of(loads["scifact"])) == {"A title. Its text.", ("long " * 254).strip()}
+    assert describe(loads["scifact"]) == "SciFact's abstracts, 4 to 254 words, 32 a request, 4 at once"
 
 
-def test_documents_are_cut_to_the_limit_and_no_further(data: Path, model: Model) -> None:
-    loads, _ = corpus_loads(data, model)
-    texts = set(texts_of(loads["scifact"]))
-    assert texts == {"A title. Its text.", ("long " * 254).strip()}
-    assert max(model.num_tokens(list(texts))) == model.max_tokens
-
-
-def test_a_cut_text_is_a_beginning_of_it(model: Model) -> None:
+def test_cut_text_is_a_prefix(model: Model) -> None:
     text = "Überlänge, naïvely: " * 100
     assert text.startswith(cut(text, model))
     assert model.num_tokens([cut(text, model)]) == [256]
     assert cut("short", model) == "short"
 
 
-def test_data_that_is_not_there_is_said(tmp_path: Path, model: Model) -> None:
+def test_missing_data_is_reported(tmp_path: Path, model: Model) -> None:
     loads, missing = corpus_loads(tmp_path, model)
     assert not loads
     assert set(missing) == {"sharegpt", "scifact"}
     assert all("--data" in reason for reason in missing.values())
 
 
-def test_sweeps_change_one_thing(model: Model) -> None:
+def test_sweeps_vary_one_value(model: Model) -> None:
     assert [load.concurrency for load in concurrency_loads().values()] == [1, 2, 4, 8, 16, 32, 64]
     lengths = length_loads().values()
     assert [load.min_words for load in lengths] == [load.max_words for load in lengths] == [8, 16, 32, 64, 128, 200]
-    longest = texts_of(length_loads()["200"])
-    assert max(model.num_tokens(longest)) <= model.max_tokens
+    assert max(model.num_tokens(texts_of(length_loads()["200"]))) <= model.max_tokens
 
 
-def test_a_load_is_told_in_words(data: Path, model: Model) -> None:
+def test_load_is_described_in_words() -> None:
     assert describe(LOADS["mixed"]) == "5 to 150 words, 32 a request, 4 at once"
     assert describe(LOADS["long"]) == "200 words, 8 a request, 4 at once"
-    loads, _ = corpus_loads(data, model)
-    assert describe(loads["scifact"]) == "SciFact's abstracts, 4 to 254 words, 32 a request, 4 at once"

@@ -1,4 +1,4 @@
-"""How the figures of quality are computed, on tasks small enough to check by hand."""
+"""Quality metrics on tasks that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from scifact import SciFact, best, ndcg
 
 
-def test_a_gain_counts_by_its_place() -> None:
+def test_ndcg_discounts_by_rank() -> None:
     assert ndcg(["a", "b"], {"a": 1}) == 1.0
     assert ndcg(["b", "a"], {"a": 1}) == pytest.approx(1 / math.log2(3))
     assert ndcg(["a", "b", "c"], {"a": 1, "c": 2}) == pytest.approx((1 + 2 / 2) / (2 + 1 / math.log2(3)))
     assert ndcg(["b"], {"a": 1}) == 0.0
 
 
-def test_of_equal_scores_the_larger_id_comes_first() -> None:
+def test_larger_id_of_equal_scores_is_first() -> None:
     ids = [f"{number:02}" for number in range(20)]
     assert best(np.zeros(20), ids) == ids[:9:-1]
     assert best(np.array([0.5, 0.75, 0.5]), ["a", "b", "c"]) == ["b", "c", "a"]
@@ -33,7 +33,7 @@ def test_of_equal_scores_the_larger_id_comes_first() -> None:
 
 @pytest.fixture
 def scifact(tmp_path: Path) -> Path:
-    """Twenty documents, of which two are judged, and three queries, of which one has no judgement."""
+    """Twenty documents, two of them judged, and three queries, one without a judgement."""
     rows = [{"_id": str(number), "title": f"t{number}", "text": f"x{number}"} for number in range(20)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
     queries = [{"_id": f"q{number}", "text": f"t{5 * number} x{5 * number}"} for number in range(3)]
@@ -44,25 +44,25 @@ def scifact(tmp_path: Path) -> Path:
 
 
 def one_hot(texts: list[str]) -> NDArray[np.float64]:
-    """A vector of its own for each text, as long as its number is large: only its direction may count."""
+    """Orthogonal vectors of different lengths."""
     numbers = [int(text.rpartition("x")[2]) for text in texts]
     return np.array([np.eye(20)[number] * (1 + number) for number in numbers])
 
 
-def test_the_mean_is_over_queries_with_a_judgement(scifact: Path) -> None:
+def test_ndcg_is_the_mean_of_judged_queries(scifact: Path) -> None:
     task = SciFact.read(scifact)
     assert (len(task.corpus), list(task.queries)) == (20, ["q1", "q2"])
     # q1 finds document 5 first; for q2 document 10 comes first, then by their ids 9, 8, 7, ... and not 11.
     assert task.ndcg(one_hot) == 0.5
 
 
-def test_what_is_judged_stays_where_documents_are_left_out(scifact: Path) -> None:
+def test_judged_documents_are_never_left_out(scifact: Path) -> None:
     assert list(SciFact.read(scifact, keep_each=10).corpus) == ["0", "5", "10", "11"]
 
 
 @pytest.fixture
 def banking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Banking77:
-    """Three classes whose texts point in three directions; one test text of four belongs to another class."""
+    """Three classes with orthogonal texts. One of four test texts has a wrong class."""
     monkeypatch.setattr(banking77, "EXAMPLES", 2)
     rows = [f"{number % 3},c{number % 3}" for number in range(30)]
     (tmp_path / "train.csv").write_text("\n".join(["text,category", *rows]))
@@ -70,13 +70,13 @@ def banking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Banking77:
     return Banking77.read(tmp_path)
 
 
-def test_a_text_gets_the_class_that_its_examples_are_nearest_to(banking: Banking77) -> None:
+def test_text_gets_the_class_of_its_nearest_examples(banking: Banking77) -> None:
     assert banking.accuracy(lambda texts: np.eye(3)[[int(text) for text in texts]]) == 0.75
     assert len(banking.draws) == banking77.DRAWS
     assert all(Counter(banking.classes[places]) == {0: 2, 1: 2, 2: 2} for places in banking.draws)
 
 
-def test_the_same_examples_are_drawn_every_time() -> None:
+def test_examples_are_the_same_in_each_run() -> None:
     classes = [f"c{number % 5}" for number in range(200)]
     first, second = list(banking77.draw(classes)), list(banking77.draw(classes))
     assert all((a == b).all() for a, b in zip(first, second, strict=True))

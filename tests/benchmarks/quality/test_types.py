@@ -1,8 +1,8 @@
-"""The guard of quality: what a type may cost, on the trained models at hand.
+"""Quality of trained models in bfloat16 and int8, compared with float32.
 
-`--dtype auto` takes bfloat16 on a CPU where that is faster, so bfloat16 may lose at most 0.0005 of SciFact's nDCG@10
-and of Banking77's accuracy against float32. That it gains is no fault: one query whose first two documents change
-places moves nDCG@10 by 0.0012, either way. `--dtype int8` is asked for by name, and may lose more.
+`--dtype auto` selects bfloat16 on CPUs that run it faster, so it may lose at most 0.0005 of SciFact's nDCG@10 and of
+Banking77's accuracy. One query with its first two documents exchanged changes nDCG@10 by 0.0012. `--dtype int8` is
+explicit and may lose more.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ types = pytest.mark.parametrize("dtype", NEEDS)
 
 @pytest.fixture(autouse=True)
 def _has_the_format(request: pytest.FixtureRequest) -> None:
-    """Skips a type that this machine has no products for: `auto` cannot take it."""
+    """Skips a type without products on this machine."""
     try:
         with Machine(1) as machine:
             if NEEDS[request.getfixturevalue("dtype")] not in machine.formats:
-                pytest.skip(f"{machine.isa} has no such products")
+                pytest.skip(f"{machine.isa} has no products of this type")
     except CpuKernelError as error:
         pytest.skip(str(error))
 
@@ -43,7 +43,7 @@ def _has_the_format(request: pytest.FixtureRequest) -> None:
 def vectors(
     model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
 ) -> Callable[[str], NDArray[np.float32]]:
-    """Vectors of some real texts in a type. Computed once."""
+    """Vectors of real texts in a type."""
     task = SciFact.read(data_folder("scifact"))
     texts = [*list(task.corpus.values())[:24], *list(task.queries.values())[:40]]
 
@@ -57,7 +57,7 @@ def vectors(
 
 
 @types
-def test_vectors_of_real_texts_stay_close(dtype: str, vectors: Callable[[str], NDArray[np.float32]]) -> None:
+def test_vectors_are_close_to_float32(dtype: str, vectors: Callable[[str], NDArray[np.float32]]) -> None:
     assert (vectors("float32") * vectors(dtype)).sum(1).min() > LEAST_COSINE[dtype]
 
 
@@ -65,7 +65,7 @@ def test_vectors_of_real_texts_stay_close(dtype: str, vectors: Callable[[str], N
 def figures(
     model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
 ) -> Callable[[str, int, str], tuple[float, float]]:
-    """Both figures of a model in a type; `keep_each` leaves documents out. Computed once."""
+    """nDCG@10 and accuracy of a model in a type. `keep_each` leaves documents out."""
     banking = Banking77.read(data_folder("banking77"))
 
     @cache
@@ -81,7 +81,7 @@ def figures(
 @pytest.mark.timeout(1800)
 @types
 @pytest.mark.parametrize(("model", "keep_each", "published"), [("minilm", 1, 0.6451), ("gte-small", 8, None)])
-def test_what_a_type_costs(
+def test_quality_loss_is_bounded(
     model: str, keep_each: int, published: float | None, dtype: str, figures: Callable[..., tuple[float, float]]
 ) -> None:
     exact, reduced = figures(model, keep_each, "float32"), figures(model, keep_each, dtype)

@@ -1,0 +1,102 @@
+"""Settings, trials and shares of the peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from peers.agreement import least_cosine
+from peers.catalogue import BFLOAT16, FLOAT32, PEERS, Setting
+from peers.comparison import add_shares, largest_of
+from peers.environments import REQUIREMENTS, Environment
+from peers.sides import SideError
+from peers.trial import Trial, best_of
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peer_is_pinned_and_its_variants_exist(name: str, tmp_path) -> None:
+    peer = PEERS[name]
+    assert peer.graph_variants <= set(peer.variants)
+    if peer.environment:
+        assert (REQUIREMENTS / f"{peer.environment}.txt").is_file()
+        assert Environment(peer.environment, tmp_path).version(peer.package)
+
+
+def test_first_settings_are_the_default_in_each_dtype_and_thread_count() -> None:
+    settings = PEERS["vllm"].first_settings([1, 2])
+    assert [(s.dtype, s.threads) for s in settings] == [(FLOAT32, 1), (FLOAT32, 2), (BFLOAT16, 1), (BFLOAT16, 2)]
+    assert {s.variant for s in settings} == {"as it comes"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "best", "further"),
+    [
+        ("infinity", Setting(BFLOAT16, 2, "torch"), [Setting(FLOAT32, 2, "ONNX Runtime")]),
+        ("vllm", Setting(BFLOAT16, 1, "as it comes"), [Setting(BFLOAT16, 1, "Intel OpenMP")]),
+        ("openvino", Setting(BFLOAT16, 1, "one stream"), []),
+        ("openvino", Setting(BFLOAT16, 2, "one stream"), [Setting(BFLOAT16, 2, "streams")]),
+    ],
+)
+def test_further_settings_vary_the_best_one(peer: str, best: Setting, further: list[Setting]) -> None:
+    assert PEERS[peer].further_settings(best) == further
+
+
+def test_setting_is_shown_in_words() -> None:
+    assert str(Setting(FLOAT32, 1, "fused")) == "float32, 1 thread, fused"
+    assert str(Setting(BFLOAT16, 2, "streams")) == "bfloat16, 2 threads, streams"
+
+
+def trial(threads: int, reason: str = "", **rates: float) -> Trial:
+    return Trial(Setting("float32", threads, "plain"), 1.0, rates, reason)
+
+
+def test_best_trial_is_the_fastest_with_correct_answers() -> None:
+    trials = [trial(1, query=10), trial(2, query=20), trial(3, "least cosine 0.9", query=90)]
+    assert best_of(trials) is trials[1]
+    assert best_of(trials[2:]) is None
+    assert trials[2].as_json()["reason"] == "least cosine 0.9"
+
+
+def test_loads_have_equal_weight_in_a_score() -> None:
+    short_only, even = trial(1, query=1000, long=10), trial(2, query=900, long=20)
+    assert short_only.score == pytest.approx(100)
+    assert best_of([short_only, even]) is even
+
+
+@pytest.mark.parametrize(
+    ("row", "least"),
+    [([0, 1, 0], 1.0), ([0, 3, 0], 1.0), ([0, 1, 1], 2**-0.5), ([np.nan] * 3, -1.0), ([0, 0, 0], -1.0)],
+)
+def test_least_cosine_is_that_of_the_worst_text(row: list[float], least: float) -> None:
+    reference = np.eye(3, dtype=np.float32)
+    answers = reference.copy()
+    answers[1] = row
+    assert least_cosine(answers, reference) == pytest.approx(least)
+
+
+def test_answers_of_another_shape_are_an_error() -> None:
+    with pytest.raises(SideError, match=r"shape \(2, 3\), expected \(3, 3\)"):
+        least_cosine(np.ones((2, 3), np.float32), np.ones((3, 3), np.float32))
+
+
+def test_largest_limits_are_taken() -> None:
+    one = {"float32": {"1": 200.0, "2": 210.0}, "bfloat16": {"1": 400.0, "2": 405.0}}
+    other = {"float32": {"1": 190.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}}
+    assert largest_of(one, other) == {"float32": {"1": 200.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}}
+
+
+def test_shares_are_of_the_largest_limit_and_of_the_dtypes() -> None:
+    def sides() -> dict[str, Any]:
+        return {"sides": {"penstock": {"gflops": 200.0}, "other": {"gflops": 100.0}}}
+
+    report: dict[str, Any] = {
+        "limit_gflops": {"float32": {"1": 200.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}},
+        "peers": {"penstock": {"setting": {"dtype": "bfloat16"}}, "other": {"setting": {"dtype": "float32"}}},
+        "loads": {"query": sides()},
+        "sweeps": {"length": {"8": sides()}},
+    }
+    add_shares(report)
+    for load in (report["loads"]["query"], report["sweeps"]["length"]["8"]):
+        assert load["sides"]["penstock"] == {"gflops": 200.0, "share_of_limit": 0.25, "share_of_dtype_limit": 0.25}
+        assert load["sides"]["other"] == {"gflops": 100.0, "share_of_limit": 0.125, "share_of_dtype_limit": 0.25}

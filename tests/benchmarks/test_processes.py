@@ -1,0 +1,115 @@
+"""Control groups, processor times and servers of the benchmarks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import processes
+import pytest
+from servers import Server
+
+from ..servers import exists
+from ..waiting import wait_until
+
+SERVER = """
+import json, os, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+child = subprocess.Popen(["sleep", "600"], start_new_session="apart" in sys.argv)
+open(sys.argv[2], "w").write(str(child.pid))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "tiny"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args): pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_group_gets_a_quota(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+    removed: list[Path] = []
+    monkeypatch.setattr(processes, "_remove_group", removed.append)
+    (tmp_path / "cpu").mkdir()
+    if version == 2:
+        (tmp_path / "cgroup.controllers").write_text("cpu memory")
+    with processes.quota(1.5) as entering:
+        folder = next(path for path in tmp_path.rglob("penstock-bench-*"))
+        name, value = ("cpu.max", "150000 100000") if version == 2 else ("cpu.cfs_quota_us", "150000")
+        assert (folder / name).read_text() == value
+        command = [*shlex.split(entering), "printf", "%s", "a word"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "a word"
+        assert (folder / "cgroup.procs").read_text().strip().isdigit()
+    assert removed == [folder]
+
+
+def test_missing_groups_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path / "nowhere")
+    with pytest.raises(processes.NoCgroupError, match="no control group with a quota"), processes.quota(1.0):
+        pass
+
+
+def test_time_of_each_thread_is_measured() -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            sum(range(1_000))
+
+    thread = threading.Thread(target=work)
+    before = processes.thread_seconds(os.getpid())
+    thread.start()
+    try:
+        wait_until(lambda: sum(processes.thread_seconds(os.getpid()).values()) > sum(before.values()) + 0.05)
+        after = processes.thread_seconds(os.getpid())
+    finally:
+        stop.set()
+        thread.join()
+    (new,) = after.keys() - before.keys()
+    assert new[:2] == (os.getpid(), thread.native_id)
+    assert after[new] > 0
+
+
+@pytest.mark.parametrize("kind", ["beside", "apart"])
+def test_stopped_server_leaves_no_child(tmp_path: Path, free_port: int, kind: str) -> None:
+    script, child_file = tmp_path / "server.py", tmp_path / "child"
+    script.write_text(SERVER)
+    command = f"NAME=value {sys.executable} {script} {free_port} {child_file} {kind}"
+    server = Server("tiny", command, f"http://127.0.0.1:{free_port}", tmp_path / "log")
+    server.start(60)
+    try:
+        child = int(child_file.read_text())
+        assert child in processes.family(server.pid)
+        assert server.ready_s > 0
+        assert server.served_name() == "tiny"
+        assert 0 < server.memory_bytes() <= server.peak_memory_bytes() * 1.01
+        assert processes.processor_seconds(server.pid) > 0
+    finally:
+        server.stop()
+    wait_until(lambda: not exists(child) and not exists(server.pid))
+
+
+def test_failed_start_reports_the_exit_code(tmp_path: Path, free_port: int) -> None:
+    command = f"{sys.executable} -c 'raise SystemExit(7)'"
+    server = Server("short", command, f"http://127.0.0.1:{free_port}", tmp_path / "log")
+    with pytest.raises(RuntimeError, match="short ended with 7"):
+        server.start(60)
+    server.stop()
+
+
+def test_missing_process_is_no_error() -> None:
+    pid = 2**22 - 1  # above the largest pid
+    processes.kill(pid)
+    processes.kill_group(pid)
+    assert processes.memory_bytes(pid) == 0
