@@ -1,4 +1,4 @@
-"""An environment for each client under build/clients, with what its requirements.txt or package.json pins."""
+"""An environment for each client under build/clients, with the pins of its requirements.txt or package.json."""
 
 import json
 import shutil
@@ -15,32 +15,25 @@ INSTALL_TIMEOUT_S = 900
 
 
 class InstallError(Exception):
-    """The packages of a client could not be installed; the message says why."""
+    """The packages of a client cannot be installed."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A client library, or a family that shares an environment.
-
-    Attributes:
-        name: Its folder here and under build/clients.
-    """
+    """A client library, or several in one environment. `name` is its folder here and under build/clients."""
 
     name: str
 
     @property
     def folder(self) -> Path:
-        """Its checks and its pins."""
         return HERE / self.name
 
     @property
     def home(self) -> Path:
-        """Its environment."""
         return BUILD / self.name
 
     @property
     def is_node(self) -> bool:
-        """Whether it comes from npm."""
         return (self.folder / "package.json").exists()
 
     def pins(self) -> dict[str, str]:
@@ -51,10 +44,10 @@ class Client:
         return dict(line.split("==") for line in lines)
 
     def install(self) -> None:
-        """Fill the environment, unless it holds these pins already.
+        """Create the environment, unless it has these pins.
 
         Raises:
-            InstallError: A package, or the program that installs it, is not to be had.
+            InstallError: A package, or the program that installs it, is not available.
         """
         stamp = self.home / STAMP
         wanted = f"{sys.version} {PYTEST} {self.pins()}"
@@ -73,21 +66,21 @@ class Client:
         stamp.write_text(wanted)
 
     def command(self, report: Path) -> list[str]:
-        """What runs its checks in `home` and writes their outcome to `report`, in JUnit's XML."""
+        """The command that runs the checks in `home` and writes JUnit XML to `report`."""
         if self.is_node:
-            # Node finds packages beside the file that imports them.
+            # Node searches packages beside the importing file.
             names = [shutil.copy(file, self.home) for file in self.folder.glob("check_*.mjs")]
             shutil.copy(HERE / "plain_http.mjs", self.home)
             return ["node", "--test", "--test-reporter=junit", f"--test-reporter-destination={report}", *names]
         files = map(str, self.folder.glob("check_*.py"))
-        # A config and a root of their own: neither the project's settings nor its fixtures apply here.
+        # Excludes the settings and fixtures of the project.
         own = ["--config-file", "/dev/null", "--rootdir", str(self.folder), "--confcutdir", str(self.folder)]
         quiet = ["--quiet", "--disable-warnings", "-p", "no:cacheprovider", "--import-mode=importlib"]
         return ["bin/python", "-P", "-m", "pytest", *own, *quiet, "--junit-xml", str(report), *files]
 
 
 def clients() -> list[Client]:
-    """All clients, those of Python first."""
+    """All clients, Python first."""
     folders = [*HERE.glob("*/requirements.txt"), *HERE.glob("*/package.json")]
     return sorted((Client(path.parent.name) for path in folders), key=lambda client: (client.is_node, client.name))
 
@@ -97,10 +90,8 @@ def _run(command: list[str], folder: Path) -> None:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
         )
-    except FileNotFoundError:
-        raise InstallError(f"{command[0]} is not installed") from None
-    except subprocess.TimeoutExpired:
-        raise InstallError(f"{command[0]} was not done after {INSTALL_TIMEOUT_S} s") from None
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise InstallError(str(error)) from None
     if done.returncode:
         lines = (done.stdout + done.stderr).strip().splitlines()
         raise InstallError("\n".join(line for line in lines[-12:] if not line.startswith("WARNING")))

@@ -1,4 +1,4 @@
-// The servers that the checks ask, and what plain HTTP gets of them: plain_http.py for Node, without any package.
+// plain_http.py for Node, without packages.
 
 import assert from "node:assert/strict";
 
@@ -27,7 +27,6 @@ export const DOCUMENTS = [
 ];
 export const TOO_LONG = "word ".repeat(1000);
 
-/** The answer to a body. */
 export async function post(path, body, url = URL) {
   const headers = { "Content-Type": "application/json" };
   const response = await fetch(url + path, { method: "POST", headers, body: JSON.stringify(body) });
@@ -40,13 +39,13 @@ export async function embed(texts, fields = {}) {
   return (await post("/v1/embeddings", { input: texts, ...fields })).data.map((row) => row.embedding);
 }
 
-/** Index and score of each document, best first, for QUERY. */
-export async function rerank(documents = DOCUMENTS, url = RERANKER_URL) {
-  const { results } = await post("/v2/rerank", { query: QUERY, documents }, url);
+/** Index and score of each document for QUERY, best first. */
+export async function rerank(url = RERANKER_URL) {
+  const { results } = await post("/v2/rerank", { query: QUERY, documents: DOCUMENTS }, url);
   return results.map((row) => [row.index, row.relevance_score]);
 }
 
-/** Numbers, or lists of them to any depth, are equal but for float32's rounding. */
+/** Compares numbers, or nested lists of numbers. */
 export function assertClose(found, expected, tolerance = 1e-6) {
   if (typeof expected === "number") {
     assert.ok(Math.abs(found - expected) <= tolerance, `${found} is not ${expected}`);

@@ -1,6 +1,6 @@
-"""The servers that the checks ask, and what plain HTTP gets of them: what every client must give too.
+"""The servers of the checks, and the responses that they give to plain HTTP.
 
-Runs in each client's environment: the standard library alone. tests/clients/run.py sets the variables.
+It runs in the environment of each client with the standard library. tests/clients/run.py sets the variables.
 """
 
 import json
@@ -10,21 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 URL = os.environ["SERVER_URL"]
-"""`penstock serve`: the embedded model."""
+"""The embedded model."""
 MODEL = "all-MiniLM-L6-v2"
 WIDTH = 384
 
 RERANKER_URL = os.environ["RERANKER_URL"]
-"""A small cross-encoder of one label."""
+"""A small cross-encoder with one label."""
 RERANKER = "reranker"
 
 CLASSIFIER_URL = os.environ["CLASSIFIER_URL"]
-"""A small classifier of three labels."""
-CLASSIFIER = "classifier"
+"""A small classifier with three labels."""
 LABELS = {"joy", "anger", "fear"}
 
 PROTECTED_URL = os.environ["PROTECTED_URL"]
-"""The embedded model again, for those who have the key, and with room for few tokens at once."""
+"""The embedded model with an API key and a short queue."""
 KEY = os.environ["PROTECTED_KEY"]
 
 TEXTS = [
@@ -37,34 +36,43 @@ MANY = [f"text number {i}" for i in range(2048)]
 QUERY = "What holds back the water?"
 DOCUMENTS = ["A song about the sea.", "The gate holds back the water.", "Bread is baked in an oven.", "A dam."]
 TOO_LONG = "word " * 1000
+REFUNDS = [("I want my money back.", "refund"), ("Please return the payment.", "refund")]
 
 
 def post(path: str, body: dict[str, Any], url: str = URL) -> Any:
-    """The answer to a body."""
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
 
-def embed(texts: Sequence[str] | Sequence[list[int]], **fields: Any) -> list[list[float]]:
+def embed(texts: str | Sequence[Any], **fields: Any) -> list[Any]:
     """A vector for each text or list of token ids."""
     return [row["embedding"] for row in post("/v1/embeddings", {"input": texts, **fields})["data"]]
 
 
 def rerank(documents: Sequence[str] = DOCUMENTS, url: str = RERANKER_URL) -> list[tuple[int, float]]:
-    """Index and score of each document, best first, for QUERY."""
+    """Index and score of each document for QUERY, best first."""
     results = post("/v2/rerank", {"query": QUERY, "documents": documents}, url)["results"]
     return [(row["index"], row["relevance_score"]) for row in results]
 
 
+def score() -> list[float]:
+    """A score of each document for QUERY."""
+    return [row["score"] for row in post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS})["data"]]
+
+
+def classify(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Labels and scores of each text, best first."""
+    return post("/predict", {"inputs": [[text] for text in texts]}, CLASSIFIER_URL)
+
+
 def assert_ranks(found: Sequence[tuple[int, float]], expected: Sequence[tuple[int, float]]) -> None:
-    """The same documents in the same order, and the same scores."""
     assert [index for index, _ in found] == [index for index, _ in expected]
     assert_close([score for _, score in found], [score for _, score in expected])
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Numbers, or lists of them to any depth, are equal but for float32's rounding."""
+    """Compares numbers, or nested lists of numbers."""
     if isinstance(expected, int | float):
         assert abs(found - expected) <= tolerance, f"{found} is not {expected}"
         return

@@ -1,7 +1,7 @@
-"""Runs real, unmodified client libraries against real servers: `make test-clients`.
+"""Runs client libraries against real servers: `make test-clients`.
 
-Every folder here is a client: its pins, and a file of checks that runs in an environment of the client's own, by pytest
-or by Node's test runner. The checks compare what the client gives with what plain HTTP gives.
+Each folder is a client with its pins and a file of checks. The checks run in the client's environment, by pytest or by
+Node's test runner, and compare results of the client with responses to plain HTTP.
 """
 
 import os
@@ -18,7 +18,7 @@ from servers import serving
 
 CHECKS_TIMEOUT_S = 900
 WIDTH = 118
-# What some clients would fetch or send elsewhere when they start.
+# Clients use no other host.
 OFFLINE = {
     "HAYSTACK_TELEMETRY_ENABLED": "False",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -28,22 +28,21 @@ OFFLINE = {
 
 @dataclass
 class Outcome:
-    """How the checks of one client went.
+    """Results of the checks of one client.
 
     Attributes:
-        counts: "passed", "failed" and "skipped" to their numbers.
-        exercised: What the checks are named for.
-        notes: Why checks failed or were skipped.
+        counts: Numbers of "passed", "failed" and "skipped" checks.
+        names: Names of the checks, in order.
+        notes: Reasons of failed and skipped checks.
     """
 
     client: Client
     counts: Counter[str] = field(default_factory=Counter)
-    exercised: dict[str, None] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def fail(self, note: str) -> None:
-        """Count a failure."""
         self.counts["failed"] += 1
         self.notes.append(note)
 
@@ -52,7 +51,7 @@ class Outcome:
         counts = "  ".join(f"{self.counts[kind]:3} {kind}" for kind in ("passed", "failed", "skipped"))
         packages = ", ".join(f"{name} {version}" for name, version in self.client.pins().items())
         print(f"{self.client.name:18} {counts}  {self.seconds:6.1f} s")
-        for text in filter(None, (packages, ", ".join(self.exercised))):
+        for text in filter(None, (packages, ", ".join(self.names))):
             indent = " " * 19
             print(textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
         for note in self.notes:
@@ -61,12 +60,12 @@ class Outcome:
 
 
 def check(client: Client, variables: dict[str, str]) -> Outcome:
-    """Run the checks of a client whose environment is there."""
+    """Run the checks of an installed client."""
     outcome = Outcome(client)
     report = client.home / "report.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, **OFFLINE, **variables, "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("HF_HUB_OFFLINE", None)  # huggingface_hub would refuse the local server, too
+    environment.pop("HF_HUB_OFFLINE", None)  # it would also refuse the local server
     begin_s = time.monotonic()
     try:
         done = subprocess.run(
@@ -79,7 +78,7 @@ def check(client: Client, variables: dict[str, str]) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        outcome.fail(f"not done after {CHECKS_TIMEOUT_S} s")
+        outcome.fail(f"no end after {CHECKS_TIMEOUT_S} s")
         return outcome
     finally:
         outcome.seconds = time.monotonic() - begin_s
@@ -93,7 +92,7 @@ def check(client: Client, variables: dict[str, str]) -> Outcome:
 
 def _count(outcome: Outcome, case: ET.Element) -> None:
     name = case.get("name", "")
-    outcome.exercised[name.partition("[")[0].removeprefix("test_").replace("_", " ")] = None
+    outcome.names[name.partition("[")[0].removeprefix("test_").replace("_", " ")] = None
     problems = [*case.findall("failure"), *case.findall("error")]
     skipped = case.find("skipped")
     if problems:
@@ -106,7 +105,7 @@ def _count(outcome: Outcome, case: ET.Element) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Install and check the clients with these names, or all of them."""
+    """Install and check the named clients, or all."""
     known = {client.name: client for client in clients()}
     unknown = [name for name in names if name not in known]
     if unknown:

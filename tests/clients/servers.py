@@ -1,4 +1,4 @@
-"""The `penstock serve` processes that all clients ask, and the small models of those that need another one."""
+"""The servers of all clients, and small models."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spec
 
 @contextmanager
 def serving(folder: Path) -> Iterator[dict[str, str]]:
-    """Start the servers, with models and logs in `folder`, and yield the variables that plain_http.py reads."""
+    """Start the servers with models and logs in `folder`. Yields the variables of plain_http.py."""
     flags = {
         "SERVER_URL": [],
         "PROTECTED_URL": ["--api-key", KEY, "--max-queued-tokens", "2000"],
@@ -68,7 +68,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 def _small_classifier(folder: Path, labels: tuple[str, ...]) -> Path:
-    """A BertForSequenceClassification with random weights and the tokenizer of the embedded model, made once."""
+    """A random BertForSequenceClassification with the tokenizer of the embedded model."""
     if (folder / "model.safetensors").exists():
         return folder
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,6 +1,6 @@
-"""The chart in docker/chart: rendered by Helm itself, validated by the schemas of Kubernetes, and true to the server.
+"""The chart in docker/chart, rendered by Helm and validated by the schemas of Kubernetes and the server's settings.
 
-Of the two resources that are not Kubernetes' own, the fields that the chart uses are written down here.
+This file has schemas of the two resources that do not belong to Kubernetes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ TRIGGER = strict(
     metricType={"const": "AverageValue"},
     metadata=strict(serverAddress=TEXT, query=TEXT, threshold={"type": "string", "pattern": r"^[\d.]+$"}),
 )
-OF_OTHERS = {
+OTHER_SCHEMAS = {
     "monitoring.coreos.com/v1": strict(
         selector=strict(matchLabels={"type": "object", "additionalProperties": TEXT}),
         namespaceSelector=strict(matchNames={"type": "array", "items": TEXT}),
@@ -95,7 +95,7 @@ OF_OTHERS = {
         triggers={"type": "array", "items": TRIGGER},
     ),
 }
-"""The `spec` of each, as its API has it."""
+"""Schemas of `spec`."""
 
 Rendered = dict[tuple[str, str], dict[str, Any]]
 Render = Callable[..., Rendered]
@@ -103,7 +103,7 @@ Render = Callable[..., Rendered]
 
 @pytest.fixture(scope="module")
 def render() -> Iterator[Render]:
-    """Render the chart with values as the release `r`: documents by kind and name."""
+    """Render the chart with values as the release `r`. Returns documents by kind and name."""
     with helm.Chart.load(str(CHART)) as chart:
 
         def rendered(values: dict[str, Any] | None = None) -> Rendered:
@@ -126,52 +126,40 @@ def variables_of(pod: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
 
 
-def test_helm_finds_nothing_wrong() -> None:
+def test_helm_lint_has_no_error() -> None:
     report = helm.lint(str(CHART))
     assert not report["errors"]
     assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
-def test_kubernetes_takes_it(render: Render, values: dict[str, Any]) -> None:
+def test_documents_match_their_schemas(render: Render, values: dict[str, Any]) -> None:
     for document in render(values).values():
-        if document["apiVersion"] in OF_OTHERS:
-            validate(document["spec"], OF_OTHERS[document["apiVersion"]])
+        if document["apiVersion"] in OTHER_SCHEMAS:
+            validate(document["spec"], OTHER_SCHEMAS[document["apiVersion"]])
             continue
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_what_is_rendered(render: Render) -> None:
-    assert sorted(render()) == [
-        ("Deployment", "r-minilm"),
-        ("PodDisruptionBudget", "r-minilm"),
-        ("Service", "r-minilm"),
-    ]
-    assert sorted(render(EVERYTHING)) == [
-        ("Deployment", "r-minilm"),
-        ("Deployment", "r-reranker"),
-        ("Ingress", "r"),
-        ("PersistentVolumeClaim", "r-hub"),
-        ("PodDisruptionBudget", "r-reranker"),
-        ("ScaledObject", "r-reranker"),
-        ("Secret", "r-admin-keys"),
-        ("Secret", "r-api-keys"),
-        ("Service", "r-minilm"),
-        ("Service", "r-reranker"),
-        ("ServiceMonitor", "r"),
-    ]
+def test_documents_follow_the_values(render: Render) -> None:
+    minilm = {("Deployment", "r-minilm"), ("Service", "r-minilm")}
+    assert set(render()) == minilm | {("PodDisruptionBudget", "r-minilm")}
+    kinds = ("Deployment", "PodDisruptionBudget", "ScaledObject", "Service")
+    shared = {("Ingress", "r"), ("PersistentVolumeClaim", "r-hub"), ("ServiceMonitor", "r")}
+    secrets = {("Secret", "r-admin-keys"), ("Secret", "r-api-keys")}
+    assert set(render(EVERYTHING)) == minilm | {(kind, "r-reranker") for kind in kinds} | shared | secrets
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
-def test_every_variable_is_a_setting(render: Render, values: dict[str, Any]) -> None:
+def test_variables_are_settings(render: Render, values: dict[str, Any]) -> None:
     rendered = render(values)
     for model in values.get("models", [{"name": "minilm"}]):
         names = {name for name in variables_of(pod_of(rendered, model["name"])) if name.startswith("PENSTOCK_")}
         assert names <= SETTINGS
 
 
-def test_values_reach_the_server_as_it_reads_them(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_settings_of_the_server(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables_of(pod_of(render(EVERYTHING), "reranker")).items():
         monkeypatch.setenv(name, value)
     settings = load(ServerSettings, {})
@@ -184,13 +172,15 @@ def test_values_reach_the_server_as_it_reads_them(render: Render, monkeypatch: p
     assert str(settings.admin_key_file) == "/etc/penstock-admin/admin-keys"
 
 
-@pytest.mark.parametrize("model", ["minilm", "reranker"])
-def test_a_pod_may_do_nothing_but_serve(render: Render, model: str) -> None:
-    pod = pod_of(render(EVERYTHING), model)
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_pod_is_confined(render: Render, values: dict[str, Any]) -> None:
+    pod = pod_of(render(values), "minilm")
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 10001
     assert not pod["automountServiceAccountToken"]
+    # Kubernetes would set PENSTOCK_PORT=tcp://... beside a service named penstock.
+    assert pod["enableServiceLinks"] is False
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -202,7 +192,7 @@ def test_a_pod_may_do_nothing_but_serve(render: Render, model: str) -> None:
 
 
 @pytest.mark.parametrize("variable", CACHES)
-def test_each_cache_lies_in_a_mounted_folder(render: Render, variable: str) -> None:
+def test_cache_is_in_a_mounted_folder(render: Render, variable: str) -> None:
     """The root is read-only. Triton raises if it cannot write its cache."""
     pod = pod_of(render(), "minilm")
     folder = PurePosixPath(variables_of(pod)[variable])
@@ -210,11 +200,6 @@ def test_each_cache_lies_in_a_mounted_folder(render: Render, variable: str) -> N
     mounts = {PurePosixPath(each["mountPath"]): each["name"] for each in pod["containers"][0]["volumeMounts"]}
     (name,) = [mounts[parent] for parent in (folder, *folder.parents) if parent in mounts]
     assert {"name": name, "emptyDir": {}} in pod["volumes"]
-
-
-def test_the_tmp_folder_is_mounted(render: Render) -> None:
-    mounts = [each["mountPath"] for each in pod_of(render(), "minilm")["containers"][0]["volumeMounts"]]
-    assert "/tmp" in mounts
 
 
 @pytest.mark.parametrize("place", ["models", "defaults"])
@@ -228,55 +213,59 @@ def test_the_tmp_folder_is_mounted(render: Render) -> None:
         ({"env": [{"name": "HF_TOKEN", "value": "s3cret"}]}, r"value of HF_TOKEN .*secretKeyRef"),
     ],
 )
-def test_a_secret_in_plain_text_is_refused(render: Render, values: dict[str, Any], message: str, place: str) -> None:
+def test_secret_in_plain_text_is_refused(render: Render, values: dict[str, Any], message: str, place: str) -> None:
     given = {"models": [{"name": "a", **values}]} if place == "models" else {"defaults": values}
     with pytest.raises(helm.HelmError, match=message) as caught:
         render(given)
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_variable_may_come_from_a_secret(render: Render) -> None:
+def test_variable_may_come_from_a_secret(render: Render) -> None:
     variable = {"name": "PENSTOCK_ADMIN_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "admin"}}}
     pod = pod_of(render({"models": [{"name": "a", "env": [variable]}]}), "a")
     assert variable in pod["containers"][0]["env"]
 
 
 @pytest.mark.parametrize("setting", ["api_key_file", "admin_key_file"])
-def test_key_files_are_set_by_the_chart_alone(render: Render, setting: str) -> None:
+def test_key_files_cannot_be_set(render: Render, setting: str) -> None:
     with pytest.raises(helm.HelmError):
         render({"models": [{"name": "a", "settings": {setting: "/keys"}}]})
 
 
-def test_admin_keys_are_a_mounted_secret(render: Render) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "path"),
+    [("api-keys", "one\ntwo", "/etc/penstock"), ("admin-keys", "admin", "/etc/penstock-admin")],
+)
+def test_keys_are_a_mounted_secret(render: Render, name: str, text: str, path: str) -> None:
     rendered = render(EVERYTHING)
-    assert rendered["Secret", "r-admin-keys"]["stringData"] == {"admin-keys": "admin"}
-    assert "admin" not in variables_of(pod_of(rendered, "minilm")).values()
-    other = pod_of(render({"adminKeys": {"existingSecret": "mine"}}), "minilm")
-    assert {"name": "admin-keys", "secret": {"secretName": "mine"}} in other["volumes"]
-    assert {"name": "admin-keys", "mountPath": "/etc/penstock-admin", "readOnly": True} in other["containers"][0][
-        "volumeMounts"
-    ]
-    assert "PENSTOCK_ADMIN_KEY_FILE" not in variables_of(pod_of(render(), "minilm"))
+    assert rendered["Secret", f"r-{name}"]["stringData"] == {name: text}
+    assert not {"admin", "one", "one,two"} & set(variables_of(pod_of(rendered, "minilm")).values())
+    value = "apiKeys" if name == "api-keys" else "adminKeys"
+    rendered = render({value: {"existingSecret": "mine"}})
+    assert "Secret" not in {kind for kind, _ in rendered}
+    pod = pod_of(rendered, "minilm")
+    assert {"name": name, "secret": {"secretName": "mine"}} in pod["volumes"]
+    assert {"name": name, "mountPath": path, "readOnly": True} in pod["containers"][0]["volumeMounts"]
+    assert not [name for name in variables_of(pod_of(render(), "minilm")) if name.endswith("KEY_FILE")]
 
 
-def test_a_service_named_penstock_sets_no_variable_of_the_server(render: Render) -> None:
-    """Kubernetes would set PENSTOCK_PORT=tcp://... in pods beside it, and the server would refuse to start."""
-    assert pod_of(render(), "minilm")["enableServiceLinks"] is False
+def test_weights_may_be_in_an_existing_claim(render: Render) -> None:
+    rendered = render({"hubCache": {"enabled": True, "existingClaim": "weights"}})
+    assert "PersistentVolumeClaim" not in {kind for kind, _ in rendered}
+    volumes = pod_of(rendered, "minilm")["volumes"]
+    assert {"name": "hub", "persistentVolumeClaim": {"claimName": "weights"}} in volumes
 
 
 @pytest.mark.parametrize(("model", "seconds"), [("minilm", 0 + 30), ("reranker", 5 + 60)])
 def test_requests_end_before_the_pod(render: Render, model: str, seconds: int) -> None:
     pod = pod_of(render(EVERYTHING), model)
     (container,) = pod["containers"]
-    pause, drain = (
-        container["lifecycle"]["preStop"]["exec"]["command"][1],
-        variables_of(pod)["PENSTOCK_DRAIN_TIMEOUT_S"],
-    )
-    assert int(pause) + int(drain) == seconds
+    pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pause_s + int(variables_of(pod)["PENSTOCK_DRAIN_TIMEOUT_S"]) == seconds
     assert pod["terminationGracePeriodSeconds"] > seconds
 
 
-def test_probes_ask_open_routes(render: Render) -> None:
+def test_probes_use_open_routes(render: Render) -> None:
     (container,) = pod_of(render(), "minilm")["containers"]
     paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
@@ -287,7 +276,7 @@ def test_probes_ask_open_routes(render: Render) -> None:
     assert startup["failureThreshold"] * startup["periodSeconds"] >= 600
 
 
-def test_selectors_lead_to_the_pods_of_one_model(render: Render) -> None:
+def test_selectors_match_the_pods_of_one_model(render: Render) -> None:
     rendered = render(EVERYTHING)
     labels = {
         model: rendered["Deployment", f"r-{model}"]["spec"]["template"]["metadata"]["labels"]
@@ -307,7 +296,7 @@ def test_selectors_lead_to_the_pods_of_one_model(render: Render) -> None:
     assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "r-reranker"
 
 
-def test_it_scales_on_metrics_that_the_server_has(render: Render) -> None:
+def test_autoscaling_uses_metrics_of_the_server(render: Render) -> None:
     rendered = render(EVERYTHING)
     assert "replicas" not in rendered["Deployment", "r-reranker"]["spec"]
     spec = rendered["ScaledObject", "r-reranker"]["spec"]
@@ -321,17 +310,7 @@ def test_it_scales_on_metrics_that_the_server_has(render: Render) -> None:
     assert wanted <= set(re.findall(r'"(penstock_\w+)"', metrics))
 
 
-def test_keys_and_weights_may_lie_elsewhere(render: Render) -> None:
-    values = {"apiKeys": {"existingSecret": "keys"}, "hubCache": {"enabled": True, "existingClaim": "weights"}}
-    rendered = render(values)
-    assert not {kind for kind, _ in rendered} & {"Secret", "PersistentVolumeClaim"}
-    volumes = {volume["name"]: volume for volume in pod_of(rendered, "minilm")["volumes"]}
-    assert volumes["api-keys"]["secret"] == {"secretName": "keys"}
-    assert volumes["hub"]["persistentVolumeClaim"] == {"claimName": "weights"}
-    assert render(EVERYTHING)["Secret", "r-api-keys"]["stringData"] == {"api-keys": "one\ntwo"}
-
-
-def test_a_folder_of_batches_has_one_pod_at_a_time(render: Render) -> None:
+def test_data_folder_has_one_pod_at_a_time(render: Render) -> None:
     batches = {"name": "batches", "settings": {"data_dir": "/data"}}
     rendered = render({"models": [batches, {"name": "other", "replicas": 2}]})
     assert rendered["Deployment", "r-batches"]["spec"]["strategy"] == {"type": "Recreate"}
@@ -361,6 +340,6 @@ def test_a_folder_of_batches_has_one_pod_at_a_time(render: Render) -> None:
     ],
     ids=str,
 )
-def test_values_that_it_does_not_know_are_refused(render: Render, values: dict[str, Any]) -> None:
+def test_unknown_values_are_refused(render: Render, values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(values)

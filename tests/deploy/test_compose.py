@@ -1,4 +1,4 @@
-"""docker/compose.yaml is what compose's specification allows, and its Prometheus asks whom it starts."""
+"""docker/compose.yaml follows the specification, the Dockerfile and the server's limits; Prometheus has its targets."""
 
 import re
 from pathlib import Path
@@ -12,27 +12,27 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 TEXT = (DOCKER / "compose.yaml").read_text("utf-8")
-COMPOSE: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TEXT))  # as where no variable is set
+COMPOSE: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TEXT))  # without variables
 PROMETHEUS: dict[str, Any] = yaml.safe_load((DOCKER / "prometheus.yml").read_text("utf-8"))
 
 
 def validate(compose: dict[str, Any]) -> None:
     specification = pytest.importorskip("compose_spec", reason="`make test-deploy` brings compose-spec")
-    compose = {**compose, "networks": {"default": None}}  # compose itself adds it
+    compose = {**compose, "networks": {"default": None}}  # compose adds it
     specification.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
 
 
-def test_it_keeps_the_specification() -> None:
+def test_compose_file_is_valid() -> None:
     validate(COMPOSE)
 
 
 @pytest.mark.parametrize("change", [{"bild": "."}, {"read_only": 7}, {"ports": ["eight:8000"]}], ids=str)
-def test_what_the_specification_forbids_is_seen(change: dict[str, Any]) -> None:
+def test_invalid_compose_file_is_found(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         validate({**COMPOSE, "services": {**COMPOSE["services"], "cpu": {**COMPOSE["services"]["cpu"], **change}}})
 
 
-def test_volumes_with_a_name_are_declared() -> None:
+def test_named_volumes_are_declared() -> None:
     mounts = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", ())]
     names = {mount.partition(":")[0] for mount in mounts}
     assert {name for name in names if not name.startswith(".")} == set(COMPOSE["volumes"])
@@ -53,7 +53,7 @@ def test_requests_end_before_the_container_is_killed(name: str) -> None:
     assert grace_s >= ServerSettings().drain_timeout_s + 10
 
 
-def test_cuda_image_may_take_as_long_to_start_as_a_pod() -> None:
+def test_cuda_image_has_the_start_time_of_a_pod() -> None:
     stages = (DOCKER.parent / "Dockerfile").read_text("utf-8").split("\nFROM ")
     (cuda,) = [stage for stage in stages if stage.startswith("runtime AS cuda")]
     (seconds,) = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", cuda, re.MULTILINE)
@@ -68,7 +68,7 @@ def test_targets_of_the_dockerfile_are_built() -> None:
     assert set(built.values()) <= stages
 
 
-def test_prometheus_asks_the_name_that_each_server_has() -> None:
+def test_prometheus_target_is_the_name_of_each_server() -> None:
     (job,) = PROMETHEUS["scrape_configs"]
     (target,) = job["static_configs"][0]["targets"]
     host, _, port = target.partition(":")

@@ -1,4 +1,4 @@
-"""The pod of the Helm chart as options of podman: the same user, root, capabilities, variables and mounts."""
+"""Translates the pod of the Helm chart to options of podman."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHART = Path(__file__).resolve().parents[2] / "docker" / "chart"
 
 
 def pod_spec(values: dict[str, Any]) -> dict[str, Any]:
-    """Render the chart and return the pod spec of its only model."""
+    """Render the chart with one model and return its pod spec."""
     with helm.Chart.load(str(CHART)) as chart:
         texts = chart.render(values, name="r", namespace="default")
     files = [text for path, text in texts.items() if path.endswith(".yaml")]
@@ -23,22 +23,19 @@ def pod_spec(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def podman_options(pod: dict[str, Any], node: Path) -> list[str]:
-    """Return the options with which podman runs the pod's container as Kubernetes would.
+    """Return the user, root, capabilities, variables and mounts of a pod as options of podman.
 
     Args:
-        pod: As `pod_spec` gives it.
-        node: A folder where the emptyDirs are made, with the owner and the mode that a kubelet gives them.
+        pod: Result of `pod_spec`.
+        node: Folder for emptyDirs. They get the owner and mode that a kubelet sets.
 
     Raises:
-        ValueError: The pod has a setting that is not translated here.
+        ValueError: A setting has no translation.
     """
     (container,) = pod["containers"]
     confined, user = container["securityContext"], pod["securityContext"]
-    if confined != {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }:
+    root = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+    if confined != {**root, "capabilities": {"drop": ["ALL"]}}:
         raise ValueError(f"securityContext of the container: {confined} has no translation to podman")
     options = ["--read-only", "--read-only-tmpfs=false", "--cap-drop=all", "--security-opt=no-new-privileges"]
     options.append(f"--user={user['runAsUser']}:{user['runAsGroup']}")

@@ -1,4 +1,4 @@
-"""A container as an operator would run it: no root, nothing to write to, no network; and what it is asked."""
+"""A container without root, writable files and network, and requests to it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ OPTIONS = (
     *("--pull=never", "--network=none", "--no-healthcheck"),
     *("--ulimit=nofile=8192:8192", "--ulimit=nproc=1024:1024"),
 )
-"""No network at all. The tests run the health check themselves: podman leaves it to systemd. Limits are named because
-podman's own may be higher than those of this machine."""
+"""podman leaves health checks to systemd, so the tests run them. podman's default limits may exceed this machine's."""
 CONFINEMENT = ("--read-only", "--tmpfs=/tmp", "--cap-drop=all", "--security-opt=no-new-privileges")
-"""As docker/compose.yaml confines its services."""
+"""The confinement of docker/compose.yaml."""
 
 
 class Fault(Exception):
-    """What an image does not do."""
+    """An image fails a check."""
 
 
 def podman(*arguments: str) -> list[str]:
@@ -39,10 +38,10 @@ class Container:
     """Runs an image until `stop`, or until the block ends.
 
     Args:
-        image: To run.
-        command: After `penstock`; none for the image's own.
-        volumes: As podman's --volume has them.
-        confinement: Options of podman that confine it.
+        image: Name.
+        command: Arguments of `penstock`; none for those of the image.
+        volumes: Values of podman's --volume.
+        confinement: Options of podman.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class Container:
         return subprocess.run(podman("exec", self.id, *command), capture_output=True, text=True, check=False)
 
     def shell(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of this machine where `localhost` is the container's: it needs no network for that."""
+        """Run a command of this machine in the network namespace of the container."""
         inside = ("nsenter", "--target", str(self.inspect()["State"]["Pid"]), "--net", "sh", "-c", command)
-        # Whatever proxy this machine goes through is not for the container's localhost.
+        # No proxy for the localhost of the container.
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         return subprocess.run(inside, capture_output=True, text=True, check=False, env=environment)
 
@@ -79,7 +78,7 @@ class Container:
     def wait_until_ready(self, timeout_s: float = 120) -> float:
         """Return the seconds from the container's start to the first 200 of /health/ready."""
         state = self.inspect()["State"]
-        # Nanoseconds and the name of the time zone are more than Python reads.
+        # Python parses no nanoseconds.
         started = datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", state["StartedAt"]))
         ask = (
             f"until curl --silent --fail --max-time 5 http://localhost:8000/health/ready; do sleep {POLL_S}; "
@@ -93,19 +92,19 @@ class Container:
         return datetime.now(started.tzinfo).timestamp() - started.timestamp()
 
     def processor_s(self) -> float:
-        """Return the seconds of processors that its processes have taken: other work on the machine adds little."""
+        """Return the processor seconds of its processes."""
         space = Path(f"/proc/{self.inspect()['State']['Pid']}/ns/pid").readlink()
         ticks = 0
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if (folder / "ns" / "pid").readlink() == space:
                     ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))
-            except OSError:  # it has ended meanwhile, or is not ours to look at
+            except OSError:  # it has ended, or belongs to another user
                 continue
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def check_confinement(self) -> None:
-        """Raise Fault where the server could do more than it needs."""
+        """Raise Fault if the server is root, can write to its root or has a network."""
         if (user := self.exec("id", "-u").stdout.strip()) != str(USER):
             raise Fault(f"it runs as user {user}")
         if self.exec("touch", "/home/penstock/file").returncode == 0:
@@ -121,7 +120,7 @@ class Container:
             raise Fault(f"its health check fails: {done.stderr}")
 
     def ask(self, command: str) -> str:
-        """Run a curl as it stands in a document; return the answer's body, which a 200 has to head."""
+        """Run a curl command of a document and return the body. Raise Fault unless the status is 200."""
         status = ' --silent --show-error --write-out "\\n%{http_code}"'
         done = self.shell(command + status)
         body, _, code = done.stdout.rpartition("\n")
@@ -130,7 +129,7 @@ class Container:
         return body
 
     def stop(self) -> float:
-        """Stop it as an engine does, by SIGTERM; return the seconds that took."""
+        """Stop the container by SIGTERM. Returns seconds."""
         began_s = time.monotonic()
         run(*podman("stop", "--time", str(GRACE_S), self.id))
         took_s, code = time.monotonic() - began_s, self.inspect()["State"]["ExitCode"]
@@ -143,6 +142,6 @@ class Container:
 
 
 def requests_of_the_readme() -> list[str]:
-    """The curl commands of README.md, as they stand there."""
+    """The curl commands of README.md."""
     text = (ROOT / "README.md").read_text("utf-8")
     return re.findall(r"^    (curl (?:.*\\\n)*.*)$", text, re.MULTILINE)

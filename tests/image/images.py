@@ -1,4 +1,4 @@
-"""Builds images without a Docker engine: a base from Debian's packages that stands in for Python's, and ours on it."""
+"""Builds images without a Docker engine, on a base of Debian packages that replaces the Python image."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PACKAGES = ("usr-is-merged", "python3", "python3-venv", "python3-pip", "python-i
 MERGED_USR = Path("/usr/share/mmdebstrap/hooks/merged-usr")
 NOT_IN_SLIM_IMAGES = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
 EXTERNALLY_MANAGED = "usr/lib/python3.11/EXTERNALLY-MANAGED"
-"""Debian's pip installs nothing beside its packages while this file is there; Python's images have none."""
+"""With this file Debian's pip installs nothing. Python images have no such file."""
 
 
 def run(*command: str) -> str:
-    """Run a command and return what it wrote; where it fails, show its stderr and raise CalledProcessError."""
+    """Run a command and return its output. On failure print its stderr and raise CalledProcessError."""
     done = subprocess.run(command, check=False, text=True, capture_output=True, cwd=ROOT)
     if done.returncode != 0:
         sys.stderr.write(done.stderr)
@@ -27,22 +27,20 @@ def run(*command: str) -> str:
 
 
 def exists(image: str) -> bool:
-    return (
-        subprocess.run(["buildah", "inspect", "--type", "image", image], capture_output=True, check=False).returncode
-        == 0
-    )
+    command = ["buildah", "inspect", "--type", "image", image]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def num_bytes(image: str) -> int:
-    """The size of an image with its base, as `docker images` counts it: unpacked, all layers."""
+    """The unpacked size of all layers, as in `docker images`."""
     return int(json.loads(run("podman", "image", "inspect", image))[0]["Size"])
 
 
 def build_stand_in(mirror: str | None) -> None:
-    """Build Debian bookworm with its Python, as python:3.11-slim-bookworm is one with python.org's.
+    """Build Debian bookworm with its Python.
 
     Args:
-        mirror: URL of the Debian archive; None takes Debian's own.
+        mirror: URL of a Debian archive; None for the default one.
     """
     with tempfile.TemporaryDirectory() as folder:
         archive = f"{folder}/base.tar"
@@ -65,25 +63,20 @@ def build(tag: str, base: str, target: str | None, options: list[str], *, cached
     """Build a target of the Dockerfile.
 
     Args:
-        tag: Of the image.
-        base: The image to start from.
-        target: None: the default one.
-        options: More of `buildah bud`.
-        cached: Take layers of earlier builds; those of this one are kept in any case.
+        tag: Tag of the image.
+        base: Base image.
+        target: Target; None for the default one.
+        options: Further options of `buildah bud`.
+        cached: Reuse layers of earlier builds.
     """
     run(
         *("buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host", "--pull-never"),
-        *("--format", "docker"),  # the other one has no HEALTHCHECK
+        *("--format", "docker"),  # the OCI format has no HEALTHCHECK
         *("--layers", *([] if cached else ["--no-cache"])),
-        *(
-            "--build-arg",
-            f"PYTHON_IMAGE={base}",
-            "--tag",
-            tag,
-            *(["--target", target] if target else []),
-            *options,
-            ".",
-        ),
+        *("--build-arg", f"PYTHON_IMAGE={base}", "--tag", tag),
+        *(["--target", target] if target else []),
+        *options,
+        ".",
     )
 
 

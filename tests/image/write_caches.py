@@ -1,7 +1,4 @@
-"""Run inside a container: fill each cache that the image names, as the library that owns it does.
-
-Prints one line per cache. Ends with a traceback where a cache cannot be written.
-"""
+"""Runs in a container and writes to each cache of the image by its library. Ends with a traceback on failure."""
 
 import importlib.util
 import os
@@ -30,7 +27,7 @@ def main() -> None:
 
 
 def compile_a_kernel() -> None:
-    """Compile a kernel of penstock for compute capability 9.0; no GPU is needed for that."""
+    """Compile a kernel for compute capability 9.0, which needs no GPU."""
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -47,7 +44,7 @@ def compile_a_kernel() -> None:
 
 
 def build_a_launcher() -> None:
-    """Compile and load a C module as triton does for the launcher of each kernel."""
+    """Compile and load a C module, like triton's launcher of a kernel."""
     from triton.runtime.build import compile_module_from_src
 
     source = """#include <Python.h>

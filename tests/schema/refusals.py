@@ -1,6 +1,6 @@
-"""A check for schemathesis: a request that the schema allows is answered, or refused for a reason that no schema knows.
+"""A check for schemathesis: a valid request succeeds, or is refused for a reason that a schema cannot express.
 
-It takes the place of schemathesis' positive_data_acceptance, which wants every such request answered.
+It replaces positive_data_acceptance of schemathesis, which expects success.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OF_THE_MODEL = (
     r"which was trained for|^function_to_apply is '\w+', but",
     r", which packs \d dimensions into a byte, but the embeddings have",
 )
-"""What the served model cannot do, or does not have. The document is the same for every model."""
+"""Features that the served model lacks. The OpenAPI document is the same for every model."""
 
 OF_TWO_FIELDS = (
     r"^late_chunking ",
@@ -60,7 +60,7 @@ OF_INVOCATIONS = (
     r"^inputs holds an empty text|^inputs is a flat list of \d+; a flat list is",
     r"^[a-z0-9_]+ (has no use here; leave it out\. This request takes|is not known here; did you mean)",
 )
-"""The served model decides which route /invocations stands for, and so which of the bodies it takes."""
+"""The served model decides which bodies /invocations accepts."""
 
 
 def _is_known(path: str, message: str) -> bool:
@@ -70,7 +70,7 @@ def _is_known(path: str, message: str) -> bool:
 
 @schemathesis.check
 def refused_with_reason(ctx, response, case) -> None:
-    """Fails on a 4xx for a valid request whose message is no known reason."""
+    """Fails on a 4xx for a valid request without a known reason."""
     if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code not in (400, 422, 424):
         return
     message = response.json()["message"]

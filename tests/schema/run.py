@@ -1,7 +1,7 @@
-"""Runs schemathesis over the OpenAPI document of real servers, one for each kind of model, and prints what it found.
+"""Runs schemathesis on the OpenAPI document of real servers, one for each kind of model.
 
-`make test-schema` calls it with the Python of build/schema, which holds schemathesis; the servers and the tiny models
-run in the project's own environment. What is given on the command line goes to `schemathesis run`, such as `--seed 7`.
+`make test-schema` calls it with the Python of build/schema, which has schemathesis. Servers and tiny models run in the
+project's environment. Command-line arguments such as `--seed 7` go to `schemathesis run`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ KEY = "a-key"
 
 @dataclass(frozen=True)
 class Suite:
-    """A server, and how it is tried.
+    """A server, and options of schemathesis.
 
     Attributes:
-        name: Of the report.
+        name: Name of the report.
         model: Folder of a tiny model; "" for the embedded one.
-        phases: Of schemathesis. Coverage tries every keyword of the document whatever the model is: once is enough.
+        phases: Phases of schemathesis. Coverage does not depend on the model and runs once, in two halves.
         max_examples: For each operation in the fuzzing phase.
-        has_key: Whether it wants an API key.
-        paths: Of schemathesis: which operations. Coverage takes longest and comes in two halves.
-        flags: More of `penstock serve`.
+        has_key: Whether the server needs an API key.
+        paths: Options that select operations.
+        flags: Further flags of `penstock serve`.
     """
 
     name: str
@@ -51,18 +51,11 @@ class Suite:
     flags: tuple[str, ...] = ()
 
 
+VERSIONED = "^/v[12]/"
 MATRYOSHKA = ("--hf-overrides", '{"is_matryoshka": true}')
 SUITES = (
-    Suite(
-        "coverage-versioned",
-        "embedding",
-        phases="coverage",
-        paths=("--include-path-regex", "^/v[12]/"),
-        flags=MATRYOSHKA,
-    ),
-    Suite(
-        "coverage-others", "embedding", phases="coverage", paths=("--exclude-path-regex", "^/v[12]/"), flags=MATRYOSHKA
-    ),
+    Suite("coverage-versioned", "embedding", "coverage", paths=("--include-path-regex", VERSIONED), flags=MATRYOSHKA),
+    Suite("coverage-others", "embedding", "coverage", paths=("--exclude-path-regex", VERSIONED), flags=MATRYOSHKA),
     Suite("embedding-with-key", "embedding", max_examples=100, has_key=True, flags=MATRYOSHKA),
     Suite("all-MiniLM-L6-v2", ""),
     Suite("classifier", "classifier"),
@@ -73,20 +66,19 @@ SUITES = (
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of servers: without settings, network and threads that would only wait for each other."""
+    """Returns the environment of servers: no settings, no network, one thread."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until the server at `url` takes requests. Ends the run where it does not come up."""
+    """Waits until the server at `url` is ready. Ends the run if it does not start."""
     give_up_s = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < give_up_s:
         try:
@@ -98,7 +90,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> No
 
 
 def run(suite: Suite, options: list[str]) -> dict[str, object]:
-    """Starts the server of a suite, checks its document, runs schemathesis and returns its report."""
+    """Starts a server, validates its document, runs schemathesis and returns its report."""
     url, log = f"http://127.0.0.1:{free_port()}", REPORTS / f"{suite.name}.server.log"
     command = [str(SERVER_BIN / "penstock"), "serve", *([str(MODELS / suite.model)] if suite.model else [])]
     command += [*suite.flags, *(("--api-key", KEY) if suite.has_key else ())]
@@ -116,7 +108,7 @@ def run(suite: Suite, options: list[str]) -> dict[str, object]:
 
 
 def schemathesis(suite: Suite, url: str, options: list[str]) -> dict[str, object]:
-    """Runs schemathesis against `url`; what it prints goes to a file beside its report."""
+    """Runs schemathesis. Its output goes to a file beside its report."""
     report, printed = REPORTS / f"{suite.name}.json", REPORTS / f"{suite.name}.txt"
     report.unlink(missing_ok=True)
     command = [str(Path(sys.executable).parent / "schemathesis"), "--config-file", "schemathesis.toml"]
@@ -133,7 +125,7 @@ def schemathesis(suite: Suite, url: str, options: list[str]) -> dict[str, object
 
 
 def show(suite: Suite, report: dict) -> int:
-    """Prints a line of figures, and what failed. Returns the number of failures and errors."""
+    """Prints a line. Returns the number of failures and errors."""
     cases, rates = report["test_cases"], [rate for phases in report["valid_rates"].values() for rate in phases.values()]
     accepted, rejected = (sum(rate[kind] for rate in rates) for kind in ("accepted", "rejected"))
     num_failed = cases["unique_failures"] + len(report["errors"])
@@ -146,7 +138,7 @@ def show(suite: Suite, report: dict) -> int:
 
 
 def main(options: list[str]) -> int:
-    """Runs all suites, two at a time, and returns the exit code."""
+    """Runs all suites, two in parallel. Returns the exit code."""
     began_s = time.monotonic()
     REPORTS.mkdir(parents=True, exist_ok=True)
     maker = [str(SERVER_BIN / "python"), str(HERE / "tiny_models.py"), str(MODELS)]

@@ -1,4 +1,4 @@
-"""Random tiny models of every kind, with the embedded model's tokenizer, so that no file must be fetched."""
+"""Tiny random models of every kind, with the embedded model's tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUERY_PROMPT = "Instruct: Find what answers the question\nQuery: "
 
 
 def save(folder: Path, class_name: str, **config: object) -> Path:
-    """Saves a model of random weights to `folder`, and returns it."""
+    """Saves a model with random weights to `folder`. Returns the folder."""
     torch.manual_seed(0)
     model = getattr(transformers, class_name)(transformers.BertConfig(**SIZES, **config))
     model.save_pretrained(folder)
@@ -38,7 +38,7 @@ def save(folder: Path, class_name: str, **config: object) -> Path:
 
 
 def write_modules(target: Path, *modules: tuple[str, dict[str, object] | None]) -> None:
-    """Writes the modules.json of sentence-transformers, and the config of each module that has one."""
+    """Writes modules.json of sentence-transformers and the configs of its modules."""
     rows = []
     for i, (kind, config) in enumerate(modules):
         path = "" if config is None else f"{i}_{kind}"
@@ -50,7 +50,7 @@ def write_modules(target: Path, *modules: tuple[str, dict[str, object] | None]) 
 
 
 def save_all(root: Path) -> None:
-    """Saves one model of each kind to a folder of `root`; the embedding model has all that requests may ask of one."""
+    """Saves one model of each kind. The embedding model has a chat template and prompts."""
     embedding = save(root / "embedding", "BertModel")
     (embedding / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     prompts = {"query": QUERY_PROMPT, "document": ""}

@@ -1,5 +1,6 @@
-"""Haystack's embedders and rankers of OpenAI's, Cohere's, Jina's and TEI's kind."""
+"""Haystack: embedders and rankers of OpenAI, Cohere, Jina and TEI."""
 
+import plain_http as http
 import pytest
 from haystack import Document
 from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
@@ -14,23 +15,7 @@ from haystack_integrations.components.rankers.cohere import CohereRanker
 from haystack_integrations.components.rankers.huggingface_api import HuggingFaceTEIRanker
 from haystack_integrations.components.rankers.jina import JinaRanker
 from openai import AuthenticationError, NotFoundError
-from plain_http import (
-    DOCUMENTS,
-    KEY,
-    MANY,
-    MODEL,
-    PROTECTED_URL,
-    QUERY,
-    RERANKER,
-    RERANKER_URL,
-    TEXTS,
-    URL,
-    WIDTH,
-    assert_close,
-    assert_ranks,
-    embed,
-    rerank,
-)
+from plain_http import DOCUMENTS, MODEL, PROTECTED_URL, QUERY, RERANKER, RERANKER_URL, TEXTS, URL, assert_close
 
 ANY = Secret.from_token("any")
 OPENAI = {"api_key": ANY, "model": MODEL, "api_base_url": f"{URL}/v1"}
@@ -44,22 +29,18 @@ def documents(texts: list[str]) -> list[Document]:
 
 
 @pytest.mark.parametrize(
-    "embedder",
+    ("embedder", "options"),
     [
-        OpenAITextEmbedder(**OPENAI),
-        OpenAITextEmbedder(**OPENAI, dimensions=WIDTH),
-        CohereTextEmbedder(**COHERE),
-        JinaTextEmbedder(**JINA),
-        HuggingFaceAPITextEmbedder(**TEI, normalize=True),
+        (OpenAITextEmbedder(**OPENAI), {}),
+        (OpenAITextEmbedder(**OPENAI, dimensions=http.WIDTH), {}),
+        (CohereTextEmbedder(**COHERE), {}),
+        (JinaTextEmbedder(**JINA), {}),
+        (HuggingFaceAPITextEmbedder(**TEI, normalize=True), {}),
+        (HuggingFaceAPITextEmbedder(**TEI), {"normalize": False}),
     ],
 )
-def test_text_embedders(embedder):
-    assert_close(embedder.run(QUERY)["embedding"], embed([QUERY])[0])
-
-
-def test_text_embedder_of_raw_vectors():
-    embedder = HuggingFaceAPITextEmbedder(**TEI)
-    assert_close(embedder.run(QUERY)["embedding"], embed([QUERY], normalize=False)[0])
+def test_text_embedding_equals_plain_http(embedder, options):
+    assert_close(embedder.run(QUERY)["embedding"], http.embed([QUERY], **options)[0])
 
 
 @pytest.mark.parametrize(
@@ -71,15 +52,10 @@ def test_text_embedder_of_raw_vectors():
         HuggingFaceAPIDocumentEmbedder(**TEI, normalize=True, progress_bar=False),
     ],
 )
-def test_document_embedders(embedder):
-    answer = embedder.run(documents(TEXTS))
-    assert_close([document.embedding for document in answer["documents"]], embed(TEXTS))
-
-
-def test_many_documents():
-    embedder = OpenAIDocumentEmbedder(**OPENAI, progress_bar=False)  # 32 at once
-    answer = embedder.run(documents(MANY[:128]))
-    assert_close([document.embedding for document in answer["documents"]], embed(MANY[:128]))
+def test_document_embeddings_equal_plain_http(embedder):
+    texts = [*TEXTS, *http.MANY[:60]]  # more than a batch of 32
+    answer = embedder.run(documents(texts))
+    assert_close([document.embedding for document in answer["documents"]], http.embed(texts))
 
 
 @pytest.mark.parametrize(
@@ -90,21 +66,24 @@ def test_many_documents():
         HuggingFaceTEIRanker(url=RERANKER_URL, token=ANY),
     ],
 )
-def test_rankers(ranker):
+def test_ranks_equal_plain_http(ranker):
     answer = ranker.run(query=QUERY, documents=documents(DOCUMENTS))
-    assert_ranks([(DOCUMENTS.index(document.content), document.score) for document in answer["documents"]], rerank())
+    ranks = [(DOCUMENTS.index(document.content), document.score) for document in answer["documents"]]
+    http.assert_ranks(ranks, http.rerank())
 
 
-def test_errors():
-    with pytest.raises(NotFoundError, match="'unknown'"):
-        OpenAITextEmbedder(**{**OPENAI, "model": "unknown"}).run(QUERY)
-    with pytest.raises(RuntimeError, match="'unknown'"):  # the answer's `detail`
+@pytest.mark.parametrize(
+    ("options", "error", "part"),
+    [
+        ({"model": "unknown"}, NotFoundError, "'unknown'"),
+        ({"api_base_url": f"{PROTECTED_URL}/v1"}, AuthenticationError, "key"),
+    ],
+)
+def test_errors_are_typed(options, error, part):
+    with pytest.raises(error, match=part):
+        OpenAITextEmbedder(**OPENAI | options).run(QUERY)
+
+
+def test_jina_error_has_the_detail():
+    with pytest.raises(RuntimeError, match="'unknown'"):
         JinaRanker(model="unknown", api_key=ANY, base_url=f"{URL}/rerank").run(QUERY, documents(DOCUMENTS))
-
-
-def test_api_key():
-    arguments = {**OPENAI, "api_base_url": f"{PROTECTED_URL}/v1"}
-    with pytest.raises(AuthenticationError):
-        OpenAITextEmbedder(**{**arguments, "api_key": Secret.from_token("wrong")}).run(QUERY)
-    embedder = OpenAITextEmbedder(**{**arguments, "api_key": Secret.from_token(KEY)})
-    assert_close(embedder.run(QUERY)["embedding"], embed([QUERY])[0])

@@ -1,52 +1,39 @@
-// @huggingface/inference (npm) against TEI's routes.
+// @huggingface/inference (npm): routes of TEI.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { InferenceClient } from "@huggingface/inference";
 
-import {
-  CLASSIFIER_URL,
-  DOCUMENTS,
-  KEY,
-  PROTECTED_URL,
-  QUERY,
-  TEXTS,
-  URL,
-  assertClose,
-  embed,
-  post,
-} from "./plain_http.mjs";
+import * as http from "./plain_http.mjs";
+import { CLASSIFIER_URL, DOCUMENTS, PROTECTED_URL, QUERY, TEXTS, URL, assertClose } from "./plain_http.mjs";
 
-const client = new InferenceClient("any").endpoint(URL);
+const connect = (url, token = "any") => new InferenceClient(token).endpoint(url);
 
-test("feature extraction", async () => {
-  assertClose(await client.featureExtraction({ inputs: TEXTS }), await embed(TEXTS));
-  assertClose(await client.featureExtraction({ inputs: TEXTS[0] }), await embed([TEXTS[0]]));
+test("embeddings equal plain HTTP", async () => {
+  assertClose(await connect(URL).featureExtraction({ inputs: TEXTS }), await http.embed(TEXTS));
+  assertClose(await connect(URL).featureExtraction({ inputs: TEXTS[0] }), await http.embed([TEXTS[0]]));
 });
 
-test("sentence similarity", async () => {
+test("similarities equal plain HTTP", async () => {
   const inputs = { source_sentence: QUERY, sentences: DOCUMENTS };
-  const { data } = await post("/v1/score", { text_1: QUERY, text_2: DOCUMENTS });
-  assertClose(await client.sentenceSimilarity({ inputs }), data.map((row) => row.score));
+  const { data } = await http.post("/v1/score", { text_1: QUERY, text_2: DOCUMENTS });
+  assertClose(await connect(URL).sentenceSimilarity({ inputs }), data.map((row) => row.score));
 });
 
-test("text classification", async () => {
-  const classifier = new InferenceClient("any").endpoint(CLASSIFIER_URL);
-  const [expected] = await post("/predict", { inputs: [[TEXTS[0]]] }, CLASSIFIER_URL);
-  const found = await classifier.textClassification({ inputs: TEXTS[0] });
+test("classes equal plain HTTP", async () => {
+  const [expected] = await http.post("/predict", { inputs: [[TEXTS[0]]] }, CLASSIFIER_URL);
+  const found = await connect(CLASSIFIER_URL).textClassification({ inputs: TEXTS[0] });
   assert.deepEqual(found.map((row) => row.label), expected.map((row) => row.label));
   assertClose(found.map((row) => row.score), expected.map((row) => row.score));
 });
 
-test("errors", async () => {
-  const wrong = new InferenceClient("any").endpoint(`${CLASSIFIER_URL}/embed`);
-  await assert.rejects(wrong.featureExtraction({ inputs: "a" }), /does not support the task/);
+test("errors have the message", async () => {
+  const inputs = "a";
+  await assert.rejects(connect(`${CLASSIFIER_URL}/embed`).featureExtraction({ inputs }), /does not support the task/);
+  await assert.rejects(connect(PROTECTED_URL, "wrong").featureExtraction({ inputs }), /key/);
 });
 
-test("api key", async () => {
-  const wrong = new InferenceClient("wrong").endpoint(PROTECTED_URL);
-  await assert.rejects(wrong.featureExtraction({ inputs: "a" }), /key/);
-  const right = new InferenceClient(KEY).endpoint(PROTECTED_URL);
-  assertClose(await right.featureExtraction({ inputs: "a" }), await embed(["a"]));
+test("API key is accepted", async () => {
+  assertClose(await connect(PROTECTED_URL, http.KEY).featureExtraction({ inputs: "a" }), await http.embed(["a"]));
 });

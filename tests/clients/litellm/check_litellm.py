@@ -1,56 +1,19 @@
-"""litellm: its prefixes for embeddings and for rerankers, each with the api_base that it wants."""
-
-import asyncio
+"""litellm: its prefixes for embeddings and rerankers, each with its api_base."""
 
 import litellm
+import plain_http as http
 import pytest
-from plain_http import (
-    DOCUMENTS,
-    KEY,
-    MANY,
-    MODEL,
-    PROTECTED_URL,
-    QUERY,
-    RERANKER,
-    RERANKER_URL,
-    TEXTS,
-    TOO_LONG,
-    URL,
-    WIDTH,
-    assert_close,
-    assert_ranks,
-    embed,
-    rerank,
-)
+from plain_http import DOCUMENTS, MODEL, QUERY, RERANKER, RERANKER_URL, TEXTS, TOO_LONG, URL, assert_close, assert_ranks
 
-# (prefix, path of the api_base, arguments). Cohere's /v1/embed gives lists, which this version does not read.
-EMBEDDINGS = [
-    ("openai", "/v1", {}),
-    ("openai_like", "/v1", {}),
-    ("hosted_vllm", "/v1", {}),
-    ("hosted_vllm", "", {}),
-    ("infinity", "", {}),
-    ("jina_ai", "/v1", {}),
-    ("voyage", "/v1", {}),
-    ("cohere", "/v2/embed", {}),
-    # Without its task LiteLLM would ask the hub what the model is for.
-    ("huggingface", "/embed", {"input_type": "feature-extraction"}),
-    ("huggingface", "", {"input_type": "feature-extraction"}),
-]
-# (prefix, path of the api_base). LiteLLM reads Voyage's answer only of requests with top_n, which become Voyage's.
-RERANKS = [
-    ("cohere", ""),
-    ("cohere", "/v1/rerank"),
-    ("hosted_vllm", ""),
-    ("hosted_vllm", "/v1"),
-    ("hosted_vllm", "/v1/rerank"),
-    ("jina_ai", ""),
-    ("huggingface", ""),
-    ("voyage", "/v1"),
-]
+# litellm asks the hub for the task of a model without this.
+TASK = {"input_type": "feature-extraction"}
 
 
-def vectors(answer) -> list[list[float]]:
+def embed(prefix: str, path: str, texts=TEXTS, *, url=URL, key="any", model=MODEL, **options):
+    return litellm.embedding(f"{prefix}/{model}", input=texts, api_base=url + path, api_key=key, **options)
+
+
+def vectors(answer) -> list:
     assert [row["index"] for row in answer.data] == list(range(len(answer.data)))
     return [row["embedding"] for row in answer.data]
 
@@ -59,56 +22,70 @@ def ranks(answer) -> list[tuple[int, float]]:
     return [(row["index"], row["relevance_score"]) for row in answer.results]
 
 
-@pytest.mark.parametrize(("prefix", "path", "arguments"), EMBEDDINGS)
-def test_embedding(prefix, path, arguments):
-    answer = litellm.embedding(f"{prefix}/{MODEL}", input=TEXTS, api_base=URL + path, api_key="any", **arguments)
-    assert_close(vectors(answer), embed(TEXTS))
+# This version does not parse the lists of Cohere's /v1/embed.
+@pytest.mark.parametrize(
+    ("prefix", "path", "options"),
+    [
+        ("openai", "/v1", {}),
+        ("openai_like", "/v1", {}),
+        ("hosted_vllm", "/v1", {}),
+        ("hosted_vllm", "", {}),
+        ("infinity", "", {}),
+        ("jina_ai", "/v1", {}),
+        ("voyage", "/v1", {}),
+        ("cohere", "/v2/embed", {}),
+        ("huggingface", "/embed", TASK),
+        ("huggingface", "", TASK),
+    ],
+)
+def test_embeddings_equal_plain_http(prefix, path, options):
+    answer = embed(prefix, path, **options)
+    assert_close(vectors(answer), http.embed(TEXTS))
     assert answer.usage.total_tokens > 0
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
-def test_embedding_options(encoding_format):
-    options = {"dimensions": WIDTH, "encoding_format": encoding_format}
-    answer = litellm.embedding(f"hosted_vllm/{MODEL}", input=TEXTS, api_base=f"{URL}/v1", **options)
-    assert vectors(answer) == embed(TEXTS, encoding_format=encoding_format)
+def test_options_are_sent(encoding_format):
+    answer = embed("hosted_vllm", "/v1", dimensions=http.WIDTH, encoding_format=encoding_format)
+    assert vectors(answer) == http.embed(TEXTS, encoding_format=encoding_format)
 
 
-def test_many_texts():
-    answer = litellm.embedding(f"hosted_vllm/{MODEL}", input=MANY[:256], api_base=f"{URL}/v1")
-    assert_close(vectors(answer), embed(MANY[:256]))
-
-
-def test_async_embedding():
-    answer = asyncio.run(litellm.aembedding(f"openai/{MODEL}", input=TEXTS, api_base=f"{URL}/v1", api_key="any"))
-    assert_close(vectors(answer), embed(TEXTS))
-
-
-@pytest.mark.parametrize(("prefix", "path"), RERANKS)
-def test_rerank(prefix, path):
+# litellm parses Voyage's response only for requests with top_n.
+@pytest.mark.parametrize(
+    ("prefix", "path"),
+    [
+        ("cohere", ""),
+        ("cohere", "/v1/rerank"),
+        ("hosted_vllm", ""),
+        ("hosted_vllm", "/v1"),
+        ("hosted_vllm", "/v1/rerank"),
+        ("jina_ai", ""),
+        ("huggingface", ""),
+        ("voyage", "/v1"),
+    ],
+)
+def test_ranks_equal_plain_http(prefix, path):
     arguments = {"api_base": RERANKER_URL + path, "api_key": "any", "query": QUERY, "documents": DOCUMENTS}
     answer = litellm.rerank(f"{prefix}/{RERANKER}", top_n=2, **arguments)
-    assert_ranks(ranks(answer), rerank()[:2])
+    assert_ranks(ranks(answer), http.rerank()[:2])
     assert [row["document"]["text"] for row in answer.results] == [DOCUMENTS[row["index"]] for row in answer.results]
     if prefix != "voyage":
-        assert_ranks(ranks(litellm.rerank(f"{prefix}/{RERANKER}", **arguments)), rerank())
-
-
-def test_async_rerank():
-    call = litellm.arerank(f"cohere/{RERANKER}", query=QUERY, documents=DOCUMENTS, api_base=RERANKER_URL, api_key="any")
-    assert_ranks(ranks(asyncio.run(call)), rerank())
+        assert_ranks(ranks(litellm.rerank(f"{prefix}/{RERANKER}", **arguments)), http.rerank())
 
 
 @pytest.mark.parametrize("prefix", ["openai", "hosted_vllm"])
-def test_errors(prefix):
-    arguments = {"api_base": f"{URL}/v1", "api_key": "any"}
-    with pytest.raises(litellm.NotFoundError, match="unknown"):
-        litellm.embedding(f"{prefix}/unknown", input=TEXTS, **arguments)
-    with pytest.raises(litellm.BadRequestError, match="maximum context length is 256 tokens"):
-        litellm.embedding(f"{prefix}/{MODEL}", input=[TOO_LONG], **arguments)
+@pytest.mark.parametrize(
+    ("options", "error", "part"),
+    [
+        ({"model": "unknown"}, litellm.NotFoundError, "unknown"),
+        ({"texts": [TOO_LONG]}, litellm.BadRequestError, "maximum context length is 256 tokens"),
+        ({"url": http.PROTECTED_URL, "key": "wrong"}, litellm.AuthenticationError, "key"),
+    ],
+)
+def test_errors_are_typed(prefix, options, error, part):
+    with pytest.raises(error, match=part):
+        embed(prefix, "/v1", **options)
 
 
-def test_api_key():
-    with pytest.raises(litellm.AuthenticationError):
-        litellm.embedding(f"openai/{MODEL}", input=TEXTS, api_base=f"{PROTECTED_URL}/v1", api_key="wrong")
-    answer = litellm.embedding(f"openai/{MODEL}", input=TEXTS, api_base=f"{PROTECTED_URL}/v1", api_key=KEY)
-    assert_close(vectors(answer), embed(TEXTS))
+def test_api_key_is_accepted():
+    assert_close(vectors(embed("openai", "/v1", url=http.PROTECTED_URL, key=http.KEY)), http.embed(TEXTS))

@@ -1,16 +1,14 @@
-"""mistralai, whose model of the answer is strict, against /v1/embeddings."""
+"""mistralai, which parses responses strictly: /v1/embeddings."""
 
-import asyncio
-
+import plain_http as http
 import pytest
 from mistralai.client import Mistral
 from mistralai.client.errors import SDKError
-from plain_http import KEY, MANY, MODEL, PROTECTED_URL, TEXTS, URL, WIDTH, assert_close, embed
+from plain_http import MODEL, PROTECTED_URL, TEXTS, URL, assert_close
 
 
-@pytest.fixture
-def client():
-    return Mistral(api_key="any", server_url=URL)
+def embed(inputs, *, url=URL, key="any", model=MODEL, **options):
+    return Mistral(api_key=key, server_url=url).embeddings.create(model=model, inputs=inputs, **options)
 
 
 def vectors(answer) -> list[list[float]]:
@@ -18,38 +16,28 @@ def vectors(answer) -> list[list[float]]:
     return [row.embedding for row in answer.data]
 
 
-def test_embeddings(client):
-    answer = client.embeddings.create(model=MODEL, inputs=TEXTS)
-    assert_close(vectors(answer), embed(TEXTS))
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[0], http.MANY[:256]], ids=["texts", "text", "many"])
+def test_embeddings_equal_plain_http(texts):
+    answer = embed(texts)
+    assert_close(vectors(answer), http.embed(texts))
     assert answer.usage.total_tokens > 0
-    assert_close(vectors(client.embeddings.create(model=MODEL, inputs=TEXTS[0])), embed(TEXTS[:1]))
 
 
 @pytest.mark.parametrize("output_dtype", ["float", "int8", "uint8", "binary", "ubinary"])
-def test_output_dtype_and_dimension(client, output_dtype):
-    answer = client.embeddings.create(
-        model=MODEL, inputs=TEXTS, output_dtype=output_dtype, output_dimension=WIDTH, encoding_format="float"
-    )
-    assert_close(vectors(answer), embed(TEXTS, encoding_format=output_dtype))
+def test_types_equal_plain_http(output_dtype):
+    options = {"output_dtype": output_dtype, "output_dimension": http.WIDTH, "encoding_format": "float"}
+    assert_close(vectors(embed(TEXTS, **options)), http.embed(TEXTS, encoding_format=output_dtype))
 
 
-def test_many_texts(client):
-    assert_close(vectors(client.embeddings.create(model=MODEL, inputs=MANY[:256])), embed(MANY[:256]))
+@pytest.mark.parametrize(
+    ("options", "status", "part"),
+    [({"model": "unknown"}, 404, "'unknown'"), ({"url": PROTECTED_URL, "key": "wrong"}, 401, "key")],
+)
+def test_errors_have_status_and_message(options, status, part):
+    with pytest.raises(SDKError, match=part) as caught:
+        embed(TEXTS, **options)
+    assert caught.value.status_code == status
 
 
-def test_async(client):
-    assert_close(vectors(asyncio.run(client.embeddings.create_async(model=MODEL, inputs=TEXTS))), embed(TEXTS))
-
-
-def test_errors(client):
-    with pytest.raises(SDKError, match="'unknown'") as caught:
-        client.embeddings.create(model="unknown", inputs=TEXTS)
-    assert caught.value.status_code == 404
-
-
-def test_api_key():
-    with pytest.raises(SDKError) as caught:
-        Mistral(api_key="wrong", server_url=PROTECTED_URL).embeddings.create(model=MODEL, inputs=TEXTS)
-    assert caught.value.status_code == 401
-    answer = Mistral(api_key=KEY, server_url=PROTECTED_URL).embeddings.create(model=MODEL, inputs=TEXTS)
-    assert_close(vectors(answer), embed(TEXTS))
+def test_api_key_is_accepted():
+    assert_close(vectors(embed(TEXTS, url=PROTECTED_URL, key=http.KEY)), http.embed(TEXTS))

@@ -1,51 +1,38 @@
-"""ollama (PyPI) against /api: embeddings, the list of models, and what there is none of."""
+"""ollama (PyPI): embeddings and models under /api, and errors of generation."""
 
-import asyncio
-
+import plain_http as http
 import pytest
-from ollama import AsyncClient, Client, ResponseError
-from plain_http import KEY, MANY, MODEL, PROTECTED_URL, TEXTS, TOO_LONG, URL, WIDTH, assert_close, embed
+from ollama import Client, ResponseError
+from plain_http import KEY, MODEL, PROTECTED_URL, TEXTS, TOO_LONG, URL, assert_close
+
+client = Client(host=URL)
+CHAT = [{"role": "user", "content": "Why?"}]
 
 
-@pytest.fixture
-def client():
-    return Client(host=URL)
-
-
-def test_embed(client):
-    answer = client.embed(model=MODEL, input=TEXTS)
-    assert_close([list(row) for row in answer.embeddings], embed(TEXTS))
-    assert answer.model == MODEL
+@pytest.mark.parametrize(
+    ("texts", "options"),
+    [
+        (TEXTS, {}),
+        (TEXTS[0], {"model": f"{MODEL}:latest", "keep_alive": "10m", "options": {"num_ctx": 256}}),
+        (TEXTS, {"dimensions": http.WIDTH}),
+        (http.MANY[:256], {}),
+    ],
+    ids=["texts", "tag and options", "dimensions", "many"],
+)
+def test_embeddings_equal_plain_http(texts, options):
+    answer = client.embed(**{"model": MODEL, "input": texts, **options})
+    assert_close([list(row) for row in answer.embeddings], http.embed(texts))
     assert answer.prompt_eval_count > 0
     assert answer.total_duration > 0
-    one = client.embed(model=f"{MODEL}:latest", input=TEXTS[0], keep_alive="10m", options={"num_ctx": 256})
-    assert_close([list(row) for row in one.embeddings], embed(TEXTS[:1]))
 
 
-def test_dimensions(client):
-    assert len(client.embed(model=MODEL, input="a", dimensions=WIDTH).embeddings[0]) == WIDTH
-    with pytest.raises(ResponseError, match="dimensions is 100"):
-        client.embed(model=MODEL, input="a", dimensions=100)
-
-
-def test_truncate(client):
-    assert len(client.embed(model=MODEL, input=TOO_LONG).embeddings) == 1
-    with pytest.raises(ResponseError, match="maximum context length") as caught:
-        client.embed(model=MODEL, input=TOO_LONG, truncate=False)
-    assert caught.value.status_code == 400
-
-
-def test_many_texts(client):
-    assert_close([list(row) for row in client.embed(model=MODEL, input=MANY[:256]).embeddings], embed(MANY[:256]))
-
-
-def test_the_older_call(client):
+def test_older_call_returns_a_raw_vector():
     answer = client.embeddings(model=MODEL, prompt=TEXTS[0])
     length = sum(x * x for x in answer.embedding) ** 0.5
-    assert_close([[x / length for x in answer.embedding]], embed(TEXTS[:1]))
+    assert_close([[x / length for x in answer.embedding]], http.embed(TEXTS[:1]))
 
 
-def test_models(client):
+def test_models_are_described():
     (model,) = [model for model in client.list().models if model.model == MODEL]
     assert model.size > 0
     assert model.modified_at.year >= 2020
@@ -54,30 +41,33 @@ def test_models(client):
     assert loaded.model.endswith(MODEL)
     shown = client.show(MODEL)
     assert shown.capabilities == ["embedding"]
-    assert shown.modelinfo["bert.embedding_length"] == WIDTH
+    assert shown.modelinfo["bert.embedding_length"] == http.WIDTH
     assert client.pull(MODEL).status == "success"
     assert [step.status for step in client.pull(MODEL, stream=True)] == ["success"]
 
 
-def test_async():
-    answer = asyncio.run(AsyncClient(host=URL).embed(model=MODEL, input=TEXTS))
-    assert_close([list(row) for row in answer.embeddings], embed(TEXTS))
+@pytest.mark.parametrize(
+    ("call", "status", "part"),
+    [
+        (lambda: client.embed(model=MODEL, input="a", dimensions=100), 400, "dimensions is 100"),
+        (lambda: client.embed(model=MODEL, input=TOO_LONG, truncate=False), 400, "maximum context length"),
+        (lambda: client.embed(model="unknown", input="a"), 404, "'unknown' does not exist"),
+        (lambda: client.pull("unknown"), 404, "'unknown' does not exist"),
+        (lambda: client.generate(model=MODEL, prompt="Why?"), 400, "writes none"),
+        (lambda: client.chat(model=MODEL, messages=CHAT), 400, "writes none"),
+        (lambda: Client(host=PROTECTED_URL).embed(model=MODEL, input="a"), 401, "key"),
+    ],
+)
+def test_errors_have_status_and_message(call, status, part):
+    with pytest.raises(ResponseError, match=part) as caught:
+        call()
+    assert caught.value.status_code == status
 
 
-def test_errors(client):
-    for call in (lambda: client.embed(model="unknown", input="a"), lambda: client.pull("unknown")):
-        with pytest.raises(ResponseError, match="'unknown' does not exist") as caught:
-            call()
-        assert caught.value.status_code == 404
-    with pytest.raises(ResponseError, match="writes none"):
-        client.generate(model=MODEL, prompt="Why?")
-    with pytest.raises(ResponseError, match="writes none"):
-        client.chat(model=MODEL, messages=[{"role": "user", "content": "Why?"}])
+def test_long_text_is_cut():
+    assert len(client.embed(model=MODEL, input=TOO_LONG).embeddings) == 1
 
 
-def test_api_key():
-    with pytest.raises(ResponseError) as caught:
-        Client(host=PROTECTED_URL).embed(model=MODEL, input="a")
-    assert caught.value.status_code == 401
-    client = Client(host=PROTECTED_URL, headers={"Authorization": f"Bearer {KEY}"})
-    assert len(client.embed(model=MODEL, input="a").embeddings) == 1
+def test_api_key_is_accepted():
+    protected = Client(host=PROTECTED_URL, headers={"Authorization": f"Bearer {KEY}"})
+    assert len(protected.embed(model=MODEL, input="a").embeddings) == 1

@@ -1,28 +1,28 @@
-"""The rerankers library, which posts to full URLs and reads Cohere's, Jina's, Voyage's and TEI's answers."""
+"""The rerankers library, which sends to full URLs and parses responses of Cohere, Jina, Voyage and TEI."""
 
+import plain_http as http
 import pytest
-from plain_http import DOCUMENTS, KEY, MODEL, PROTECTED_URL, QUERY, RERANKER, RERANKER_URL, assert_ranks, rerank
 from rerankers.models.api_rankers import APIRanker
 
-PROVIDERS = [
-    ("cohere", "/v1/rerank"),
-    ("cohere", "/v2/rerank"),
-    ("jina", "/v1/rerank"),
-    ("voyage", "/v1/rerank"),
-    ("text-embeddings-inference", "/rerank"),
-]
+
+def ranks(url: str, provider: str, model: str = http.RERANKER, key: str = "any") -> list[tuple[int, float]]:
+    ranker = APIRanker(model, api_key=key, api_provider=provider, url=url, verbose=0)
+    return [(result.doc_id, result.score) for result in ranker.rank(http.QUERY, http.DOCUMENTS).results]
 
 
-def ranks(answer) -> list[tuple[int, float]]:
-    return [(result.doc_id, result.score) for result in answer.results]
+@pytest.mark.parametrize(
+    ("provider", "path"),
+    [
+        ("cohere", "/v1/rerank"),
+        ("cohere", "/v2/rerank"),
+        ("jina", "/v1/rerank"),
+        ("voyage", "/v1/rerank"),
+        ("text-embeddings-inference", "/rerank"),
+    ],
+)
+def test_ranks_equal_plain_http(provider, path):
+    http.assert_ranks(ranks(http.RERANKER_URL + path, provider), http.rerank())
 
 
-@pytest.mark.parametrize(("provider", "path"), PROVIDERS)
-def test_rank(provider, path):
-    ranker = APIRanker(RERANKER, api_key="any", api_provider=provider, url=RERANKER_URL + path, verbose=0)
-    assert_ranks(ranks(ranker.rank(QUERY, DOCUMENTS)), rerank())
-
-
-def test_api_key():
-    ranker = APIRanker(MODEL, api_key=KEY, api_provider="cohere", url=f"{PROTECTED_URL}/v2/rerank", verbose=0)
-    assert ranks(ranker.rank(QUERY, DOCUMENTS))[0][0] == 1
+def test_api_key_is_accepted():
+    assert ranks(f"{http.PROTECTED_URL}/v2/rerank", "cohere", http.MODEL, http.KEY)[0][0] == 1

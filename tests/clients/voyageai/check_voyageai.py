@@ -1,85 +1,61 @@
-"""voyageai against /v1/embeddings and /v1/rerank."""
+"""voyageai: /v1/embeddings and /v1/rerank."""
 
-import asyncio
-
+import plain_http as http
 import pytest
 import voyageai
-from plain_http import (
-    DOCUMENTS,
-    KEY,
-    MANY,
-    MODEL,
-    PROTECTED_URL,
-    QUERY,
-    RERANKER,
-    RERANKER_URL,
-    TEXTS,
-    TOO_LONG,
-    URL,
-    WIDTH,
-    assert_close,
-    assert_ranks,
-    embed,
-    rerank,
-)
+from plain_http import DOCUMENTS, MODEL, PROTECTED_URL, QUERY, TEXTS, TOO_LONG, URL, assert_close, assert_ranks
 from voyageai.error import AuthenticationError, InvalidRequestError, VoyageError
 
 
-@pytest.fixture
-def client():
-    return voyageai.Client(api_key="any", base_url=f"{URL}/v1")
+def embed(texts, *, url=URL, key="any", model=MODEL, **options):
+    return voyageai.Client(api_key=key, base_url=f"{url}/v1").embed(texts, model=model, **options)
 
 
 def ranks(answer) -> list[tuple[int, float]]:
     return [(result.index, result.relevance_score) for result in answer.results]
 
 
-@pytest.mark.parametrize("input_type", [None, "query", "document"])
-def test_embed(client, input_type):
-    answer = client.embed(TEXTS, model=MODEL, input_type=input_type)
-    assert_close(answer.embeddings, embed(TEXTS))
+@pytest.mark.parametrize(
+    ("texts", "input_type"), [(TEXTS, None), (TEXTS, "query"), (TEXTS, "document"), (http.MANY[:1000], None)]
+)
+def test_embeddings_equal_plain_http(texts, input_type):
+    answer = embed(texts, input_type=input_type)
+    assert_close(answer.embeddings, http.embed(texts))
     assert answer.total_tokens > 0
-
-
-def test_embed_many(client):
-    assert_close(client.embed(MANY[:1000], model=MODEL).embeddings, embed(MANY[:1000]))
 
 
 @pytest.mark.parametrize("output_dtype", ["float", "int8", "uint8", "binary", "ubinary"])
-def test_output_dtype_and_dimension(client, output_dtype):
-    answer = client.embed(TEXTS, model=MODEL, output_dtype=output_dtype, output_dimension=WIDTH)
-    assert_close(answer.embeddings, embed(TEXTS, encoding_format=output_dtype))
+def test_types_equal_plain_http(output_dtype):
+    answer = embed(TEXTS, output_dtype=output_dtype, output_dimension=http.WIDTH)
+    assert_close(answer.embeddings, http.embed(TEXTS, encoding_format=output_dtype))
 
 
-def test_truncation(client):
-    assert_close(client.embed([TOO_LONG], model=MODEL).embeddings, embed([TOO_LONG], truncate_prompt_tokens=-1))
-    with pytest.raises(InvalidRequestError, match="maximum context length is 256 tokens"):
-        client.embed([TOO_LONG], model=MODEL, truncation=False)
+def test_long_text_is_cut():
+    assert_close(embed([TOO_LONG]).embeddings, http.embed([TOO_LONG], truncate_prompt_tokens=-1))
 
 
-def test_rerank():
-    client = voyageai.Client(api_key="any", base_url=f"{RERANKER_URL}/v1")
-    answer = client.rerank(QUERY, DOCUMENTS, model=RERANKER)
-    assert_ranks(ranks(answer), rerank())
+def test_ranks_equal_plain_http():
+    client = voyageai.Client(api_key="any", base_url=f"{http.RERANKER_URL}/v1")
+    answer = client.rerank(QUERY, DOCUMENTS, model=http.RERANKER)
+    assert_ranks(ranks(answer), http.rerank())
     assert [result.document for result in answer.results] == [DOCUMENTS[result.index] for result in answer.results]
     assert answer.total_tokens > 0
-    assert_ranks(ranks(client.rerank(QUERY, DOCUMENTS, model=RERANKER, top_k=2)), rerank()[:2])
+    assert_ranks(ranks(client.rerank(QUERY, DOCUMENTS, model=http.RERANKER, top_k=2)), http.rerank()[:2])
 
 
-def test_async_client():
-    client = voyageai.AsyncClient(api_key="any", base_url=f"{URL}/v1")
-    assert_close(asyncio.run(client.embed(TEXTS, model=MODEL)).embeddings, embed(TEXTS))
+@pytest.mark.parametrize(
+    ("texts", "options", "error", "part"),
+    [
+        (TEXTS, {"model": "unknown"}, VoyageError, "'unknown'"),
+        (TEXTS, {"output_dimension": 100}, InvalidRequestError, "output_dimension is 100"),
+        ([TOO_LONG], {"truncation": False}, InvalidRequestError, "maximum context length is 256 tokens"),
+        (TEXTS, {"url": PROTECTED_URL, "key": "wrong"}, AuthenticationError, "key"),
+    ],
+)
+def test_errors_are_typed(texts, options, error, part):
+    with pytest.raises(error, match=part):
+        embed(texts, **options)
 
 
-def test_errors(client):
-    with pytest.raises(VoyageError, match="'unknown'"):
-        client.embed(TEXTS, model="unknown")
-    with pytest.raises(InvalidRequestError, match="output_dimension is 100"):
-        client.embed(TEXTS, model=MODEL, output_dimension=100)
-
-
-def test_api_key():
-    with pytest.raises(AuthenticationError, match="key"):
-        voyageai.Client(api_key="wrong", base_url=f"{PROTECTED_URL}/v1").embed(TEXTS, model=MODEL)
-    answer = voyageai.Client(api_key=KEY, base_url=f"{PROTECTED_URL}/v1").embed(TEXTS, model=MODEL)
-    assert_close(answer.embeddings, embed(TEXTS))
+def test_api_key_is_accepted():
+    assert_close(embed(TEXTS, url=PROTECTED_URL, key=http.KEY).embeddings, http.embed(TEXTS))
