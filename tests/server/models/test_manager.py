@@ -21,7 +21,7 @@ class Engines:
     """Makes fake engines and managers, and records the engines that start and close.
 
     Attributes:
-        started: Names of started engines, in order; `closed`: of closed engines.
+        started: Names of started engines, in order; `closed`: of closed engines; `cancelled`: of cancelled starts.
         gates: An engine starts when the gate of its name is set.
         failures: Errors of engines that do not start.
     """
@@ -29,15 +29,21 @@ class Engines:
     make_engine: Callable
     started: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
     managers: list[ModelManager] = field(default_factory=list)
+    open_gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def model(self, name: str, **more: object) -> ServedModel:
         async def start() -> object:
             self.started.append(name)
-            if name in self.gates:
-                await self.gates[name].wait()
+            try:
+                await self.gates.get(name, self.open_gate).wait()
+            except asyncio.CancelledError:
+                await turns()
+                self.cancelled.append(name)
+                raise
             if name in self.failures:
                 raise self.failures[name]
             engine = self.make_engine(name=name)
@@ -63,6 +69,7 @@ class Engines:
 async def engines(make_engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engines]:
     monkeypatch.setattr(manager_module, "LEAST_STAY_S", 0.05)
     engines = Engines(make_engine)
+    engines.open_gate.set()
     yield engines
     for manager in engines.managers:
         await manager.close()
@@ -184,13 +191,13 @@ async def test_unload_waits_for_a_load_or_another_unload(engines: Engines) -> No
     await for_b
 
 
-async def test_pinned_model_is_unloaded_on_request_only(engines: Engines) -> None:
+async def test_pinned_model_is_unloaded_on_request_only(engines: Engines, caplog) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True))
     (entry,) = manager.entries
     assert await manager.load(entry) is None
     await manager.unload(entry)
     await manager.unload(entry)
-    assert (entry.state, engines.closed) == ("unloaded", ["a"])
+    assert (entry.state, engines.closed, caplog.messages) == ("unloaded", ["a"], [])
     await use(manager, entry)
     assert engines.started == ["a", "a"]
 
@@ -207,14 +214,13 @@ async def test_close_ends_a_load_and_a_swap(engines: Engines) -> None:
     assert engines.closed == ["a"]
     await cancel(*tasks)
 
-    manager = engines.manager("c", "d")
-    engines.gates["d"] = asyncio.Event()
-    c, d = manager.entries
-    await use(manager, c)
-    loading = asyncio.create_task(manager.acquire(d))
-    await until(lambda: "d" in engines.started)
+    manager = engines.manager("c")
+    engines.gates["c"] = asyncio.Event()
+    (c,) = manager.entries
+    loading = asyncio.create_task(manager.acquire(c))
+    await until(lambda: "c" in engines.started)
     await manager.close()
-    assert (engines.closed, d.status) == (["a", "c"], ModelStatus.UNLOADED)
+    assert (engines.cancelled, c.status) == (["c"], ModelStatus.UNLOADED)
     await cancel(loading)
 
 
