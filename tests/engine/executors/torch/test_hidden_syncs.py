@@ -1,14 +1,15 @@
-"""Packing, forward, pooling and copies out never wait for the device, and the results equal those on a CPU.
+"""Packing, forward, pooling and the copy of results never wait for the device, and the results equal a CPU's.
 
-Without a GPU the tests simulate a device (device/pretend_cuda.py). This needs triton's interpreter, so they run in a
-process of their own (test_hidden_syncs_interpreted.py). With a GPU, torch reports every wait.
+Without a GPU, device/pretend_cuda.py simulates one in Triton's interpreter, which needs a process of its own. With a
+GPU, torch raises an error at each wait.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,78 +29,59 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-from ....interpreter import IS_INTERPRETED
+from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
 from ...device.pretend_cuda import PretendCuda, pretend_cuda
+from ..families import DECODER_SIZES, ENCODER_SIZES, chosen
 
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 80,
-    "num_labels": 3,
-}
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = SIZES | IDS | {"num_key_value_heads": 1, "head_dim": 16}
-DISTILBERT = {"vocab_size": 120, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
-MODERNBERT = SIZES | IDS | {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
-MAMBA = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_labels": 3}
-MAMBA2 = MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32}
-HYBRID = DECODER | {"mamba_d_state": 16}
-JAMBA = HYBRID | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "expert_layer_offset": 0}
-GRANITE = HYBRID | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "num_local_experts": 4}
-GRANITE |= {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32}
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}}
+VOCAB_SIZE, HIDDEN_SIZE = ENCODER_SIZES["vocab_size"], ENCODER_SIZES["hidden_size"]
 LENGTHS = (1, 2, 5, 33, 20)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+DYNAMIC_ROPE = DECODER_SIZES | {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}
+MODELS = chosen(
+    *("bert", "roberta", "distilbert", "mpnet", "electra", "modernbert"),
+    *("llama", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "mamba", "mamba2", "jamba", "granite"),
+)
+MODELS.append(pytest.param("Llama", DYNAMIC_ROPE, id="llama-dynamic-rope"))
+CHUNKED = chosen("llama", "mistral-window", "gemma2", "qwen3", "mamba", "mamba2", "jamba", "granite")
+SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
+BERT = chosen("bert")[0].values
+LLAMA = chosen("llama")[0].values
+
+Results = list[dict[Any, np.ndarray]]
 
 
-class Device(contextlib.AbstractContextManager["Device"]):
-    """Where a test runs, and what watches it there."""
+@needs_triton
+@pytest.mark.skipif(IS_INTERPRETED, reason="runs in the other process")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("selected", "least"),
+    [
+        ("simulated and (embedding and (simulated-bert or qwen3) or bert-MEAN_SQRT or steps or mixed or max-False)", 6),
+        pytest.param("simulated", 50, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_waits_for_the_simulated_device(selected: str, least: int) -> None:
+    assert num_passed_interpreted(Path(__file__), chosen=selected) >= least
 
-    name = "cuda:0"
-    tolerance = 2e-5
 
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._mode: PretendCuda | None = None
+class Device:
+    """A device that raises an error if the host waits for it."""
 
-    def __enter__(self) -> Device:
-        self._mode = self._stack.enter_context(pretend_cuda())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __init__(self, simulated: PretendCuda | None) -> None:
+        self._simulated = simulated
+        self.name = "cuda:0"
+        # A GPU sums products in another order.
+        self.tolerance = 1e-4 if simulated is None else 2e-5
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        assert self._mode is not None
-        return self._mode.watched()
+        return _sync_mode("error") if self._simulated is None else self._simulated.watched()
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        assert self._mode is not None
-        return self._mode.unwatched()
+        return _sync_mode("default") if self._simulated is None else self._simulated.unwatched()
 
-    def wait(self) -> None:
-        """Until the device has done what it was asked."""
-
-
-class RealDevice(Device):
-    """A GPU, watched by torch."""
-
-    tolerance = 1e-4  # other products and other sums, in float32
-
-    def __enter__(self) -> Device:
-        return self
-
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        return _sync_mode("error")
-
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        return _sync_mode("default")
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
+    def synchronize(self) -> None:
+        if self._simulated is None:
+            torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -112,23 +94,37 @@ def _sync_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-@pytest.fixture(params=[pytest.param("pretended", marks=interpreted), pytest.param("real", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """Nothing waits on it but what is marked: the one count that sparse vectors of logits need, and the answers."""
-    with RealDevice() if request.param == "real" else Device() as device, pytest.MonkeyPatch.context() as patch:
-        marked = tensor_ops.counts_on_host
+@pytest.fixture(
+    params=[
+        pytest.param("simulated", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="needs the interpreter")),
+        pytest.param("real", marks=pytest.mark.gpu),
+    ]
+)
+def open_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], contextlib.AbstractContextManager[Device]]:
+    """Opens the device. The counts of sparse vectors are the only wait that is allowed."""
 
-        def counts_on_host(counts: torch.Tensor) -> list[int]:
-            with device.unwatched():
-                return marked(counts)
+    @contextlib.contextmanager
+    def opened() -> Iterator[Device]:
+        with pretend_cuda() if request.param == "simulated" else contextlib.nullcontext() as simulated:
+            device = Device(simulated)
+            original = tensor_ops.counts_on_host
 
-        patch.setattr(tensor_ops, "counts_on_host", counts_on_host)
-        yield device
+            def counts_on_host(counts: torch.Tensor) -> list[int]:
+                with device.unwatched():
+                    return original(counts)
+
+            monkeypatch.setattr(tensor_ops, "counts_on_host", counts_on_host)
+            yield device
+            monkeypatch.setattr(tensor_ops, "counts_on_host", original)
+
+    return opened
 
 
 @dataclass
 class Served:
-    """A model with its pooler, on one device."""
+    """A model with its pooler on one device."""
 
     info: ModelInfo
     model: PackedModel
@@ -143,195 +139,177 @@ class Served:
 
 def inputs_of(lengths: Sequence[int] = LENGTHS) -> list[TokenizedInput]:
     numbers = np.random.default_rng(0)
-    return [TokenizedInput(numbers.integers(3, SIZES["vocab_size"], n).astype(np.int32)) for n in lengths]
+    return [TokenizedInput(numbers.integers(3, VOCAB_SIZE, n).astype(np.int32)) for n in lengths]
 
 
-def answers(
+def run(
     served: Served,
     params: Sequence[PoolingParams],
+    inputs: Sequence[TokenizedInput],
+    queries: Sequence[Any] | None,
     device: Device | None = None,
-    inputs: Sequence[TokenizedInput] | None = None,
-    queries: Sequence[Any] | None = None,
-) -> list[dict[str, np.ndarray]]:
-    """The arrays of each input; on a device packing, forward, pooling and the begun copy of the answers are watched."""
-    inputs = inputs_of() if inputs is None else inputs
+) -> Results:
     with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
         batch = PackedBatch.build(inputs, torch.device(served.info.device))
         metadata = PoolingMetadata.for_batch(batch, params)
         metadata.queries = queries
         output = served.model.forward(batch, need_attention=served.pooler.needs_attention(params))
         pooled = served.pooler.pool(output, metadata)
-        stream = stream_of(torch.device(served.info.device))
-        copies = pooled.begin_copy(stream.to_host)
+        copies = pooled.begin_copy(stream_of(torch.device(served.info.device)).to_host)
     if device is not None:
-        device.wait()
+        device.synchronize()
     return [dict(arrays) for arrays in copies.arrived().split()]
 
 
-def check(
-    actual: Sequence[Mapping[object, np.ndarray]], expected: Sequence[Mapping[object, np.ndarray]], device: Device
+def assert_close(
+    actual: Sequence[Mapping[Any, np.ndarray]], expected: Sequence[Mapping[Any, np.ndarray]], device: Device
 ) -> None:
-    for own, other in zip(actual, expected, strict=True):
-        assert own.keys() == other.keys()
-        assert own
-        for name, values in other.items():
-            np.testing.assert_allclose(
-                own[name], values, atol=device.tolerance * max(1.0, abs(values).max(initial=0)), rtol=0
-            )
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.keys() == wanted.keys()
+        assert found
+        for name, values in wanted.items():
+            limit = device.tolerance * max(1.0, abs(values).max(initial=0))
+            np.testing.assert_allclose(found[name], values, atol=limit, rtol=0)
 
 
-def compare(info: ModelInfo, params: Sequence[PoolingParams], device: Device, maps: TokenMaps | None = None) -> None:
-    """The answers of the device, where nothing waited, are those of the CPU."""
-    expected = answers(Served.load(info, maps=maps), params)
-    with device:
-        check(answers(Served.load(info, device.name, maps), params, device), expected, device)
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def check(open_device: Callable[[], contextlib.AbstractContextManager[Device]]) -> Check:
+    """Compares the results of a batch on the device, which must not wait, with the results on a CPU."""
+
+    def compare(
+        info: ModelInfo,
+        *params: PoolingParams,
+        inputs: Sequence[TokenizedInput] | None = None,
+        queries: Sequence[Any] | None = None,
+        maps: Callable[[str], TokenMaps | None] = lambda device: None,
+    ) -> None:
+        inputs = inputs_of() if inputs is None else inputs
+        each = (params * len(inputs))[: len(inputs)]
+        expected = run(Served.load(info, maps=maps("cpu")), each, inputs, queries)
+        with open_device() as device:
+            served = Served.load(info, device.name, maps(device.name))
+            assert_close(without_zeros(run(served, each, inputs, queries, device)), without_zeros(expected), device)
+
+    return compare
+
+
+def without_zeros(results: Results) -> Results:
+    """Drops zero entries of sparse vectors."""
+    return [
+        arrays | {"sparse": arrays["sparse"][arrays["sparse"][:, 1] != 0]} if "sparse" in arrays else arrays
+        for arrays in results
+    ]
+
+
+@pytest.fixture
+def load_info(save_recurrent: Any, resolve: Any) -> Callable[..., ModelInfo]:
+    def load(family: str, config: dict[str, Any], head: str = "Model", **changes: Any) -> ModelInfo:
+        folder, _ = save_recurrent(f"{family}{head}", **config)
+        return replace(resolve(folder), **changes)
+
+    return load
 
 
 def resolved(info: ModelInfo, task: PoolingTask, **fields: object) -> PoolingParams:
     return PoolingParams(**fields).resolved(task, info)
 
 
-EMBEDDERS = [
-    pytest.param("BertModel", SIZES, id="bert"),
-    pytest.param("RobertaModel", SIZES | {"type_vocab_size": 1}, id="roberta"),
-    pytest.param("DistilBertModel", DISTILBERT, id="distilbert"),
-    pytest.param("MPNetModel", SIZES, id="mpnet"),
-    pytest.param("ElectraModel", SIZES | {"embedding_size": 24}, id="electra"),
-    pytest.param("ModernBertModel", MODERNBERT, id="modernbert"),
-    pytest.param("LlamaModel", DECODER, id="llama"),
-    pytest.param("LlamaModel", DECODER | DYNAMIC | {"max_position_embeddings": 16}, id="llama-dynamic-rope"),
-    pytest.param("MistralModel", DECODER | {"sliding_window": 8}, id="mistral-window"),
-    pytest.param("Qwen3Model", DECODER, id="qwen3"),
-    pytest.param("Gemma2Model", DECODER | {"sliding_window": 8, "query_pre_attn_scalar": 24}, id="gemma2"),
-    pytest.param("Gemma3TextModel", DECODER | {"sliding_window": 8}, id="gemma3"),
-    pytest.param("Phi3Model", DECODER, id="phi3"),
-    pytest.param("MambaModel", MAMBA, id="mamba"),
-    pytest.param("Mamba2Model", MAMBA2, id="mamba2"),
-    pytest.param("JambaModel", JAMBA, id="jamba-experts"),
-    pytest.param("GraniteMoeHybridModel", GRANITE, id="granite-experts"),
-]
+@pytest.mark.parametrize(("family", "config"), MODELS)
+def test_embedding_never_waits(family: str, config: dict[str, Any], load_info: Any, check: Check) -> None:
+    info = load_info(family, config)
+    check(info, resolved(info, PoolingTask.EMBED))
 
 
-@pytest.mark.parametrize(("class_name", "config"), EMBEDDERS)
-def test_embedding_never_waits(
-    class_name: str, config: dict[str, Any], save_recurrent: Any, resolve: Any, device: Device
+@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
+@pytest.mark.parametrize(("family", "config"), chosen("bert", "llama"))
+def test_pooling_type_never_waits(
+    pooling_type: PoolingType, family: str, config: dict[str, Any], load_info: Any, check: Check
 ) -> None:
-    folder, _ = save_recurrent(class_name, **config)
-    info = resolve(folder)
-    compare(info, [resolved(info, PoolingTask.EMBED)] * len(LENGTHS), device)
-
-
-TYPES = [t for t in PoolingType if not t.is_token_level]
-
-
-@pytest.mark.parametrize("pooling_type", TYPES)
-@pytest.mark.parametrize(("class_name", "config"), [p for p in EMBEDDERS if p.id in ("bert", "llama")])
-def test_no_pooling_type_waits(
-    pooling_type: PoolingType, class_name: str, config: dict[str, Any], save_model: Any, resolve: Any, device: Device
-) -> None:
-    folder, _ = save_model(class_name, **config)
-    info = replace(resolve(folder), sequence_pooling=(pooling_type,), is_matryoshka=True)
+    info = load_info(family, config, sequence_pooling=(pooling_type,), is_matryoshka=True)
     params = resolved(info, PoolingTask.EMBED)
-    compare(info, [params, params.clone(dimensions=7), params.clone(normalize=False), params, params], device)
+    check(info, params, params.clone(dimensions=7), params.clone(normalize=False))
 
 
-def test_prompts_that_are_left_out_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertModel", **SIZES)
-    info = replace(resolve(folder), sequence_pooling=(PoolingType.MEAN, PoolingType.MAX))
+def test_skipped_prompts_never_wait(load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, sequence_pooling=(PoolingType.MEAN, PoolingType.MAX))
     inputs = [replace(tokens, num_prompt_tokens=n) for n, tokens in enumerate(inputs_of((3, 5, 9)))]
-    params = [resolved(info, PoolingTask.EMBED)] * 3
-    expected = answers(Served.load(info), params, inputs=inputs)
-    with device:
-        check(answers(Served.load(info, device.name), params, device, inputs), expected, device)
+    check(info, resolved(info, PoolingTask.EMBED), inputs=inputs)
 
 
-def test_mixed_tasks_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertModel", **SIZES)
-    info = resolve(folder)
+def test_mixed_tasks_never_wait(load_info: Any, check: Check) -> None:
+    info = load_info(*BERT)
     embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
-    cut = tokens.clone(dimensions=5)
-    compare(info, [embed, tokens, cut, embed, tokens], device)
-    compare(info, [embed.clone(also=(PoolingTask.TOKEN_EMBED,))] * 5, device)
+    check(info, embed, tokens, tokens.clone(dimensions=5))
+    check(info, embed.clone(also=(PoolingTask.TOKEN_EMBED,)))
 
 
-@pytest.mark.parametrize("class_name", ["BertForSequenceClassification", "LlamaForSequenceClassification"])
-def test_classes_never_wait(class_name: str, save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model(class_name, **(SIZES if class_name.startswith("Bert") else DECODER))
-    info = resolve(folder)
+@pytest.mark.parametrize(("family", "config"), [BERT, LLAMA], ids=["bert", "llama"])
+def test_classes_never_wait(family: str, config: dict[str, Any], load_info: Any, check: Check) -> None:
+    info = load_info(family, config, "ForSequenceClassification")
     params = resolved(info, PoolingTask.CLASSIFY)
-    compare(info, [params, params.clone(use_activation=False), params, params, params], device)
+    check(info, params, params.clone(use_activation=False))
 
 
-def test_classes_of_tokens_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertForTokenClassification", **SIZES)
-    info = resolve(folder)
+def test_classes_of_tokens_never_wait(load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, "ForTokenClassification")
     params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
-    raw, column = params.clone(use_activation=False), params.clone(returned_token_ids=(2, 0))
-    compare(info, [params] * 5, device)
-    compare(info, [params, raw, column, raw, params], device)
+    check(info, params)
+    check(info, params, params.clone(use_activation=False), params.clone(returned_token_ids=(2, 0)))
 
 
-def test_steps_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertForTokenClassification", **SIZES)
-    info = replace(resolve(folder), token_pooling=PoolingType.STEP)
+def test_steps_never_wait(load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, "ForTokenClassification", token_pooling=PoolingType.STEP)
     params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
-    tags = [int(inputs_of()[3].token_ids[n]) for n in (0, 7)]
-    compare(info, [*(params.clone(step_tag_id=tag) for tag in (*tags, 0, tags[0])), params], device)
+    first, other = (int(inputs_of()[3].token_ids[n]) for n in (0, 7))
+    check(info, *(params.clone(step_tag_id=tag) for tag in (first, other, 0, first)), params)
 
 
 @pytest.mark.parametrize("skips_queries", [False, True])
-def test_token_vectors_never_wait(skips_queries: bool, save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertModel", **SIZES)
-    recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
-    info = replace(resolve(folder), multi_vector=recipe)
+def test_token_vectors_never_wait(skips_queries: bool, load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, multi_vector=MultiVector(skip_words=("x",), skips_queries=skips_queries))
     document = resolved(info, PoolingTask.TOKEN_EMBED)
     maps = TokenMaps(skip_ids=tuple(range(3, 60)))
-    compare(info, [document, document.clone(is_query=True)] * 2 + [document], device, maps)
+    check(info, document, document.clone(is_query=True), maps=lambda device: maps)
     inputs = [replace(tokens, num_hidden=n) for n, tokens in enumerate(inputs_of((3, 5, 5)))]
-    expected = answers(Served.load(info, maps=maps), [document] * 3, inputs=inputs)
-    with device:
-        check(answers(Served.load(info, device.name, maps), [document] * 3, device, inputs), expected, device)
+    check(info, document, inputs=inputs, maps=lambda device: maps)
 
 
-def test_comparison_with_queries_never_waits(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertModel", **SIZES)
-    info = replace(resolve(folder), multi_vector=MultiVector(skip_words=("x",)))
-    params = [resolved(info, PoolingTask.TOKEN_EMBED).clone(is_compared=True)] * 5
+def test_comparison_with_queries_never_waits(load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, multi_vector=MultiVector(skip_words=("x",)))
     maps = TokenMaps(skip_ids=tuple(range(3, 60)))
-    rows = np.random.default_rng(1).standard_normal((7, SIZES["hidden_size"])).astype(np.float32)
+    rows = np.random.default_rng(1).standard_normal((7, HIDDEN_SIZE)).astype(np.float32)
     queries = [rows[:3], rows[3:], rows[3:], rows[:3], rows[3:]]
-    expected = answers(Served.load(info, maps=maps), params, queries=queries)
-    with device:
-        check(answers(Served.load(info, device.name, maps), params, device, queries=queries), expected, device)
+    params = resolved(info, PoolingTask.TOKEN_EMBED).clone(is_compared=True)
+    check(info, params, queries=queries, maps=lambda device: maps)
+
+
+def sparse_info(load_info: Any, config: dict[str, Any], **options: Any) -> ModelInfo:
+    info: ModelInfo = load_info("Bert", config, "ForMaskedLM")
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, **options)
+    return replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
 
 
 @pytest.mark.parametrize("log_twice", [False, True])
-@pytest.mark.parametrize("is_sum", [False, True])
-def test_sparse_vectors_of_logits_wait_where_it_is_marked(
-    is_sum: bool, log_twice: bool, save_model: Any, resolve: Any, device: Device
+@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
+def test_sparse_vectors_of_logits_wait_for_counts_only(
+    is_sum: bool, log_twice: bool, load_info: Any, check: Check
 ) -> None:
-    folder, _ = save_model("BertForMaskedLM", **SIZES)
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
-    info = resolve(folder)
-    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
-    compare(info, [resolved(info, PoolingTask.SPARSE_EMBED)] * 5, device)
+    info = sparse_info(load_info, ENCODER_SIZES, is_sum=is_sum, log_twice=log_twice)
+    check(info, resolved(info, PoolingTask.SPARSE_EMBED))
 
 
 @pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
-def test_sparse_vectors_of_a_head_in_bfloat16_stay_close(
-    is_sum: bool, save_model: Any, resolve: Any, device: Device
-) -> None:
-    """Cosine to those of float32 on the CPU above 0.999, from the same hidden states."""
-    folder, _ = save_model("BertForMaskedLM", **(SIZES | {"vocab_size": 3001, "hidden_size": 64}))
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum)
-    info = resolve(folder)
-    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
-    params = [resolved(info, PoolingTask.SPARSE_EMBED)] * 5
+def test_sparse_vectors_in_bfloat16_stay_close(is_sum: bool, load_info: Any, open_device: Any) -> None:
+    """The cosine to float32 on the CPU is above 0.999 for the same hidden states."""
+    info = sparse_info(load_info, ENCODER_SIZES | {"vocab_size": 3001, "hidden_size": 64}, is_sum=is_sum)
+    params = [resolved(info, PoolingTask.SPARSE_EMBED)] * len(LENGTHS)
     served = Served.load(info)
-    batch = PackedBatch.build(inputs_of(), torch.device("cpu"))
-    hidden_states = served.model.forward(batch).hidden_states
-    expected = [arrays["sparse"] for arrays in answers(served, params)]
-    with device:
+    hidden_states = served.model.forward(PackedBatch.build(inputs_of(), torch.device("cpu"))).hidden_states
+    expected = [arrays["sparse"] for arrays in run(served, params, inputs_of(), None)]
+    with open_device() as device:
         head = load_model(replace(info, device=device.name, dtype="bfloat16")).vocabulary_head
         assert head is not None
         logits = head(hidden_states[:3].to(device.name)).cpu()
@@ -339,110 +317,87 @@ def test_sparse_vectors_of_a_head_in_bfloat16_stay_close(
         assert logits.shape == (3, 3008)  # rows are aligned to 16 bytes
         assert not logits[:, 3001:].any()
         metadata = PoolingMetadata.for_batch(PackedBatch.build(inputs_of(), torch.device(device.name)), params)
+        ops = tensor_ops.TensorOps(device.name)
         with torch.inference_mode():
-            pairs, counts = SparsePooler(
-                tensor_ops.TensorOps(device.name), recipe, head, info.vocab_size, block_rows=512
-            ).pool(hidden_states.to(device.name, torch.bfloat16), metadata)
+            pooler = SparsePooler(ops, info.sparse, head, info.vocab_size, block_rows=512)
+            pairs, counts = pooler.pool(hidden_states.to(device.name, torch.bfloat16), metadata)
         parts = pairs.cpu().split(list(counts))
     for part, other in zip(parts, expected, strict=True):
-        own, exact = np.zeros(info.vocab_size), np.zeros(info.vocab_size)
-        own[part[:, 0].int().numpy()] = part[:, 1].numpy()
+        actual, exact = np.zeros(info.vocab_size), np.zeros(info.vocab_size)
+        actual[part[:, 0].int().numpy()] = part[:, 1].numpy()
         exact[other[:, 0].astype(int)] = other[:, 1]
         assert np.count_nonzero(exact) > 100
-        assert own @ exact > 0.999 * np.linalg.norm(own) * np.linalg.norm(exact)
+        assert actual @ exact > 0.999 * np.linalg.norm(actual) * np.linalg.norm(exact)
 
 
-class Map:
-    """A linear map of given numbers, on whichever device the rows are."""
+class RandomMap:
+    """A linear map with fixed random weights."""
 
     def __init__(self, width: int, device: str) -> None:
-        weight = torch.randn(width, SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
+        weight = torch.randn(width, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
         self._weight = weight.to(device)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows.float(), self._weight)
 
 
-def test_three_outputs_of_one_forward_never_wait(save_model: Any, resolve: Any, device: Device) -> None:
-    folder, _ = save_model("BertModel", **SIZES)
-    info = resolve(folder)
+def test_three_outputs_of_one_forward_never_wait(load_info: Any, check: Check) -> None:
     recipe = SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)
     tasks = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
-    info = replace(info, sparse=recipe, multi_vector=MultiVector(skip_words=()), tasks=tasks)
-    params = resolved(info, PoolingTask.EMBED).clone(also=tasks[1:])
+    info = load_info(*BERT, sparse=recipe, multi_vector=MultiVector(skip_words=()), tasks=tasks)
 
-    def served(name: str) -> Served:
-        maps = TokenMaps(vectors=Map(8, name), weights=Map(1, name), unweighted_ids=tuple(range(3, 20)))
-        return Served.load(info, name, maps)
+    def maps(device: str) -> TokenMaps:
+        ids = tuple(range(3, 20))
+        return TokenMaps(vectors=RandomMap(8, device), weights=RandomMap(1, device), unweighted_ids=ids)
 
-    expected = answers(served("cpu"), [params] * 5)
-    with device:
-        check(sparse_alike(answers(served(device.name), [params] * 5, device)), sparse_alike(expected), device)
+    check(info, resolved(info, PoolingTask.EMBED).clone(also=tasks[1:]), maps=maps)
 
 
-def sparse_alike(arrays: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-    """Without the entries that are 0."""
-    return [one | {"sparse": one["sparse"][one["sparse"][:, 1] != 0]} for one in arrays]
-
-
-CHUNKED = [p for p in EMBEDDERS if p.id in ("llama", "mistral-window", "gemma2", "qwen3", "mamba", "mamba2")]
-CHUNKED += [p for p in EMBEDDERS if p.id.endswith("experts")]
-
-
-def chunk_answers(
+def run_chunks(
     served: Served, params: Sequence[PoolingParams], chunked_run: Any, device: Device | None = None
-) -> list[list[np.ndarray]]:
-    """What each step gives each sequence, of chunks of 7 tokens; forward and pooling are watched."""
+) -> list[dict[Any, np.ndarray]]:
+    """Results of each sequence in the order of its chunks of 7 tokens."""
     sequences = [tokens.token_ids.tolist() for tokens in inputs_of()]
-    run = chunked_run(served.model, sequences, device=served.info.device)
-    done, found = [0] * len(sequences), [[] for _ in sequences]
+    runner = chunked_run(served.model, sequences, device=served.info.device)
+    done, results = [0] * len(sequences), [[] for _ in sequences]
     manager = ChunkedPoolingManager(
         served.info.hidden_size, strategy=served.info.sequence_pooling, device=served.info.device
     )
     while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
         chunks = [(n, done[n], min(done[n] + 7, len(s))) for n, s in enumerate(sequences) if done[n] < len(s)]
-        batch = run.pack(chunks)
-        own = [params[n] for n, *_ in chunks]
+        batch = runner.pack(chunks)
+        of_chunks = [params[n] for n, *_ in chunks]
         with torch.inference_mode(), contextlib.nullcontext() if device is None else device.watched():
-            assert batch.cache is not None
             metadata = PoolingMetadata.for_batch(
                 batch,
-                own,
+                of_chunks,
                 seq_ids=[n for n, *_ in chunks],
                 starts=batch.cache.context_lens,
                 prompt_lens=batch.cache.prompt_lens,
             )
-            output = served.model.forward(batch, need_attention=served.pooler.needs_attention(own))
+            output = served.model.forward(batch, need_attention=served.pooler.needs_attention(of_chunks))
             pooled = served.pooler.pool(output, metadata, manager)
             manager.commit(metadata)
         for (n, _, end), arrays in zip(chunks, pooled.to_numpy(), strict=True):
-            found[n] += arrays.values()
+            results[n] += arrays.values()
             done[n] = end
-    return found
+    return [dict(enumerate(arrays)) for arrays in results]
 
 
-@pytest.mark.parametrize(("class_name", "config"), CHUNKED)
+@pytest.mark.parametrize(
+    ("family", "config", "changes"),
+    [
+        *(pytest.param(*case.values, {}, id=case.id) for case in CHUNKED),
+        *(pytest.param(*LLAMA, {"sequence_pooling": (kind,)}, id=f"llama-{kind}") for kind in SEQUENCE_TYPES),
+    ],
+)
 def test_chunks_never_wait(
-    class_name: str, config: dict[str, Any], save_recurrent: Any, resolve: Any, chunked_run: Any, device: Device
+    family: str, config: dict[str, Any], changes: Any, load_info: Any, chunked_run: Any, open_device: Any
 ) -> None:
-    folder, _ = save_recurrent(class_name, **config)
-    check_chunks(resolve(folder), chunked_run, device)
-
-
-@pytest.mark.parametrize("pooling_type", TYPES)
-def test_states_of_chunks_never_wait(
-    pooling_type: PoolingType, save_model: Any, resolve: Any, chunked_run: Any, device: Device
-) -> None:
-    folder, _ = save_model("LlamaModel", **DECODER)
-    check_chunks(replace(resolve(folder), sequence_pooling=(pooling_type,)), chunked_run, device)
-
-
-def check_chunks(info: ModelInfo, chunked_run: Any, device: Device) -> None:
+    info = load_info(family, config, **changes)
     embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
     params = [embed, embed, tokens, embed, embed]
-    expected = chunk_answers(Served.load(info), params, chunked_run)
-    with device:
-        found = chunk_answers(Served.load(info, device.name), params, chunked_run, device)
-    for own, other in zip(found, expected, strict=True):
-        assert len(own) == len(other) > 0
-        check([dict(enumerate(own))], [dict(enumerate(other))], device)
+    expected = run_chunks(Served.load(info), params, chunked_run)
+    with open_device() as device:
+        actual = run_chunks(Served.load(info, device.name), params, chunked_run, device)
+    assert_close(actual, expected, device)
