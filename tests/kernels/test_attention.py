@@ -1,21 +1,39 @@
-"""kernels/attention: every backend against the reference, and sequences apart from each other."""
+"""attention and attention_paged equal their float32 references on every backend."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.kernels.attention import _reach, _torch, attention
+from penstock.kernels import attention as module, backends
+from penstock.kernels.attention import PagedLengths, _reach, _torch, attention, attention_paged
 from penstock.kernels.attention._torch import has_flash_operator, takes_varlen
+from penstock.kernels.backends import capability_of
 
 from ..interpreter import IS_INTERPRETED, needs_triton
 from .assertions import assert_close
-from .attention_reference import attention_reference
-from .cases import ATTENTION_CASES, AttentionCase, AttentionInputs, make_attention_inputs, make_cu_seqlens
+from .attention_reference import attention_paged_reference, attention_reference
+from .cases import (
+    ATTENTION_CASES,
+    PAGED_CASES,
+    AttentionCase,
+    AttentionInputs,
+    PagedCase,
+    PagedInputs,
+    make_attention_inputs,
+    make_block_table,
+    make_cu_seqlens,
+    make_paged_inputs,
+)
 from .parameters import FLOAT_DTYPES, Place, every_pair, interpreted_only, places
 
-# Of the largest absolute value of v: what attention averages.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# Shares of the largest absolute value of v.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -24,15 +42,25 @@ MASKS: dict[str, dict[str, Any]] = {
     "left": {"window": (7, -1)},
     "causal_local": {"window": (40, 40), "is_causal": True},
 }
+PAGED_MASKS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "narrow": {"window": (3, 3)},
+    "window": {"window": (100, -1)},
+    "capped": {"softcap": 5.0},
+    "capped_window": {"softcap": 5.0, "window": (40, 0)},
+}
 PLACES = places("sdpa", cuda=("sdpa", "varlen", "triton", None))
+PAGED_PLACES = places("sdpa", cuda=("sdpa", "triton", None))
+SHORT = AttentionCase("short", (3, 0, 1, 17, 20), 4, 2, 16)
+CAPPED_CASES = [*(case for case in ATTENTION_CASES if case.name in ("odd_with_empty", "grouped_heads")), SHORT]
+POISONS = [float("nan"), float("inf")]
 
-CAPPED_CASES = [case for case in ATTENTION_CASES if case.name in ("odd_with_empty", "grouped_heads")]
-CAPPED_CASES.append(AttentionCase("short", (3, 0, 1, 17, 20), 4, 2, 16))
+ignores_nan_warnings = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 
 
 def arguments(case: AttentionCase, inputs: AttentionInputs, options: dict[str, Any]) -> dict[str, Any]:
-    own = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "cu_seqlens": inputs.cu_seqlens, "seq_lens": case.seq_lens}
-    return own | {"max_seqlen": max(case.seq_lens), "scale": case.head_size**-0.5} | options
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "cu_seqlens": inputs.cu_seqlens, "seq_lens": case.seq_lens}
+    return given | {"max_seqlen": max(case.seq_lens), "scale": case.head_size**-0.5} | options
 
 
 def attend(case: AttentionCase, inputs: AttentionInputs, backend: Any = None, **options: Any) -> torch.Tensor:
@@ -43,31 +71,64 @@ def expect(case: AttentionCase, inputs: AttentionInputs, **options: Any) -> torc
     return attention_reference(**arguments(case, inputs, options))
 
 
-def knows(place: Place, dtype: torch.dtype, case: AttentionCase | None = None, **_: Any) -> bool:
-    """Whether a backend takes this, and in the interpreter within seconds; it has no products in bfloat16."""
+def paged_arguments(case: PagedCase, inputs: PagedInputs, options: dict[str, Any]) -> dict[str, Any]:
+    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens", "seq_lens", "context_lens")
+    return {name: getattr(inputs, name) for name in names} | {"scale": case.head_size**-0.5} | options
+
+
+def attend_paged(case: PagedCase, inputs: PagedInputs, backend: Any = None, **options: Any) -> torch.Tensor:
+    return attention_paged(**paged_arguments(case, inputs, options), backend=backend)
+
+
+def expect_paged(case: PagedCase, inputs: PagedInputs, **options: Any) -> torch.Tensor:
+    return attention_paged_reference(**paged_arguments(case, inputs, options))
+
+
+def largest(inputs: AttentionInputs | PagedInputs) -> float:
+    values = inputs.v if isinstance(inputs, AttentionInputs) else inputs.v_cache
+    return values.nan_to_num(nan=0.0, posinf=0.0).abs().max().item()
+
+
+def is_supported(
+    place: Place, dtype: torch.dtype, case: AttentionCase | None = None, bias: bool = False, **_: Any
+) -> bool:
+    """The interpreter takes milliseconds for a row and has no products in bfloat16."""
     if place.backend == "varlen":
-        return dtype != torch.float32 and (case is None or case.head_size % 8 == 0)
+        return not bias and dtype != torch.float32 and (case is None or case.head_size % 8 == 0)
     is_quick = case is None or sum(case.seq_lens) * case.num_heads <= 800
     return not IS_INTERPRETED or (is_quick and dtype == torch.float32)
 
 
-@every_pair(knows, place=PLACES, case=ATTENTION_CASES, mask=list(MASKS), dtype=FLOAT_DTYPES)
-def test_backend_equals_reference(place: Place, case: AttentionCase, mask: str, dtype: torch.dtype) -> None:
+@every_pair(is_supported, place=PLACES, case=ATTENTION_CASES, mask=list(MASKS), bias=[False, True], dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Place, case: AttentionCase, mask: str, bias: bool, dtype: torch.dtype) -> None:
     inputs = make_attention_inputs(case, dtype, place.device)
-    actual = attend(case, inputs, place.backend, **MASKS[mask])
+    copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
+    options = MASKS[mask] | ({"relative_bias": inputs.relative_bias} if bias else {})
+    actual = attend(case, inputs, place.backend, **options)
     assert actual.dtype == dtype
     assert actual.is_contiguous()
-    assert_close("attended", expect(case, inputs, **MASKS[mask]), actual, TOLERANCE[dtype], largest(inputs))
+    assert_close("attended", expect(case, inputs, **options), actual, TOLERANCE[dtype], largest(inputs))
+    assert all(map(torch.equal, (inputs.q, inputs.k, inputs.v), copies))
 
 
-def largest(inputs: AttentionInputs) -> float:
-    return inputs.v.abs().max().item()
+@every_pair(
+    lambda place, case, dtype, **_: not IS_INTERPRETED or (case is SHORT and dtype == torch.float32),
+    place=places(None, cuda=(None, "sdpa")),
+    case=CAPPED_CASES,
+    mask=["full", "narrow", "causal_local"],
+    dtype=FLOAT_DTYPES,
+)
+def test_softcap_equals_reference(place: Place, case: AttentionCase, mask: str, dtype: torch.dtype) -> None:
+    inputs = make_attention_inputs(case, dtype, place.device)
+    for options in (MASKS[mask], MASKS[mask] | {"relative_bias": inputs.relative_bias}):
+        actual = attend(case, inputs, place.backend, softcap=3.0, **options)
+        tolerance = 1e-5 if dtype == torch.float32 else TOLERANCE[dtype]
+        assert_close("attended", expect(case, inputs, softcap=3.0, **options), actual, tolerance, largest(inputs))
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 300])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_window_about_as_wide_as_a_block(length: int, side: str) -> None:
-    """At one exact width the last row hides nothing but the first key, or the first row nothing but the last."""
+def test_window_as_wide_as_a_block_equals_reference(length: int, side: str) -> None:
     case = AttentionCase("", (length,), 2, 1, 16)
     inputs = make_attention_inputs(case)
     for reach in sorted({0, 1, *range(125, 131), *range(length - 3, length + 1)}):
@@ -76,39 +137,10 @@ def test_window_about_as_wide_as_a_block(length: int, side: str) -> None:
         assert_close(str(reach), expect(case, inputs, **options), actual, TOLERANCE[torch.float32], largest(inputs))
 
 
-@every_pair(
-    lambda **case: case["place"].backend != "varlen" and knows(**case),
-    place=PLACES,
-    case=ATTENTION_CASES,
-    mask=["full", "local", "causal"],
-    dtype=FLOAT_DTYPES,
-)
-def test_relative_bias(place: Place, case: AttentionCase, mask: str, dtype: torch.dtype) -> None:
-    inputs = make_attention_inputs(case, dtype, place.device)
-    options = {"relative_bias": inputs.relative_bias} | MASKS[mask]
-    actual = attend(case, inputs, place.backend, **options)
-    assert_close("attended", expect(case, inputs, **options), actual, TOLERANCE[dtype], largest(inputs))
-
-
-@every_pair(
-    lambda **case: not IS_INTERPRETED or (max(case["case"].seq_lens) <= 64 and case["dtype"] == torch.float32),
-    place=places(None, cuda=(None, "sdpa")),
-    case=CAPPED_CASES,
-    mask=["full", "narrow", "causal_local"],
-    dtype=FLOAT_DTYPES,
-)
-def test_softcap(place: Place, case: AttentionCase, mask: str, dtype: torch.dtype) -> None:
-    inputs = make_attention_inputs(case, dtype, place.device)
-    actual = attend(case, inputs, place.backend, softcap=3.0, **MASKS[mask])
-    tolerance = 1e-5 if dtype == torch.float32 else TOLERANCE[dtype]
-    assert_close("attended", expect(case, inputs, softcap=3.0, **MASKS[mask]), actual, tolerance, largest(inputs))
-
-
 @interpreted_only
 @pytest.mark.parametrize("mask", ["full", "left", "causal_local"])
 @pytest.mark.parametrize("tile", [(16, 16, 4, 2), (16, 32, 4, 2), (32, 16, 4, 2)], ids=str)
-def test_triton_takes_any_tile(tile: tuple[int, int, int, int], mask: str) -> None:
-    """Tiles at every kind of border: of the causal limit, of the window, of the sequence, and between them."""
+def test_every_tile_of_triton_equals_reference(tile: tuple[int, int, int, int], mask: str) -> None:
     from penstock.kernels.attention._triton import Tile, attention_triton
 
     case = AttentionCase("", (1, 0, 47, 48, 97), 1, 1, 16)
@@ -122,86 +154,50 @@ def test_triton_takes_any_tile(tile: tuple[int, int, int, int], mask: str) -> No
         relative_bias=inputs.relative_bias,
         tile=Tile(*tile),
     )
-    assert_close("attended", expected, actual, 1e-5, inputs.v.abs().max().item())
+    assert_close("attended", expected, actual, 1e-5, largest(inputs))
 
 
 @needs_triton
 @pytest.mark.parametrize("head_size", [8, 16, 33, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_tiles_are_of_sizes_that_products_take(dtype: torch.dtype, head_size: int) -> None:
+def test_tile_sizes_suit_products(dtype: torch.dtype, head_size: int) -> None:
     from penstock.kernels.attention._triton import tile_of
 
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         for num_rows in (1, 64, 65, 5000):
             tile = tile_of(dtype, head_size, capability, num_rows=num_rows)
-            assert min(tile.block_m, tile.block_n) >= 16, "tl.dot takes no less"
+            assert min(tile.block_m, tile.block_n) >= 16, "the least that tl.dot accepts"
             assert dtype == torch.float32 or tile.block_m <= 64 or tile.num_warps == 8
-
-
-def test_softcap_changes_scores_before_the_bias() -> None:
-    case = AttentionCase("", (3, 5), 1, 1, 8)
-    inputs = make_attention_inputs(case)
-    scores = (inputs.q[:3, 0] @ inputs.k[:3, 0].T) / 2
-    weights = torch.softmax(2 * torch.tanh(scores / 2) + inputs.relative_bias[0, :3, :3], -1)
-    for backend in ["triton"] if IS_INTERPRETED else [None]:
-        actual = attend(case, inputs, scale=0.5, softcap=2.0, relative_bias=inputs.relative_bias, backend=backend)
-        assert_close(str(backend), weights @ inputs.v[:3, 0], actual[:3, 0], 1e-5)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_blocks_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, mask: str, softcap: float | None) -> None:
-    """A few rows at a time, as for a sequence of tens of thousands."""
+def test_blocks_of_rows_equal_reference(monkeypatch: pytest.MonkeyPatch, mask: str, softcap: float | None) -> None:
     monkeypatch.setattr(_torch, "MAX_BLOCK_SCORES", 1 << 14)
     case = AttentionCase("", (515, 12), 4, 2, 32)
     inputs = make_attention_inputs(case)
-    for options in (MASKS[mask], MASKS[mask] | {"relative_bias": inputs.relative_bias}):
-        options = options | {"softcap": softcap}
+    for bias in (None, inputs.relative_bias):
+        options = MASKS[mask] | {"softcap": softcap, "relative_bias": bias}
         actual = attend(case, inputs, "sdpa", **options)
         assert_close("attended", expect(case, inputs, **options), actual, 1e-5, largest(inputs))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "local"])
-def test_no_matrix_of_all_scores_is_made(mask: str) -> None:
-    """8,192 tokens have 67 million scores: 256 MiB. Blocks of rows need a few."""
+def test_long_sequence_makes_no_matrix_of_all_scores(mask: str) -> None:
+    """The 67 million scores of 8,192 tokens would take 256 MiB."""
     case = AttentionCase("", (8192,), 1, 1, 16)
-    inputs = make_attention_inputs(AttentionCase("", (8192,), 1, 1, 16), has_bias=False)
+    inputs = make_attention_inputs(case, has_bias=False)
     with torch.profiler.profile(profile_memory=True) as profile:
         attend(case, inputs, **MASKS[mask])
     assert max(event.self_cpu_memory_usage for event in profile.events()) < 16 << 20
 
 
-@every_pair(knows, place=PLACES, mask=list(MASKS), dtype=FLOAT_DTYPES)
-def test_sequence_is_the_same_alone_and_in_a_batch(place: Place, mask: str, dtype: torch.dtype) -> None:
-    """To the bit on a CPU."""
-    case = AttentionCase("", (3, 9, 12, 12, 14, 40, 61, 150), *((1, 1) if IS_INTERPRETED else (4, 4)))
-    inputs = make_attention_inputs(case, dtype, place.device)
-    together = attend(case, inputs, place.backend, **MASKS[mask])
-    tolerance = 0.0 if place.backend == "sdpa" and place.device == "cpu" else TOLERANCE[dtype]
-    start = 0
-    for length in case.seq_lens:
-        rows = slice(start, start + length)
-        alone = attention(
-            inputs.q[rows],
-            inputs.k[rows],
-            inputs.v[rows],
-            make_cu_seqlens((length,), place.device),
-            (length,),
-            max_seqlen=length,
-            scale=case.head_size**-0.5,
-            backend=place.backend,
-            **MASKS[mask],
-        )
-        assert_close(f"length {length}", alone, together[rows], tolerance, largest(inputs))
-        start += length
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets triton, tells of every NaN
-@every_pair(knows, place=PLACES, mask=list(MASKS), dtype=FLOAT_DTYPES, poison=[float("nan"), float("inf")])
-def test_poisoned_sequence_touches_no_other(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
+@ignores_nan_warnings
+@every_pair(is_supported, place=PLACES, mask=list(MASKS), dtype=FLOAT_DTYPES, poison=POISONS)
+def test_nan_stays_in_its_sequence(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
     case = AttentionCase("", (5, 11, 12, 12, 13, 70, 75, 6), *((1, 1) if IS_INTERPRETED else (12, 12)))
     inputs = make_attention_inputs(case, dtype, place.device)
-    expected = expect(case, inputs, **MASKS[mask])
+    clean = attend(case, inputs, place.backend, **MASKS[mask])
     bounds = inputs.cu_seqlens.tolist()
     is_clean = torch.ones(bounds[-1], dtype=torch.bool, device=place.device)
     for n in (2, 5):
@@ -209,73 +205,240 @@ def test_poisoned_sequence_touches_no_other(place: Place, mask: str, dtype: torc
         inputs.q[poisoned], inputs.k[poisoned], inputs.v[poisoned] = poison, poison, poison
         is_clean[poisoned] = False
     actual = attend(case, inputs, place.backend, **MASKS[mask])
-    scale = inputs.v[is_clean].abs().max().item()
-    assert_close("other sequences", expected[is_clean], actual[is_clean], TOLERANCE[dtype], scale)
+    assert_close("other sequences", clean[is_clean], actual[is_clean], TOLERANCE[dtype], largest(inputs))
     assert actual[bounds[5]].isnan().any()
 
 
-@every_pair(knows, place=PLACES, factor=[30.0, -30.0], mask=["full", "causal", "local"], dtype=[torch.float32])
-def test_scores_beyond_the_range_of_exp(place: Place, factor: float, mask: str, dtype: torch.dtype) -> None:
-    """exp of these scores overflows, or underflows for whole rows."""
+@every_pair(place=places("sdpa", cuda=("sdpa", "triton", None)), factor=[30.0, -30.0], mask=["full", "causal", "local"])
+def test_scores_beyond_the_range_of_exp(place: Place, factor: float, mask: str) -> None:
     case = AttentionCase("", (9, 12, 33, 70), 2, 1, 32)
-    inputs = make_attention_inputs(case, dtype, place.device, is_fused=False)
+    inputs = make_attention_inputs(case, device=place.device, is_fused=False)
     inputs.k.copy_(inputs.k.abs())
     inputs.q.copy_(inputs.q.abs() * factor)
     actual = attend(case, inputs, place.backend, **MASKS[mask])
     assert_close("attended", expect(case, inputs, **MASKS[mask]), actual, 1e-4, largest(inputs))
 
 
-def test_order_of_the_batch_does_not_matter() -> None:
-    case = AttentionCase("", (70, 12, 3, 0, 12, 65, 12, 30, 1), 4, 2, 32)
-    inputs = make_attention_inputs(case, torch.bfloat16)
-    assert_close("attended", expect(case, inputs), attend(case, inputs), TOLERANCE[torch.bfloat16], largest(inputs))
-
-
-def test_inputs_are_not_modified() -> None:
-    case = ATTENTION_CASES[4]
-    inputs = make_attention_inputs(case, torch.bfloat16)
-    copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
-    for options in ({}, {"window": (3, 3)}, {"softcap": 2.0, "relative_bias": inputs.relative_bias}):
-        attend(case, inputs, **options)
-    for name, x, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), copies, strict=True):
-        assert torch.equal(x, copy), name
-
-
-def test_empty_batch(device: torch.device) -> None:
+def test_batch_without_rows_gives_no_rows(device: torch.device) -> None:
     q = torch.ones(0, 4, 8, device=device)
-    out = attention(q, q, q, make_cu_seqlens((0, 0), device), (0, 0), max_seqlen=0, scale=1.0)
-    assert out.shape == (0, 4, 8)
+    assert attention(q, q, q, make_cu_seqlens((0, 0), device), (0, 0), max_seqlen=0, scale=1.0).shape == (0, 4, 8)
+    cache, table = torch.zeros(1, 4, 2, 8, device=device), torch.empty(0, 0, dtype=torch.int32)
+    assert attention_paged(q, cache, cache, table, make_cu_seqlens((), device), (), (), scale=1.0).shape == (0, 4, 8)
+
+
+X = torch.ones(5, 4, 8)
+VALID: dict[str, Any] = {"q": X, "k": X, "v": X, "cu_seqlens": make_cu_seqlens((2, 3)), "seq_lens": (2, 3)}
+VALID |= {"max_seqlen": 3, "scale": 1.0}
+VALID_PAGED: dict[str, Any] = {
+    "q": torch.ones(3, 4, 8),
+    "k_cache": torch.ones(5, 4, 2, 8),
+    "v_cache": torch.ones(5, 4, 2, 8),
+    "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+    "cu_seqlens": make_cu_seqlens((1, 2)),
+    "seq_lens": (1, 2),
+    "context_lens": (0, 5),
+    "scale": 1.0,
+}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("function", "changes", "message"),
     [
-        ({"k": torch.ones(5, 3, 8), "v": torch.ones(5, 3, 8)}, "heads of q must be a multiple"),
-        ({"k": torch.ones(4, 4, 8)}, r"q must be \[T, H, K\]"),
-        ({"v": torch.ones(5, 4, 8).half()}, "must share float32, bfloat16 or float16"),
-        ({"cu_seqlens": make_cu_seqlens((5,))}, r"cu_seqlens must be int32 \[3\]"),
-        ({"seq_lens": (2, 2)}, "seq_lens must sum to the 5 rows"),
-        ({"max_seqlen": 2}, "not pass max_seqlen 2"),
-        ({"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
-        ({"backend": "flash"}, "backend must be one of"),
-        ({"softcap": -1.0}, "softcap must be positive"),
-        ({"softcap": 1.0, "backend": "varlen"}, "varlen backend knows no softcap"),
-        ({"scale": 0.0, "backend": "triton"}, "takes a positive scale"),
+        (attention, {"k": torch.ones(5, 3, 8), "v": torch.ones(5, 3, 8)}, "heads of q must be a multiple"),
+        (attention, {"k": torch.ones(4, 4, 8)}, r"q must be \[T, H, K\]"),
+        (attention, {"v": X.half()}, "must share float32, bfloat16 or float16"),
+        (attention, {"cu_seqlens": make_cu_seqlens((5,))}, r"cu_seqlens must be int32 \[3\]"),
+        (attention, {"seq_lens": (2, 2)}, "seq_lens must sum to the 5 rows"),
+        (attention, {"max_seqlen": 2}, "not pass max_seqlen 2"),
+        (attention, {"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
+        (attention, {"backend": "flash"}, "backend must be one of"),
+        (attention, {"softcap": -1.0}, "softcap must be positive"),
+        (attention, {"softcap": 1.0, "backend": "varlen"}, "varlen backend knows no softcap"),
+        (attention, {"scale": 0.0, "backend": "triton"}, "takes a positive scale"),
+        (attention_paged, {"q": torch.ones(3, 4, 16)}, r"q must be \[T, H, K\]"),
+        (attention_paged, {"q": torch.ones(3, 3, 8)}, "heads of q must be a multiple"),
+        (attention_paged, {"q": torch.ones(3, 4, 8).half()}, "must share float32, bfloat16 or float16"),
+        (attention_paged, {"k_cache": torch.ones(4, 5, 2, 8).transpose(0, 1)}, "must be contiguous"),
+        (attention_paged, {"cu_seqlens": make_cu_seqlens((3,))}, r"cu_seqlens must be int32 \[3\]"),
+        (attention_paged, {"seq_lens": (1, 1)}, "seq_lens must sum to the 3 rows"),
+        (attention_paged, {"seq_lens": (4, -1)}, "seq_lens and context_lens must be 2 numbers from 0 on"),
+        (attention_paged, {"context_lens": (1,)}, "context_lens must be 2 numbers"),
+        (attention_paged, {"context_lens": (1, -1)}, "context_lens must be 2 numbers"),
+        (attention_paged, {"block_tables": torch.zeros(2, 3)}, r"block_tables must be int32 \[2, M\]"),
+        (attention_paged, {"context_lens": (0, 10)}, "too few for 12"),
+        (attention_paged, {"softcap": 0.0}, "softcap must be positive"),
+        (attention_paged, {"backend": "flash"}, "backend must be one of"),
     ],
 )
-def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
-    x = torch.ones(5, 4, 8)
-    arguments = {
-        "q": x,
-        "k": x,
-        "v": x,
-        "cu_seqlens": make_cu_seqlens((2, 3)),
-        "seq_lens": (2, 3),
-        "max_seqlen": 3,
-        "scale": 1.0,
-    }
+def test_invalid_argument_is_named(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        attention(**(arguments | changes))
+        function(**(VALID if function is attention else VALID_PAGED) | changes)
+
+
+def is_quick(dtype: torch.dtype, case: PagedCase | None = None, mask: str = "all", **_: Any) -> bool:
+    """The interpreter takes milliseconds for a row and has no products in bfloat16."""
+    is_exact = dtype == torch.float32 or (dtype == torch.float16 and mask == "all")
+    return not IS_INTERPRETED or (is_exact and (case is None or case.is_quick))
+
+
+@every_pair(is_quick, place=PAGED_PLACES, case=PAGED_CASES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES)
+def test_paged_backend_equals_reference(place: Place, case: PagedCase, mask: str, dtype: torch.dtype) -> None:
+    """Slots of no token hold NaN, and the tables end with invalid blocks."""
+    inputs = make_paged_inputs(case, dtype, place.device)
+    expected = expect_paged(case, inputs, **PAGED_MASKS[mask])
+    assert not expected.isnan().any()
+    actual = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    assert_close("attended", expected, actual, TOLERANCE[dtype], largest(inputs))
+    on_device = replace(inputs, block_tables=inputs.block_tables.to(place.device))
+    assert torch.equal(attend_paged(case, on_device, place.backend, **PAGED_MASKS[mask]), actual)
+
+
+@every_pair(
+    place=[Place(None, "cpu"), Place(None, "cuda")],
+    dtype=[torch.float32, torch.bfloat16],
+    mask=["all", "window", "capped"],
+    chunk_size=[1, 7, 64, 100],
+    is_scattered=[False, True],
+)
+def test_chunks_equal_the_whole(
+    place: Place, dtype: torch.dtype, mask: str, chunk_size: int, is_scattered: bool
+) -> None:
+    device = place.device
+    length, block_size = (60 if chunk_size == 1 else 300), 16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, heads, 32, generator=generator).to(dtype).to(device) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"scale": 0.2} | PAGED_MASKS[mask]
+    cu_seqlens = make_cu_seqlens((length,), device)
+    whole = attention(q, k, v, cu_seqlens, [length], max_seqlen=length, is_causal=True, **options)
+    table = make_block_table(-(-length // block_size), is_scattered)
+    slots = (table[:, None].long() * block_size + torch.arange(block_size)).flatten()[:length].to(device)
+    k_cache, v_cache = (torch.full((64, block_size, 2, 32), float("nan"), dtype=dtype, device=device) for _ in "kv")
+    for start in range(0, length, chunk_size):
+        rows = slice(start, min(start + chunk_size, length))
+        count = rows.stop - rows.start
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            cache.view(-1, *cache.shape[2:])[slots[rows]] = x[rows]
+        actual = attention_paged(
+            q[rows], k_cache, v_cache, table[None], make_cu_seqlens((count,), device), [count], [start], **options
+        )
+        assert_close(f"rows from {start}", whole[rows], actual, TOLERANCE[dtype], v.abs().max().item())
+
+
+@ignores_nan_warnings
+@every_pair(is_quick, place=PAGED_PLACES, mask=list(PAGED_MASKS), dtype=FLOAT_DTYPES, poison=POISONS)
+def test_nan_stays_in_its_blocks(place: Place, mask: str, dtype: torch.dtype, poison: float) -> None:
+    case = PagedCase("", ((9, 5), (20, 3), (0, 13), (34, 1)), 4, 2, 16)
+    inputs = make_paged_inputs(case, dtype, place.device)
+    clean = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    for n in (1, 2):
+        blocks = inputs.block_tables[n, : -(-sum(case.chunks[n]) // case.block_size)].long().to(place.device)
+        inputs.k_cache[blocks], inputs.v_cache[blocks] = poison, poison
+        inputs.q[inputs.cu_seqlens[n] : inputs.cu_seqlens[n + 1]] = poison
+    actual = attend_paged(case, inputs, place.backend, **PAGED_MASKS[mask])
+    first, last = slice(inputs.cu_seqlens[1]), slice(inputs.cu_seqlens[3], None)
+    for rows in (first, last):
+        assert_close("other sequences", clean[rows], actual[rows], TOLERANCE[dtype], largest(inputs))
+    assert not actual[inputs.cu_seqlens[1] : inputs.cu_seqlens[2]].isfinite().any()
+
+
+@every_pair(
+    lambda **_: not IS_INTERPRETED, place=PAGED_PLACES, factor=[40.0, -40.0], dtype=[torch.float32, torch.float16]
+)
+def test_paged_scores_beyond_the_range_of_exp(place: Place, factor: float, dtype: torch.dtype) -> None:
+    case = PagedCase("", ((30, 9), (600, 300)))
+    inputs = make_paged_inputs(case, dtype, place.device)
+    inputs.q.copy_(inputs.q.abs() * factor)
+    inputs.k_cache.copy_(inputs.k_cache.abs())
+    for options in ({}, {"window": (50, 0)}):
+        # The rounding of scores of hundreds decides between neighbours.
+        tolerance = 1e-4 if dtype == torch.float32 else 0.2
+        actual = attend_paged(case, inputs, place.backend, **options)
+        assert_close("attended", expect_paged(case, inputs, **options), actual, tolerance, largest(inputs))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("head_size", "capability", "expected"),
+    [(64, (8, 0), "triton"), (256, (9, 0), "triton"), (257, (9, 0), "sdpa"), (64, (7, 5), "sdpa")],
+)
+def test_wide_heads_and_old_devices_use_sdpa(
+    head_size: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.kernels.attention import _triton
+
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("penstock.kernels.attention.attention_paged_sdpa", lambda *_: called.append("sdpa"))
+    monkeypatch.setattr(_triton, "attention_triton", lambda *_: called.append("triton"))
+    capability_of.cache_clear()
+    with FakeTensorMode():
+        q = torch.empty(3, 4, head_size, device="cuda")
+        cache = torch.empty(5, 4, 2, head_size, device="cuda")
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        cu_seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
+        attention_paged(q, cache, cache, table, cu_seqlens, (3,), (0,), scale=1.0)
+    capability_of.cache_clear()
+    assert called == [expected]
+
+
+def test_triton_refuses_wide_heads(device: torch.device) -> None:
+    inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 320), torch.float32, device)
+    assert_close("attended", expect_paged(case, inputs), attend_paged(case, inputs), 4e-6, largest(inputs))
+    if find_spec("triton") is not None:
+        with pytest.raises(ValueError, match="heads of at most 256, got 320"):
+            attend_paged(case, inputs, backend="triton")
+
+
+def test_given_lengths_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_paged_inputs(PagedCase("", ((5, 3), (0, 9)), 4, 2, 16))
+    past, rows = (5, 0), (3, 9)
+    lengths = PagedLengths.of(rows, past)
+    assert (lengths.num_rows, lengths.longest, lengths.longest_sequence) == (12, 9, 9)
+    given = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, inputs.cu_seqlens)
+    expected = attention_paged(*given, rows, past, scale=1.0)
+    checks: list[object] = []
+    original = PagedLengths.of
+    monkeypatch.setattr(PagedLengths, "of", lambda *lists: checks.append(lists) or original(*lists))
+    assert torch.equal(attention_paged(*given, rows, past, scale=1.0, lengths=lengths), expected)
+    assert not checks
+    attention_paged(*given, list(rows), past, scale=1.0, lengths=lengths)
+    with pytest.raises(ValueError, match="seq_lens must sum"):
+        attention_paged(*given, (1, 1), past, scale=1.0, lengths=lengths)
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "head_size", "has_triton", "is_recordable"),
+    [
+        ((8, 0), 32, True, True),
+        ((9, 0), 256, True, True),
+        ((7, 5), 64, True, False),
+        ((9, 0), 264, True, False),
+        ((9, 0), 64, False, None),
+    ],
+)
+def test_cuda_backend_reads_lengths_on_the_device(
+    capability: tuple[int, int],
+    head_size: int,
+    has_triton: bool,
+    is_recordable: bool | None,
+    has_bias: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA graphs need this: from Ampere on and with heads of at most 256, for each dtype, with and without bias."""
+    monkeypatch.setattr(backends, "capability_of", lambda device: capability)
+    monkeypatch.setattr(_torch, "capability_of", lambda device: capability)
+    monkeypatch.setattr(backends, "has_triton", lambda: has_triton)
+    if is_recordable is None:  # flash attention without Triton
+        is_recordable = dtype != torch.float32 and not has_bias
+    q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(9, 2, head_size))
+    backend = module._choose(q, torch.ones(2, 9, 9) if has_bias else None, None)
+    assert (backend in ("varlen", "triton")) is is_recordable
 
 
 def test_torch_has_the_operator_of_flash_attention() -> None:
@@ -283,7 +446,7 @@ def test_torch_has_the_operator_of_flash_attention() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_takes_varlen_for_16_bits() -> None:
+def test_flash_attention_is_used_for_16_bits() -> None:
     q = torch.ones(5, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert takes_varlen(q, None) == (torch.cuda.get_device_capability() >= (8, 0))
     assert not takes_varlen(q.float(), None)

@@ -1,12 +1,10 @@
-"""No kernel is compiled anew because a batch has other lengths: arguments that vary by batch are not specialised.
+"""Arguments that differ between batches are not specialised, so that no batch compiles a kernel again.
 
-triton compiles one variant of a kernel for an integer argument that is 1, one for multiples of 16 and one for the rest,
-and as many for pointers by their alignment. That pays for what a model fixes, such as the stride of a row, and costs a
-second in the middle of traffic for what a batch brings.
+Triton compiles one variant of a kernel for an integer argument that is 1, one for multiples of 16 and one for the rest,
+and variants for the alignment of pointers. A compilation in the middle of traffic takes a second.
 """
 
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,7 @@ import penstock.kernels
 
 from ..interpreter import IS_INTERPRETED, needs_triton
 
-pytestmark = [
-    needs_triton,
-    pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels have no compile keys"),
-]
+pytestmark = [needs_triton, pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels have no compile keys")]
 
 ROOT = Path(penstock.kernels.__file__).parent
 MODULES = [
@@ -32,101 +27,83 @@ MODULES = [
 OF_A_MODEL = re.compile(
     r"stride_(?!table)\w+|(\w+_)?(width|size|heads|channels|groups|positions)|heads_per_group|head_states|num_in|num_out"
 )
-"""Integers that a model fixes: widths, numbers of heads, and how far rows of one projection lie apart."""
+"""Integers that are fixed for a model: widths, numbers of heads and strides."""
 OF_A_CLIENT = frozenset({("penstock.kernels.pooling._triton", "width")})
-"""Arguments with such a name that a client fixes: its `dimensions` are the width of the pooled rows."""
+"""Arguments with such a name that a request sets: `dimensions` is the width of the pooled rows."""
 FLOATS = frozenset({"cap", "eps", "log2_e", "scale"})
-"""Arguments that are no integers: triton specialises none of them."""
 INDICES = (
     *("cu_seqlens", "context_lens", "block_tables", "bounds", "rows", "slots"),
     *("ids", "positions", "types", "dimensions", "normalize", "skip"),
 )
-"""Pointers to values that are read one by one; they may begin anywhere in a larger buffer."""
-VALUES = (1, 16, 17, 2, 48, -1)
+"""Pointers to values that are read one by one; they may start anywhere in a larger buffer."""
 
 
 def kernels() -> list[Any]:
-    """The functions that are launched: those whose names end with `_kernel`."""
+    """The Triton functions whose names end with `_kernel`: these are launched."""
     from triton.runtime.jit import JITFunction
 
-    found = []
-    for name in MODULES:
-        module = importlib.import_module(name)
-        found += [
-            value
-            for key, value in vars(module).items()
-            if isinstance(value, JITFunction) and value.module == name and key.endswith("_kernel")
-        ]
-    return found
+    return [
+        value
+        for name in MODULES
+        for key, value in vars(importlib.import_module(name)).items()
+        if isinstance(value, JITFunction) and value.module == name and key.endswith("_kernel")
+    ]
 
 
-def test_all_modules_with_kernels_are_found() -> None:
-    modules = {kernel.module for kernel in kernels()}
-    assert {f"penstock.kernels.{room}._triton" for room in ("attention", "pooling", "rotary", "ssd")} <= modules
+def varies(module: str, name: str) -> bool:
+    """Whether two batches of one model may have different values of this argument."""
+    if name.endswith("_ptr"):
+        return name.removesuffix("_ptr") in INDICES
+    return name not in FLOATS and (OF_A_MODEL.fullmatch(name) is None or (module, name) in OF_A_CLIENT)
+
+
+def test_arguments_of_a_batch_are_not_specialised() -> None:
     assert len(kernels()) >= 11
-
-
-def test_arguments_that_vary_by_batch_are_not_specialised() -> None:
     wrong = [
         f"{kernel.module} {kernel.__name__}: {param.name}"
         for kernel in kernels()
         for param in kernel.params
         if not param.is_constexpr and not param.do_not_specialize and varies(kernel.module, param.name)
     ]
-    assert not wrong, "list them in do_not_specialize, or in OF_A_MODEL where every batch of a model has the same"
+    assert not wrong, "list them in do_not_specialize, or in OF_A_MODEL if they are fixed for a model"
 
 
-def varies(module: str, name: str) -> bool:
-    """Whether an argument of that name may differ between two batches of one model, though the numbers do not show."""
-    if name.endswith("_ptr"):
-        return name.removesuffix("_ptr") in INDICES
-    return name not in FLOATS and (OF_A_MODEL.fullmatch(name) is None or (module, name) in OF_A_CLIENT)
-
-
-def test_compile_keys_are_the_same_for_all_numbers() -> None:
-    """As triton makes them at launch, in 3.6 and 3.7 alike."""
+def keys_of(kernel: Any, is_varied: Any) -> set[str]:
+    """Compile keys as Triton makes them at launch, for several values of the varied arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
     buffer = torch.zeros(64, dtype=torch.int32)
     assert buffer.data_ptr() % 16 == 0
+    keys = set()
+    for number, pointer in ((1, buffer), (16, buffer[1:]), (17, buffer), (2, buffer[1:]), (-1, buffer)):
+        arguments: dict[str, Any] = {}
+        for param in kernel.params:
+            if param.is_constexpr:
+                arguments[param.name] = 64
+            elif param.name.endswith("_ptr"):
+                arguments[param.name] = pointer if is_varied(param) else buffer
+            elif param.name in FLOATS:
+                arguments[param.name] = number / 3
+            else:
+                arguments[param.name] = number if is_varied(param) else 384
+        keys.add(str(bind(**arguments)[1]))
+    return keys
+
+
+def test_compile_keys_do_not_depend_on_the_batch() -> None:
     for kernel in kernels():
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        keys = set()
-        for number, pointer in zip(VALUES, [buffer, buffer[1:]] * 3, strict=True):
-            arguments = {}
-            for param in kernel.params:
-                if param.is_constexpr:
-                    arguments[param.name] = 64
-                elif param.name.endswith("_ptr"):
-                    arguments[param.name] = pointer if varies(kernel.module, param.name) else buffer
-                else:
-                    is_float = param.name in FLOATS
-                    is_varied = varies(kernel.module, param.name)
-                    arguments[param.name] = number / 3 if is_float else number if is_varied else 384
-            _, specialization, _ = bind(**arguments)
-            keys.add(str(specialization))
+        keys = keys_of(kernel, lambda param, module=kernel.module: varies(module, param.name))
         assert len(keys) == 1, f"{kernel.module} {kernel.__name__}: {keys}"
-
-
-def test_a_specialised_number_is_found_out() -> None:
-    """The test above would see it: triton makes a constant of a 1 where nothing forbids it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    kernel, param = next((k, p) for k in kernels() for p in k.params if p.name == "width" and not p.do_not_specialize)
-    bind = create_function_from_signature(
-        inspect.Signature([kernel.signature.parameters["width"]]), [param], make_backend(GPUTarget("cuda", 90, 32))
-    )
-    assert len({str(bind(width=number)[1]) for number in (1, 16, 17)}) == 3
+    kernel = next(k for k in kernels() for p in k.params if p.name == "width" and not p.do_not_specialize)
+    assert len(keys_of(kernel, lambda param: param.name == "width")) == 3, "a specialised number must be detected"
 
 
 @pytest.mark.parametrize("num_rows", [300, 10], ids=["in_blocks", "at_once"])
-def test_dimensions_of_a_client_compile_no_other_pooling(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tile is part of the compile key, too: it follows the model's width alone."""
+def test_dimensions_compile_no_other_pooling(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile, which is part of the compile key, depends on the model's width only."""
     from penstock.kernels.pooling import _triton, pool
 
     tiles: dict[str, set[str]] = {}

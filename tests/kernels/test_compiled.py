@@ -1,0 +1,277 @@
+"""Triton kernels compile without register spills for GPUs that this machine need not have."""
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ..interpreter import IS_INTERPRETED, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels do not compile")]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {
+    **dict.fromkeys(("cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr", "ends_ptr"), "*i32"),
+    **dict.fromkeys(("dimensions_ptr", "skip_ptr"), "*i32"),
+    **dict.fromkeys(("rows_ptr", "slots_ptr", "ids_ptr", "positions_ptr", "types_ptr", "bounds_ptr"), "*i64"),
+    **dict.fromkeys(("cos_ptr", "sin_ptr", "place_ptr", "weights_ptr"), "*fp32"),
+    **dict.fromkeys(("block_total_ptr", "block_weight_ptr"), "*fp32"),
+    **dict.fromkeys(("scale", "cap", "eps", "log2_e"), "fp32"),
+    "normalize_ptr": "*u8",
+}
+SIZES = ("head_size", "width", "group_width", "hidden_size", "state_size", "num_channels", "num_in", "num_out")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Launch(NamedTuple):
+    """A kernel with its constants and launch options.
+
+    Attributes:
+        types: Of pointers, if they differ from TYPES. The other pointers have the dtype `dtype`.
+        is_aligned: Whether rows start at multiples of 16 elements.
+        ptx: Instructions that the PTX must have.
+    """
+
+    function: Any
+    dtype: str
+    constants: dict[str, Any]
+    types: Mapping[str, str] = MappingProxyType({})
+    is_aligned: bool = True
+    ptx: tuple[str, ...] = ()
+
+
+def triton_module(kernel: str) -> Any:
+    return import_module(f"penstock.kernels.{kernel}._triton")
+
+
+def attention(
+    capability: int, dtype: str, head_size: int, group_size: int, features: tuple[str, ...], num_rows: int
+) -> Launch:
+    module = triton_module("attention")
+    is_loaded = "HAS_BIAS" in features or "HAS_CAP" in features
+    device = (capability // 10, capability % 10)
+    tile = module.tile_of(DTYPES[dtype], head_size, device, num_rows=num_rows, is_loaded=is_loaded)
+    flags = ("IS_PAGED", "HAS_LEFT", "HAS_RIGHT", "HAS_CAP", "HAS_BIAS")
+    constants = {flag: flag in features for flag in flags} | {
+        "LOG2_E": module.LOG2_E,
+        "GROUP_SIZE": group_size,
+        "BLOCK_SIZE": 16,
+        "HEAD_SIZE": head_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": module.padded_head(head_size),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
+    }
+    # Products run on the tensor cores of the device.
+    product = "wgmma.mma_async" if capability == 90 else "mma.sync"
+    return Launch(module._attention_kernel, dtype, constants, ptx=() if dtype == "fp32" else (product,))
+
+
+def rotary(_capability: int, dtype: str, head_size: int, num_pairs: int, has_norm: bool) -> Launch:
+    module = triton_module("rotary")
+    constants = {"HAS_NORM": has_norm, "HAS_STORE": True, "HEAD_SIZE": head_size, "NUM_PAIRS": num_pairs}
+    constants |= module.tile_options(24, head_size, num_pairs)
+    wide_copies = ("ld.global.v4.b32", "st.global.v4.b32")
+    return Launch(module._rotary_kernel, dtype, constants, {"weight_ptr": "*fp32"}, ptx=wide_copies)
+
+
+def rows(_capability: int, kernel: str, dtype: str, width: int, options: dict[str, Any]) -> Launch:
+    """The kernels of norm and gated."""
+    module = triton_module("gated" if kernel.startswith("_gated") else "norm")
+    function = getattr(module, kernel)
+    is_gated_norm = kernel == "_gated_norm_kernel"
+    flags = [name for name in function.arg_names if name.startswith(("HAS_", "STORES_"))]
+    tile = module.norm_tile_options(width) if is_gated_norm else module.tile_options(width)
+    constants = {"IS_RMS": False} | dict.fromkeys(flags, True) | tile | options
+    if width == 1:  # Triton makes a constant of an integer argument that is 1
+        constants["width"] = 1
+    types = {"weight_ptr": "*fp32"} if is_gated_norm else {}
+    wide_copies = (".v4.b32", "st.global.v4.b32") if width % 16 == 0 else ()
+    return Launch(function, dtype, constants, types, width % 16 == 0, wide_copies)
+
+
+def pooling(_capability: int, kernel: str, dtype: str, kind: str, width: int) -> Launch:
+    module = triton_module("pooling")
+    constants = {"POOLING": kind, "NORMALIZE": "by_sequence", "HAS_DIMENSIONS": True, "HAS_SKIP": True}
+    constants |= {"BLOCK_ROWS": module.BLOCK_ROWS} | module.tile_options(width)
+    if width == 1:
+        constants |= {"hidden_size": 1, "stride_row": 1}
+    wide_reads = (".v4.b32",) if width % 16 == 0 else ()
+    return Launch(getattr(module, kernel), dtype, constants, {"out_ptr": "*fp32"}, width % 16 == 0, wide_reads)
+
+
+def maxsim(_capability: int, dtype: str, block_q: int) -> Launch:
+    module = triton_module("maxsim")
+    constants = {"BLOCK_Q": block_q, "BLOCK_R": module.BLOCK_R, "BLOCK_D": module.BLOCK_D, "num_warps": 4}
+    return Launch(module._maxsim_kernel, dtype, constants, {"out_ptr": "*fp32"}, is_aligned=False)
+
+
+def grouped_linear(_capability: int, dtype: str, num_groups: int, num_rows: int) -> Launch:
+    module = triton_module("grouped_linear")
+    tile = module.tile_options(DTYPES[dtype], num_rows, num_groups)
+    return Launch(module._grouped_kernel, dtype, {"BLOCK_G": num_groups, "PRECISION": "ieee"} | tile)
+
+
+def recurrent(_capability: int, name: str, kernel: str, dtype: str, state_size: int, chunk_size: int) -> Launch:
+    module = triton_module(name)
+    flags = ("HAS_BIAS", "HAS_INITIAL", "HAS_SILU", "HAS_D", "HAS_STATES", "WANTS_FINAL")
+    constants: dict[str, Any] = dict.fromkeys(flags, True) | {"WIDTH": 4}
+    if name == "causal_conv1d":
+        constants |= {size: getattr(module, size) for size in ("TILE_ROWS", "BLOCK_ROWS", "BLOCK_CHANNELS")}
+    elif name == "selective_scan":
+        constants |= module.tile_options(state_size) | {"SIZE": module.CHUNK_SIZE, "BLOCK": module.BLOCK_STATES}
+    else:
+        constants |= module.tile_options(DTYPES[dtype], 64, state_size, chunk_size) | {"BLOCK": module.BLOCK_STATES}
+    function = getattr(module, kernel)
+    types = {}
+    if name != "causal_conv1d":
+        typed_like_x = {"x_ptr", "y_ptr", "b_ptr", "c_ptr", "cu_seqlens_ptr"}
+        types = {arg: "*fp32" for arg in function.arg_names if arg.endswith("_ptr") and arg not in typed_like_x}
+    return Launch(function, dtype, constants, types, ptx=("mma",) if (name, kernel, dtype) == MMA else ())
+
+
+MMA = ("ssd", "_rows_kernel", "bf16")
+BIAS, CAP, CAUSAL, WINDOW = ("HAS_BIAS",), ("HAS_CAP",), ("HAS_RIGHT",), ("HAS_LEFT", "HAS_RIGHT")
+PAGED = ("IS_PAGED", *WINDOW)
+SLOW_ATTENTION = [
+    *(("bf16", size, 1, ()) for size in (32, 64, 80, 128, 256)),
+    *(("bf16", size, 1, BIAS) for size in (32, 80)),
+    *(("bf16", size, 4, PAGED) for size in (64, 80, 128)),
+    *(("bf16", size, 4, ("IS_PAGED", *CAUSAL)) for size in (64, 96, 128)),
+    ("bf16", 256, 4, (*PAGED, *CAP)),
+    ("fp16", 256, 2, (*CAP, *WINDOW)),
+    *(("fp32", size, 1, BIAS) for size in (32, 64, 128, 256)),
+    *(("fp32", size, 1, ()) for size in (32, 64, 80)),
+    *(("fp32", size, 4, PAGED) for size in (64, 128)),
+    ("fp32", 256, 4, (*PAGED, *CAP)),
+    # These needed more registers than ptxas gave them.
+    *(("bf16", size, 1, (*BIAS, *WINDOW)) for size in (80, 128)),
+    *(("fp32", size, 1, (*BIAS, *WINDOW)) for size in (32, 64)),
+    ("fp32", 128, 1, WINDOW),
+    ("fp32", 128, 1, (*CAUSAL, *CAP)),
+    *(("bf16", size, 1, ("IS_PAGED", *WINDOW, *CAP)) for size in (80, 128)),
+    *(("fp32", 16, heads, BIAS) for heads in (1, 4)),
+    ("fp32", 16, 1, ("HAS_LEFT",)),
+    ("fp32", 16, 4, ("HAS_LEFT", *CAP)),
+    *(("fp32", 32, 4, features) for features in ((), ("IS_PAGED", *CAUSAL), ("IS_PAGED", *CAUSAL, *CAP))),
+]
+QUICK: list[tuple[Any, ...]] = [
+    *((attention, "bf16", 64, 1, BIAS, num_rows) for num_rows in (40, 4096)),
+    *((rotary, *sizes) for sizes in (("bf16", 64, 32, False), ("bf16", 128, 64, True), ("bf16", 80, 16, True))),
+    *((rotary, *sizes) for sizes in (("fp32", 256, 128, True), ("fp32", 128, 32, True))),
+    (rows, "_norm_kernel", "bf16", 384, {}),
+    (rows, "_norm_kernel", "bf16", 1024, {"IS_RMS": True}),
+    (rows, "_norm_kernel", "fp32", 1000, {}),
+    (rows, "_norm_kernel", "fp32", 8192, {}),
+    (rows, "_norm_kernel", "fp16", 1, {"IS_RMS": True}),
+    *((rows, "_embed_norm_kernel", dtype, width, {}) for dtype, width in (("bf16", 384), ("fp32", 8192))),
+    (rows, "_gated_kernel", "bf16", 1152, {"ACTIVATION": "gelu"}),
+    (rows, "_gated_kernel", "bf16", 3072, {"ACTIVATION": "silu"}),
+    (rows, "_gated_kernel", "fp32", 63, {"ACTIVATION": "gelu_tanh"}),
+    *((rows, "_gated_norm_kernel", dtype, width, {}) for dtype, width in (("bf16", 5120), ("fp32", 8192))),
+    (pooling, "_pool_kernel", "bf16", "mean", 384),
+    (pooling, "_pool_kernel", "fp32", "weighted_mean", 1000),
+    (pooling, "_pool_kernel", "fp32", "weighted", 8192),
+    (pooling, "_pool_kernel", "fp16", "cls", 1024),
+    (pooling, "_pool_kernel", "fp32", "mean", 1),
+    (pooling, "_partial_kernel", "fp32", "max", 384),
+    (pooling, "_partial_kernel", "bf16", "weighted", 4096),
+    (pooling, "_combine_kernel", "bf16", "mean", 1024),
+    (recurrent, "causal_conv1d", "_convolve_kernel", "bf16", 0, 64),
+    (recurrent, "selective_scan", "_rows_kernel", "bf16", 16, 64),
+    (recurrent, "ssd", "_chunk_states_kernel", "bf16", 128, 64),
+    (recurrent, "ssd", "_rows_kernel", "bf16", 128, 64),
+    *((grouped_linear, dtype, 16, num_rows) for dtype in ("fp32", "bf16") for num_rows in (1, 100_000)),
+    (maxsim, "fp32", 32),
+]
+SLOW: list[tuple[Any, ...]] = [
+    *((attention, *case, num_rows) for case in SLOW_ATTENTION for num_rows in (40, 4096)),
+    (recurrent, "causal_conv1d", "_final_states_kernel", "fp32", 0, 64),
+    (recurrent, "selective_scan", "_rows_kernel", "fp32", 128, 64),
+    (recurrent, "selective_scan", "_chunk_states_kernel", "bf16", 16, 64),
+    (recurrent, "selective_scan", "_chunk_states_kernel", "fp32", 128, 64),
+    (recurrent, "selective_scan", "_pass_states_kernel", "bf16", 16, 64),
+    (recurrent, "ssd", "_chunk_states_kernel", "fp32", 128, 64),
+    *(
+        (recurrent, "ssd", "_chunk_states_kernel", "bf16", 128, 128),
+        (recurrent, "ssd", "_rows_kernel", "bf16", 128, 128),
+    ),
+    *((recurrent, "ssd", "_pass_states_kernel", "bf16", 128, size) for size in (64, 128)),
+    *((recurrent, "ssd", "_rows_kernel", "fp16", 64, size) for size in (64, 128)),
+    (recurrent, "ssd", "_rows_kernel", "fp32", 256, 64),
+    *((grouped_linear, dtype, 128, num_rows) for dtype in DTYPES for num_rows in (1, 100_000)),
+    *((maxsim, "bf16", 32), (maxsim, "fp16", 16)),
+]
+
+
+def cases() -> list[Any]:
+    """Each launch for sm_80 and sm_90; the quick tests compile some of them for sm_90."""
+    found = []
+    for capability in (80, 90):
+        for launches in (QUICK, SLOW):
+            marks = [pytest.mark.slow] if capability == 80 or launches is SLOW else []
+            for make, *arguments in launches:
+                name = "-".join([make.__name__, *map(str, arguments), str(capability)])
+                found.append(pytest.param(make, (capability, *arguments), id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("make", "arguments"), cases())
+def test_kernel_compiles_without_spills(
+    make: Callable[..., Launch], arguments: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    capability, launch = arguments[0], make(*arguments)
+    function, names = launch.function, launch.function.arg_names
+    options = {name: launch.constants[name] for name in OPTIONS if name in launch.constants}
+    constants = {name: value for name, value in launch.constants.items() if name in names}
+    types = {**TYPES, **launch.types}
+
+    def type_of(name: str) -> str:
+        return types.get(name, f"*{launch.dtype}" if name.endswith("_ptr") else "i32")
+
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    not_specialised = {parameter.name for parameter in function.params if parameter.do_not_specialize}
+    aligned = {name for name in names if name.endswith("_ptr")}
+    if launch.is_aligned:
+        aligned |= {name for name in names if name.startswith("stride") or name in SIZES}
+    aligned -= not_specialised | set(constants)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    report = ptxas_report(compiled.asm["ptx"], capability, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    for instruction in launch.ptx:
+        assert instruction in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= {80: 163 << 10, 90: 227 << 10}[capability]
+
+
+def ptxas_report(ptx: str, capability: int, folder: Path) -> str:
+    """Output of the ptxas in Triton's package. Newer GPUs have a ptxas of their own."""
+    import triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    assert target[1].startswith(f"sm_{capability}")
+    errors = []
+    for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*")):
+        command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(folder / "kernel.cubin")]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode == 0:
+            return run.stderr
+        errors.append(run.stderr)
+    raise AssertionError(f"no ptxas accepts the kernel: {errors}")

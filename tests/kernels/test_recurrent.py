@@ -1,0 +1,386 @@
+"""causal_conv1d, selective_scan and ssd equal their references, which equal torch or a formula."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.causal_conv1d import causal_conv1d
+from penstock.kernels.selective_scan import selective_scan
+from penstock.kernels.ssd import ssd
+
+from ..interpreter import IS_INTERPRETED
+from .assertions import assert_close
+from .cases import (
+    CONV_CASES,
+    SCAN_CASES,
+    SSD_CASES,
+    ConvCase,
+    ScanCase,
+    SsdCase,
+    make_conv_inputs,
+    make_cu_seqlens,
+    make_scan_inputs,
+    make_ssd_inputs,
+)
+from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel with its cases.
+
+    Attributes:
+        case: Small sizes; tests replace the lengths.
+        tolerance: float32: sums in another order. 16 bits: one unit in the last place; ssd rounds before its products.
+        rows: Inputs with one row per token.
+        constants: Inputs without tokens.
+        skip: The optional input that does not depend on tokens.
+    """
+
+    name: str
+    function: Any
+    make: Any
+    cases: tuple[Any, ...]
+    case: Any
+    tolerance: dict[torch.dtype, float]
+    rows: tuple[str, ...]
+    constants: tuple[str, ...]
+    skip: str
+    options: dict[str, Any]
+
+    def __call__(self, case: Any, inputs: Any, has_states: bool = True, **options: Any) -> tuple[Tensor, Tensor]:
+        """Returns the rows and the final states."""
+        y, final = self.function(
+            **{name: getattr(inputs, name) for name in (*self.rows, *self.constants, self.skip)},
+            cu_seqlens=make_cu_seqlens(case.seq_lens, inputs.x.device),
+            seq_lens=case.seq_lens,
+            initial_states=inputs.initial_states if has_states else None,
+            return_final_states=True,
+            **self.options | options,
+        )
+        assert final is not None
+        return y, final
+
+    def cut(self, inputs: Any, rows: slice, **changes: Any) -> Any:
+        """The inputs of some tokens."""
+        return replace(inputs, **{name: getattr(inputs, name)[rows] for name in self.rows}, **changes)
+
+
+ONE_UNIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+CONV = Kernel(
+    name="causal_conv1d",
+    function=causal_conv1d,
+    make=make_conv_inputs,
+    cases=CONV_CASES,
+    case=ConvCase("", (), 6),
+    tolerance=ONE_UNIT | {torch.float32: 2e-6},
+    rows=("x",),
+    constants=("weight",),
+    skip="bias",
+    options={"activation": "silu"},
+)
+SCAN = Kernel(
+    name="selective_scan",
+    function=selective_scan,
+    make=make_scan_inputs,
+    cases=SCAN_CASES,
+    case=ScanCase("", (), 6, 8),
+    tolerance=ONE_UNIT | {torch.float32: 5e-6},
+    rows=("x", "dt", "b", "c"),
+    constants=("a",),
+    skip="d",
+    options={},
+)
+SSD = Kernel(
+    name="ssd",
+    function=ssd,
+    make=make_ssd_inputs,
+    cases=SSD_CASES,
+    case=SsdCase("", (), 4, 8, 2, 16),
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2},
+    rows=("x", "dt", "b", "c"),
+    constants=("a",),
+    skip="d",
+    # So small that a few rows make several chunks.
+    options={"chunk_size": 16} if IS_INTERPRETED else {},
+)
+KERNELS = (CONV, SCAN, SSD)
+
+
+class KernelCase(NamedTuple):
+    kernel: Kernel
+    case: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name}-{self.case.name}"
+
+
+KERNEL_CASES = [KernelCase(kernel, case) for kernel in KERNELS for case in kernel.cases]
+
+kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+
+
+@every_pair(case=CONV_CASES, has_states=[False, True])
+def test_convolution_reference_equals_torch(case: ConvCase, has_states: bool) -> None:
+    inputs = make_conv_inputs(case)
+    y, final = CONV(case, inputs, has_states, backend="reference")
+    start = 0
+    for n, length in enumerate(case.seq_lens):
+        past = inputs.initial_states[n] if has_states else torch.zeros_like(inputs.initial_states[n])
+        row = torch.cat([past, inputs.x[start : start + length].t()], dim=1)
+        assert torch.equal(final[n], row[:, length:])
+        if length:
+            expected = F.silu(F.conv1d(row, inputs.weight[:, None], inputs.bias, groups=case.channels)).t()
+            assert_close(f"sequence {n}", expected, y[start : start + length], 2e-6)
+        start += length
+
+
+def test_scan_reference_equals_formula() -> None:
+    case = ScanCase("", (4, 0, 3), 2, 3)
+    inputs = make_scan_inputs(case)
+    y, final = SCAN(case, inputs, backend="reference")
+    x, dt, b, c = (v.tolist() for v in (inputs.x, inputs.dt, inputs.b, inputs.c))
+    start = 0
+    for n, length in enumerate(case.seq_lens):
+        for i in range(case.channels):
+            state = inputs.initial_states[n, i].tolist()
+            for t in range(start, start + length):
+                for s in range(case.state_size):
+                    state[s] *= math.exp(dt[t][i] * inputs.a[i, s].item())
+                    state[s] += dt[t][i] * x[t][i] * b[t][s]
+                expected = math.fsum(h * weight for h, weight in zip(state, c[t], strict=True))
+                expected += inputs.d[i].item() * x[t][i]
+                assert y[t, i].item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            assert final[n, i].tolist() == pytest.approx(state, rel=1e-5, abs=1e-5)
+        start += length
+
+
+def test_ssd_reference_equals_selective_scan() -> None:
+    """A head is a few channels of the selective scan with one decay."""
+    case = SsdCase("", (4, 0, 9), 4, 3, 2, 5)
+    inputs = make_ssd_inputs(case)
+    y, final = SSD(case, inputs, backend="reference")
+    for head in range(4):
+        of_head = replace(
+            inputs,
+            x=inputs.x[:, head],
+            dt=inputs.dt[:, head, None].expand(-1, 3),
+            a=inputs.a[head].expand(3, 5),
+            b=inputs.b[:, head // 2],
+            c=inputs.c[:, head // 2],
+            d=inputs.d[head].expand(3),
+            initial_states=inputs.initial_states[:, head],
+        )
+        expected, expected_final = SCAN(case, of_head, backend="reference")
+        assert_close("y", expected, y[:, head], 1e-6)
+        assert_close("final", expected_final, final[:, head], 1e-6)
+
+
+def is_quick(kernel_case: KernelCase, dtype: torch.dtype, has_states: bool, **_: Any) -> bool:
+    """The interpreter takes milliseconds for a row and has no products in bfloat16."""
+    kernel, case = kernel_case
+    if not IS_INTERPRETED:
+        return True
+    if kernel is SSD:
+        return case.is_quick and (dtype == torch.float32 or (dtype == torch.float16 and has_states))
+    return case.is_quick and dtype != torch.float16
+
+
+@every_pair(is_quick, place=PLACES, kernel_case=KERNEL_CASES, dtype=FLOAT_DTYPES, has_states=[False, True])
+def test_backend_equals_reference(place: Place, kernel_case: KernelCase, dtype: torch.dtype, has_states: bool) -> None:
+    kernel, case = kernel_case
+    inputs = kernel.make(case, dtype, place.device)
+    expected, expected_final = kernel(case, inputs, has_states, backend="reference")
+    actual, final = kernel(case, inputs, has_states, backend=place.backend)
+    assert actual.dtype == dtype
+    assert final.dtype == (dtype if kernel is CONV else torch.float32)
+    assert actual.is_contiguous()
+    assert_close("y", expected, actual, kernel.tolerance[dtype])
+    final_tolerance = {CONV: 0.0, SCAN: 5e-6, SSD: SSD.tolerance[dtype]}[kernel]
+    assert_close("final", expected_final, final, final_tolerance)
+
+
+@kernels
+def test_optional_inputs_may_be_left_out(place: Place, kernel: Kernel) -> None:
+    case = replace(kernel.case, seq_lens=(5, 33))
+    inputs = kernel.make(case, device=place.device)
+    arguments = {name: getattr(inputs, name) for name in (*kernel.rows, *kernel.constants)}
+    arguments |= {"cu_seqlens": inputs.cu_seqlens, "seq_lens": case.seq_lens}
+    arguments |= {"bias": None} if kernel is CONV else {}
+    expected, _ = kernel.function(**arguments, backend="reference")
+    actual, final = kernel.function(**arguments, backend=place.backend)
+    assert final is None
+    assert_close("y", expected, actual, 1e-5)
+
+
+@pytest.mark.parametrize("size", [7] if IS_INTERPRETED else [1, 7, 64])
+@kernels
+def test_chunks_equal_the_whole(place: Place, kernel: Kernel, size: int) -> None:
+    length = 20 if IS_INTERPRETED else 150
+    case = replace(kernel.case, seq_lens=(length,))
+    inputs = kernel.make(case, device=place.device)
+    whole, whole_final = kernel(case, inputs, backend=place.backend)
+    state = inputs.initial_states
+    for start in range(0, length, size):
+        rows = slice(start, min(start + size, length))
+        part = replace(case, seq_lens=(rows.stop - start,))
+        y, state = kernel(part, kernel.cut(inputs, rows, initial_states=state), backend=place.backend)
+        assert_close(f"rows from {start}", whole[rows], y, 1e-5, whole.abs().max().item())
+    assert_close("final", whole_final, state, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
+@kernels
+def test_nan_stays_in_its_sequence(place: Place, kernel: Kernel) -> None:
+    lengths = (2, 5, 0, 1, 17) if IS_INTERPRETED else (2, 130, 0, 1, 67)
+    case, end = replace(kernel.case, seq_lens=lengths), 2 + lengths[1]
+    clean, dirty = (kernel.make(case, device=place.device) for _ in range(2))
+    for name in kernel.rows:
+        getattr(dirty, name)[2:end] = float("nan")
+    dirty.initial_states[1] = float("nan")
+    expected, expected_final = kernel(case, clean, backend=place.backend)
+    actual, final = kernel(case, dirty, backend=place.backend)
+    assert actual[2:end].isnan().all()
+    others = [0, 2, 3, 4]
+    assert torch.equal(actual[end:], expected[end:])
+    assert torch.equal(actual[:2], expected[:2])
+    assert torch.equal(final[others], expected_final[others])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "limits", "options"),
+    [
+        (CONV, {"BLOCK_ELEMENTS": 1}, {}),
+        (SCAN, {"GROUP_ELEMENTS": 3 * 12 * 16, "BLOCK_ELEMENTS": 12 * 12 * 16}, {}),
+        *((SSD, {}, {"chunk_size": size}) for size in (16, 32, 128)),
+    ],
+)
+def test_blocks_of_torch_change_nothing(
+    kernel: Kernel, limits: dict[str, int], options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = kernel.cases[0]
+    inputs = kernel.make(case)
+    expected, expected_final = kernel(case, inputs, backend="torch")
+    for name, value in limits.items():
+        monkeypatch.setattr(f"penstock.kernels.{kernel.name}.{name}", value)
+    actual, final = kernel(case, inputs, backend="torch", **options)
+    assert_close("y", expected, actual, 1e-5)
+    assert_close("final", expected_final, final, 1e-5)
+
+
+@every_pair(place=TRITON_PLACES, has_states=[False, True])
+def test_scan_chunks_of_triton_equal_reference(place: Place, has_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.kernels.selective_scan import _triton
+
+    # Sequences without rows, of whole chunks, and of one row more or less.
+    case = ScanCase("", (3, 8, 0, 9, 24, 1, 31, 16), 40, 6)
+    inputs = make_scan_inputs(case, device=place.device)
+    expected, expected_final = SCAN(case, inputs, has_states, backend="reference")
+    for size in (8,) if IS_INTERPRETED else (4, 8, 16):
+        monkeypatch.setattr(_triton, "CHUNK_SIZE", size)
+        actual, final = SCAN(case, inputs, has_states, backend=place.backend)
+        assert_close("y", expected, actual, 5e-6)
+        assert_close("final", expected_final, final, 5e-6)
+        cut = SCAN.cut(inputs, slice(20, 44))
+        alone, _ = SCAN(replace(case, seq_lens=(24,)), cut, False, backend=place.backend)
+        together, _ = SCAN(case, inputs, False, backend=place.backend)
+        assert torch.equal(alone, together[20:44])
+
+
+@every_pair(place=PLACES, dtype=[torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16])
+def test_default_chunk_size_equals_reference(place: Place, dtype: torch.dtype) -> None:
+    case = SsdCase("", (129, 3, 0, 128, 65), 2, 8, 1, 16)
+    inputs = make_ssd_inputs(case, dtype, place.device)
+    expected = SSD(case, inputs, backend="reference")
+    actual = SSD(case, inputs, backend=place.backend, chunk_size=None)
+    for name, one, other in zip(("y", "final"), expected, actual, strict=True):
+        assert_close(name, one, other, SSD.tolerance[dtype])
+
+
+@every_pair(place=TRITON_PLACES, dtype=[torch.float32, torch.float16] if IS_INTERPRETED else FLOAT_DTYPES)
+def test_chunk_size_does_not_depend_on_other_lengths(
+    place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.kernels.ssd import _triton
+
+    sizes: list[int] = []
+    make_options = _triton.tile_options
+
+    def record(*arguments: Any) -> dict[str, Any]:
+        options = make_options(*arguments)
+        sizes.append(options["SIZE"])
+        return options
+
+    monkeypatch.setattr(_triton, "tile_options", record)
+    case = SsdCase("", (64, 150), 2, 8, 1, 16)
+    inputs = make_ssd_inputs(case, dtype, place.device)
+    together, _ = SSD(case, inputs, False, backend=place.backend, chunk_size=None)
+    cut = SSD.cut(inputs, slice(64))
+    alone, _ = SSD(replace(case, seq_lens=(64,)), cut, False, backend=place.backend, chunk_size=None)
+    assert sizes == [64 if dtype == torch.float32 else 128] * 2
+    assert torch.equal(together[:64], alone)
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-4, 10.0, 50.0])
+def test_extreme_steps_equal_reference(place: Place, step: float) -> None:
+    case = SsdCase("", (33 if IS_INTERPRETED else 200,), 2, 4, 1, 8)
+    inputs = make_ssd_inputs(case, device=place.device)
+    inputs.dt.fill_(step)
+    # Small steps after large ones: a difference of running sums would lose them.
+    inputs.dt[case.seq_lens[0] // 2 :, 0] = 1e-3
+    expected, expected_final = SSD(case, inputs, backend="reference")
+    actual, final = SSD(case, inputs, backend=place.backend)
+    assert_close("y", expected, actual, 1e-5)
+    assert_close("final", expected_final, final, 1e-5)
+
+
+CONV_INPUTS = make_conv_inputs(ConvCase("", (1, 3), 6))
+SCAN_INPUTS = make_scan_inputs(ScanCase("", (1, 3), 6, 5))
+SSD_INPUTS = make_ssd_inputs(SsdCase("", (1, 3), 4, 6, 2, 5))
+INVALID = [
+    (CONV, {"weight": torch.ones(5, 4)}, r"weight \[C, W\]"),
+    (CONV, {"bias": torch.ones(5)}, r"bias must be \[6\]"),
+    (CONV, {"cu_seqlens": CONV_INPUTS.cu_seqlens.long()}, "cu_seqlens must be int32"),
+    (CONV, {"activation": "gelu"}, "activation must be"),
+    (CONV, {"initial_states": torch.ones(2, 6, 4)}, r"initial_states must be torch.float32 \[2, 6, 3\]"),
+    (CONV, {"initial_states": torch.ones(2, 6, 3).half()}, "initial_states must be torch.float32"),
+    (SCAN, {"dt": SCAN_INPUTS.dt.half()}, r"dt must be torch.float32 \[4, 6\]"),
+    (SCAN, {"a": torch.ones(5, 5)}, r"a must be torch.float32 \[6, 5\]"),
+    (SCAN, {"b": torch.ones(4, 6)}, r"b must be torch.float32 \[4, 5\]"),
+    (SCAN, {"c": torch.ones(3, 5)}, r"c must be torch.float32 \[4, 5\]"),
+    (SCAN, {"d": torch.ones(5)}, r"d must be \[6\]"),
+    (SCAN, {"initial_states": torch.ones(2, 5, 6)}, r"initial_states must be torch.float32 \[2, 6, 5\]"),
+    (SSD, {"b": torch.ones(4, 3, 5)}, "H a multiple of G"),
+    (SSD, {"b": torch.ones(3, 2, 5)}, r"b must be torch.float32 \[4, 2, 5\]"),
+    (SSD, {"c": torch.ones(4, 2, 6)}, r"c must be torch.float32 \[4, 2, 5\]"),
+    (SSD, {"dt": SSD_INPUTS.dt.half()}, r"dt must be torch.float32 \[4, 4\]"),
+    (SSD, {"a": torch.ones(5)}, r"a must be torch.float32 \[4\]"),
+    (SSD, {"d": torch.ones(5)}, r"d must be \[4\]"),
+    (SSD, {"initial_states": torch.ones(2, 4, 5, 6)}, r"initial_states must be torch.float32 \[2, 4, 6, 5\]"),
+    (SSD, {"chunk_size": 48}, "chunk_size must be a power of two"),
+]
+INVALID += [
+    (kernel, change, message)
+    for kernel in KERNELS
+    for change, message in (
+        ({"x": torch.ones(4)}, "x must be"),
+        ({"x": torch.ones(4, 6).double()}, "x must be"),
+        ({"seq_lens": (1, 2)}, "seq_lens must sum to the 4 rows"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    )
+]
+
+
+@pytest.mark.parametrize(("kernel", "change", "message"), INVALID)
+def test_invalid_argument_is_named(kernel: Kernel, change: dict[str, Any], message: str) -> None:
+    inputs = {CONV: CONV_INPUTS, SCAN: SCAN_INPUTS, SSD: SSD_INPUTS}[kernel]
+    names = (*kernel.rows, *kernel.constants, kernel.skip, "cu_seqlens")
+    arguments = {name: getattr(inputs, name) for name in names} | {"seq_lens": (1, 3)}
+    with pytest.raises(ValueError, match=message):
+        kernel.function(**arguments | change)
