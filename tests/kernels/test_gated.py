@@ -1,5 +1,6 @@
-"""kernels/gated: the reference against torch's activations, and every backend against the reference."""
+"""gated and gated_norm equal their reference on every backend; the reference equals torch's activations."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ activations = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 
 
 @activations
-def test_the_reference_equals_torch(activation: GateActivation) -> None:
+def test_reference_equals_torch(activation: GateActivation) -> None:
     x = torch.cat([torch.linspace(-30, 30, 1001)[:, None], torch.full((1001, 1), 2.0)], dim=1)
     expected = 2 * FUNCTIONS[activation](x[:, :1].double())
     assert_close("gated", expected, gated(x, activation, backend="reference"), 1e-6)
@@ -37,16 +38,16 @@ def test_backend_equals_reference(
     num_rows, width = shape
     generator = torch.Generator().manual_seed(width)
     x = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, : 2 * width]
-    kept = x.clone()
+    copy = x.clone()
     actual = gated(x, activation, backend=backend)
     assert actual.dtype == dtype
     expected = gated(x, activation, backend="reference")
     assert_close("gated", expected, actual, TOLERANCE[dtype], scale=max(1.0, expected.abs().max().item()))
-    assert torch.equal(x, kept)
+    assert torch.equal(x, copy)
 
 
 @activations
-def test_large_gates_and_rows_with_nan(place: Place, activation: GateActivation) -> None:
+def test_large_gates_saturate_and_nan_stays(place: Place, activation: GateActivation) -> None:
     backend, device = place
     gates = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4, float("nan")])
     x = torch.stack([gates, torch.ones(8)], dim=1).to(device)
@@ -56,7 +57,7 @@ def test_large_gates_and_rows_with_nan(place: Place, activation: GateActivation)
     assert actual[7].isnan()
 
 
-def test_no_rows(place: Place) -> None:
+def test_batch_without_rows_gives_no_rows(place: Place) -> None:
     backend, device = place
     assert gated(torch.ones(0, 10, device=device), "silu", backend=backend).shape == (0, 5)
 
@@ -68,7 +69,6 @@ def test_no_rows(place: Place) -> None:
 def test_gated_norm_equals_reference(
     place: Place, num_rows: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> None:
-    """The gate is columns of a wider product, as a mixer's projection gives it."""
     backend, device = place
     generator = torch.Generator().manual_seed(width)
     gate = (3 * torch.randn(num_rows, 2 * width + 16, generator=generator)).to(dtype).to(device)[:, :width]
@@ -81,7 +81,7 @@ def test_gated_norm_equals_reference(
     assert_close("normed", expected, actual, TOLERANCE[dtype])
 
 
-def test_gated_norm_keeps_a_nan_in_its_group(place: Place) -> None:
+def test_nan_stays_in_its_group(place: Place) -> None:
     backend, device = place
     x, weight = torch.ones(3, 40, device=device), torch.ones(40, device=device)
     expected = gated_norm(x, x, weight, 4, 1e-5, backend=backend)
@@ -94,44 +94,25 @@ def test_gated_norm_keeps_a_nan_in_its_group(place: Place) -> None:
     assert gated_norm(x[:0], x[:0], weight, 4, 1e-5, backend=backend).shape == (0, 40)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gate": torch.ones(3, 7)}, "x and gate must be"),
-        ({"x": torch.ones(8, 3).T}, "last axis of x and gate"),
-        ({"weight": torch.ones(7)}, "weight must be"),
-        ({"num_groups": 3}, "num_groups must divide 8"),
-    ],
-)
-def test_wrong_arguments_of_gated_norm_are_named(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"x": torch.ones(3, 8), "gate": torch.ones(3, 8), "weight": torch.ones(8)}
-    with pytest.raises(ValueError, match=message):
-        gated_norm(**({**arguments, "num_groups": 2, "eps": 1e-5} | changes))
-
-
-@pytest.mark.gpu
-def test_places_beyond_two_to_the_31() -> None:
-    width = 1024
-    num_rows = 2**31 // (2 * width) + 5
-    if torch.cuda.mem_get_info()[0] < 3 * 2 * num_rows * width * 2:
-        pytest.skip("needs 13 GB of free memory")
-    x = torch.zeros(num_rows, 2 * width, dtype=torch.bfloat16, device="cuda")
-    x[-7:] = torch.randn(7, 2 * width, generator=torch.Generator().manual_seed(0)).to(x)
-    actual = gated(x, "silu", backend="triton")[-7:]
-    assert_close("gated", gated(x[-7:], "silu", backend="reference"), actual, 1e-2)
+X = torch.ones(3, 8)
+VALID: dict[str, Any] = {"x": X, "activation": "silu"}
+VALID_NORM: dict[str, Any] = {"x": X, "gate": X, "weight": torch.ones(8), "num_groups": 2, "eps": 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("function", "changes", "message"),
     [
-        ({"activation": "relu"}, "activation must be one of"),
-        ({"x": torch.ones(3, 7)}, r"x must be \[T, 2 \* I\]"),
-        ({"x": torch.ones(3, 8).long()}, "got torch.int64"),
-        ({"x": torch.ones(8, 4).T}, "last axis of x must be contiguous"),
-        ({"backend": "cuda"}, "backend must be one of"),
+        (gated, {"activation": "relu"}, "activation must be one of"),
+        (gated, {"x": torch.ones(3, 7)}, r"x must be \[T, 2 \* I\]"),
+        (gated, {"x": torch.ones(3, 8).long()}, "got torch.int64"),
+        (gated, {"x": torch.ones(8, 4).T}, "last axis of x must be contiguous"),
+        (gated, {"backend": "cuda"}, "backend must be one of"),
+        (gated_norm, {"gate": torch.ones(3, 7)}, "x and gate must be"),
+        (gated_norm, {"x": torch.ones(8, 3).T}, "last axis of x and gate"),
+        (gated_norm, {"weight": torch.ones(7)}, "weight must be"),
+        (gated_norm, {"num_groups": 3}, "num_groups must divide 8"),
     ],
 )
-def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"x": torch.ones(3, 8), "activation": "silu"}
+def test_invalid_argument_is_named(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gated(**(arguments | changes))
+        function(**(VALID if function is gated else VALID_NORM) | changes)

@@ -1,0 +1,281 @@
+"""CpuEncoder equals float64 for every option, and gives the same bits in any batch, in chunks and on any lanes."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, Pages, Past
+
+from ...conftest import ISAS
+from ..assertions import assert_close
+from ..parameters import every_pair
+from .chunked import ChunkedDecoder
+from .reference import encode
+from .specs import DECODERS, LONGEST, SHAPES, Shape, Texts, make_spec, make_texts, ways
+
+# Share of the largest value: float32 sums, and functions within 1e-6, through one or two layers.
+TOLERANCE = 5e-6
+CAUSAL = [shape for shape in DECODERS if shape.window is not None and shape.window[1] == 0]
+MPNET = next(shape for shape in SHAPES if shape.distance_bias)
+FAR_APART = [(256, 1), (300, 128)]
+"""Chunks of many pages, and chunks of parts of pages."""
+
+every_shape = pytest.mark.parametrize("shape", [*SHAPES, *DECODERS], ids=lambda shape: shape.name)
+
+
+def run(encoder: CpuEncoder, texts: Texts, need_attention: bool | None = None) -> tuple[torch.Tensor, Any]:
+    """Rows and attention weights; the weights of a decoder are None."""
+    need_attention = not encoder._struct.is_decoder if need_attention is None else need_attention
+    rows, weights = encoder(
+        texts.ids, texts.places, texts.starts, visible_N=texts.visible, need_attention=need_attention
+    )
+    return torch.from_numpy(rows), None if weights is None else torch.from_numpy(weights)
+
+
+def join(texts: Sequence[Texts]) -> Texts:
+    starts = np.concatenate([[0], np.cumsum([text.lengths[0] for text in texts])]).astype(np.int32)
+    visible = None if texts[0].visible is None else np.concatenate([text.visible for text in texts])
+    return Texts(np.concatenate([t.ids for t in texts]), np.concatenate([t.places for t in texts]), starts, visible)
+
+
+@every_shape
+def test_float32_equals_float64(machine: Machine, shape: Shape) -> None:
+    spec = make_spec(shape)
+    encoder = CpuEncoder(machine, spec, Format.F32)
+    numbers = np.random.default_rng(1)
+    batches = [[1], [513], [2, 3, 31, 32, 33], [5, 300, 1, 64]]
+    batches += [numbers.integers(1, 130, numbers.integers(1, 9)).tolist() for _ in range(2)]
+    for seed, lengths in enumerate(batches):
+        texts = make_texts(lengths, seed, hides=seed % 2 == 1 and not shape.is_decoder)
+        rows, weights = run(encoder, texts)
+        expected_rows, expected_weights = encode(spec, texts)
+        assert_close(f"rows of {lengths}", expected_rows, rows, TOLERANCE)
+        if weights is not None:
+            assert_close(f"weights of {lengths}", expected_weights, weights, TOLERANCE)
+
+
+@every_shape
+def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
+    """BF16 rounds weights only; DOT and INT8 round both factors and the scores."""
+    spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
+    for form, attention in ways(machine):
+        actual, _ = run(CpuEncoder(machine, spec, form, attention=attention), texts)
+        expected, _ = encode(spec, texts, Format.F32 if form is Format.INT8 else form)
+        if form in (Format.F32, Format.BF16):
+            assert_close(form.name, expected, actual, TOLERANCE)
+        else:
+            least = {Format.DOT: 0.9995, Format.INT8: 0.985 if shape.is_decoder else 0.99}[form]
+            assert torch.cosine_similarity(actual.double(), expected, dim=1).min() > least, form
+
+
+@every_shape
+def test_bits_do_not_depend_on_batch_and_lanes(widest: Machine, shape: Shape) -> None:
+    spec = make_spec(shape)
+    lengths = [1, 2, 5, 13, 31, 32, 33, 64, 90, 129, 150, 300]
+    texts = make_texts(lengths, hides=not shape.is_decoder)
+    # One long text: all lanes share it. Many texts: each lane runs some.
+    orders = [[11], [0], [11, 0], [10, 11], np.random.default_rng(4).permutation(12).tolist()]
+    for form, attention in ways(widest):
+        alone: list[Any] = []
+        for num_lanes in (1, 2, 3, 5):
+            with Machine(num_lanes) as machine:
+                encoder = CpuEncoder(machine, spec, form, attention=attention)
+                alone = alone or [run(encoder, texts[i]) for i in range(12)]
+                for order in orders:
+                    rows, weights = run(encoder, join([texts[i] for i in order]))
+                    assert torch.equal(rows, torch.cat([alone[i][0] for i in order])), f"{num_lanes} lanes, {order}"
+                    assert weights is None or torch.equal(weights, torch.cat([alone[i][1] for i in order]))
+
+
+def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
+    spec = make_spec(shape)
+    lengths = [1, 31, 300, 2, 513, 64, 257]
+    texts = make_texts([length for length in lengths if size > 1 or length < 100], 3)
+    for form, attention in ways(machine):
+        decoder = CpuEncoder(machine, spec, form, attention=attention)
+        assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
+        chunked = ChunkedDecoder(decoder, spec, texts, page_size).run(size)
+        assert np.array_equal(chunked, run(decoder, texts)[0]), form.name
+
+
+@every_pair(indirect=["machine"], machine=ISAS, shape=CAUSAL, sizes=[(1, 16), (7, 3), (100, 16), *FAR_APART])
+def test_chunks_equal_the_whole_bit_for_bit(machine: Machine, shape: Shape, sizes: tuple[int, int]) -> None:
+    check_chunks(machine, shape, *sizes)
+
+
+@pytest.mark.parametrize("shape", CAUSAL, ids=lambda shape: shape.name)
+def test_chunks_do_not_depend_on_lanes(shape: Shape) -> None:
+    spec, texts = make_spec(shape), make_texts([1, 31, 300, 2, 513, 64, 257])
+    found = []
+    for lanes in (1, 2, 3):
+        with Machine(lanes) as machine:
+            found.append(ChunkedDecoder(CpuEncoder(machine, spec, Format.F32), spec, texts, 16).run(90))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+def test_chunk_may_run_again(widest: Machine) -> None:
+    spec, texts = make_spec(DECODERS[0]), make_texts([200, 120])
+    decoder = CpuEncoder(widest, spec, Format.F32)
+    chunked = ChunkedDecoder(decoder, spec, texts, 16)
+    chunked.step([(0, 0, 90), (1, 0, 33)])
+    chunked.rows = [[], []]
+    chunked.step([(0, 0, 90), (1, 0, 33)])
+    chunked.step([(0, 90, 200), (1, 33, 120)])
+    assert np.array_equal(chunked.result(), run(decoder, texts)[0])
+
+
+@every_shape
+def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
+    spec = make_spec(shape)
+    texts = make_texts([31, 7, 64, 33])
+    texts = replace(texts, ids=np.minimum(texts.ids, 48))
+    spec.words[49] = np.nan
+    dirty = replace(texts, ids=texts.ids.copy())
+    dirty.ids[33] = 49
+    for form, attention in ways(machine):
+        encoder = CpuEncoder(machine, spec, form, attention=attention)
+        clean, _ = run(encoder, texts)
+        rows, weights = run(encoder, dirty)
+        results = [rows]
+        if shape in CAUSAL:
+            results.append(torch.from_numpy(ChunkedDecoder(encoder, spec, dirty, 16).run(50)))
+        for found in results:
+            assert torch.equal(found[:31], clean[:31])
+            assert torch.equal(found[38:], clean[38:])
+            assert found[33].isnan().all()
+        assert clean.isfinite().all()
+        if shape.window is None:
+            assert rows[31:38].isnan().all()
+            assert weights is None or weights[31:38].isnan().all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_infinite_scores_equal_torch(machine: Machine, value: float) -> None:
+    """-inf hides a key unless all keys are hidden; inf and NaN make the query's row NaN."""
+    spec = make_spec(MPNET)
+    layer = next(iter(spec.layers))
+    assert layer.bias is not None
+    layer.bias[1, LONGEST + 2 :: 3] = value
+    texts = make_texts([40, 2, 3, 1])
+    for form in machine.formats - {Format.INT8}:
+        rows, weights = run(CpuEncoder(machine, spec, form), texts)
+        expected_rows, expected_weights = encode(spec, texts, form)
+        tolerance = 0.05 if form is Format.DOT else TOLERANCE
+        assert_close("rows", expected_rows, rows, tolerance)
+        assert_close("weights", expected_weights, weights, tolerance)
+    layer.bias[:] = -np.inf
+    rows, weights = run(CpuEncoder(machine, spec, Format.F32), make_texts([40, 3]))
+    assert rows.isnan().all()
+    assert weights.isnan().all()
+
+
+def test_norms_of_rows_of_any_size_equal_torch(machine: Machine) -> None:
+    for rms, size in itertools.product((False, True), (1e-30, 1e-3, 1e3, 1e15)):
+        spec = make_spec(replace(SHAPES[0], places=False, rms=rms))
+        spec.words[3] *= np.float32(size)
+        texts = make_texts([1])
+        texts.ids[:] = 3
+        norm = spec.embedding_norm
+        rows, weight = torch.from_numpy(spec.words[texts.ids]), torch.from_numpy(norm.weight)
+        if rms:
+            scaled = torch.nn.functional.rms_norm(rows, rows.shape[1:], weight, norm.eps)
+        else:
+            bias = torch.from_numpy(norm.bias)
+            scaled = torch.nn.functional.layer_norm(rows, rows.shape[1:], weight, bias, norm.eps)
+        # The same encoder without the norm, over a table with the normalised row.
+        without_norm = replace(spec, words=spec.words.copy(), embedding_norm=None)
+        without_norm.words[3] = scaled[0].numpy()
+        actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (spec, without_norm))
+        assert_close(f"rows of {size}", expected, actual, TOLERANCE)
+
+
+def test_tables_may_be_bfloat16(machine: Machine) -> None:
+    spec, texts = make_spec(SHAPES[0]), make_texts([12, 40])
+    words = torch.from_numpy(spec.words).bfloat16()
+    rounded = replace(spec, words=words.float().numpy())
+    in_bfloat16 = replace(spec, words=words.view(torch.int16).numpy().view(np.uint16))
+    actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (in_bfloat16, rounded))
+    assert torch.equal(actual, expected)
+
+
+def test_attention_in_bfloat16_differs_from_float32(widest: Machine) -> None:
+    spec, texts = make_spec(SHAPES[0]), make_texts([20])
+    if Format.DOT in widest.formats:
+        exact, rounded = (
+            run(CpuEncoder(widest, spec, Format.F32, attention=attention), texts)[0]
+            for attention in (Format.F32, Format.DOT)
+        )
+        assert 1e-6 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
+    with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain has no attention in DOT"):
+        CpuEncoder(plain, spec, Format.F32, attention=Format.DOT)
+
+
+LONG = make_texts([3, LONGEST + 2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        (SHAPES[0], {"ids": np.full(5, 50)}, "ids must be 5 numbers from 0 to 49"),
+        (SHAPES[0], {"ids": np.full(5, -1)}, "ids must be 5 numbers from 0 to 49"),
+        (SHAPES[0], {"ids": np.zeros(4, np.int64)}, "from 0"),
+        (SHAPES[0], {"places": np.full(5, 513)}, "places must be 5 numbers from 0 to 512"),
+        (SHAPES[0], {"places": np.zeros(4, np.int64)}, "places must be 5 numbers from 0 to 512"),
+        (SHAPES[0], {"starts": np.array([0, 3, 3, 5], np.int32)}, "starts must rise"),
+        (SHAPES[0], {"starts": np.array([0, 4], np.int32)}, "starts must rise"),
+        (SHAPES[0], {"starts": np.array([1, 5], np.int32)}, "starts must rise"),
+        (SHAPES[0], {"visible": np.array([2], np.int32)}, "visible must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([2, 4], np.int32)}, "visible must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([-1, 3], np.int32)}, "visible must be 2 numbers"),
+        (MPNET, vars(replace(LONG, places=np.minimum(LONG.places, 9))), "515 tokens, of at most 514"),
+        (SHAPES[7], vars(LONG), "515 tokens, of at most 513"),
+        (DECODERS[0], {"visible": np.array([1, 2], np.int32)}, "neither attention weights nor hidden tokens"),
+    ],
+)
+def test_value_outside_the_tables_is_refused(
+    widest: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
+) -> None:
+    encoder = CpuEncoder(widest, make_spec(shape), Format.F32)
+    with pytest.raises(ValueError, match=message):
+        run(encoder, replace(make_texts([2, 3]), **changes))
+
+
+def test_invalid_pages_are_refused(widest: Machine) -> None:
+    spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
+    decoder = CpuEncoder(widest, spec, Format.F32)
+    with pytest.raises(ValueError, match="neither attention weights nor hidden tokens"):
+        run(decoder, texts, need_attention=True)
+    pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
+    valid = Past(
+        pages=pages,
+        lengths=np.array([20, 0], np.int32),
+        tables=np.array([[1, 0], [-1, -1]], np.int32),
+        slots=np.full(7, -1, np.int64),
+    )
+    narrow = [np.zeros((4, 16, 2, 31), np.float32)] * 2
+    halves = [np.zeros((4, 16, 2, 32), np.uint16)] * 2
+    for changes, message in (
+        ({"lengths": np.array([-1, 0])}, "past lengths must be 2 numbers from 0"),
+        ({"lengths": np.array([20])}, "past lengths must be 2 numbers"),
+        ({"lengths": np.array([33, 0])}, "the pages of 2 sequences"),
+        ({"tables": np.array([[1, 0]])}, "the pages of 2 sequences"),
+        ({"tables": np.array([[1, pages.num_pages], [0, 0]])}, "pages from 0 to 6"),
+        ({"tables": np.array([[1, -1], [0, 0]])}, "pages from 0 to 6"),
+        ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
+        ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
+        ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
+        ({"pages": Pages(narrow, narrow)}, "not of this model"),
+        ({"pages": Pages(halves, halves)}, "not of this model"),
+        ({"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)}, "514 tokens, of at most 513"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(texts.ids, texts.places, texts.starts, past=replace(valid, **changes))
+    decoder(texts.ids, texts.places, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32)))
+    with pytest.raises(ValueError, match="contiguous arrays of one shape"):
+        Pages(narrow, halves)

@@ -1,0 +1,244 @@
+"""Lanes run forwards side by side, sleep without work, and end with their machine."""
+
+import gc
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.kernels.cpu import CpuEncoder, CpuForward, CpuKernelError, Format, Machine
+
+from .specs import SHAPES, Texts, make_spec, make_texts
+
+SPEC = make_spec(SHAPES[0])
+LENGTHS = ([5], [300], [3, 200, 7, 50], [17] * 20, [1, 2, 3], [400, 2])
+
+
+@pytest.fixture(autouse=True)
+def _needs_library(widest: Machine) -> None:
+    """Skips the tests without the library."""
+
+
+def open_encoder(machine: Machine) -> CpuEncoder:
+    return CpuEncoder(machine, SPEC, Format.F32)
+
+
+def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
+    return encoder.begin(texts.ids, texts.places, texts.starts)
+
+
+def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:
+    return begin(encoder, texts).result()[0]
+
+
+def wait_for_lanes(machine: Machine) -> None:
+    """Waits for lanes that start, or were woken for work that other lanes took."""
+    deadline_s = time.monotonic() + 120
+    while machine.num_free < machine.num_lanes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 5])
+def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
+    batches = [make_texts(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    with Machine(num_lanes) as machine:
+        encoder = open_encoder(machine)
+        alone = [forward(encoder, texts) for texts in batches]
+        numbers = np.random.default_rng(num_lanes)
+        for _ in range(40):
+            order = numbers.integers(len(batches), size=12)
+            running = [(number, begin(encoder, batches[number])) for number in order]
+            numbers.shuffle(running)  # type: ignore[arg-type]
+            for number, unfinished in running:
+                assert np.array_equal(unfinished.result()[0], alone[number])
+
+
+def test_thousand_small_forwards_give_equal_rows() -> None:
+    numbers = np.random.default_rng(0)
+    machines = [Machine(num_lanes) for num_lanes in (1, 2, 3, 5)]
+    encoders = [open_encoder(machine) for machine in machines]
+    batches = [make_texts(numbers.integers(1, 60, n).tolist(), n) for n in (1, 1, 2, 3, 5, 9)]
+    expected = [forward(encoders[0], texts) for texts in batches]
+    for _ in range(1000):
+        number = int(numbers.integers(len(batches)))
+        rows = forward(encoders[int(numbers.integers(len(encoders)))], batches[number])
+        assert np.array_equal(rows, expected[number])
+    for machine in machines:
+        machine.close()
+
+
+def test_machines_in_threads_give_equal_rows() -> None:
+    texts = [make_texts([150, 3, 20], seed) for seed in range(3)]
+    with Machine(1) as machine:
+        expected = [forward(open_encoder(machine), batch) for batch in texts]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with Machine(3) as machine:
+            encoder = open_encoder(machine)
+            results = [forward(encoder, texts[number]) for _ in range(30)]
+            wrong.extend(number for rows in results if not np.array_equal(rows, expected[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_wakeup_follows_end_of_forward_and_free_lane() -> None:
+    waiting, fd = os.pipe()
+    with Machine(2) as machine:
+        encoder = open_encoder(machine)
+        machine.set_wakeup_fd(fd)
+        running = begin(encoder, make_texts([300, 300, 300]))
+        while not running.is_done:
+            assert select.select([waiting], [], [], 10)[0], "the forward ended without a wake-up"
+            os.read(waiting, 100)
+        while not machine.num_free:  # the first free lane sends one wake-up for both events
+            assert select.select([waiting], [], [], 10)[0], "a lane is free without a wake-up"
+            os.read(waiting, 100)
+        running.result()
+        wait_for_lanes(machine)
+        machine.set_wakeup_fd(None)
+        while select.select([waiting], [], [], 0)[0]:
+            os.read(waiting, 100)
+        forward(encoder, make_texts([30]))
+        assert not select.select([waiting], [], [], 0.1)[0]
+    os.close(waiting)
+    os.close(fd)
+
+
+def test_running_forwards_hold_the_lanes() -> None:
+    with Machine(2) as machine:
+        encoder = open_encoder(machine)
+        wait_for_lanes(machine)
+        running = [begin(encoder, make_texts([400] * 8)) for _ in range(3)]
+        assert machine.num_free == 0
+        for unfinished in running:
+            unfinished.result()
+        assert all(finished.is_done for finished in running)
+        wait_for_lanes(machine)
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_deleted_forward_ends_before_its_memory_is_freed(collects: bool) -> None:
+    for _ in range(20):
+        machine = Machine(3)
+        encoder = open_encoder(machine)
+        running = begin(encoder, make_texts([200] * 6))
+        if collects:
+            gc.collect()
+        del running, encoder, machine
+
+
+def test_machine_without_lanes_starts_no_thread() -> None:
+    before = num_threads()
+    with Machine(0) as machine:
+        assert num_threads() == before
+        weights = np.eye(8, dtype=np.float32)
+        assert np.array_equal(machine.product(machine.pack(weights, None, Format.F32), weights), weights)
+        with pytest.raises(CpuKernelError, match="opened with 0 lanes, and a forward needs at least 1"):
+            forward(open_encoder(machine), make_texts([3]))
+        with pytest.raises(CpuKernelError, match="0 lanes"):
+            machine.set_wakeup_fd(None)
+
+
+def status_of(thread: Path) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
+
+
+def test_idle_lanes_sleep() -> None:
+    others = set(Path("/proc/self/task").iterdir())
+    with Machine(4) as machine:
+        forward(open_encoder(machine), make_texts([200]))
+        lanes = set(Path("/proc/self/task").iterdir()) - others
+        assert len(lanes) >= 3
+        deadline_s = time.monotonic() + 60
+        while any(status_of(lane)["State"][0] != "S" for lane in lanes):
+            assert time.monotonic() < deadline_s, "a lane without work does not sleep"
+            time.sleep(0.01)
+        before = [status_of(lane)["voluntary_ctxt_switches"] for lane in lanes]
+        time.sleep(1)
+        assert [status_of(lane)["voluntary_ctxt_switches"] for lane in lanes] == before, "a lane woke up without work"
+
+
+def test_closed_machines_leave_no_threads_and_memory() -> None:
+    texts = make_texts([300, 20])
+
+    def open_and_close() -> None:
+        with Machine(4) as machine:
+            forward(open_encoder(machine), texts)
+
+    for _ in range(20):
+        open_and_close()
+    gc.collect()
+    threads, memory = num_threads(), resident_bytes()
+    for _ in range(200):
+        open_and_close()
+    gc.collect()
+    assert num_threads() == threads
+    assert resident_bytes() - memory < 8_000_000
+
+
+def test_deleted_machine_ends_its_threads() -> None:
+    before = num_threads()
+    machine = Machine(4)
+    assert num_threads() == before + 4
+    del machine
+    gc.collect()
+    assert num_threads() == before
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Runs this thread and its children on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[400], [40] * 16], ids=["together", "parts"])
+def test_waiting_lanes_do_not_spin(one_core: None, lengths: list[int]) -> None:
+    """Compares processor time, not wall time."""
+
+    def least_processor_s(num_lanes: int) -> float:
+        with Machine(num_lanes) as machine:
+            encoder, texts = open_encoder(machine), make_texts(lengths)
+            forward(encoder, texts)
+            times_s = []
+            for _ in range(5):
+                before_s = time.process_time()
+                for _ in range(10):
+                    forward(encoder, texts)
+                times_s.append(time.process_time() - before_s)
+            return min(times_s)
+
+    assert least_processor_s(4) < 3 * least_processor_s(1) + 0.02
+
+
+def test_invalid_machine_is_refused(widest: Machine) -> None:
+    with pytest.raises(CpuKernelError, match="gives no -1 threads"):
+        Machine(-1)
+    encoder = open_encoder(widest)
+    widest.close()
+    widest.close()
+    with pytest.raises(CpuKernelError, match="closed"):
+        forward(encoder, make_texts([3]))
