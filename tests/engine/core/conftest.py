@@ -1,4 +1,4 @@
-"""Whole models, tiny and random, as a folder that `penstock serve` takes."""
+"""Folders of tiny random models, and fakes of the loop's clock and of the device's stream."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from penstock.engine.core import core
 from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.runner import Runner
 from penstock.engine.protocol.config import EngineConfig
 
-from .played_stream import PlayedStream
+from ...clock import Clock
+from .fake_stream import FakeStream
 
 WORDS = ["<pad>", "<unk>", "<s>", "One", "short", "text", "to", "begin", "with", "."]
 SIZES = {
@@ -34,26 +37,32 @@ Load = Callable[[EngineConfig], Runner]
 
 
 @pytest.fixture
-def stream() -> Iterator[PlayedStream]:
-    stream = PlayedStream()
+def stream() -> Iterator[FakeStream]:
+    stream = FakeStream()
     yield stream
     stream.close()
+
+
+@pytest.fixture
+def loop_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 def load_on_torch(config: EngineConfig) -> Runner:
     return load_runner(replace(config, cpu_kernels="torch"))
 
 
-@pytest.fixture(params=[load_on_torch, load_runner], ids=["torch", "suited"])
+@pytest.fixture(params=[load_on_torch, load_runner], ids=["torch", "auto"])
 def load(request: pytest.FixtureRequest) -> Load:
-    """Loads a model to run it on torch, or in the runner that suits it."""
+    """Loads a model into a ModelRunner, or into the runner that penstock chooses."""
     loader: Load = request.param
     return loader
 
 
 @pytest.fixture
 def save_folder(tmp_path: Path) -> SaveFolder:
-    """Save a random model of transformers with a tokenizer of words: `save_folder("BertModel", num_labels=3)`."""
+    """Saves a random transformers model with a tokenizer of words: `save_folder("BertModel", num_labels=3)`."""
 
     def save(class_name: str = "BertModel", **config: object) -> Path:
         torch.manual_seed(0)

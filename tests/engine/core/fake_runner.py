@@ -1,4 +1,4 @@
-"""A runner without a model, whose answer is the sum of the tokens, and the steps of a core that it drives. No torch."""
+"""Runners without a model, which return the sum of the tokens, and a driver of an EngineCore. Without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.runner import EndedForward, Forward, ForwardTime, Runner
-from penstock.engine.protocol.batch_outputs import ArrayBlock, Arrays, BatchOutputs
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
     CacheUse,
@@ -58,27 +58,26 @@ def model(max_model_len: int = 4096) -> ModelInfo:
     )
 
 
-def joined(outputs: Sequence[Arrays]) -> BatchOutputs:
-    """The record of a batch whose sequences gave these: the same as `split` gives."""
-    blocks = []
-    for name in dict.fromkeys(name for arrays in outputs for name in arrays):
-        indices = [index for index, arrays in enumerate(outputs) if name in arrays]
-        parts = [outputs[index][name] for index in indices]
-        row_lens = [len(part) for part in parts] if parts[0].ndim > 1 else None
-        values = np.stack(parts) if row_lens is None else np.concatenate(parts)
-        blocks.append(ArrayBlock(name=name, values=values, indices=indices, row_lens=row_lens))
-    return BatchOutputs.of(len(outputs), blocks)
+def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -> SequencePool:
+    kv = KvCachePool(num_blocks, BLOCK) if num_blocks else None
+    ssm = SsmStatePool(num_slots) if num_slots else None
+    return SequencePool(kv=kv, ssm=ssm, enable_prefix_caching=prefixes)
+
+
+def id_of(sequence: QueuedSequence) -> tuple[int, int]:
+    return sequence.request.request_id, sequence.index
 
 
 class FakeRunner(Runner):
-    """See Runner. A forward runs while it is begun.
+    """Runs each forward inside `begin`.
 
     Attributes:
-        batches: Every batch that was asked for, also one that failed: request, input, first token, end.
-        hook: Called with the chunks of a forward before it ends; what it raises, the forward raises.
-        free: Tokens that find memory on the device.
-        times: To be taken once.
-        saved: Sequences that lost their memory.
+        batches: Every started batch, also failed ones: request, input, first token and end of each chunk.
+        hook: Called with the chunks before a forward ends. Its error becomes the error of the forward.
+        result: Maps a sequence and its sum to the value of its embedding.
+        free: Returned by `free_tokens`.
+        times: Returned once by `take_times`.
+        preempted: Sequences that lost their memory.
     """
 
     can_begin = True
@@ -89,49 +88,55 @@ class FakeRunner(Runner):
         self.sequence_pool = sequence_pool or SequencePool()
         self.batches: list[list[tuple[int, int, int, int]]] = []
         self.hook: Callable[[Sequence[PrefillChunk]], object] = lambda chunks: None
-        self.answer: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
+        self.result: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
         self.free: int | None = None
-        self.num_looks = 0
+        self.num_free_calls = 0
         self.times: list[ForwardTime] = []
-        self.saved: list[tuple[int, int]] = []
+        self.preempted: list[tuple[int, int]] = []
         self.on_preempt: Callable[[QueuedSequence], object] = lambda sequence: None
         self.is_warm = False
-        self.states: dict[QueuedSequence, tuple[int, float]] = {}  # tokens pooled, and their sum
+        self.wakeup_fds: list[int | None] = []
+        self.states: dict[QueuedSequence, tuple[int, float]] = {}  # pooled tokens and their sum
 
     def warm_up(self) -> None:
         self.is_warm = True
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """Nothing is ever waited for."""
+        self.wakeup_fds.append(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         return EndedForward(self.execute(chunks))
 
     def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
-        order = [(c.start > 0, c.num_tokens) for c in chunks]
+        order = [(chunk.start > 0, chunk.num_tokens) for chunk in chunks]
         assert order == sorted(order)
-        self.batches.append([(*named(c.sequence), c.start, c.end) for c in chunks])
-        kept = {c: self._sum(c) for c in chunks}
+        self.batches.append([(*id_of(chunk.sequence), chunk.start, chunk.end) for chunk in chunks])
+        sums = [self._sum(chunk) for chunk in chunks]
         self.hook(chunks)
-        outputs: list[Arrays] = []
-        for chunk in chunks:
+        blocks: dict[str, list[tuple[int, np.ndarray]]] = {"embedding": [], "rows": []}
+        for index, (chunk, (total, rows)) in enumerate(zip(chunks, sums, strict=True)):
             sequence = chunk.sequence
-            done, rows = kept[chunk]
-            before, _ = self.states.get(sequence, (0, 0.0))
             if sequence.is_long:
-                self.states[sequence] = (max(chunk.end, before), done)
+                self.states[sequence] = max(chunk.end, self.states.get(sequence, (0, 0.0))[0]), total
             if sequence.request.params.task is PoolingTask.TOKEN_EMBED:
-                outputs.append({"rows": rows})
-            else:
-                value = self.answer(sequence, done)
-                outputs.append({"embedding": np.array([value], np.float32)} if chunk.is_last else {})
-        return joined(outputs)
+                blocks["rows"].append((index, rows))
+            elif chunk.is_last:
+                blocks["embedding"].append((index, np.array([[self.result(sequence, total)]], np.float32)))
+        made = []
+        for name, parts in blocks.items():
+            if parts:
+                indices, arrays = zip(*parts, strict=True)
+                row_lens = list(map(len, arrays)) if name == "rows" else None
+                made.append(
+                    ArrayBlock(name=name, values=np.concatenate(arrays), indices=list(indices), row_lens=row_lens)
+                )
+        return BatchOutputs.of(len(chunks), made)
 
     def _sum(self, chunk: PrefillChunk) -> tuple[float, np.ndarray]:
-        """The sum up to the end of a chunk, and the rows that it brings; what was pooled before counts once."""
+        """Returns the sum up to the end of a chunk, and its rows that were not pooled before."""
         sequence = chunk.sequence
         at, total = self.states.get(sequence, (0, 0.0))
-        if sequence.request.needs_last_row and chunk.start > at:  # found in the cache
+        if sequence.request.needs_last_row and chunk.start > at:  # a cached prefix
             at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())
         assert chunk.start <= at, "tokens were left out"
         rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
@@ -142,11 +147,11 @@ class FakeRunner(Runner):
             self.states.pop(sequence, None)
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        self.saved.append(named(sequence))
+        self.preempted.append(id_of(sequence))
         self.on_preempt(sequence)
 
     def free_tokens(self) -> int | None:
-        self.num_looks += 1
+        self.num_free_calls += 1
         return self.free
 
     def take_times(self) -> list[ForwardTime]:
@@ -155,26 +160,23 @@ class FakeRunner(Runner):
 
 
 class QueuedForward:
-    """One that has been given to a device beside the host: what it computes is decided, and nobody has it yet."""
+    """A forward in the queue of a device. Its outputs are computed, but not yet returned."""
 
-    def __init__(self, runner: StreamRunner, result: BatchOutputs) -> None:
+    def __init__(self, runner: QueueRunner, result: BatchOutputs) -> None:
         self.runner, self.result = runner, result
         self.is_done = False
         self.error: Exception | None = None
 
     def outputs(self) -> BatchOutputs:
-        self.runner.end_until(self)
+        while self in self.runner.queue:
+            self.runner.end()
         if self.error is not None:
             raise self.error
         return self.result
 
 
-class StreamRunner(FakeRunner):
-    """As a runner of a device with one queue: forwards are computed in the order in which they are begun.
-
-    Attributes:
-        queue: What was begun and has not ended.
-    """
+class QueueRunner(FakeRunner):
+    """A device with one queue, as CUDA: forwards end in the order of their start."""
 
     def __init__(self, sequence_pool: SequencePool | None = None, max_model_len: int = 4096) -> None:
         super().__init__(sequence_pool, max_model_len)
@@ -194,47 +196,33 @@ class StreamRunner(FakeRunner):
     def end(self) -> None:
         self.queue.pop(0).is_done = True
 
-    def end_until(self, forward: QueuedForward) -> None:
-        while forward in self.queue:
-            self.end()
 
-
-def named(sequence: QueuedSequence) -> tuple[int, int]:
-    return sequence.request.request_id, sequence.index
-
-
-def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -> SequencePool:
-    kv = KvCachePool(num_blocks, BLOCK) if num_blocks else None
-    ssm = SsmStatePool(num_slots) if num_slots else None
-    return SequencePool(kv=kv, ssm=ssm, enable_prefix_caching=prefixes)
-
-
-class Steps:
-    """A core over a runner, step by step, and what it said."""
+class CoreDriver:
+    """Steps a core over a runner and collects its messages."""
 
     def __init__(self, runner: FakeRunner, *, budget: int = 64, load: bool = True, **limits: Any) -> None:
         self.runner = runner
         self.messages: list[FromCore] = []
-        self.told: list[Row] = []
-        self.answers: dict[int, dict[int, list[float]]] = {}
-        self.ended: dict[int, tuple[float, float]] = {}
+        self.rows: list[Row] = []
+        self.results: dict[int, dict[int, list[float]]] = {}
+        self.finished: dict[int, tuple[float, float]] = {}
         prefixes = runner.sequence_pool.prefixes is not None
         self.config = EngineConfig(
             model="sum",
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, **limits),
             cache=CacheConfig(kv_block_size=BLOCK, enable_prefix_caching=prefixes),
         )
-        self.core = EngineCore(self.config, self.take, lambda config: runner)
+        self.core = EngineCore(self.config, self.receive, lambda config: runner)
         if load:
             self.core.load()
 
-    def take(self, message: FromCore, frames: list[Frame]) -> None:
+    def receive(self, message: FromCore, frames: list[Frame]) -> None:
         self.messages.append(message)
         if isinstance(message, StepResults):
             for row in rows_of(message, frames):
-                self.told.append(row)
-                self.answers.setdefault(row.request_id, {}).setdefault(row.index, []).extend(row.array.ravel())
-            self.ended |= finished_of(message)
+                self.rows.append(row)
+                self.results.setdefault(row.request_id, {}).setdefault(row.index, []).extend(row.array.ravel())
+            self.finished |= finished_of(message)
 
     def submit(
         self,
@@ -246,16 +234,13 @@ class Steps:
         token: int = 1,
     ) -> None:
         inputs = [TokenizedInput(np.full(length, token, np.int32)) for length in lengths]
-        self.tell(SubmitRequest(request_id, params, inputs, priority, timeout_s))
+        self.send(SubmitRequest(request_id, params, inputs, priority, timeout_s))
 
-    def tell(self, *asked: SubmitRequest, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
-        outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
-        for each in asked:
-            outgoing.requests.append(each)
-        self.core.receive(*outgoing.pack())
+    def send(self, *requests: SubmitRequest, cancels: Sequence[int] = (), clears: Sequence[int] = ()) -> None:
+        self.core.receive(*ClientMessageBuilder([*requests], cancels=[*cancels], clears=[*clears]).pack())
 
     def cancel(self, request_id: int) -> None:
-        self.tell(cancels=[request_id])
+        self.send(cancels=[request_id])
 
     def run(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -266,18 +251,18 @@ class Steps:
             if not self.core._scheduler.requests:
                 return
             self.run()
-        raise AssertionError("it does not end")
+        raise AssertionError("requests never finish")
 
     @property
     def failures(self) -> dict[int, tuple[str, str]]:
         return {m.request_id: (m.kind, m.message) for m in self.messages if isinstance(m, RequestFailed)}
 
     @property
-    def rows(self) -> list[StepResults]:
+    def steps(self) -> list[StepResults]:
         return [message for message in self.messages if isinstance(message, StepResults)]
 
     @property
     def cache_use(self) -> CacheUse:
-        use = self.rows[-1].cache_use
+        use = self.steps[-1].cache_use
         assert use is not None
         return use

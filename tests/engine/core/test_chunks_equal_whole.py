@@ -1,7 +1,7 @@
-"""The promise of chunked prefill: through the whole engine loop, a chunked answer equals the unchunked one.
+"""Results of chunked prefill equal those of whole sequences, through the engine loop.
 
-Random models with attention, with SSM layers and with both; every pooling type; chunks of 1, 7, 64 tokens and of a size
-that adapts; other requests beside them; preemption in the middle; with and without hits in the prefix cache.
+Random models with attention, with SSM layers and with both. Every pooling type, chunks of 1, 7 and 64 tokens and of
+adaptive size, other requests beside them, preemption, and the prefix cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.engine.scheduling import plan_pool
 from penstock.kernels.cpu import CpuForward, CpuKernelError, Machine
 
 from ..steps import rows_of
-from .played_stream import PlayedStream
+from .fake_stream import FakeStream
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +91,7 @@ POOLING = [t for t in PoolingType if not t.is_token_level]
 
 @dataclasses.dataclass
 class Loaded:
-    """A model, loaded once."""
+    """A loaded model, which several runners use."""
 
     info: ModelInfo
     model: PackedModel | ArrayEncoder
@@ -100,7 +100,7 @@ class Loaded:
     def is_array_model(self) -> bool:
         return isinstance(self.model, ArrayEncoder)
 
-    def runner(self, config: EngineConfig, pooling: PoolingType | None, stream: PlayedStream | None = None) -> Runner:
+    def runner(self, config: EngineConfig, pooling: PoolingType | None, stream: FakeStream | None = None) -> Runner:
         info = self.info if pooling is None else dataclasses.replace(self.info, sequence_pooling=(pooling,))
         tokenizer = TokenizerSpec(json="", truncation_side="right", uses_token_types=False, sample_ids=(5, 6, 7))
         if isinstance(self.model, ArrayEncoder):
@@ -113,7 +113,7 @@ class Loaded:
         after: Callable[[PackedBatch | PackedArrays], None] = lambda batch: None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Calls functions before and after each forward."""
+        """Calls functions before and after each forward of the model."""
         name = "begin" if self.is_array_model else "forward"
         forward = getattr(self.model, name)
 
@@ -128,7 +128,7 @@ class Loaded:
         monkeypatch.setattr(self.model, name, run)
 
 
-def opened_machine() -> Machine:
+def open_machine() -> Machine:
     try:
         return Machine(2)
     except CpuKernelError as error:
@@ -149,14 +149,14 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert info.packed
     with contextlib.ExitStack() as stack:
         if "native" in request.param:
-            yield Loaded(info, load_array_encoder(info, stack.enter_context(opened_machine())))
+            yield Loaded(info, load_array_encoder(info, stack.enter_context(open_machine())))
         else:
             yield Loaded(info, load_model(info))
     torch.set_num_threads(threads)
 
 
 class Client:
-    """Steps a core by hand and collects its answers."""
+    """Steps a core and collects the results of its requests."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Client:
         budget: int = 32,
         chunk_size: int | None = None,
         max_num_seqs: int = 64,
-        stream: PlayedStream | None = None,
+        stream: FakeStream | None = None,
     ) -> None:
         config = EngineConfig(
             model="unused",
@@ -181,26 +181,26 @@ class Client:
             ),
             cache=CacheConfig(kv_cache_memory=kv_cache_memory, enable_prefix_caching=prefixes),
         )
-        self.answers: dict[int, np.ndarray] = {}
+        self.results: dict[int, np.ndarray] = {}
         self.failures: dict[int, RequestFailed] = {}
         self.cache_use = CacheUse()
         self._parts: dict[int, list[np.ndarray]] = {}
-        self._unanswered: set[int] = set()
+        self._pending: set[int] = set()
         self.on_message = self._receive
         self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling, stream))
         self.core.load()
-        self.most_under_way = 0
+        self.max_in_flight = 0
         self.core._runner.set_wakeup_fd(self.core._waker.fd)
         if stream is not None:
             wait = self.core._waker.wait
 
-            def let_one_end() -> list[Callable[[], None]]:
+            def end_one_forward() -> list[Callable[[], None]]:
                 assert stream is not None
                 assert stream.permits is not None
                 stream.permits.release()
                 return wait()
 
-            self.core._waker.wait = let_one_end  # type: ignore[method-assign]
+            self.core._waker.wait = end_one_forward  # type: ignore[method-assign]
         self.params = {
             task: PoolingParams(normalize=False if task is PoolingTask.EMBED else None).resolved(task, loaded.info)
             for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
@@ -210,8 +210,8 @@ class Client:
         self, *requests: tuple[int, Sequence[int]], task: PoolingTask = PoolingTask.EMBED, priority: int = 0
     ) -> None:
         for request_id, _ in requests:
-            self._unanswered.add(request_id)
-            self.answers.pop(request_id, None)
+            self._pending.add(request_id)
+            self.results.pop(request_id, None)
         outgoing = ClientMessageBuilder()
         for request_id, tokens in requests:
             outgoing.requests.append(
@@ -220,26 +220,26 @@ class Client:
         self.core.receive(*outgoing.pack())
 
     def run(self, num_steps: int | None = None) -> None:
-        """Steps until everything is answered, or so often."""
+        """Runs steps until all requests have results, or `num_steps` steps."""
         steps = 0
-        while self._unanswered and steps != num_steps:
+        while self._pending and steps != num_steps:
             self.core.step()
-            self.most_under_way = max(self.most_under_way, len(self.core._running))
+            self.max_in_flight = max(self.max_in_flight, len(self.core._running))
             steps += 1
             assert steps < 2000
 
     def _receive(self, message: FromCore, frames: list[Frame]) -> None:
         if isinstance(message, RequestFailed):
             self.failures[message.request_id] = message
-            self._unanswered.remove(message.request_id)
+            self._pending.remove(message.request_id)
         elif isinstance(message, StepResults):
             self.cache_use = message.cache_use or self.cache_use
             for row in rows_of(message, frames):
                 parts = self._parts.setdefault(row.request_id, [])
                 parts.append(row.array if row.array.ndim > 1 else row.array[None])
                 if row.is_last:
-                    self.answers[row.request_id] = np.concatenate(self._parts.pop(row.request_id))
-                    self._unanswered.remove(row.request_id)
+                    self.results[row.request_id] = np.concatenate(self._parts.pop(row.request_id))
+                    self._pending.remove(row.request_id)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def run(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask = Poo
     client.submit(*enumerate(inputs), task=task)
     client.run()
     assert not client.failures
-    return [client.answers[i] for i in range(len(inputs))]
+    return [client.results[i] for i in range(len(inputs))]
 
 
 def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
@@ -278,7 +278,7 @@ def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
         pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
 
 
-# Each pooling type runs at two sizes in the quick tests, and each size with half of the types.
+# In the quick tests each pooling type runs at two sizes, and each size with half of the types.
 CHUNK_SIZES = ((1, 64), (7, None))
 POOLED_AT = [
     pytest.param(pooling, sizes, marks=() if CHUNK_SIZES.index(sizes) == place % 2 else pytest.mark.slow)
@@ -288,7 +288,7 @@ POOLED_AT = [
 
 
 @pytest.mark.parametrize(("pooling", "chunk_sizes"), POOLED_AT)
-def test_every_pooling_type_at_every_chunk_size(
+def test_chunked_results_equal_whole_results(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, chunk_sizes: tuple[int | None, ...]
 ) -> None:
     skip_without_heads(loaded, pooling)
@@ -304,7 +304,7 @@ def test_every_pooling_type_at_every_chunk_size(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, None])
-def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_size: int | None) -> None:
+def test_chunked_token_rows_equal_whole_rows(client: Callable[..., Client], chunk_size: int | None) -> None:
     inputs = texts([*SHORT, *LONG])
     expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert [len(rows) for rows in expected] == [*SHORT, *LONG]
@@ -312,7 +312,7 @@ def test_token_rows_are_streamed_in_order(client: Callable[..., Client], chunk_s
 
 
 @pytest.mark.parametrize("chunk_size", [7, None])
-async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
+async def test_dispatcher_joins_parts_of_token_rows(
     loaded: Loaded, client: Callable[..., Client], chunk_size: int | None
 ) -> None:
     inputs = texts([90, 5, 34, 85, 1, 70])
@@ -350,7 +350,7 @@ async def test_parts_of_token_rows_are_joined_by_the_dispatcher(
 
 
 def memory_for_one(loaded: Loaded) -> int:
-    """Bytes of a pool that holds one sequence of 90 tokens, but not one of 85 beside it."""
+    """Returns the bytes of a pool that holds a sequence of 90 tokens, but none of 85 tokens beside it."""
     spec = loaded.model.cache_spec
     assert spec is not None
     doubled = dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers)
@@ -362,7 +362,7 @@ def memory_for_one(loaded: Loaded) -> int:
     raise AssertionError
 
 
-# Pooling decides what an embedding is; for rows of tokens one kind stands for all in the quick tests.
+# Token rows do not depend on the pooling type: the quick tests run one of them.
 EMBEDDED = [(PoolingTask.EMBED, pooling) for pooling in POOLING]
 ROWS = [
     pytest.param(PoolingTask.TOKEN_EMBED, pooling, marks=() if pooling is PoolingType.MEAN else pytest.mark.slow)
@@ -371,7 +371,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("task", "pooling"), EMBEDDED + ROWS)
-def test_preemption_in_the_middle_changes_nothing(
+def test_results_equal_after_preemption(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
     skip_without_heads(loaded, pooling)
@@ -388,19 +388,19 @@ def test_preemption_in_the_middle_changes_nothing(
         tight.run()
         assert not tight.failures
         assert tight.cache_use.chunks.preemptions == 1
-        assert_same([tight.answers[i] for i in range(len(inputs))], expected)
+        assert_same([tight.results[i] for i in range(len(inputs))], expected)
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
 @pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
-def test_chunks_in_flight_change_nothing(
+def test_results_equal_with_two_batches_in_flight(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
-    """A batch ends only where the loop sleeps, so that two are under way; one of the prompts loses its memory."""
+    """A batch ends only when the loop sleeps, so two are in flight. One of the prompts is preempted."""
     inputs = texts([90, 85, *SHORT, 34])
     expected = run(client(pooling, chunking=False), inputs, task)
-    is_played = loaded.info.device == "cpu" and not loaded.is_array_model
-    stream = PlayedStream(permits=Semaphore(1)) if is_played else None  # for the warm-up
+    is_fake = loaded.info.device == "cpu" and not loaded.is_array_model
+    stream = FakeStream(permits=Semaphore(1)) if is_fake else None  # for the warm-up
     tight = client(
         pooling,
         chunk_size=7,
@@ -420,12 +420,12 @@ def test_chunks_in_flight_change_nothing(
     assert not tight.failures
     assert tight.cache_use.chunks.preemptions == 1
     assert tight.cache_use.usage == 0
-    assert tight.most_under_way == 2 or not is_played
-    assert_same([tight.answers[i] for i in range(len(inputs))], expected)
+    assert tight.max_in_flight == 2 or not is_fake
+    assert_same([tight.results[i] for i in range(len(inputs))], expected)
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
-def test_hits_in_the_prefix_cache_change_nothing(
+def test_results_equal_with_cached_prefixes(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType
 ) -> None:
     prefix = texts([50])[0]
@@ -440,7 +440,7 @@ def test_hits_in_the_prefix_cache_change_nothing(
     assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
 
 
-def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on(loaded: Loaded, client: Callable[..., Client]) -> None:
+def test_too_long_prompt_is_refused_alone(loaded: Loaded, client: Callable[..., Client]) -> None:
     spec = loaded.model.cache_spec
     assert spec is not None
     if not spec.kv_layers:
@@ -453,13 +453,13 @@ def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on(loaded: Loaded,
     assert list(small.failures) == [0]
     assert small.failures[0].kind == "InvalidRequestError"
     assert "300 tokens" in small.failures[0].message
-    assert set(small.answers) == {1, 2}
+    assert set(small.results) == {1, 2}
 
 
 POISON = 199
 
 
-def test_a_batch_that_fails_and_is_halved_leaves_the_others_as_they_were(
+def test_results_equal_after_a_failed_batch(
     loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [[min(token, POISON - 1) for token in text] for text in texts([*SHORT, *LONG, 80])]
@@ -476,11 +476,11 @@ def test_a_batch_that_fails_and_is_halved_leaves_the_others_as_they_were(
     fragile.run()
     assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
     assert {failure.kind for failure in fragile.failures.values()} == {"ModelExecutionError"}
-    assert_same([fragile.answers[i] for i in range(len(inputs))], expected)
+    assert_same([fragile.results[i] for i in range(len(inputs))], expected)
     assert fragile.cache_use.usage == 0
 
 
-def test_memory_that_runs_short_makes_chunks_smaller(
+def test_results_equal_after_memory_shortage(
     loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = texts([*SHORT, 90, 70])
@@ -499,7 +499,7 @@ def test_memory_that_runs_short_makes_chunks_smaller(
 
 
 def embedding_of(model: PackedModel | ArrayEncoder) -> torch.Tensor:
-    """The memory of the token embedding, to be written over."""
+    """Returns the memory of the token embedding."""
     if isinstance(model, ArrayEncoder):
         held = [torch.from_numpy(a) for a in model._encoder._memory.arrays if isinstance(a, np.ndarray)]
     else:
@@ -507,7 +507,7 @@ def embedding_of(model: PackedModel | ArrayEncoder) -> torch.Tensor:
     return next(v for v in held if isinstance(v, torch.Tensor) and v.shape[0] == 200)
 
 
-def test_what_a_forward_with_nan_computed_is_not_found_by_others(
+def test_blocks_of_a_nan_forward_are_not_cached(
     loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = texts([70])

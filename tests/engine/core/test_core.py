@@ -1,4 +1,4 @@
-"""The loop of the engine over a runner without a model: answers, times, figures, and errors that stay apart."""
+"""The engine loop over a runner without a model: results, times, metrics and errors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from penstock.engine.core import core as core_module
-from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core import EngineCore, RequestBuilder, not_finite, results_of
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
+from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import (
     ClientMessageBuilder,
@@ -26,34 +25,27 @@ from penstock.engine.protocol.messages import (
     StepResults,
     SubmitRequest,
 )
+from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request, Status, block_keys
 
 from ...clock import Clock
-from .fake_runner import PARAMS, ROWS, FakeRunner, Steps, named, pool
+from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, id_of, model, pool
 
 SEVENS = TokenizedInput(np.array([7, 7], np.int32))
+INPUTS = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in (40, 5)]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the loop."""
-    clock = Clock(100.0)
-    monkeypatch.setattr(core_module, "time", SimpleNamespace(monotonic=clock))
-    return clock
-
-
-def fail_on(*culprits: tuple[int, int], error: Exception) -> Callable[[Sequence[PrefillChunk]], None]:
+def fail_on(*failing: tuple[int, int], error: Exception) -> Callable[[Sequence[PrefillChunk]], None]:
     def hook(chunks: Sequence[PrefillChunk]) -> None:
-        if any(named(chunk.sequence) in culprits for chunk in chunks):
+        if any(id_of(chunk.sequence) in failing for chunk in chunks):
             raise error
 
     return hook
 
 
-def above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
-    """Forwards of more tokens find no memory."""
-
+def fail_above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
     def hook(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) > num_tokens:
             raise DeviceMemoryError("too many")
@@ -61,33 +53,34 @@ def above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
     return hook
 
 
-# Start and end
+# Start and stop
 
 
-def test_adapters_that_are_not_applied_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    Steps(FakeRunner())
+def test_unused_adapters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    CoreDriver(FakeRunner())
     assert "adapters" not in caplog.text
     runner = FakeRunner()
     runner.info = replace(runner.info, adapters=("query", "passage"), sources={"adapters": "config.json"})
-    Steps(runner)
+    CoreDriver(runner)
     assert "comes with LoRA adapters (query, passage; config.json), and none is applied" in caplog.text
 
 
-def test_the_client_is_told_when_the_model_is_warm_and_all_is_prepared() -> None:
-    runner = FakeRunner()
-    steps = Steps(runner, load=False)
-    seen = []
-    steps.core = EngineCore(
-        steps.config, steps.take, lambda config: runner, on_ready=lambda: seen.append((runner.is_warm, steps.messages))
-    )
-    steps.core.load()
-    assert seen == [(True, [ModelReady(runner.info, runner.tokenizer)])]  # the list as it is by now
-    steps = Steps(FakeRunner(pool()))
-    (ready, first) = steps.messages
-    assert isinstance(ready, ModelReady)
-    assert isinstance(first, StepResults)
-    assert first == StepResults([], 0, 0.0, steps.cache_use, StepLoad(0, 64, 0, 0, 0))
-    assert steps.cache_use.usage == 0
+def test_model_ready_is_sent_after_warm_up() -> None:
+    runner = FakeRunner(pool(256))
+    driver = CoreDriver(runner, load=False)
+    states = []
+
+    def on_ready() -> None:
+        states.append((runner.is_warm, list(driver.messages)))
+
+    driver.core = EngineCore(driver.config, driver.receive, lambda config: runner, on_ready=on_ready)
+    driver.core.load()
+    assert states == [(True, [])]
+    ready, metrics = driver.messages
+    assert ready == ModelReady(runner.info, runner.tokenizer)
+    assert metrics == StepResults([], 0, 0.0, driver.cache_use, StepLoad(0, 64, 0, 0, 0))
+    assert driver.cache_use.usage == 0
+    assert CoreDriver(FakeRunner()).steps == []
 
 
 @pytest.mark.parametrize(
@@ -97,471 +90,476 @@ def test_the_client_is_told_when_the_model_is_warm_and_all_is_prepared() -> None
         (KeyError("x"), LoadFailed("MachineError", "loading sum failed: KeyError('x')")),
     ],
 )
-def test_a_model_that_cannot_be_served_ends_the_loop(error: Exception, expected: LoadFailed) -> None:
+def test_load_error_is_sent_and_ends_the_loop(error: Exception, expected: LoadFailed) -> None:
     def load(config: object) -> FakeRunner:
         raise error
 
-    steps = Steps(FakeRunner(), load=False)
-    steps.core = EngineCore(steps.config, steps.take, load)
-    steps.core.run()
-    assert steps.messages == [expected]
+    driver = CoreDriver(FakeRunner(), load=False)
+    driver.core = EngineCore(driver.config, driver.receive, load)
+    driver.core.run()
+    assert driver.messages == [expected]
 
 
-def test_stop_ends_the_loop_after_the_step_that_runs() -> None:
+def test_stop_ends_the_loop_after_the_running_step() -> None:
     runner = FakeRunner()
-    steps = Steps(runner, load=False)
-    thread = threading.Thread(target=steps.core.run)
-    answered, running = threading.Event(), threading.Event()
-    runner.hook = lambda chunks: (running.set(), answered.wait(120))
+    driver = CoreDriver(runner, load=False)
+    thread = threading.Thread(target=driver.core.run)
+    running, may_end = threading.Event(), threading.Event()
+    runner.hook = lambda chunks: (running.set(), may_end.wait(120))
     thread.start()
-    while not steps.messages:
+    while not driver.messages:
         time.sleep(0.001)
-    steps.submit(1, 5)
+    driver.submit(1, 5)
     assert running.wait(120)
-    steps.core.stop()
-    answered.set()
+    driver.core.stop()
+    may_end.set()
     thread.join(120)
     assert not thread.is_alive()
-    assert steps.answers == {1: {0: [5.0]}}
-    steps.submit(2, 5)
-    assert not steps.core.step()
-    assert 2 not in steps.answers
+    assert runner.wakeup_fds == [driver.core._waker.fd, None]
+    driver.submit(2, 5)
+    assert not driver.core.step()
+    assert driver.results == {1: {0: [5.0]}}
 
 
-# Answers
+# Requests
 
 
-def test_answers_come_whatever_runs_whole_or_in_chunks() -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner)
-    steps.submit(1, 5, 200, 7)
-    steps.submit(2, 150, token=2)
-    steps.run_all()
-    assert steps.answers == {1: {0: [5.0], 1: [200.0], 2: [7.0]}, 2: {0: [300.0]}}
-    assert sum(rows.num_tokens for rows in steps.rows) == 5 + 200 + 7 + 150
-    assert not steps.failures
-    assert steps.cache_use.usage == 0
+def test_message_becomes_a_request_with_sequences() -> None:
+    build = RequestBuilder(model(), None, "seed").build
+    request = build(SubmitRequest(7, PARAMS, INPUTS, -2, 1.5, "me"), 100.0)
+    assert (request.request_id, request.params, request.arrival_s) == (7, PARAMS, 100.0)
+    assert (request.priority, request.deadline_s, request.client) == (-2, 101.5, "me")
+    for index, (sequence, tokens) in enumerate(zip(request.sequences, INPUTS, strict=True)):
+        assert (sequence.request_id, sequence.index, sequence.num_tokens) == ((7, index), index, len(tokens))
+        assert sequence.prompt is tokens
+        assert sequence.request is request
+        assert sequence.status is Status.WAITING
+        assert sequence.block_keys == ()
+    assert build(SubmitRequest(7, PARAMS, INPUTS), 100.0).deadline_s is None
 
 
-def test_rows_come_in_parts_of_which_the_last_says_so() -> None:
-    steps = Steps(FakeRunner(pool()), chunk_size=32)
-    steps.submit(1, 100, params=ROWS)
-    steps.run_all()
-    told = [(row.request_id, row.index, row.name, row.array.shape, row.is_last) for row in steps.told]
-    assert told == [(1, 0, "rows", (32, 1), False)] * 3 + [(1, 0, "rows", (4, 1), True)]
-    assert steps.answers[1][0] == [1.0] * 100
+def test_block_keys_depend_on_model_and_namespace() -> None:
+    def keys(seed: str, namespace: str = "") -> list[Sequence[bytes]]:
+        submit = SubmitRequest(7, PARAMS, INPUTS, namespace=namespace)
+        return [s.block_keys for s in RequestBuilder(model(), 16, seed).build(submit, 0.0).sequences]
+
+    assert keys("a") == [block_keys(INPUTS[0].token_ids, 16, b"a"), []]
+    assert len(keys("a")[0]) == 2
+    found = [key for args in (("a",), ("b",), ("a", "b"), ("a", "c"), ("ab",)) for key in keys(*args)[0]]
+    assert len(set(found)) == 10
 
 
-def test_the_answer_of_a_sequence_that_lost_its_memory_is_the_same() -> None:
-    for num_blocks, num_slots in ((10, 0), (0, 1)):
-        runner = FakeRunner(pool(num_blocks, num_slots))
-        steps = Steps(runner, chunk_size=32)
-        for request_id, params in ((1, PARAMS), (2, ROWS)):
-            steps.submit(request_id, 150, params=params, priority=1)
-            steps.run(2)
-            steps.submit(10 + request_id, 120, params=PARAMS, priority=-1, token=3)
-            steps.run_all()
-        assert runner.saved == [(1, 0), (2, 0)]
-        assert steps.cache_use.chunks.preemptions == 2
-        assert {key: sum(answer[0]) for key, answer in steps.answers.items()} == {1: 150, 11: 360, 2: 150, 12: 360}
-        assert len(steps.answers[2][0]) == 150
+@pytest.mark.parametrize(
+    ("pooling", "task", "expected"),
+    [
+        ((PoolingType.LAST,), PoolingTask.EMBED, True),
+        ((PoolingType.LAST,), PoolingTask.TOKEN_EMBED, False),
+        ((PoolingType.LAST,), PoolingTask.TOKEN_CLASSIFY, False),
+        ((PoolingType.LAST, PoolingType.MEAN), PoolingTask.EMBED, False),
+    ],
+)
+def test_only_last_row_pooling_skips_cached_rows(
+    pooling: tuple[PoolingType, ...], task: PoolingTask, expected: bool
+) -> None:
+    builder = RequestBuilder(replace(model(), sequence_pooling=pooling), 16, "a")
+    assert builder.build(SubmitRequest(7, PoolingParams(task=task), INPUTS), 0.0).needs_last_row is expected
 
 
-def test_what_is_found_of_a_prefix_does_not_run_again() -> None:
-    runner = FakeRunner(pool(prefixes=True))
-    steps = Steps(runner)
-    for request_id in (1, 2):
-        steps.submit(request_id, 50)
-        steps.run_all()
-    assert runner.batches == [[(1, 0, 0, 50)], [(2, 0, 48, 50)]]
-    assert steps.answers == {1: {0: [50.0]}, 2: {0: [50.0]}}
-    use = steps.cache_use
-    assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (98, 48)
+def test_wrong_frame_size_is_refused() -> None:
+    driver = CoreDriver(FakeRunner())
+    message, frame = ClientMessageBuilder([SubmitRequest(1, PARAMS, [SEVENS])]).pack()
+    for wrong in (b"", bytes(frame) * 2):
+        with pytest.raises(ValueError, match=f"a frame of {len(wrong) // 4} values does not hold the"):
+            driver.core.receive(message, wrong)
+    assert not driver.core._scheduler.requests
+
+
+def test_too_long_sequence_is_refused_alone() -> None:
+    driver = CoreDriver(FakeRunner(max_model_len=64))
+    driver.submit(1, 5, 65)
+    driver.submit(2, 64)
+    driver.run_all()
+    kind, message = driver.failures[1]
+    assert kind == "InvalidRequestError"
+    assert message.startswith("The request cannot run: a sequence has 65 tokens; it must have 1 to 64.")
+    assert driver.results == {2: {0: [64.0]}}
+
+
+def test_one_message_submits_and_cancels() -> None:
+    driver = CoreDriver(FakeRunner())
+    driver.submit(1, 3)
+    driver.send(SubmitRequest(2, PARAMS, [SEVENS]), SubmitRequest(3, PARAMS, [SEVENS]), cancels=[1, 2])
+    assert not driver.core._has_released  # without a pool no memory was freed
+    driver.run_all()
+    assert driver.results == {3: {0: [14.0]}}
+
+
+# Results
+
+
+def chunk_of(request: Request, index: int = 0, *, num_tokens: int = 3) -> PrefillChunk:
+    """A chunk of the first three tokens, which runs."""
+    sequence = QueuedSequence(
+        request_id=(request.request_id, index),
+        prompt=range(num_tokens),
+        num_tokens=num_tokens,
+        request=request,
+        index=index,
+    )
+    sequence.chunk = PrefillChunk(sequence, 0, 3)
+    return sequence.chunk
+
+
+def rows(num_rows: int, *, indices: list[int] | None = None) -> ArrayBlock:
+    values = np.arange(2 * num_rows, dtype=np.float32).reshape(num_rows, 2)
+    return ArrayBlock(name="embedding", values=values, indices=indices)
+
+
+def test_outputs_are_mapped_to_requests() -> None:
+    first, second = Request(7, PoolingParams()), Request(9, PoolingParams(), started_s=0.5)
+    chunks = [chunk_of(first, 0), chunk_of(second), chunk_of(first, 1, num_tokens=5)]
+    outputs = BatchOutputs.of(3, [rows(3), rows(2, indices=[2, 1])])
+    whole, part = results_of(chunks, outputs, 1.5)
+    assert (whole.request_ids, whole.indices, whole.is_last) == ([7, 9, 7], [0, 0, 1], [True, True, False])
+    assert (part.request_ids, part.indices, part.is_last) == ([7, 9], [1, 0], [False, True])
+    assert (first.started_s, second.started_s) == (1.5, 0.5)
+
+
+def test_outputs_of_cancelled_requests_are_dropped() -> None:
+    live, cancelled = Request(1, PoolingParams()), Request(2, PoolingParams())
+    chunks = [chunk_of(cancelled), chunk_of(live)]
+    chunks[0].sequence.chunk = None
+    (results,) = results_of(chunks, BatchOutputs.of(2, [rows(2), rows(1, indices=[0])]), 1.0)
+    assert results.request_ids == [1]
+    assert results.block.values.tolist() == [[2.0, 3.0]]
+    assert cancelled.started_s is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_finite_outputs_are_found(value: float) -> None:
+    block = rows(3)
+    block.values[1:, 0] = value
+    chunks = [chunk_of(Request(i, PoolingParams())) for i in range(3)]
+    outputs = BatchOutputs.of(3, [block])
+    assert [s.request.request_id for s in not_finite(chunks, outputs)] == [1, 2]
+    found = not_finite(chunks, outputs)
+    assert next(found) is chunks[1].sequence
+    chunks[2].sequence.chunk = None  # cancelled together with the first one
+    assert list(found) == []
+
+
+def test_whole_and_chunked_sequences_get_results() -> None:
+    driver = CoreDriver(FakeRunner(pool()))
+    driver.submit(1, 5, 200, 7)
+    driver.submit(2, 150, token=2)
+    driver.run_all()
+    assert driver.results == {1: {0: [5.0], 1: [200.0], 2: [7.0]}, 2: {0: [300.0]}}
+    assert sum(step.num_tokens for step in driver.steps) == 5 + 200 + 7 + 150
+    assert not driver.failures
+    assert driver.cache_use.usage == 0
+
+
+def test_token_rows_arrive_in_parts() -> None:
+    driver = CoreDriver(FakeRunner(pool()), chunk_size=32)
+    driver.submit(1, 100, params=ROWS)
+    driver.run_all()
+    parts = [(row.request_id, row.index, row.name, row.array.shape, row.is_last) for row in driver.rows]
+    assert parts == [(1, 0, "rows", (32, 1), False)] * 3 + [(1, 0, "rows", (4, 1), True)]
+    assert driver.results[1][0] == [1.0] * 100
 
 
 def test_prefix_is_computed_once_for_each_namespace() -> None:
     runner = FakeRunner(pool(prefixes=True))
-    steps = Steps(runner)
+    driver = CoreDriver(runner)
     prompt = TokenizedInput(np.ones(50, np.int32))
     for request_id, namespace in enumerate(("one", "two", "", "one", "two", "")):
-        steps.tell(SubmitRequest(request_id, PARAMS, [prompt], client="c", namespace=namespace))
-        steps.run_all()
+        driver.send(SubmitRequest(request_id, PARAMS, [prompt], client="c", namespace=namespace))
+        driver.run_all()
     assert runner.batches == [[(number, 0, 0 if number < 3 else 48, 50)] for number in range(6)]
+    assert driver.results == {number: {0: [50.0]} for number in range(6)}
+    use = driver.cache_use
+    assert (use.prefix_queried_tokens_total, use.prefix_hit_tokens_total) == (6 * 49, 3 * 48)
 
 
-def test_a_prefix_cache_that_is_cleared_amid_a_prompt_is_empty_after_it_too() -> None:
-    runner = FakeRunner(pool(prefixes=True))
-    steps = Steps(runner, chunk_size=32)
-    steps.submit(1, 50)
-    steps.run_all()
-    steps.submit(2, 150)
-    steps.run()
-    assert steps.cache_use.prefix_hit_tokens_total == 48
-    steps.tell(clears=[7])
-    assert steps.messages[-1] == PrefixCacheCleared(7, 3 + 2)
-    steps.run_all()
-    steps.submit(3, 150)
-    steps.run_all()
-    assert steps.cache_use.prefix_hit_tokens_total == 48
-    assert steps.answers == {1: {0: [50.0]}, 2: {0: [150.0]}, 3: {0: [150.0]}}
-    steps.submit(4, 150)
-    steps.run_all()
-    assert steps.cache_use.prefix_hit_tokens_total == 48 + 144
+def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
+    driver = CoreDriver(FakeRunner(pool(prefixes=True)), chunk_size=32)
+    driver.submit(1, 50)
+    driver.run_all()
+    driver.submit(2, 150)
+    driver.run()
+    assert driver.cache_use.prefix_hit_tokens_total == 48
+    driver.send(clears=[7])
+    assert driver.messages[-1] == PrefixCacheCleared(7, 3 + 2)
+    driver.run_all()
+    driver.submit(3, 150)
+    driver.run_all()
+    assert driver.cache_use.prefix_hit_tokens_total == 48
+    driver.submit(4, 150)
+    driver.run_all()
+    assert driver.cache_use.prefix_hit_tokens_total == 48 + 144
+    without_cache = CoreDriver(FakeRunner())
+    without_cache.send(clears=[1])
+    assert without_cache.messages[-1] == PrefixCacheCleared(1, None)
 
 
-def test_without_a_prefix_cache_there_is_none_to_clear() -> None:
-    steps = Steps(FakeRunner())
-    steps.tell(clears=[1])
-    assert steps.messages[-1] == PrefixCacheCleared(1, None)
-
-
-def test_one_turn_asks_and_cancels_also_what_it_has_asked_itself() -> None:
-    steps = Steps(FakeRunner())
-    steps.submit(1, 3)
-    steps.tell(SubmitRequest(2, PARAMS, [SEVENS]), SubmitRequest(3, PARAMS, [SEVENS]), cancels=[1, 2])
-    steps.run_all()
-    assert steps.answers == {3: {0: [14.0]}}
-
-
-def test_what_has_been_answered_or_cancelled_is_freed_without_the_collector() -> None:
-    def records() -> int:
-        # Not isinstance: it asks whatever other tests have left, and some of that warns.
+def test_ended_requests_are_freed_without_the_collector() -> None:
+    def num_records() -> int:
+        # isinstance would read attributes of objects that other tests have left.
         return sum(type(each) in (QueuedSequence, Request) for each in gc.get_objects())
 
-    steps = Steps(FakeRunner())
-    steps.submit(1, 5)
-    steps.run_all()
+    driver = CoreDriver(FakeRunner())
+    driver.submit(1, 5)
+    driver.run_all()
     gc.collect()
     gc.disable()
     try:
-        before = records()
+        before = num_records()
         for request_id in range(2, 40, 2):
-            steps.submit(request_id, 5, 6, 7)
-            steps.submit(request_id + 1, 8, 9)
-            steps.cancel(request_id)
-            steps.run_all()
-        assert records() <= before + 5  # those of the last step may be held yet
+            driver.submit(request_id, 5, 6, 7)
+            driver.submit(request_id + 1, 8, 9)
+            driver.cancel(request_id)
+            driver.run_all()
+        assert num_records() <= before + 5  # the records of the last step
     finally:
         gc.enable()
 
 
-def test_a_forward_that_failed_holds_nothing_while_it_is_tried_again() -> None:
-    held: list[weakref.ref[np.ndarray]] = []
-    alive = []
-
-    def hook(chunks: Sequence[PrefillChunk]) -> None:
-        activations = np.zeros(1000)
-        alive.append(sum(each() is not None for each in held))
-        held.append(weakref.ref(activations))
-        if len(chunks) > 1:
-            raise DeviceMemoryError("too many")
-
-    steps = Steps(FakeRunner())
-    steps.runner.hook = hook
-    gc.disable()
-    try:
-        steps.submit(1, 5, 6, 7, 8)
-        steps.run_all()
-        assert steps.answers == {1: {i: [tokens * 1.0] for i, tokens in enumerate((5, 6, 7, 8))}}
-        assert alive == [0] * 7
-        assert all(each() is None for each in held)
-    finally:
-        gc.enable()
+# Times and metrics
 
 
-def test_frame_without_the_inputs_of_its_requests_is_refused() -> None:
-    steps = Steps(FakeRunner())
-    message, frame = ClientMessageBuilder([SubmitRequest(1, PARAMS, [SEVENS])]).pack()
-    for wrong in (b"", bytes(frame) * 2):
-        with pytest.raises(ValueError, match=f"a frame of {len(wrong) // 4} values does not hold the"):
-            steps.core.receive(message, wrong)
-    assert not steps.core._scheduler.requests
-
-
-def test_a_sequence_that_can_never_run_is_refused_and_others_are_not() -> None:
-    steps = Steps(FakeRunner(max_model_len=64))
-    steps.submit(1, 5, 65)
-    steps.submit(2, 64)
-    steps.run_all()
-    kind, message = steps.failures[1]
-    assert kind == "InvalidRequestError"
-    assert message.startswith("The request cannot run: a sequence has 65 tokens; it must have 1 to 64.")
-    assert steps.answers == {2: {0: [64.0]}}
-
-
-# Times and figures
-
-
-def test_the_times_of_a_request_are_from_its_first_forward_to_its_last(clock: Clock) -> None:
+def test_inference_time_spans_first_to_last_forward(loop_clock: Clock) -> None:
     runner = FakeRunner(pool())
-    steps = Steps(runner, chunk_size=32)
+    driver = CoreDriver(runner, chunk_size=32)
 
     def tick(chunks: Sequence[PrefillChunk]) -> None:
-        clock.now_s += 0.5
+        loop_clock.now_s += 0.5
 
     runner.hook = tick
-    steps.submit(1, 96)
-    clock.now_s += 2.0
-    steps.run()
-    clock.now_s += 1.0  # between two forwards
-    steps.submit(2, 5)
-    steps.run_all()
+    driver.submit(1, 96)
+    loop_clock.now_s += 2.0
+    driver.run()
+    loop_clock.now_s += 1.0  # between two forwards
+    driver.submit(2, 5)
+    driver.run_all()
     assert [batch[0][0] for batch in runner.batches] == [1, 2, 1]
-    assert steps.ended[1] == (2.0, 0.5 + 1.0 + 0.5 + 0.5)
-    assert steps.ended[2] == (0.0, 0.5)
+    assert driver.finished == {1: (2.0, 0.5 + 1.0 + 0.5 + 0.5), 2: (0.0, 0.5)}
 
 
-def test_figures_of_a_step() -> None:
+def test_step_reports_its_load_and_the_queue() -> None:
     runner = FakeRunner(pool())
-    steps = Steps(runner, max_num_seqs=3)
-    steps.submit(1, 5, 6, 7, 8, 9)
-    runner.hook = lambda chunks: steps.submit(2, 10) if len(runner.batches) == 1 else None
-    steps.run()
-    rows = steps.rows[-1]
-    assert rows.num_tokens == 18
-    assert rows.load == StepLoad(num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_left=2)
-    steps.run_all()
-    assert steps.rows[-1].load == StepLoad(3, 64, 0, 0, 0)
+    driver = CoreDriver(runner, max_num_seqs=3)
+    driver.submit(1, 5, 6, 7, 8, 9)
+    runner.hook = lambda chunks: driver.submit(2, 10) if len(runner.batches) == 1 else None
+    driver.run()
+    step = driver.steps[-1]
+    assert step.num_tokens == 18
+    assert step.load == StepLoad(num_seqs=3, token_budget=64, num_waiting=3, num_waiting_tokens=27, num_left=2)
+    driver.run_all()
+    assert driver.steps[-1].load == StepLoad(3, 64, 0, 0, 0)
 
 
-def test_figures_of_the_pool_and_of_chunks() -> None:
-    steps = Steps(FakeRunner(pool(20)), chunk_size=16)
-    steps.submit(1, 160)
-    steps.submit(2, 9)
-    steps.run()
-    use = steps.cache_use
+def test_step_reports_the_pool_and_the_chunks() -> None:
+    driver = CoreDriver(FakeRunner(pool(20)), chunk_size=16)
+    driver.submit(1, 160)
+    driver.submit(2, 9)
+    driver.run()
+    use = driver.cache_use
     assert (use.usage, use.chunk_tokens, use.memory_pressure) == (0.5, 16, 0.0)
     assert (use.chunks.num_requests, use.chunks.completed_chunks) == (1, 1)
-    steps.cancel(1)
-    steps.submit(3, 9)
-    steps.run_all()
-    use = steps.cache_use
+    driver.cancel(1)
+    driver.submit(3, 9)
+    driver.run_all()
+    use = driver.cache_use
     assert (use.usage, use.chunk_tokens, use.chunks.cancelled_requests) == (0.0, 0, 1)
-    assert Steps(FakeRunner()).rows == []
 
 
-def test_memory_that_a_cancelled_request_gives_back_is_told_at_once() -> None:
-    steps = Steps(FakeRunner(pool(20)), chunk_size=16)
-    steps.submit(1, 160)
-    steps.run()
-    steps.cancel(1)
-    steps.run()  # would wait for ever if there were nothing to tell
-    assert steps.cache_use.usage == 0.0
-    assert steps.rows[-1].num_tokens == 0
-    assert steps.runner.batches == [[(1, 0, 0, 16)]]
-    assert not steps.core._has_released
-    steps.cancel(1)
-    assert not steps.core._has_released  # it had ended: nothing is to be told
+def test_memory_of_a_cancelled_request_is_reported_at_once() -> None:
+    driver = CoreDriver(FakeRunner(pool(20)), chunk_size=16)
+    driver.submit(1, 160)
+    driver.run()
+    driver.cancel(1)
+    driver.run()  # sleeps forever if there is nothing to report
+    assert driver.cache_use.usage == 0.0
+    assert driver.steps[-1].num_tokens == 0
+    assert driver.runner.batches == [[(1, 0, 0, 16)]]
+    assert not driver.core._has_released
+    driver.cancel(1)
+    assert not driver.core._has_released
 
 
-def test_without_a_pool_a_cancelled_request_makes_no_step() -> None:
-    steps = Steps(FakeRunner())
-    steps.submit(1, 5)
-    steps.cancel(1)
-    assert not steps.core._has_released
-
-
-def test_memory_of_the_device_is_looked_at_only_for_chunks() -> None:
+def test_free_memory_is_read_only_for_chunks() -> None:
     runner = FakeRunner(pool())
-    steps = Steps(runner, budget=128)
-    steps.submit(1, 5)
-    steps.run_all()
-    assert runner.num_looks == 0
+    driver = CoreDriver(runner, budget=128)
+    driver.submit(1, 5)
+    driver.run_all()
+    assert runner.num_free_calls == 0
     runner.free = 32
-    steps.submit(2, 500)
-    steps.run()
-    assert runner.num_looks == 1
-    assert steps.cache_use.memory_pressure == 0.75
-    assert steps.cache_use.chunk_tokens == 32
+    driver.submit(2, 500)
+    driver.run()
+    assert runner.num_free_calls == 1
+    assert driver.cache_use.memory_pressure == 0.75
+    assert driver.cache_use.chunk_tokens == 32
 
 
-def test_chunks_follow_the_times_that_the_runner_took() -> None:
+def test_chunk_size_follows_forward_times() -> None:
     runner = FakeRunner(pool(1000), max_model_len=10_000)
-    steps = Steps(runner, budget=2048)
-    steps.submit(1, 8000)
-    steps.run()
-    assert steps.cache_use.chunk_tokens == 512
+    driver = CoreDriver(runner, budget=2048)
+    driver.submit(1, 8000)
+    driver.run()
+    assert driver.cache_use.chunk_tokens == 512
     runner.times = [ForwardTime(512, 0, 0.256)]
-    steps.run(2)
+    driver.run(2)
     assert [batch[0][3] - batch[0][2] for batch in runner.batches] == [512, 512, 1_000_000 // 500 // 16 * 16]
 
 
-# Deadlines and cancelled requests
-
-
-def test_deadlines_end_what_waits_and_what_runs(clock: Clock) -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner, chunk_size=16)
-    steps.submit(1, 200, timeout_s=1.0)
-    steps.run()
-    steps.submit(2, 5, timeout_s=0.5)
-    steps.submit(3, 5, timeout_s=2.0)
-    clock.now_s += 1.0
-    steps.run_all()
+def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:
+    driver = CoreDriver(FakeRunner(pool()), chunk_size=16)
+    driver.submit(1, 200, timeout_s=1.0)
+    driver.run()
+    driver.submit(2, 5, timeout_s=0.5)
+    driver.submit(3, 5, timeout_s=2.0)
+    loop_clock.now_s += 1.0
+    driver.run_all()
     expected = ("DeadlineExceededError", "The deadline passed before the answer.")
-    assert steps.failures == {1: expected, 2: expected}
-    assert steps.answers == {3: {0: [5.0]}}
-    assert steps.cache_use.usage == 0
+    assert driver.failures == {1: expected, 2: expected}
+    assert driver.results == {3: {0: [5.0]}}
+    assert driver.cache_use.usage == 0
 
 
-def test_what_is_cancelled_while_it_runs_is_not_answered() -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner)
-    steps.submit(1, 5, 200)
-    steps.submit(2, 6)
-    runner.hook = lambda chunks: steps.cancel(1)
-    steps.run_all()
-    assert set(steps.answers) == set(steps.ended) == {2}
-    assert not steps.failures
-    assert steps.cache_use.usage == 0
+def test_request_cancelled_while_it_runs_gets_no_result() -> None:
+    driver = CoreDriver(FakeRunner(pool()))
+    driver.submit(1, 5, 200)
+    driver.submit(2, 6)
+    driver.runner.hook = lambda chunks: driver.cancel(1)
+    driver.run_all()
+    assert set(driver.results) == set(driver.finished) == {2}
+    assert not driver.failures
+    assert driver.cache_use.usage == 0
 
 
 # Errors
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_an_answer_that_is_not_finite_fails_its_request_alone(value: float) -> None:
+def test_not_finite_result_fails_its_request_alone() -> None:
     runner = FakeRunner(pool(prefixes=True))
-    steps = Steps(runner)
-    runner.answer = lambda sequence, total: value if named(sequence) == (1, 1) else total
-    steps.submit(1, 5, 48, 7, token=2)
-    steps.submit(2, 6)
-    steps.run_all()
-    assert steps.failures == {1: ("ModelExecutionError", "The model gave values that are not finite for input 1.")}
-    assert steps.answers[2] == {0: [6.0]}
-    assert 1 not in steps.ended
+    driver = CoreDriver(runner)
+    runner.result = lambda sequence, total: np.nan if id_of(sequence) == (1, 1) else total
+    driver.submit(1, 5, 48, 7, token=2)
+    driver.submit(2, 6)
+    driver.run_all()
+    assert driver.failures == {1: ("ModelExecutionError", "The model gave values that are not finite for input 1.")}
+    assert driver.results[2] == {0: [6.0]}
+    assert set(driver.finished) == {2}
     runner.batches.clear()
-    runner.answer = lambda sequence, total: total
-    steps.submit(3, 48, token=2)
-    steps.run_all()
-    assert runner.batches == [[(3, 0, 0, 48)]]  # nothing of the bad one was found
+    runner.result = lambda sequence, total: total
+    driver.submit(3, 48, token=2)
+    driver.run_all()
+    assert runner.batches == [[(3, 0, 0, 48)]]  # the blocks of the failed request were not cached
 
 
-def test_a_batch_that_fails_is_halved_until_the_culprits_stand_alone(caplog: pytest.LogCaptureFixture) -> None:
-    runner = FakeRunner()
-    steps = Steps(runner, budget=4096)
-    runner.hook = fail_on((1, 2), (4, 0), error=KeyError("made up"))
+def test_failed_batch_is_halved_to_the_failing_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    driver = CoreDriver(FakeRunner(), budget=4096)
+    driver.runner.hook = fail_on((1, 2), (4, 0), (4, 1), error=KeyError("made up"))
     for request_id in range(8):
-        steps.submit(request_id, *range(1 + 10 * request_id, 5 + 10 * request_id))
-    steps.run_all()
-    assert steps.failures == {
+        driver.submit(request_id, *range(1 + 10 * request_id, 5 + 10 * request_id))
+    driver.run_all()
+    assert driver.failures == {
         1: ("ModelExecutionError", "The model failed on input 2: KeyError."),
         4: ("ModelExecutionError", "The model failed on input 0: KeyError."),
     }
-    assert all(len(steps.answers[request_id]) == 4 for request_id in range(8) if request_id not in (1, 4))
-    assert len(runner.batches) <= 1 + 2 * 2 * 5
+    assert [getattr(message, "request_id", None) for message in driver.messages].count(4) == 1
+    assert all(len(driver.results[request_id]) == 4 for request_id in range(8) if request_id not in (1, 4))
+    assert len(driver.runner.batches) <= 1 + 2 * 3 * 5
     assert "input 2 of request 1 failed" in caplog.text
-    assert steps.core._scheduler.token_budget == 4096
+    assert driver.core._scheduler.token_budget == 4096
 
 
-def test_an_error_of_the_engine_speaks_for_itself() -> None:
-    runner = FakeRunner()
-    steps = Steps(runner)
-    runner.hook = fail_on((1, 0), error=InvalidRequestError("no such label", param="labels"))
-    steps.submit(1, 5)
-    steps.run_all()
-    assert steps.failures == {1: ("InvalidRequestError", "no such label")}
+def test_engine_error_is_sent_unchanged() -> None:
+    driver = CoreDriver(FakeRunner())
+    driver.runner.hook = fail_on((1, 0), error=InvalidRequestError("no such label", param="labels"))
+    driver.submit(1, 5)
+    driver.run_all()
+    assert driver.failures == {1: ("InvalidRequestError", "no such label")}
 
 
-def test_a_request_of_which_two_inputs_fail_is_told_once() -> None:
-    runner = FakeRunner()
-    steps = Steps(runner)
-    runner.hook = fail_on((1, 0), (1, 1), error=KeyError("made up"))
-    steps.submit(1, 5, 6, 7)
-    steps.run_all()
-    assert [m for m in steps.messages if getattr(m, "request_id", None) == 1] == [steps.messages[1]]
-    assert steps.failures[1][1] == "The model failed on input 0: KeyError."
+def test_failed_forward_holds_no_memory_while_it_is_retried() -> None:
+    refs: list[weakref.ref[np.ndarray]] = []
+    num_alive = []
+
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
+        activations = np.zeros(1000)
+        num_alive.append(sum(each() is not None for each in refs))
+        refs.append(weakref.ref(activations))
+        if len(chunks) > 1:
+            raise DeviceMemoryError("too many")
+
+    driver = CoreDriver(FakeRunner())
+    driver.runner.hook = hook
+    gc.disable()
+    try:
+        driver.submit(1, 5, 6, 7, 8)
+        driver.run_all()
+        assert driver.results == {1: {i: [tokens * 1.0] for i, tokens in enumerate((5, 6, 7, 8))}}
+        assert num_alive == [0] * 7
+        assert all(each() is None for each in refs)
+    finally:
+        gc.enable()
 
 
-def test_whole_sequences_for_which_memory_is_short_run_in_smaller_batches(caplog: pytest.LogCaptureFixture) -> None:
-    runner = FakeRunner(max_model_len=16)
-    steps = Steps(runner, budget=64)
-    runner.hook = above(20)
-    steps.submit(1, *[16] * 8)
-    steps.run()
-    assert len(steps.answers[1]) == 4
-    assert steps.rows[-1].load is not None
-    assert steps.rows[-1].load.token_budget == 16
+def test_memory_shortage_halves_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    driver = CoreDriver(FakeRunner(max_model_len=16), budget=64)
+    driver.runner.hook = fail_above(20)
+    driver.submit(1, *[16] * 8)
+    driver.run()
+    assert len(driver.results[1]) == 4
+    assert driver.steps[-1].load is not None
+    assert driver.steps[-1].load.token_budget == 16
     assert "out of memory at 64 tokens; the budget is now 32" in caplog.text
     assert "out of memory at 32 tokens; the budget is now 16" in caplog.text
-    steps.run_all()
-    assert len(steps.answers[1]) == 8
-    assert not steps.failures
+    driver.run_all()
+    assert len(driver.results[1]) == 8
+    assert not driver.failures
 
 
-def test_chunks_for_which_memory_is_short_run_again_in_smaller_ones() -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner, budget=256)
-    runner.hook = above(20)
-    steps.submit(1, 500)
-    steps.submit(2, 30)  # whole at first
-    steps.submit(3, 10)
-    steps.run_all()
-    assert steps.answers == {1: {0: [500.0]}, 2: {0: [30.0]}, 3: {0: [10.0]}}
-    assert not steps.failures
-    assert steps.cache_use.usage == 0
+def test_memory_shortage_makes_chunks_smaller() -> None:
+    driver = CoreDriver(FakeRunner(pool()), budget=256)
+    driver.runner.hook = fail_above(20)
+    driver.submit(1, 500)
+    driver.submit(2, 30)  # whole at first
+    driver.submit(3, 10)
+    driver.run_all()
+    assert driver.results == {1: {0: [500.0]}, 2: {0: [30.0]}, 3: {0: [10.0]}}
+    assert not driver.failures
+    assert driver.cache_use.usage == 0
 
 
-def test_one_for_which_memory_is_always_short_fails_in_the_end() -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner)
-    runner.hook = fail_on((1, 0), (2, 0), error=DeviceMemoryError("too little"))
-    steps.submit(1, 500)
-    steps.submit(2, 5)
-    steps.submit(3, 6)
-    steps.run_all()
+def test_lasting_memory_shortage_fails_its_requests() -> None:
+    driver = CoreDriver(FakeRunner(pool()))
+    driver.runner.hook = fail_on((1, 0), (2, 0), error=DeviceMemoryError("too little"))
+    for request_id, length in ((1, 500), (2, 5), (3, 6)):
+        driver.submit(request_id, length)
+    driver.run_all()
     message = "The model failed on input 0: DeviceMemoryError."
-    assert steps.failures == dict.fromkeys((1, 2), ("ModelExecutionError", message))
-    assert steps.answers == {3: {0: [6.0]}}
-    assert steps.cache_use.usage == 0
-    without_pool = Steps(FakeRunner())
-    without_pool.runner.hook = runner.hook
-    without_pool.submit(1, 60)
-    without_pool.run_all()
-    assert without_pool.failures == {1: ("ModelExecutionError", message)}
+    assert driver.failures == dict.fromkeys((1, 2), ("ModelExecutionError", message))
+    assert driver.results == {3: {0: [6.0]}}
+    assert driver.cache_use.usage == 0
 
 
-def test_a_device_that_is_lost_ends_the_loop() -> None:
-    runner = FakeRunner(pool())
-    steps = Steps(runner)
-    runner.hook = fail_on((1, 0), error=DeviceLostError("gone"))
-    steps.submit(1, 5)
-    steps.submit(2, 5)
-    with pytest.raises(DeviceLostError):
-        steps.run()
-    assert not steps.failures
-
-
-def rush(runner: FakeRunner) -> Steps:
-    """A long sequence has begun; another will take its memory."""
-    steps = Steps(runner, chunk_size=32)
-    steps.submit(1, 100, priority=1)
-    steps.run()
-    steps.submit(2, 90, priority=-1)
-    return steps
-
-
-def test_one_whose_states_cannot_be_saved_fails_alone() -> None:
-    runner = FakeRunner(pool(10))
-
+@pytest.mark.parametrize("error", [KeyError("made up"), DeviceLostError("gone")])
+def test_failed_preemption_fails_its_request_alone(error: Exception) -> None:
     def fail(sequence: QueuedSequence) -> None:
-        raise KeyError("made up")
+        raise error
 
-    runner.on_preempt = fail
-    steps = rush(runner)
-    steps.run_all()
-    assert steps.failures == {1: ("ModelExecutionError", "The model failed on input 0: KeyError.")}
-    assert steps.answers == {2: {0: [90.0]}}
-
-
-def test_a_device_that_is_lost_while_states_are_saved_ends_the_loop() -> None:
-    runner = FakeRunner(pool(10))
-
-    def fail(sequence: QueuedSequence) -> None:
-        raise DeviceLostError("gone")
-
-    runner.on_preempt = fail
-    steps = rush(runner)
-    with pytest.raises(DeviceLostError):
-        steps.run()
-    assert not steps.failures
+    driver = CoreDriver(FakeRunner(pool(10)), chunk_size=32)
+    driver.runner.on_preempt = fail
+    driver.submit(1, 100, priority=1)
+    driver.run()
+    driver.submit(2, 90, priority=-1)
+    if isinstance(error, DeviceLostError):
+        with pytest.raises(DeviceLostError):
+            driver.run()
+        assert not driver.failures
+    else:
+        driver.run_all()
+        assert driver.failures == {1: ("ModelExecutionError", "The model failed on input 0: KeyError.")}
+        assert driver.results == {2: {0: [90.0]}}

@@ -1,7 +1,7 @@
-"""Replays of recorded forwards equal the forwards, whatever batch came before, and the rest of a bucket reaches nobody.
+"""Buckets of CUDA graphs. Replays equal forwards, also after another batch.
 
-Here a recording is the function itself, called again on the tensors that it was recorded with, as a CUDA graph does
-with its kernels. Attention takes lengths from the borders alone, as on a GPU, and leaves NaN in rows of no sequence.
+A fake recorder calls the function on the recorded tensors again. Attention reads the borders but not the lengths, as on
+a GPU, and leaves NaN in rows outside the sequences.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from penstock.engine.core import model_runner
@@ -37,18 +39,85 @@ from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
 from ...kernels.attention_reference import attention_reference
 from .conftest import SaveFolder
 
+# Buckets
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_model_len", "max_num_seqs"),
+    [(64, 16, 1), (64, 8192, 2048), (1000, 128, 100), (1000, 512, 1), (4096, 8192, 100), (4096, 512, 2048)],
+)
+def test_buckets_can_be_filled_and_the_largest_is_first(max_tokens: int, max_model_len: int, max_num_seqs: int) -> None:
+    found = Buckets(max_tokens, max_model_len, max_num_seqs).all()
+    assert len(found) == len(set(found)) <= 32
+    assert [b.num_tokens for b in found] == sorted((b.num_tokens for b in found), reverse=True)
+    for bucket in found:
+        lengths = bucket.seq_lens()
+        assert bucket.num_tokens <= max_tokens
+        assert len(lengths) == bucket.num_seqs
+        assert sum(lengths) == bucket.num_tokens
+        assert max(lengths) == lengths[0] == bucket.max_seqlen <= max_model_len
+        assert min(lengths) >= 0
+
+
+def test_device_below_the_smallest_bucket_has_none() -> None:
+    buckets = Buckets(63, 512, 512)
+    assert buckets.all() == []
+    assert buckets.find(1, 1, 1) is None
+
+
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=600) | st.lists(st.integers(1, 9), min_size=1, max_size=600))
+def test_batch_takes_a_bucket_of_similar_size(lengths: list[int]) -> None:
+    buckets = Buckets(4096, 512, 2048)
+    size = sum(lengths), len(lengths), max(lengths)
+    fitting = [b for b in buckets.all() if all(own <= limit for own, limit in zip(size, b, strict=True))]
+    nearest = sorted({b.num_tokens for b in buckets.all() if b.num_tokens >= size[0]})[:3]
+    bucket = buckets.find(*size)
+    if bucket is None:
+        assert max(lengths) > 128 or all(b.num_tokens not in nearest for b in fitting)
+        return
+    assert bucket in fitting
+    assert bucket.num_tokens == min(b.num_tokens for b in fitting)
+    assert bucket.num_tokens in nearest
+    assert bucket.num_seqs <= 4 * size[1] or bucket.num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "size", "bucket"),
+    [
+        (512, (64, 10, 6), Bucket(128, 32, 128)),
+        (512, (200, 60, 5), Bucket(512, 128, 128)),
+        (512, (129, 33, 6), Bucket(512, 128, 128)),
+        (512, (900, 200, 6), Bucket(2048, 512, 128)),
+        (512, (120, 40, 3), None),  # the bucket would have four times as many tokens as the nearest size
+        (512, (700, 200, 4), None),
+        (8192, (4000, 300, 100), Bucket(4096, 512, 128)),
+        (8192, (4000, 300, 129), None),  # buckets of many sequences have a short longest one
+        (8192, (4000, 100, 500), Bucket(4096, 128, 512)),
+        (8192, (4000, 2, 3990), Bucket(4096, 8, 4096)),
+        (8192, (4097, 2, 3990), None),
+        (8192, (4000, 513, 10), None),
+    ],
+)
+def test_bucket_limits_tokens_sequences_and_length(
+    max_model_len: int, size: tuple[int, int, int], bucket: Bucket | None
+) -> None:
+    assert Buckets(4096, max_model_len, 2048).find(*size) == bucket
+
+
+# Recordings
+
 CPU = torch.device("cpu")
 FAMILIES = {
     "BertModel": {},
-    "RobertaModel": {"type_vocab_size": 1},  # positions that depend on which ids are padding
+    "RobertaModel": {"type_vocab_size": 1},  # positions depend on padding ids
     "DistilBertModel": {"dim": 16, "n_heads": 2, "n_layers": 2, "hidden_dim": 24},
-    "MPNetModel": {},  # a bias by distance
+    "MPNetModel": {},  # attention bias
     "ModernBertModel": {"local_attention": 16, "global_attn_every_n_layers": 2},
 }
 
 
-class Again:
-    """A Recorder whose replay calls the function again."""
+class FakeRecorder:
+    """A Recorder that calls the function again instead of replaying a graph."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -63,12 +132,11 @@ class Again:
 
         return replay, out
 
-    def wait(self) -> None:
-        """All is done."""
+    def wait(self) -> None: ...
 
 
-def by_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seq_lens: Any, **options: Any) -> Tensor:
-    """Attention as CUDA's kernels see a batch: they know the borders, and an upper bound of the lengths."""
+def attention_by_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seq_lens: Any, **options: Any) -> Tensor:
+    """Attention as on CUDA: it reads the borders and an upper bound of the lengths."""
     borders = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(borders)]
     assert max(lengths) <= options.pop("max_seqlen")
@@ -81,7 +149,7 @@ def by_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seq_lens: An
 
 @pytest.fixture
 def _on_borders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layer, "attention", by_borders)
+    monkeypatch.setattr(attention_layer, "attention", attention_by_borders)
 
 
 def saved(save_folder: SaveFolder, class_name: str) -> tuple[EngineConfig, ModelInfo]:
@@ -99,7 +167,7 @@ def make_batch(lengths: Sequence[int], *, has_types: bool = False, seed: int = 0
 
 
 def batches() -> list[PackedBatch]:
-    """Of many sizes, large and small in turn, so that each finds the rest of a larger one."""
+    """Large and small batches in turn, so that a small one follows the remaining rows of a larger one."""
     numbers = np.random.default_rng(1)
     found = []
     for size in (1, 30, 2, 31, 3, 9, 8, 1, 25):
@@ -112,14 +180,13 @@ def batches() -> list[PackedBatch]:
 
 @pytest.mark.usefixtures("_on_borders")
 @pytest.mark.parametrize("class_name", FAMILIES)
-def test_replays_equal_forwards_in_any_order_of_batches(class_name: str, save_folder: SaveFolder) -> None:
+def test_replays_equal_forwards_in_any_order(class_name: str, save_folder: SaveFolder) -> None:
     _, info = saved(save_folder, class_name)
     made = load_model(info)
     assert made.is_recordable
-    recorder = Again()
+    recorder = FakeRecorder()
     graphs = ForwardGraphs(made, recorder, Buckets(512, info.max_model_len, 64), CPU)
-    num_graphs = graphs.record(make_batch)
-    assert num_graphs == len(Buckets(512, info.max_model_len, 64).all())
+    assert graphs.record(make_batch) == len(Buckets(512, info.max_model_len, 64).all())
     num_checks = recorder.num_replays
     with torch.inference_mode():
         found = batches()
@@ -127,15 +194,15 @@ def test_replays_equal_forwards_in_any_order_of_batches(class_name: str, save_fo
             expected = made.forward(batch).hidden_states
             hidden = graphs.forward(batch).hidden_states
             assert hidden.shape == expected.shape
-            # The products have other numbers of rows, and so other orders of adding.
+            # Matrix products with another number of rows add in another order.
             torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     assert recorder.num_replays - num_checks > len(found) // 2
 
 
 @pytest.mark.usefixtures("_on_borders")
-def test_what_is_not_recorded_runs_as_it_is(save_folder: SaveFolder) -> None:
+def test_other_batches_run_the_model(save_folder: SaveFolder) -> None:
     _, info = saved(save_folder, "BertModel")
-    made, recorder = load_model(info), Again()
+    made, recorder = load_model(info), FakeRecorder()
     graphs = ForwardGraphs(made, recorder, Buckets(128, info.max_model_len, 64), CPU)
     graphs.record(make_batch)
     before = recorder.num_replays
@@ -154,12 +221,12 @@ def test_what_is_not_recorded_runs_as_it_is(save_folder: SaveFolder) -> None:
     assert recorder.num_replays == before + 1
 
 
-def test_a_forward_that_takes_lengths_from_the_host_is_found_out(
+def test_forward_that_reads_lengths_on_the_host_is_rejected(
     save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, info = saved(save_folder, "BertModel")
-    made = load_model(info)  # its attention is that of a CPU
-    graphs = ForwardGraphs(made, Again(), Buckets(512, info.max_model_len, 64), CPU)
+    made = load_model(info)  # its CPU attention reads the lengths on the host
+    graphs = ForwardGraphs(made, FakeRecorder(), Buckets(512, info.max_model_len, 64), CPU)
     assert graphs.record(make_batch) == 0
     assert "small batches run without CUDA graphs: " in caplog.text
     batch = make_batch([3, 5])
@@ -167,48 +234,27 @@ def test_a_forward_that_takes_lengths_from_the_host_is_found_out(
         torch.testing.assert_close(graphs.forward(batch).hidden_states, made.forward(batch).hidden_states)
 
 
-class Refusing(Again):
-    """A Recorder that records nothing, on a device that may be lost."""
-
-    def __init__(self, error: RuntimeError, *, is_lost: bool = False) -> None:
-        super().__init__()
-        self.error, self.is_lost = error, is_lost
-        self.num_waits = 0
-
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        raise self.error
-
-    def wait(self) -> None:
-        self.num_waits += 1
-        if self.is_lost:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
-def test_a_forward_that_cannot_be_recorded_runs_as_it_is(
-    kind: type[RuntimeError], save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "is_lost"), [(RuntimeError, False), (torch.AcceleratorError, False), (torch.AcceleratorError, True)]
+)
+def test_failed_recording_runs_the_model(
+    kind: type[RuntimeError], is_lost: bool, save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, info = saved(save_folder, "BertModel")
-    made = load_model(info)
-    recorder = Refusing(kind("operation not permitted when stream is capturing\nmore"))
-    graphs = ForwardGraphs(made, recorder, Buckets(512, info.max_model_len, 64), CPU)
+    recorder = Mock()
+    recorder.record.side_effect = kind("operation not permitted when stream is capturing\nmore")
+    recorder.wait.side_effect = torch.AcceleratorError("the device is lost") if is_lost else None
+    graphs = ForwardGraphs(load_model(info), recorder, Buckets(512, info.max_model_len, 64), CPU)
+    if is_lost:
+        with pytest.raises(torch.AcceleratorError, match="the device is lost"):
+            graphs.record(make_batch)
+        assert "without CUDA graphs" not in caplog.text
+        return
     assert graphs.record(make_batch) == 0
-    assert recorder.num_waits == 1
-    assert "operation not permitted when stream is capturing" in caplog.text
-    assert "more" not in caplog.messages[-1]
+    recorder.wait.assert_called_once_with()
+    assert caplog.messages[-1].endswith("operation not permitted when stream is capturing")
     with torch.inference_mode():
         assert graphs.forward(make_batch([3, 5])).hidden_states.shape == (8, 16)
-
-
-def test_a_device_that_is_lost_while_recording_ends_the_start(
-    save_folder: SaveFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, info = saved(save_folder, "BertModel")
-    recorder = Refusing(torch.AcceleratorError("CUDA error: unspecified launch failure"), is_lost=True)
-    graphs = ForwardGraphs(load_model(info), recorder, Buckets(512, info.max_model_len, 64), CPU)
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        graphs.record(make_batch)
-    assert "without CUDA graphs" not in caplog.text
 
 
 def chunks(info: ModelInfo) -> list[PrefillChunk]:
@@ -224,16 +270,15 @@ def chunks(info: ModelInfo) -> list[PrefillChunk]:
 
 
 @pytest.mark.usefixtures("_on_borders")
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_runner_answers_from_recordings_as_without(
-    wants: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_runner_replays_the_same_results(
+    is_recorded: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The runner of a CPU takes none; here it is told to, with the recordings of this file."""
     config, info = saved(save_folder, "BertModel")
     tokenizer = load_tokenizer(info, trust_remote_code=False, chat_template=None)
     runner = ModelRunner(info, tokenizer, load_model(info), (), config)
     expected = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
-    recorder = Again()
+    recorder = FakeRecorder()
 
     def on_cpu(
         made: PackedModel, info: ModelInfo, batches: SampleBatches, device: torch.device, limits: SchedulerConfig
@@ -248,14 +293,14 @@ def test_a_runner_answers_from_recordings_as_without(
         assert graphs.record(make)
         return graphs
 
-    if wants:
+    if is_recorded:
         monkeypatch.setattr(model_runner, "record_forwards", on_cpu)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner.warm_up()
-    assert ("CUDA graphs for small batches in" in caplog.text) is wants
+    assert ("CUDA graphs for small batches in" in caplog.text) is is_recorded
     before = recorder.num_replays
     found = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
-    assert recorder.num_replays - before == wants
+    assert recorder.num_replays - before == is_recorded
     for arrays, wanted in zip(found, expected, strict=True):
         assert arrays.keys() == wanted.keys()
         for name, array in arrays.items():
@@ -284,7 +329,7 @@ def test_cuda_graphs_equal_forwards(class_name: str, dtype: str, tolerance: floa
 
 
 @pytest.mark.gpu
-def test_a_recording_that_waits_for_the_device_leaves_it_as_it_was() -> None:
+def test_failed_recording_leaves_the_stream_usable() -> None:
     device = torch.device("cuda")
     x = torch.ones(4, device=device)
     recorder, stream = CudaRecorder(device), torch.cuda.current_stream()
@@ -301,7 +346,3 @@ def moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
     names = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
     tensors = {name: getattr(batch, name) for name in names}
     return replace(batch, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
-
-
-def test_lengths_of_a_bucket_fill_it_with_its_longest_first() -> None:
-    assert Bucket(256, 8, 128).seq_lens() == (128, 128, 0, 0, 0, 0, 0, 0)

@@ -1,7 +1,6 @@
-"""Forwards under way beside the host; errors of the device told apart; a pool without memory, the operator's to know.
+"""Forwards in flight beside the host, errors of the device, and the size of the pool.
 
-What is played here, and runs on a GPU in the tests that are marked so: two batches are under way, none is looked at
-before it is there, and what they give is what one after the other gives.
+A fake stream takes the place of CUDA. The tests marked `gpu` run on a real device.
 """
 
 from __future__ import annotations
@@ -31,112 +30,21 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec, PrefillChunk, QueuedSequence, Request
 
-from .fake_runner import PARAMS, TOKENIZER, model
-from .played_stream import PlayedEvent, PlayedStream
+from .fake_runner import TOKENIZER, model
+from .fake_stream import FakeEvent, FakeStream
 
-INFO = replace(model(), device="cpu", dtype="float32")
-
-
-class Broken(PackedModel):
-    """A model whose forward fails."""
-
-    hidden_size = 1
-
-    def __init__(self, error: Exception | None = None, cache_spec: CacheSpec | None = None) -> None:
-        self.error = error
-        self.cache_spec = cache_spec
-
-    def forward(self, batch: Any, *, need_attention: bool = False) -> Any:
-        assert self.error is not None
-        raise self.error
-
-
-def runner(broken: Broken, **config: Any) -> ModelRunner:
-    return ModelRunner(INFO, TOKENIZER, broken, (), EngineConfig(model="m", **config))
-
-
-def chunk() -> PrefillChunk:
-    prompt = TokenizedInput(np.arange(5, dtype=np.int32))
-    return PrefillChunk(
-        QueuedSequence(request_id=(1, 0), prompt=prompt, num_tokens=5, request=Request(1, PARAMS)),
-        0,
-        5,
-    )
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1, "tokenizer"]), ("cpu", ["tokenizer"])])
-def test_the_models_device_is_current_before_anything_loads(
-    device: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[object] = []
-
-    def load_tokenizer(*_: object, **options: object) -> None:
-        events.append("tokenizer")
-        raise ModelLoadError("that is enough")
-
-    monkeypatch.setattr(torch.cuda, "set_device", events.append)
-    monkeypatch.setattr(model_runner, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(model_runner, "multiply_exactly", lambda: None)
-    with pytest.raises(ModelLoadError, match="that is enough"):
-        ModelRunner.load(replace(INFO, device=device), EngineConfig(model="m"))
-    assert events == expected
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), DeviceMemoryError),
-        (MemoryError("none"), DeviceMemoryError),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), DeviceMemoryError),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceLostError),
-        (RuntimeError("shapes"), RuntimeError),
-        (KeyError("x"), KeyError),
-    ],
-)
-def test_errors_of_memory_and_of_a_lost_device_are_told_from_others(
-    error: Exception, expected: type[Exception]
-) -> None:
-    with pytest.raises(expected) as raised:
-        runner(Broken(error)).execute([chunk()])
-    assert type(raised.value) is expected
-    assert str(error) in str(raised.value)
-
-
+INFO = replace(model(), device="cpu", dtype="float32", hidden_size=2, embedding_size=2)
 SPEC = CacheSpec(kv_layers=(KvLayerSpec(1, 8),))
+MIB = 1 << 20
 
 
-def test_a_pool_holds_what_the_operator_gives() -> None:
-    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1 << 20)).sequence_pool
-    assert made.kv is not None
-    assert 0.9 < made.kv.num_blocks * 16 * SPEC.kv_bytes_per_token(4) / (1 << 20) <= 1.0
-    assert made.prefixes is not None
-
-
-def test_without_memory_for_any_sequence_none_runs_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ModelLoadError):
-        runner(Broken(cache_spec=SPEC), cache=CacheConfig(kv_cache_memory=1))
-    made = runner(Broken(cache_spec=SPEC), cache=CacheConfig(cache_memory_fraction=1e-15))
-    assert made.sequence_pool.is_empty
-    assert "inputs do not run in chunks" in caplog.text
-
-
-@pytest.mark.parametrize(("chunks", "prefixes"), [(True, False), (False, True), (False, False)])
-def test_a_pool_is_made_for_chunks_or_for_prefixes(chunks: bool, prefixes: bool) -> None:
-    made = runner(
-        Broken(cache_spec=SPEC),
-        scheduler=SchedulerConfig(enable_chunked_prefill=chunks),
-        cache=CacheConfig(kv_cache_memory=1 << 20, enable_prefix_caching=prefixes),
-    ).sequence_pool
-    assert made.is_empty != (chunks or prefixes)
-    assert (made.prefixes is not None) == prefixes
-
-
-class Counting(PackedModel):
-    """Rows of a token are its id and its place, in float32. `error` is raised instead, once."""
+class CountingModel(PackedModel):
+    """The hidden state of a token is its id and its position. `error` fails the next forward."""
 
     hidden_size = 2
 
-    def __init__(self) -> None:
+    def __init__(self, cache_spec: CacheSpec | None = None) -> None:
+        self.cache_spec = cache_spec
         self.error: Exception | None = None
         self.scale = torch.ones(2)
 
@@ -148,140 +56,200 @@ class Counting(PackedModel):
         return ModelOutput(hidden_states=rows)
 
 
-WIDE = replace(model(), device="cpu", dtype="float32", hidden_size=2, embedding_size=2)
-PLAIN = PoolingParams(task=PoolingTask.EMBED, normalize=False)
-
-
-def ids(*tokens: int) -> PrefillChunk:
-    prompt = TokenizedInput(np.array(tokens, np.int32))
+def chunk_of(*tokens: int, request_id: int = 1, normalize: bool = False) -> PrefillChunk:
+    params = PoolingParams(task=PoolingTask.EMBED, normalize=normalize)
     sequence = QueuedSequence(
-        request_id=(tokens[0], 0), prompt=prompt, num_tokens=len(prompt), request=Request(1, PLAIN)
+        request_id=(request_id, 0),
+        prompt=TokenizedInput(np.array(tokens, np.int32)),
+        num_tokens=len(tokens),
+        request=Request(request_id, params),
     )
-    return PrefillChunk(sequence, 0, len(prompt))
+    return PrefillChunk(sequence, 0, len(tokens))
 
 
-def flying(counting: Counting, stream: PlayedStream | None) -> ModelRunner:
-    return ModelRunner(WIDE, TOKENIZER, counting, (), EngineConfig(model="m"), stream=stream)
+def make(stream: FakeStream | None = None, cache_spec: CacheSpec | None = None, **config: Any) -> ModelRunner:
+    config = EngineConfig(model="m", **config)
+    return ModelRunner(INFO, TOKENIZER, CountingModel(cache_spec), (), config, stream=stream)
 
 
-def rows_of(outputs: BatchOutputs) -> list[list[float]]:
-    return [arrays["embedding"].tolist() for arrays in outputs.split()]
+def vectors(outputs: BatchOutputs) -> np.ndarray:
+    return np.stack([arrays["embedding"] for arrays in outputs.split()])
 
 
-def test_two_forwards_are_under_way_and_no_more(stream: PlayedStream) -> None:
-    made = flying(Counting(), stream)
-    stream.gate.clear()
-    forwards = []
-    for tokens in ((7, 8), (9,)):
-        assert made.can_begin
-        forwards.append(made.begin([ids(*tokens)]))
-    assert not made.can_begin
-    assert not any(forward.is_done for forward in forwards)
-    assert made.take_times() == []
-    stream.gate.set()
-    assert rows_of(forwards[0].outputs()) == [[8.0, 1.0]]  # LAST
-    assert rows_of(forwards[1].outputs()) == [[9.0, 0.0]]
-    assert made.can_begin
-    assert [time.whole_tokens for time in made.take_times()] == [2, 1]
+@pytest.fixture
+def runner(stream: FakeStream) -> ModelRunner:
+    return make(stream)
+
+
+# Loading and the pool
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1, "exact", "tokenizer"]), ("cpu", ["tokenizer"])])
+def test_device_is_current_before_the_model_loads(
+    device: str, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+
+    def load_tokenizer(*_: object, **options: object) -> None:
+        events.append("tokenizer")
+        raise ModelLoadError("that is enough")
+
+    monkeypatch.setattr(torch.cuda, "set_device", events.append)
+    monkeypatch.setattr(model_runner, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(model_runner, "multiply_exactly", lambda: events.append("exact"))
+    with pytest.raises(ModelLoadError, match="that is enough"):
+        ModelRunner.load(replace(INFO, device=device), EngineConfig(model="m"))
+    assert events == expected
+
+
+@pytest.mark.parametrize(("chunks", "prefixes"), [(True, True), (True, False), (False, True), (False, False)])
+def test_pool_has_the_given_size_if_chunks_or_prefixes_need_it(chunks: bool, prefixes: bool) -> None:
+    pool = make(
+        cache_spec=SPEC,
+        scheduler=SchedulerConfig(enable_chunked_prefill=chunks),
+        cache=CacheConfig(kv_cache_memory=MIB, enable_prefix_caching=prefixes),
+    ).sequence_pool
+    assert pool.is_empty != (chunks or prefixes)
+    assert (pool.prefixes is not None) == prefixes
+    assert pool.kv is None or 0.9 < pool.kv.num_blocks * 16 * SPEC.kv_bytes_per_token(4) / MIB <= 1.0
+
+
+def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelLoadError):
+        make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=1))
+    assert make(cache_spec=SPEC, cache=CacheConfig(cache_memory_fraction=1e-15)).sequence_pool.is_empty
+    assert "inputs do not run in chunks" in caplog.text
 
 
 def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting, calls = Counting(), []
-    counting.cache_spec = SPEC
-    cache = CacheConfig(kv_cache_memory=1 << 20)
-    made = ModelRunner(WIDE, TOKENIZER, counting, (), EngineConfig(model="m", cache=cache))
-    monkeypatch.setattr(made._meter, "begin", lambda: calls.append("begin"))
-    monkeypatch.setattr(made._meter, "end", calls.append)
-    made.begin([ids(7, 8)])
+    calls: list[object] = []
+    runner = make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=MIB))
+    monkeypatch.setattr(runner._meter, "begin", lambda: calls.append("begin"))
+    monkeypatch.setattr(runner._meter, "end", calls.append)
+    runner.begin([chunk_of(7, 8)])
     assert calls == []
-    of_prompt = ids(1, 2, 3)
-    of_prompt.sequence.is_long = True
-    of_prompt.sequence.allocation = made.sequence_pool.allocate((1, 0), 3)
-    made.begin([ids(7, 8), of_prompt])
+    long = chunk_of(1, 2, 3)
+    long.sequence.is_long = True
+    long.sequence.allocation = runner.sequence_pool.allocate((1, 0), 3)
+    runner.begin([chunk_of(7, 8), long])
     assert calls == ["begin", 5]
+    assert [(time.chunk_tokens, time.whole_tokens) for time in runner.take_times()] == [(0, 2), (3, 2)]
 
 
-def test_end_of_a_forward_wakes_the_thread(stream: PlayedStream) -> None:
-    made, waker = flying(Counting(), stream), Waker()
-    made.set_wakeup_fd(waker.fd)
-    forward = made.begin([ids(5)])
+# Forwards in flight
+
+
+def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) -> None:
+    stream.gate.clear()
+    forwards = []
+    for tokens in ((7, 8), (9,)):
+        assert runner.can_begin
+        forwards.append(runner.begin([chunk_of(*tokens)]))
+    assert not runner.can_begin
+    assert not any(forward.is_done for forward in forwards)
+    assert runner.take_times() == []
+    stream.gate.set()
+    assert [vectors(forward.outputs()).tolist() for forward in forwards] == [[[8.0, 1.0]], [[9.0, 0.0]]]
+    assert runner.can_begin
+    assert [time.whole_tokens for time in runner.take_times()] == [2, 1]
+
+
+def test_forward_on_a_cpu_ends_in_begin() -> None:
+    runner = make()
+    for _ in range(3):
+        assert isinstance(runner.begin([chunk_of(5)]), EndedForward)
+        assert runner.can_begin
+    assert len(runner.take_times()) == 3
+
+
+def test_ended_forward_wakes_the_loop(runner: ModelRunner) -> None:
+    waker = Waker()
+    runner.set_wakeup_fd(waker.fd)
+    forward = runner.begin([chunk_of(5)])
     while not forward.is_done:
         waker.wait()
-    made.set_wakeup_fd(None)
-    assert rows_of(forward.outputs()) == [[5.0, 0.0]]
+    runner.set_wakeup_fd(None)
+    assert vectors(forward.outputs()).tolist() == [[5.0, 0.0]]
 
 
-def test_forward_fails_when_its_event_cannot_be_awaited(stream: PlayedStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(event: PlayedEvent) -> None:
+def test_not_finite_results_are_marked(runner: ModelRunner) -> None:
+    counting = runner._model
+    assert isinstance(counting, CountingModel)
+    counting.scale = torch.tensor([1.0, torch.inf])  # at position 0 the product is NaN
+    assert runner.begin([chunk_of(5), chunk_of(6, 7)]).outputs().is_finite.tolist() == [False, False]
+    counting.scale = torch.tensor([3e38, 1.0])
+    assert runner.begin([chunk_of(1), chunk_of(5)]).outputs().is_finite.tolist() == [True, False]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), DeviceMemoryError),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceLostError),
+        (KeyError("x"), KeyError),
+    ],
+)
+def test_device_errors_are_translated(error: Exception, expected: type[Exception]) -> None:
+    runner = make()
+    runner._model.error = error  # type: ignore[attr-defined]
+    with pytest.raises(expected, match=str(error)) as raised:
+        runner.execute([chunk_of(5)])
+    assert type(raised.value) is expected
+
+
+def test_forward_fails_if_its_event_cannot_be_awaited(
+    runner: ModelRunner, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: FakeEvent) -> None:
         raise ValueError("made up")
 
-    monkeypatch.setattr(PlayedEvent, "wait", fail)
-    made, waker = flying(Counting(), stream), Waker()
-    made.set_wakeup_fd(waker.fd)
+    monkeypatch.setattr(FakeEvent, "wait", fail)
+    waker = Waker()
+    runner.set_wakeup_fd(waker.fd)
     stream.gate.clear()
-    forward = made.begin([ids(5)])
+    forward = runner.begin([chunk_of(5)])
     waker.wait()
     with pytest.raises(DeviceLostError, match="made up"):
         _ = forward.is_done
-    made.set_wakeup_fd(None)
+    runner.set_wakeup_fd(None)
 
 
-def test_on_a_cpu_a_forward_has_ended_when_it_has_begun() -> None:
-    made = flying(Counting(), None)
-    for _ in range(3):
-        forward = made.begin([ids(5)])
-        assert isinstance(forward, EndedForward)
-        assert made.can_begin
-    assert len(made.take_times()) == 3
-
-
-def test_a_forward_without_memory_beside_another_leaves_that_alone(stream: PlayedStream) -> None:
-    counting = Counting()
-    made = flying(counting, stream)
+def test_forward_without_memory_does_not_affect_others(runner: ModelRunner, stream: FakeStream) -> None:
     stream.gate.clear()
-    first = made.begin([ids(5)])
-    counting.error = torch.OutOfMemoryError("none")
+    first = runner.begin([chunk_of(5)])
+    runner._model.error = torch.OutOfMemoryError("none")  # type: ignore[attr-defined]
     with pytest.raises(DeviceMemoryError):
-        made.begin([ids(6)])
-    assert made.can_begin
-    second = made.begin([ids(7)])
+        runner.begin([chunk_of(6)])
+    assert runner.can_begin
+    second = runner.begin([chunk_of(7)])
     stream.gate.set()
-    assert rows_of(first.outputs()) == [[5.0, 0.0]]
-    assert rows_of(second.outputs()) == [[7.0, 0.0]]
-    assert len(made.take_times()) == 2
+    assert [vectors(forward.outputs()).tolist() for forward in (first, second)] == [[[5.0, 0.0]], [[7.0, 0.0]]]
+    assert len(runner.take_times()) == 2
 
 
-def test_a_device_that_is_lost_while_forwards_run_is_told_by_all_of_them(stream: PlayedStream) -> None:
-    made = flying(Counting(), stream)
-    forward = made.begin([ids(5)])
+def test_lost_device_fails_every_call(runner: ModelRunner, stream: FakeStream) -> None:
+    forward = runner.begin([chunk_of(5)])
     stream.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    for ask in (
+    for call in (
         lambda: forward.is_done,
         forward.outputs,
-        lambda: made.can_begin,
-        lambda: made.begin([ids(6)]),
-        lambda: made.execute([ids(6)]),
+        lambda: runner.can_begin,
+        lambda: runner.begin([chunk_of(6)]),
+        lambda: runner.execute([chunk_of(6)]),
     ):
         with pytest.raises(DeviceLostError, match="illegal memory access"):
-            ask()
-
-
-def test_what_is_not_finite_is_told_from_the_rest_of_its_batch(stream: PlayedStream) -> None:
-    counting = Counting()
-    made = flying(counting, stream)
-    counting.scale = torch.tensor([1.0, torch.inf])  # of place 0 it is NaN
-    outputs = made.begin([ids(5), ids(6, 7)]).outputs()
-    assert outputs.is_finite.tolist() == [False, False]
-    counting.scale = torch.tensor([3e38, 1.0])
-    assert made.begin([ids(1), ids(5)]).outputs().is_finite.tolist() == [True, False]
+            call()
 
 
 # On a GPU
 
 
 @pytest.fixture(scope="module")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelRunner]:
-    """Makes runners of one small BERT, on the device that is named."""
+def load_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelRunner]:
+    """Loads a small BERT on a device."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
@@ -290,9 +258,8 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelR
     transformers.BertModel(config).save_pretrained(folder)
 
     def load(device: str) -> ModelRunner:
-        info = with_device(
-            resolve_model(EngineConfig(model=str(folder))), device, "float32" if device == "cpu" else "bfloat16"
-        )
+        info = resolve_model(EngineConfig(model=str(folder)))
+        info = with_device(info, device, "float32" if device == "cpu" else "bfloat16")
         return ModelRunner(info, TOKENIZER, load_model(info), (), EngineConfig(model="m"))
 
     return load
@@ -300,47 +267,39 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelR
 
 def random_batches(count: int) -> list[list[PrefillChunk]]:
     numbers = np.random.default_rng(0)
-    params = PoolingParams(task=PoolingTask.EMBED, normalize=True)
-    batches = []
-    for _ in range(count):
-        lengths = sorted(numbers.integers(1, 500, 40).tolist())
-        prompts = [TokenizedInput(numbers.integers(3, 200, length).astype(np.int32)) for length in lengths]
-        sequences = [
-            QueuedSequence(request_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=Request(i, params))
-            for i, prompt in enumerate(prompts)
+    return [
+        [
+            chunk_of(*numbers.integers(3, 200, length).tolist(), request_id=i, normalize=True)
+            for i, length in enumerate(sorted(numbers.integers(1, 500, 40).tolist()))
         ]
-        batches.append([PrefillChunk(s, 0, s.num_tokens) for s in sequences])
-    return batches
-
-
-def vectors(outputs: BatchOutputs) -> np.ndarray:
-    return np.stack([arrays["embedding"] for arrays in outputs.split()])
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_in_flight_give_what_one_at_a_time_gives(encoders: Callable[[str], ModelRunner]) -> None:
-    gpu, cpu = encoders("cuda"), encoders("cpu")
+def test_gpu_batches_in_flight_equal_single_batches(load_encoder: Callable[[str], ModelRunner]) -> None:
+    gpu, cpu = load_encoder("cuda"), load_encoder("cpu")
     batches = random_batches(12)
-    alone = [vectors(gpu.execute(batch)) for batch in batches]
-    under_way = deque[Any]()
+    expected = [vectors(gpu.execute(batch)) for batch in batches]
+    in_flight = deque[Any]()
     found = []
     for batch in batches:
         if not gpu.can_begin:
-            found.append(vectors(under_way.popleft().outputs()))
-        under_way.append(gpu.begin(batch))
-    found += [vectors(forward.outputs()) for forward in under_way]
+            found.append(vectors(in_flight.popleft().outputs()))
+        in_flight.append(gpu.begin(batch))
+    found += [vectors(forward.outputs()) for forward in in_flight]
     assert len(gpu.take_times()) == 24
-    for ours, theirs, batch in zip(found, alone, batches, strict=True):
-        assert np.array_equal(ours, theirs)
+    for ours, alone, batch in zip(found, expected, batches, strict=True):
+        assert np.array_equal(ours, alone)
         assert (ours * vectors(cpu.execute(batch))).sum(axis=1).min() > 0.999
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_waits_for_nothing_while_it_begins_a_batch(encoders: Callable[[str], ModelRunner]) -> None:
-    gpu = encoders("cuda")
+def test_host_does_not_wait_while_it_starts_a_batch(load_encoder: Callable[[str], ModelRunner]) -> None:
+    gpu = load_encoder("cuda")
     batches = random_batches(4)
     for batch in batches:
-        gpu.execute(batch)  # compiles, and makes the pinned memory
+        gpu.execute(batch)  # compiles kernels and allocates pinned memory
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -352,9 +311,9 @@ def test_on_a_gpu_the_host_waits_for_nothing_while_it_begins_a_batch(encoders: C
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_batch_without_memory_leaves_the_one_before_it_alone(encoders: Callable[[str], ModelRunner]) -> None:
-    gpu = encoders("cuda")
-    (batch, other) = random_batches(2)
+def test_gpu_batch_without_memory_does_not_affect_others(load_encoder: Callable[[str], ModelRunner]) -> None:
+    gpu = load_encoder("cuda")
+    batch, other = random_batches(2)
     expected = vectors(gpu.execute(batch))
     forward = gpu._model.forward
 
@@ -368,5 +327,5 @@ def test_on_a_gpu_a_batch_without_memory_leaves_the_one_before_it_alone(encoders
         gpu.begin(other)
     gpu._model.forward = forward  # type: ignore[method-assign]
     second = gpu.begin(batch)
-    assert np.array_equal(vectors(first.outputs()), expected)
-    assert np.array_equal(vectors(second.outputs()), expected)
+    for each in (first, second):
+        assert np.array_equal(vectors(each.outputs()), expected)

@@ -1,4 +1,4 @@
-"""The engine process: it dies without taking the client along, and never outlives it."""
+"""The engine process: its end does not end the client, and it does not outlive the client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -33,15 +33,15 @@ def children(pid: int) -> list[int]:
         try:
             state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended
         if int(parent) == pid and state != "Z":
             found.append(int(stat.parent.name))
     return found
 
 
-async def until(condition: object, timeout_s: float = 120.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]
+        while not condition():
             await asyncio.sleep(0.05)
 
 
@@ -52,33 +52,46 @@ async def engine(minilm_folder: Path) -> AsyncIterator[AsyncEngine]:
     await engine.close()
 
 
-async def test_a_killed_worker_fails_its_requests_and_is_replaced(engine: AsyncEngine) -> None:
-    (worker,) = [
-        p for p in children(os.getpid()) if b"penstock.engine.core.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
-    ]
-    os.kill(worker, signal.SIGSTOP)  # it cannot answer before it is killed
-    lost = asyncio.create_task(engine.embed(["word " * 200] * 200, PARAMS))
-    await until(lambda: engine.stats().num_requests == 1)
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
-        await lost
+async def check_replaced(engine: AsyncEngine) -> None:
     await until(lambda: engine.state is EngineState.READY)
     assert engine.num_restarts == 1
     assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
 
 
-async def test_closing_leaves_no_process_behind(minilm_folder: Path) -> None:
-    before = set(children(os.getpid()))
-    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1))
-    (worker,) = set(children(os.getpid())) - before
-    await engine.close()
-    assert not Path(f"/proc/{worker}").exists()
+async def test_killed_worker_fails_its_requests_and_is_replaced(engine: AsyncEngine) -> None:
+    (worker,) = [
+        pid
+        for pid in children(os.getpid())
+        if b"penstock.engine.core.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(worker, signal.SIGSTOP)  # it cannot return results before it is killed
+    lost = asyncio.create_task(engine.embed(["word " * 200] * 200, PARAMS))
+    await until(lambda: engine.stats().num_requests == 1)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
+        await lost
+    await check_replaced(engine)
 
 
-@pytest.mark.parametrize("place", ["t", "t" * 119])
-async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_folder: Path, tmp_path: Path) -> None:
-    """Wherever its socket is, it takes it along."""
-    folder = tmp_path / place
+async def test_worker_is_replaced_if_its_results_cannot_be_read(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (replica,) = engine._dispatcher.replicas
+    receive = replica.receive_rows
+
+    def fail_once(message: StepResults, frames: list[Frame]) -> None:
+        monkeypatch.setattr(replica, "receive_rows", receive)
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(replica, "receive_rows", fail_once)
+    with pytest.raises(errors.EngineUnavailableError):
+        await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
+    await check_replaced(engine)
+
+
+@pytest.mark.parametrize("name", ["t", "t" * 119], ids=["short", "long"])
+async def test_worker_and_its_socket_end_with_the_parent(name: str, minilm_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / name  # a long path has a link for the socket
     folder.mkdir()
     script = textwrap.dedent("""
         import asyncio, sys
@@ -106,44 +119,7 @@ async def test_the_worker_ends_when_its_parent_is_killed(place: str, minilm_fold
     assert not list(folder.iterdir())
 
 
-async def test_messages_that_cannot_be_read_cost_the_worker_and_not_the_client(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (replica,) = engine._dispatcher.replicas
-    receive = replica.receive_rows
-
-    def fail_once(message: StepResults, frames: list[Frame]) -> None:
-        monkeypatch.setattr(replica, "receive_rows", receive)
-        raise RuntimeError("made up")
-
-    monkeypatch.setattr(replica, "receive_rows", fail_once)
-    with pytest.raises(errors.EngineUnavailableError):
-        await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
-    await until(lambda: engine.state is EngineState.READY)
-    assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
-
-
-async def test_an_engine_thread_that_fails_is_replaced(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.engine.core.core import EngineCore
-
-    engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), in_process=True, num_threads=1))
-    deliver = EngineCore._deliver
-
-    def fail_once(core: EngineCore, *arguments: object) -> None:
-        monkeypatch.setattr(EngineCore, "_deliver", deliver)
-        raise RuntimeError("made up")
-
-    try:
-        monkeypatch.setattr(EngineCore, "_deliver", fail_once)
-        with pytest.raises(errors.EngineUnavailableError, match="made up"):
-            await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
-        await until(lambda: engine.state is EngineState.READY)
-        assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
-    finally:
-        await engine.close()
-
-
-async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
+async def test_process_that_survives_its_kill_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
@@ -156,8 +132,8 @@ async def test_a_process_that_a_kill_does_not_end_holds_nobody_up(
     assert "7 was killed and does not end" in caplog.text
 
 
-async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What such a thread frees while the interpreter ends, tensors above all, aborts the process."""
+async def test_no_thread_with_tensors_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that frees tensors while the interpreter ends aborts the process."""
     script = textwrap.dedent("""
         import sys, threading
         from penstock.engine.core import worker
@@ -165,12 +141,12 @@ async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monke
         worker.main()
         print(*sorted(thread.name for thread in threading.enumerate()), file=open(sys.argv[-1], "w"))
     """)
-    create, left = subprocess.Popen, tmp_path / "left"
+    popen, threads = subprocess.Popen, tmp_path / "threads"
 
-    def created(arguments: tuple[str, ...], **named: Any) -> subprocess.Popen[bytes]:
-        return create((sys.executable, "-P", "-c", script, *arguments[-2:], str(left)), **named)
+    def start(arguments: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+        return popen((sys.executable, "-P", "-c", script, *arguments[-2:], str(threads)), **options)
 
-    monkeypatch.setattr(engine_process.subprocess, "Popen", created)
+    monkeypatch.setattr(engine_process.subprocess, "Popen", start)
     on_message, on_exit = Mock(), Mock()
     core = running_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_message, on_exit)
     await core.start()
@@ -178,4 +154,4 @@ async def test_no_thread_that_knows_the_core_outlives_main(tmp_path: Path, monke
     await core.close()
     assert isinstance(on_message.call_args.args[0], LoadFailed)
     assert "exit code 0" in on_exit.call_args.args[0]
-    assert left.read_text().split() == ["MainThread", "lifeline", "log"]
+    assert threads.read_text().split() == ["MainThread", "lifeline", "log"]

@@ -1,17 +1,18 @@
-"""A CUDA device that is not there: tensors in host memory that say they are on it, and raise where CUDA would wait.
+"""A pretended CUDA device: its tensors lie in host memory, and operations raise where CUDA would wait.
 
-Code that runs under it takes its paths for CUDA, triton's kernels included where its interpreter is on, and its results
-can be compared with those of the CPU. What raises:
+Code takes its CUDA paths under it, with triton's kernels if the interpreter is on. Its results must equal those of a
+CPU. These operations raise HiddenSyncError:
 
-- values that the host asks for: item, bool, tolist, cpu, numpy, and what calls them inside of torch;
-- shapes that depend on values: nonzero, a mask as an index, unique, masked_select, repeat_interleave without
-  output_size, bincount;
-- copies to the device that wait: of a list or a number (torch.tensor(..., device=)), `to` without non_blocking, an
-  index in host memory, and copies out of memory that is not pinned, which may wait for the stream;
-- host and device in one operation, which CUDA refuses; a number of no dimension may stand beside a tensor.
+- reading values on the host: item, bool, tolist, cpu, numpy;
+- shapes that depend on values: nonzero, masks as indices, unique, masked_select, bincount, repeat_interleave without
+  output_size;
+- copies to the device that wait: of lists and numbers, `to` without non_blocking, indices in host memory, and copies
+  from memory that is not pinned.
 
-What it cannot see: waits inside of libraries and allocators, and whatever runs through ctypes. The twins of its tests
-on a real device run under torch.cuda.set_sync_debug_mode, which sees other things: no copy out of pageable memory.
+An operation on tensors of host and device raises RuntimeError, as on CUDA, except for a host tensor without dimensions.
+
+Waits inside libraries and allocators, and calls through ctypes, are not detected. Tests marked `gpu` repeat the checks
+on a real device with torch.cuda.set_sync_debug_mode, which ignores copies from pageable memory.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ aten = torch.ops.aten
 
 
 class HiddenSyncError(AssertionError):
-    """The host would wait for the device here."""
+    """The host would wait for the device."""
 
 
 class OnCuda(Tensor):
-    """A tensor in host memory that says it is on the device."""
+    """A tensor of the pretended device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 class Pinned(Tensor):
-    """A tensor in pinned host memory, as far as the device is concerned."""
+    """A tensor in host memory that counts as pinned."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-# Attributes and methods that give the host a value of the tensor.
-_ASKS: Final = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__complex__"} | {
+# Methods that read values on the host.
+_READS: Final = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__complex__"} | {
     "__array__",
     "__contains__",
     "equal",
     "allclose",
-    "isin",  # sorts and looks for neighbours that are equal, from some length on
+    "isin",  # long inputs are sorted and searched for equal neighbours
     "bincount",
 }
 _WAITING_OPS: Final = {
@@ -74,7 +75,7 @@ _FACTORIES_OF_HOST_DATA: Final = {"tensor", "as_tensor", "new_tensor", "scalar_t
 
 
 class _InsideOfTorch(TorchDispatchMode):
-    """Raises at operations that wait, though nothing in the call's name says so."""
+    """Raises at waiting operations that torch calls inside another one."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,7 +93,7 @@ class _InsideOfTorch(TorchDispatchMode):
 
 
 class PretendCuda(TorchFunctionMode):
-    """While it is entered, `DEVICE` exists. Its waits raise inside `watched()` and pass outside of it."""
+    """`DEVICE` exists while this mode is entered. Waits raise inside `watched()` only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,6 @@ class PretendCuda(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises where the host would wait."""
         self._is_watched, before = True, self._is_watched
         try:
             yield
@@ -109,7 +109,7 @@ class PretendCuda(TorchFunctionMode):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Lets pass what a caller has to wait for, such as the copy of the answers to the host."""
+        """Allows necessary waits inside `watched()`, such as for the results."""
         self._is_watched, before = False, self._is_watched
         try:
             yield
@@ -160,7 +160,6 @@ class PretendCuda(TorchFunctionMode):
         return tree_map_only(Tensor, _off, result)
 
     def _copy_to_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Copies from the device into a tensor of the host."""
         is_free = isinstance(args[0], Pinned) and bool(kwargs.get("non_blocking"))
         if self._is_watched and not is_free:
             raise HiddenSyncError("copy_ waits for the device: say non_blocking, into pinned memory")
@@ -183,7 +182,7 @@ class PretendCuda(TorchFunctionMode):
 
     @staticmethod
     def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-        """The device that a call names."""
+        """Returns the device in the arguments of a call."""
         if name == "cuda":
             return DEVICE
         if name in ("cpu", "numpy", "tolist"):
@@ -204,7 +203,7 @@ class PretendCuda(TorchFunctionMode):
         self, name: str, tensors: list[Tensor], args: tuple[Any, ...], *, leaves: bool, is_non_blocking: bool
     ) -> None:
         if self._is_watched:
-            if name in _ASKS or leaves:
+            if name in _READS or leaves:
                 raise HiddenSyncError(f"{name} waits for the device")
             if name == "new_tensor":
                 raise HiddenSyncError(f"{name} copies to the device and waits for it")
@@ -220,7 +219,7 @@ class PretendCuda(TorchFunctionMode):
                     raise RuntimeError(f"{name}: tensors are on cuda and on the cpu")
 
     def _check_copy(self, name: str, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
-        """A call without a tensor of the device whose result is there: a factory, or a copy."""
+        """Checks a factory, or a copy from the host to the device."""
         if not self._is_watched:
             return
         if name in _FACTORIES_OF_HOST_DATA:
@@ -270,7 +269,7 @@ def _pin_memory(tensor: Tensor, device: object = None) -> Tensor:
 
 @contextlib.contextmanager
 def pretend_cuda() -> Iterator[PretendCuda]:
-    """Gives the process a CUDA device of compute capability 9.0, until it ends."""
+    """Pretends a CUDA device of compute capability 9.0."""
     with pytest.MonkeyPatch.context() as patch, PretendCuda() as mode:
         patch.setattr(Tensor, "pin_memory", _pin_memory)
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -1,4 +1,4 @@
-"""What is kept of sequences between their chunks, and what becomes of it when they lose their memory."""
+"""The SSM states of a preempted sequence leave the device and return to another slot."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from penstock.engine.scheduling import (
 )
 
 from ...device.pretend_cuda import DEVICE, OnCuda, Pinned, pretend_cuda
-from ..played_stream import PlayedStream
+from ..fake_stream import FakeStream
 
+CPU = torch.device("cpu")
 NUM_TOKENS, NUM_POOLED = 10, 4
 
 
-class Preempted:
-    """A sequence that has run in part, and the memory of two slots for it."""
+class Preemption:
+    """A sequence between two chunks, and a memory of two slots."""
 
     def __init__(self, device: torch.device, stream: DeviceStream) -> None:
-        layers = (SsmLayerSpec((2, 3), (2, 2, 2)), SsmLayerSpec((4, 1), (3, 5)))
-        plan = PoolPlan(0, 2, 0)
+        spec = CacheSpec(ssm_layers=(SsmLayerSpec((2, 3), (2, 2, 2)), SsmLayerSpec((4, 1), (3, 5))))
         self.memory = ChunkMemory(
-            CacheSpec(ssm_layers=layers), plan, block_size=16, dtype=torch.float32, device=device, stream=stream
+            spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=device, stream=stream
         )
         self.sequence = QueuedSequence(
             request_id=(0, 0),
@@ -47,11 +47,17 @@ class Preempted:
             num_pooled=NUM_POOLED,
         )
         self.chunks = [PrefillChunk(self.sequence, NUM_POOLED, 5)]
-        self.at(0)
+        self.allocate(0)
 
-    def at(self, slot: int) -> Allocation:
+    def allocate(self, slot: int) -> Allocation:
         self.sequence.allocation = Allocation(0, NUM_TOKENS, [], 0, slot, ())
         return self.sequence.allocation
+
+    def save(self, slot: int = 0) -> None:
+        self.memory.save(self.sequence, self.allocate(slot))
+
+    def restore(self) -> None:
+        self.memory.restore(self.chunks)
 
     @property
     def states(self) -> SsmStates:
@@ -60,76 +66,79 @@ class Preempted:
         assert cache.ssm is not None
         return cache.ssm
 
-
-def test_saved_states_are_not_overwritten_by_what_lies_in_the_next_slot() -> None:
-    device = torch.device("cpu")
-    preempted = Preempted(device, stream_of(device))
-    memory, first = preempted.memory, preempted.at(0)
-    preempted.states.conv[0].fill_(1.0)
-    memory.save(preempted.sequence, first)
-    preempted.states.conv[0].fill_(2.0)
-    memory.save(preempted.sequence, preempted.at(1))  # it got another slot and lost that before it ran
-    memory.restore(preempted.chunks)
-    assert preempted.states.conv[0].unique().tolist() == [1.0, 2.0]
-
-
-def move(preempted: Preempted, watched: AbstractContextManager[object]) -> None:
-    """Takes a sequence from the slot 0 to the slot 1; whoever watches is told of waits."""
-    memory, first = preempted.memory, preempted.at(0)
-    states = [*preempted.states.conv, *preempted.states.ssm]
-    for number, layer in enumerate(states, 1):
-        layer[0].fill_(float(number))
-    with watched:
-        memory.save(preempted.sequence, first)
-        for layer in states:
-            layer[0].fill_(9.0)  # of whoever got the slot
-        preempted.at(1)
-        memory.restore(preempted.chunks)
-    assert memory._uses[preempted.sequence].saved is None
-    for number, layer in enumerate(states, 1):
-        assert layer[0].cpu().unique().tolist() == [9.0]
-        assert layer[1].cpu().unique().tolist() == [float(number)]
+    def move(self, watched: AbstractContextManager[object]) -> None:
+        """Moves the sequence from slot 0 to slot 1 inside `watched`."""
+        states = [*self.states.conv, *self.states.ssm]
+        for number, layer in enumerate(states, 1):
+            layer[0].fill_(float(number))
+        with watched:
+            self.save(0)
+            for layer in states:
+                layer[0].fill_(9.0)  # the states of the next sequence in this slot
+            self.allocate(1)
+            self.restore()
+        assert self.memory._uses[self.sequence].saved is None
+        for number, layer in enumerate(states, 1):
+            assert layer[0].cpu().unique().tolist() == [9.0]
+            assert layer[1].cpu().unique().tolist() == [float(number)]
 
 
-def test_states_leave_a_device_and_come_back_without_a_wait() -> None:
+def test_second_preemption_keeps_the_saved_states() -> None:
+    preemption = Preemption(CPU, stream_of(CPU))
+    preemption.states.conv[0].fill_(1.0)
+    preemption.save(0)
+    preemption.states.conv[0].fill_(2.0)
+    preemption.save(1)  # it loses the second slot before it runs there
+    preemption.restore()
+    assert preemption.states.conv[0].unique().tolist() == [1.0, 2.0]
+
+
+def test_states_are_read_and_written_in_turn() -> None:
+    preemption = Preemption(CPU, stream_of(CPU))
+    places = []
+    for _ in range(3):
+        cache = preemption.memory.batch_cache(preemption.chunks)
+        assert cache is not None
+        places.append((cache.load_slots.tolist(), cache.save_slots.tolist()))
+        preemption.memory.advance(preemption.chunks)
+    assert places == [([0], [2]), ([2], [0]), ([0], [2])]
+    preemption.memory.forget(preemption.sequence)
+    assert preemption.sequence not in preemption.memory._uses
+
+
+def test_states_move_without_a_wait_on_a_pretended_device() -> None:
     with pretend_cuda() as mode:
-        preempted = Preempted(DEVICE, stream_of(DEVICE))
-        assert isinstance(preempted.states.conv[0], OnCuda)
-        move(preempted, mode.watched())
+        preemption = Preemption(DEVICE, stream_of(DEVICE))
+        assert isinstance(preemption.states.conv[0], OnCuda)
+        preemption.move(mode.watched())
 
 
 @pytest.mark.gpu
-def test_states_leave_a_gpu_and_come_back_without_a_wait() -> None:
-    preempted = Preempted(DEVICE, stream_of(DEVICE))
-    move(preempted, contextlib.nullcontext())  # the first block of pinned memory is made by the driver, which waits
+def test_states_move_without_a_wait_on_a_gpu() -> None:
+    preemption = Preemption(DEVICE, stream_of(DEVICE))
+    preemption.move(contextlib.nullcontext())  # the first allocation of pinned memory waits
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         watched = contextlib.ExitStack()
         watched.callback(torch.cuda.set_sync_debug_mode, "default")
-        move(preempted, watched)
+        preemption.move(watched)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_states_of_a_gpu_wait_in_one_block_of_pinned_memory() -> None:
+def test_saved_states_share_one_block_of_pinned_memory() -> None:
     with pretend_cuda():
-        preempted = Preempted(DEVICE, stream_of(DEVICE))
-        preempted.memory.save(preempted.sequence, preempted.at(0))
-        saved = preempted.memory._uses[preempted.sequence].saved
+        preemption = Preemption(DEVICE, stream_of(DEVICE))
+        preemption.save()
+        saved = preemption.memory._uses[preemption.sequence].saved
         assert saved is not None
         assert len(saved) == 4
         assert all(isinstance(copy, Pinned) for copy in saved)
         assert len({copy.untyped_storage().data_ptr() for copy in saved}) == 1
 
 
-def test_states_come_back_though_the_host_has_not_seen_them(stream: PlayedStream) -> None:
-    preempted = Preempted(torch.device("cpu"), stream)
+def test_states_return_before_their_copy_has_ended(stream: FakeStream) -> None:
     stream.gate.clear()
-    memory, first = preempted.memory, preempted.at(0)
-    preempted.states.ssm[1][0].fill_(3.0)
-    memory.save(preempted.sequence, first)
-    preempted.states.ssm[1][0].fill_(4.0)
-    preempted.at(1)
-    memory.restore(preempted.chunks)
-    assert [preempted.states.ssm[1][slot].unique().tolist() for slot in (0, 1)] == [[4.0], [3.0]]
+    preemption = Preemption(CPU, stream)
+    preemption.move(contextlib.nullcontext())

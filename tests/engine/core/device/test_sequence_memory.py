@@ -1,6 +1,6 @@
-"""The line of the log about the pool."""
-
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -32,13 +32,14 @@ MIB = 2**20
             MIB // 2,
             "the pool holds 16 tokens (2 blocks of 8) and 1 state slot in 0.5 MiB; chunks: off; prefix cache: off",
         ),
+        (
+            {"kv": KvCachePool(1, 8), "enable_prefix_caching": False},
+            {},
+            10 * MIB,
+            "the pool holds 8 tokens (1 blocks of 8) in 10 MiB; chunks: of adaptive size; prefix cache: off",
+        ),
     ],
 )
-def test_the_pool_is_described(pool: dict, limits: dict, num_bytes: int, expected: str) -> None:
+def test_pool_is_described(pool: dict[str, Any], limits: dict[str, Any], num_bytes: int, expected: str) -> None:
     sequence_pool = SequencePool(**{"kv": None, "ssm": None} | pool)
     assert describe_pool(sequence_pool, SchedulerConfig(**limits), num_bytes) == expected
-
-
-def test_prefixes_may_be_turned_off() -> None:
-    sequence_pool = SequencePool(kv=KvCachePool(2, 8), ssm=None, enable_prefix_caching=False)
-    assert describe_pool(sequence_pool, SchedulerConfig(), MIB).endswith("prefix cache: off")

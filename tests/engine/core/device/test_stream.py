@@ -1,134 +1,181 @@
-"""Marks in the work of a device, copies on their way out of it, and the thread that rings when an event is reached."""
+"""Events of a device, times of forwards, copies to the host, and the thread that waits for events."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import current_thread
 
 import pytest
 import torch
 
-from penstock.engine.core.device.stream import EventWatcher, HostEvent, HostStream, stream_of
-from penstock.engine.core.runner import DeviceLostError
+from penstock.engine.core.device.stream import EventWatcher, ForwardClock, HostEvent, HostStream, stream_of
+from penstock.engine.core.runner import DeviceLostError, ForwardTime
 from penstock.engine.core.waker import Waker
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 
-from ..played_stream import PlayedStream
+from ..fake_stream import FakeStream
 
 
-def test_on_a_cpu_all_is_done_when_it_has_been_asked_for() -> None:
+@pytest.fixture
+def waker() -> Waker:
+    return Waker()
+
+
+@pytest.fixture
+def watcher(waker: Waker) -> Iterator[EventWatcher]:
+    watcher = EventWatcher()
+    watcher.set_wakeup_fd(waker.fd)
+    yield watcher
+    watcher.set_wakeup_fd(None)
+
+
+def test_host_stream_is_done_at_once() -> None:
     stream = stream_of(torch.device("cpu"))
     assert isinstance(stream, HostStream)
     first, second = stream.record_event(), stream.record_event()
     assert first.is_reached
     first.wait()
     assert 0 <= second.at_ms(first) < 10_000
+    assert HostEvent(3.5).at_ms(HostEvent(1.0)) == 2500
     tensor = torch.ones(3)
     assert stream.to_host([tensor])[0] is tensor
 
 
-def test_a_bell_rings_for_every_mark_once_it_is_reached(stream: PlayedStream) -> None:
-    waker, watch = Waker(), EventWatcher()
-    watch.add(stream.record_event())  # nobody hears it
-    watch.set_wakeup_fd(waker.fd)
+# Times of forwards
+
+
+def test_clock_of_a_cpu_returns_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ForwardClock(HostStream())
+    times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
+    monkeypatch.setattr(HostStream, "record_event", lambda stream: HostEvent(next(times)))
+    clock.begin()  # a failed forward, which has no end
+    clock.begin()
+    clock.end(3, 4)
+    clock.begin()
+    clock.end(0, 5)
+    assert clock.take() == [ForwardTime(3, 4, 2.5), ForwardTime(0, 5, 2.0)]
+    assert clock.take() == []
+
+
+def test_clock_times_overlapping_forwards_of_a_device(stream: FakeStream) -> None:
+    clock = ForwardClock(stream)
+    stream.gate.clear()
+    stream.delay_s = 0.02
+    ends = []
+    for chunk_tokens in (3, 0):
+        clock.begin()
+        stream.to_host([torch.zeros(1)])
+        ends.append(clock.end(chunk_tokens, 4))
+        assert clock.take() == []
+    stream.gate.set()
+    ends[0].wait()
+    stream.gate.clear()  # the second forward may have ended already
+    times = clock.take()
+    stream.gate.set()
+    ends[1].wait()
+    times += clock.take()
+    assert [(time.chunk_tokens, time.whole_tokens) for time in times] == [(3, 4), (0, 4)]
+    assert all(time.seconds >= 0.02 for time in times)
+
+
+def test_clock_does_not_wait_for_later_forwards(stream: FakeStream) -> None:
+    clock = ForwardClock(stream)
+    clock.begin()
+    clock.end(1, 0).wait()
+    stream.gate.clear()
+    clock.begin()
+    clock.end(2, 0)
+    assert [time.chunk_tokens for time in clock.take()] == [1]
+    assert clock.take() == []
+    stream.gate.set()
+
+
+# The thread that waits for events
+
+
+def test_every_reached_event_wakes_the_loop(stream: FakeStream, waker: Waker) -> None:
+    watcher = EventWatcher()
+    watcher.add(stream.record_event())  # ignored without a descriptor
+    watcher.set_wakeup_fd(waker.fd)
     stream.gate.clear()
     events = [stream.record_event(), stream.record_event()]
     for event in events:
-        watch.add(event)
+        watcher.add(event)
     assert not events[0].is_reached
     stream.gate.set()
     while not all(event.is_reached for event in events):
         waker.wait()
-    watch.set_wakeup_fd(None)
-    assert events[1].at_ms(events[0]) >= 0
+    watcher.set_wakeup_fd(None)
 
 
-def test_a_watch_that_is_ended_writes_to_its_bell_no_more(stream: PlayedStream) -> None:
-    old, new, watch = Waker(), Waker(), EventWatcher()
-    watch.set_wakeup_fd(old.fd)
-    watch.add(stream.record_event())
-    watch.set_wakeup_fd(new.fd)  # waits for what was added before
-    old.wait()
-    del old
-    watch.add(stream.record_event())
-    new.wait()
-    watch.set_wakeup_fd(None)
-
-
-def test_a_device_that_fails_wakes_the_loop_which_meets_the_error(stream: PlayedStream) -> None:
-    waker, watch = Waker(), EventWatcher()
-    event = stream.record_event()
-    stream.error = torch.AcceleratorError("gone")
-    watch.set_wakeup_fd(waker.fd)
-    watch.add(event)
+def test_watcher_stops_writing_to_its_old_descriptor(stream: FakeStream, watcher: EventWatcher, waker: Waker) -> None:
+    new = Waker()
+    watcher.add(stream.record_event())
+    watcher.set_wakeup_fd(new.fd)  # waits for the earlier event
     waker.wait()
-    with pytest.raises(torch.AcceleratorError):
-        _ = event.is_reached
-    watch.set_wakeup_fd(None)
+    watcher.add(stream.record_event())
+    new.wait()
+    assert waker.poll() == []
+    watcher.set_wakeup_fd(None)
 
 
 @pytest.mark.parametrize(
     ("device", "expected"), [("cuda:1", [1]), ("cuda", [0]), ("cpu", [])], ids=["second", "first", "none"]
 )
-def test_the_device_of_the_marks_is_current_in_the_thread(
-    stream: PlayedStream, device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+def test_thread_makes_the_device_of_the_events_current(
+    stream: FakeStream, waker: Waker, device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another one is current, a wait opens a context there."""
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append((current_thread().name, index)))
-    waker, watch = Waker(), EventWatcher(torch.device(device))
-    watch.set_wakeup_fd(waker.fd)
-    watch.add(stream.record_event())
+    watcher = EventWatcher(torch.device(device))
+    watcher.set_wakeup_fd(waker.fd)
+    watcher.add(stream.record_event())
     waker.wait()
     assert calls == [("device-events", index) for index in expected]
-    watch.set_wakeup_fd(None)
+    watcher.set_wakeup_fd(None)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.AcceleratorError("gone"), RuntimeError("gone"), AssertionError("gone")], ids=repr
-)
-def test_error_of_the_device_does_not_end_the_thread(
-    error: Exception, stream: PlayedStream, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.AcceleratorError("gone"), AssertionError("gone")], ids=repr)
+def test_thread_survives_an_unusable_device(
+    error: Exception, stream: FakeStream, waker: Waker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(index: int) -> None:
         raise error
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    waker, watch = Waker(), EventWatcher(torch.device("cuda"))
-    watch.set_wakeup_fd(waker.fd)
-    watch.add(stream.record_event())
+    watcher = EventWatcher(torch.device("cuda"))
+    watcher.set_wakeup_fd(waker.fd)
+    watcher.add(stream.record_event())
     waker.wait()
     with pytest.raises(DeviceLostError, match="gone"):
-        watch.check()
-    watch.set_wakeup_fd(None)
+        watcher.check()
+    watcher.set_wakeup_fd(None)
 
 
 class FailingEvent(HostEvent):
-    """An event that cannot be waited for."""
-
-    error = ValueError("made up")
-
     def wait(self) -> None:
-        raise self.error
+        raise ValueError("made up")
 
 
-def test_watch_survives_a_mark_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    waker, watch = Waker(), EventWatcher()
-    watch.check()
-    watch.set_wakeup_fd(waker.fd)
+def test_thread_survives_an_event_that_fails(
+    watcher: EventWatcher, waker: Waker, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher.check()
     for _ in range(2):
-        watch.add(FailingEvent())
+        watcher.add(FailingEvent())
         waker.wait()
         with pytest.raises(DeviceLostError, match="made up"):
-            watch.check()
+            watcher.check()
     assert "waiting for the end of a forward failed" in caplog.text
-    watch.set_wakeup_fd(None)
 
 
-@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
-def test_results_leave_a_device_with_what_is_finite_of_them(stream: PlayedStream, bad: float | None) -> None:
+# Copies
+
+
+@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
+def test_copied_results_are_marked_as_finite_or_not(stream: FakeStream, value: float) -> None:
     rows, tokens = torch.rand(3, 7), torch.rand(5, 4)
-    if bad is not None:
-        tokens[3, 2] = bad
+    tokens[3, 2] = value
     blocks = [
         OutputBlock(name="embedding", values=rows, indices=[0, 2, 3], widths=(7, 3, 7)),
         OutputBlock(name="token_embeddings", values=tokens, indices=[1, 4, 5], row_lens=(2, 0, 3)),
@@ -140,22 +187,21 @@ def test_results_leave_a_device_with_what_is_finite_of_them(stream: PlayedStream
     copy = PoolerOutput(7, blocks).begin_copy(stream.to_host)
     event = stream.record_event()
     for values in (rows, tokens):
-        values.fill_(9.0)  # comes later on the stream
+        values.fill_(9.0)  # later work of the stream
     stream.gate.set()
     event.wait()
     found = copy.arrived()
-    assert found.is_finite.tolist() == [True] * 5 + [bad is None, True]
-    assert found.is_finite.tolist() == expected.is_finite.tolist()
+    assert found.is_finite.tolist() == expected.is_finite.tolist() == [True] * 5 + [value == 1.0, True]
     assert [{name: array.tobytes() for name, array in arrays.items()} for arrays in found.split()] == bits
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_out_beside_the_host() -> None:
+def test_gpu_copies_do_not_block_the_host() -> None:
     device = torch.device("cuda")
     stream = stream_of(device)
     a = torch.rand(4096, 4096, device=device)
     values = [a, a[:, :5], torch.tensor(True, device=device), torch.empty(0, 3, device=device)]
-    stream.to_host(values)  # the first block of pinned memory is made by the driver, which waits
+    stream.to_host(values)  # the first allocation of pinned memory waits
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -165,7 +211,7 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
         values = [a, a[:, :5], *values[2:]]
         copies = stream.to_host(values)
         second = stream.record_event()
-        assert not second.is_reached  # 50 products of 4096 take 10 ms and more
+        assert not second.is_reached  # 50 products of 4096 take at least 10 ms
     finally:
         torch.cuda.set_sync_debug_mode("default")
     second.wait()
@@ -174,8 +220,8 @@ def test_a_gpu_copies_out_beside_the_host() -> None:
     for copy, value in zip(copies, values, strict=True):
         assert copy.is_pinned() or not copy.numel()
         assert torch.equal(copy, value.cpu())
-    waker, watch = Waker(), EventWatcher()
-    watch.set_wakeup_fd(waker.fd)
-    watch.add(stream.record_event())
+    waker, watcher = Waker(), EventWatcher()
+    watcher.set_wakeup_fd(waker.fd)
+    watcher.add(stream.record_event())
     waker.wait()
-    watch.set_wakeup_fd(None)
+    watcher.set_wakeup_fd(None)

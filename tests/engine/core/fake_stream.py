@@ -1,4 +1,4 @@
-"""A device beside the host, played by a thread: what it is asked for happens later, in order."""
+"""A DeviceStream with a thread that does the queued work later, in order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from penstock.engine.core.device.stream import DeviceEvent
 
 
-class PlayedEvent:
-    """A DeviceEvent; `error` is what a lost device says."""
+class FakeEvent:
+    """A DeviceEvent of a FakeStream."""
 
-    def __init__(self, stream: PlayedStream) -> None:
+    def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
         self.reached = Event()
         self.reached_s = 0.0
@@ -32,57 +32,57 @@ class PlayedEvent:
         self.stream.check()
 
     def at_ms(self, first: DeviceEvent) -> float:
-        assert isinstance(first, PlayedEvent)
+        assert isinstance(first, FakeEvent)
         assert first.reached.is_set()
         assert self.reached.is_set()
         return (self.reached_s - first.reached_s) * 1000
 
 
-class PlayedStream:
-    """See DeviceStream. Tensors are computed when they are asked for, as on a CPU; nobody can look at copies too early.
+class FakeStream:
+    """Copies to the host hold NaN until the thread has made them, so an early read fails the test.
 
     Attributes:
-        delay_s: Seconds before a copy is made.
-        gate: Closed, the device stands still.
-        permits: Where there are any, as many forwards leave the device as have been released.
-        error: Raised to whoever asks, once it is there.
+        delay_s: Seconds before each copy.
+        gate: The thread works only while it is set.
+        permits: Each copy takes one permit; None for no limit.
+        error: Raised by every call once it is set, as by a lost device.
     """
 
     is_beside_host = True
 
-    def __init__(self, delay_s: float = 0.0, permits: Semaphore | None = None) -> None:
-        self.delay_s = delay_s
+    def __init__(self, permits: Semaphore | None = None) -> None:
+        self.delay_s = 0.0
         self.permits = permits
         self.gate = Event()
         self.gate.set()
         self.error: Exception | None = None
         self._saved: list[tuple[Tensor, Tensor]] = []
-        self._asked: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self.gate.set()
-        self._asked.put(None)
+        self._work.put(None)
         self._thread.join()
 
     def check(self) -> None:
         if self.error is not None:
             raise self.error
 
-    def record_event(self) -> PlayedEvent:
+    def record_event(self) -> FakeEvent:
         self.check()
-        event = PlayedEvent(self)
+        event = FakeEvent(self)
 
         def reach() -> None:
             event.reached_s = time.perf_counter()
             event.reached.set()
 
-        self._asked.put(reach)
+        self._work.put(reach)
         return event
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        sources = [tensor.clone() for tensor in tensors]  # what comes later writes after this copy
+        sources = [tensor.clone() for tensor in tensors]  # later work may write to the tensors
         copies = [torch.full_like(tensor, True if tensor.dtype is torch.bool else torch.nan) for tensor in tensors]
 
         def copy() -> None:
@@ -92,13 +92,12 @@ class PlayedStream:
             for place, source in zip(copies, sources, strict=True):
                 place.copy_(source)
 
-        self._asked.put(copy)
+        self._work.put(copy)
         return copies
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        sources = [tensor.clone() for tensor in tensors]
-        copies = [torch.full_like(tensor, torch.nan) for tensor in tensors]  # who reads them, reads this
-        self._saved += zip(copies, sources, strict=True)
+        copies = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+        self._saved += zip(copies, [tensor.clone() for tensor in tensors], strict=True)
         return copies
 
     def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
@@ -107,6 +106,6 @@ class PlayedStream:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while (work := self._asked.get()) is not None:
+        while (work := self._work.get()) is not None:
             self.gate.wait()
             work()

@@ -1,0 +1,229 @@
+"""A model with damaged files or weights is refused in one line that names the cause."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.core.load_runner import load_runner
+from penstock.engine.protocol.config import CacheConfig, EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError, WeightError
+
+from ..conftest import Load, SaveFolder, load_on_torch
+
+QUERY = "encoder.layer.0.attention.self.query.weight"
+VALUE = "encoder.layer.0.attention.self.value.weight"
+INTERMEDIATE = "encoder.layer.0.intermediate.dense.weight"
+OUTPUT = "encoder.layer.0.output.dense.weight"
+
+SMALL = {
+    "DistilBertModel": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24},
+    "Qwen2Model": {"num_key_value_heads": 2},
+    "MambaModel": {"state_size": 4},
+    "AlbertModel": {"embedding_size": 16},
+}
+
+
+def start(load: Load, folder: Path, dtype: str = "float32") -> None:
+    cache = CacheConfig(kv_cache_memory=1 << 20)
+    load(EngineConfig(model=str(folder), device="cpu", dtype=dtype, num_threads=1, cache=cache)).warm_up()
+
+
+def error_of(load: Load, folder: Path, kind: type[ModelLoadError] = ModelLoadError, dtype: str = "float32") -> str:
+    with pytest.raises(kind) as caught:
+        start(load, folder, dtype)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def set_last(folder: Path, name: str, value: float) -> None:
+    change_weights(folder, lambda tensors: tensors[name].view(-1)[-1].fill_(value))
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize(
+    ("class_name", "key", "value"),
+    [
+        *[("BertModel", "num_attention_heads", value) for value in (0, -1, 10**12, 2.0, "2", True)],
+        *[("BertModel", "num_hidden_layers", value) for value in (0, 10**8, 1e30)],
+        *[("BertModel", "vocab_size", value) for value in (0, "100")],
+        ("BertModel", "type_vocab_size", 10**12),
+        ("BertModel", "layer_norm_eps", "small"),
+        ("BertModel", "hidden_act", 5),
+        ("BertModel", "architectures", 7),
+        ("BertModel", "architectures", [None]),
+        ("DistilBertModel", "n_heads", 0),
+        ("DistilBertModel", "n_layers", 0),
+        ("DistilBertModel", "hidden_dim", float("nan")),
+        ("RobertaModel", "pad_token_id", "1"),
+        ("RobertaModel", "pad_token_id", 10**12),
+        ("Qwen2Model", "num_key_value_heads", 0),
+        ("Qwen2Model", "rope_parameters", "none"),
+        ("Qwen2Model", "layer_types", "full_attention"),
+        ("MambaModel", "state_size", 0),
+        ("MambaModel", "conv_kernel", -1),
+        ("MambaModel", "time_step_rank", 0),
+        ("AlbertModel", "num_hidden_groups", 10**9),
+    ],
+)
+def test_impossible_config_value_is_named(
+    class_name: str, key: str, value: Any, load: Load, save_folder: SaveFolder
+) -> None:
+    folder = save_folder(class_name, **SMALL.get(class_name, {}))
+    change_config(folder, **{key: value})
+    message = error_of(load, folder)
+    assert key in message
+    assert repr(value) in message
+
+
+@pytest.mark.parametrize(
+    ("class_name", "values"),
+    [
+        ("BertModel", {"num_attention_heads": 3}),
+        ("AlbertModel", {"num_attention_heads": 0}),
+        ("AlbertModel", {"hidden_act": "unheard-of"}),
+        ("BertModel", {"model_type": "unheard-of"}),
+    ],
+)
+def test_error_of_transformers_is_one_line(
+    class_name: str, values: dict[str, Any], load: Load, save_folder: SaveFolder
+) -> None:
+    folder = save_folder(class_name)
+    change_config(folder, **values)
+    assert str(folder) in error_of(load, folder)
+
+
+DAMAGED = (b"", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"version": 5, "model": {}}', b"3")
+HEADERS = (b"\xff" * 8, (10**6).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "file", "content"),
+    [
+        *[("BertModel", "tokenizer.json", content) for content in DAMAGED],
+        *[("BertModel", "tokenizer_config.json", content) for content in (b"", b"[" * 100_000, b"\xff\xfe", b"3")],
+        *[("BertModel", "model.safetensors", content) for content in (*DAMAGED, *HEADERS)],
+        *[("AlbertModel", "model.safetensors", content) for content in HEADERS],
+    ],
+    ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else value,
+)
+def test_damaged_file_is_named(class_name: str, file: str, content: bytes, load: Load, save_folder: SaveFolder) -> None:
+    folder = save_folder(class_name)
+    (folder / file).write_bytes(content)
+    assert str(folder) in error_of(load, folder)
+
+
+@pytest.mark.parametrize(
+    ("load", "function", "error"),
+    [
+        (
+            load_on_torch,
+            "model_runner.load_dense",
+            torch.OutOfMemoryError("CUDA out of memory.\nTried to get 3 GiB."),
+        ),
+        (load_on_torch, "model_runner.load_dense", MemoryError("none")),
+        (load_runner, "array_runner.load_array_dense", MemoryError("none")),
+    ],
+)
+def test_memory_shortage_is_not_reported_as_damage(
+    load: Load,
+    function: str,
+    error: Exception,
+    save_folder: SaveFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if function.startswith("array_runner"):
+        request.getfixturevalue("widest")  # skips without the C library
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"penstock.engine.core.{function}", fail)
+    message = error_of(load, save_folder())
+    assert message.startswith("There is too little memory on cpu for ")
+    assert "--dtype" in message
+
+
+# Weights with NaN or inf
+
+
+@pytest.mark.parametrize(
+    ("class_name", "weight", "value"),
+    [
+        *[("BertModel", QUERY, value) for value in (math.nan, math.inf, -math.inf)],
+        ("BertModel", "encoder.layer.0.output.LayerNorm.bias", math.nan),
+        ("BertModel", "embeddings.LayerNorm.weight", math.inf),
+        ("BertForSequenceClassification", "bert.pooler.dense.weight", math.inf),  # tanh returns 1
+        ("BertForSequenceClassification", "classifier.bias", -math.inf),  # softmax returns 0 and 1
+        ("BertForTokenClassification", "classifier.weight", math.inf),
+        ("Qwen2Model", "layers.0.mlp.down_proj.weight", -math.inf),
+        # through transformers
+        ("AlbertModel", "encoder.albert_layer_groups.0.albert_layers.0.ffn.weight", math.nan),
+    ],
+)
+def test_not_finite_weight_is_named(
+    class_name: str, weight: str, value: float, load: Load, save_folder: SaveFolder
+) -> None:
+    folder = save_folder(class_name, num_key_value_heads=2, embedding_size=16)
+    start(load, folder)
+    set_last(folder, weight, value)
+    message = error_of(load, folder, WeightError)
+    assert repr(weight) in message
+    assert str(folder) in message
+
+
+def test_many_not_finite_weights_are_counted(load: Load, save_folder: SaveFolder) -> None:
+    folder = save_folder("AlbertModel", embedding_size=16)
+    change_weights(folder, lambda tensors: [tensor.fill_(math.nan) for tensor in tensors.values()])
+    message = error_of(load, folder, WeightError)
+    assert message.count("'") == 2 * 5
+    assert " more: its file is damaged" in message
+
+
+def test_not_finite_rows_matter_if_every_text_reads_them(load: Load, save_folder: SaveFolder) -> None:
+    folder = save_folder()
+    change_weights(folder, lambda tensors: tensors["embeddings.word_embeddings.weight"][70].fill_(math.nan))
+    start(load, folder)  # a rare token
+    change_weights(folder, lambda tensors: tensors["embeddings.position_embeddings.weight"][1].fill_(math.nan))
+    message = error_of(load, folder, WeightError)
+    assert "embeddings.position_embeddings.weight'" in message
+    assert str(folder) in message
+
+
+def test_weight_beyond_the_dtype_is_named(load: Load, save_folder: SaveFolder) -> None:
+    folder = save_folder()
+    # inf in a query can leave the scores of a row at -inf and its output finite. In a value it reaches the output.
+    set_last(folder, VALUE, 1e6)
+    start(load, folder)
+    message = error_of(load, folder, WeightError, dtype="float16")
+    assert repr(VALUE) in message
+    assert "do not fit into float16; --dtype float32" in message
+
+
+def test_overflow_of_the_forward_is_reported(load: Load, save_folder: SaveFolder) -> None:
+    folder = save_folder()
+    change_weights(folder, lambda tensors: [tensors[name].fill_(60_000.0) for name in (INTERMEDIATE, OUTPUT)])
+    message = error_of(load, folder, WeightError, dtype="float16")
+    assert "the forward overflows in float16; --dtype float32" in message

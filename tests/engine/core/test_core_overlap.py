@@ -1,0 +1,488 @@
+"""The engine loop with several batches in flight: on a device with one queue, as CUDA, and on lanes of a CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
+from penstock.engine.core.step_watch import Step
+from penstock.engine.protocol.batch_outputs import BatchOutputs
+from penstock.engine.scheduling import PrefillChunk
+
+from ...clock import Clock
+from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, QueueRunner, id_of, pool
+
+
+class QueueDriver(CoreDriver):
+    """A core over a device with one queue."""
+
+    runner: QueueRunner
+
+    def __init__(self, num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False, **limits: int) -> None:
+        super().__init__(QueueRunner(pool(num_blocks, num_slots, prefixes=prefixes)), **limits)
+
+    def end(self) -> None:
+        """Ends the first forward of the queue and runs a step."""
+        self.runner.end()
+        self.run()
+
+    def would_sleep(self) -> bool:
+        waker = self.core._waker
+        wait = waker.wait
+
+        def refuse() -> None:
+            raise TimeoutError
+
+        waker.wait = refuse  # type: ignore[method-assign]
+        try:
+            self.core._wait()
+        except TimeoutError:
+            return True
+        finally:
+            waker.wait = wait  # type: ignore[method-assign]
+        return False
+
+    def run_all(self, chance: random.Random | None = None) -> None:
+        """Ends a forward if the loop would sleep, or by chance earlier."""
+        for _ in range(5000):
+            if not self.core._scheduler.requests and not self.core._running:
+                return
+            if self.runner.queue and (self.would_sleep() or (chance is not None and chance.random() < 0.3)):
+                self.runner.end()
+            if not self.would_sleep():
+                self.run()
+        raise AssertionError("requests never finish")
+
+
+def fail_on(request_id: int, error: Exception, driver: CoreDriver) -> None:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
+        if any(chunk.sequence.request.request_id == request_id for chunk in chunks):
+            raise error
+
+    driver.runner.hook = hook
+
+
+# One queue: order
+
+
+def test_next_chunk_starts_while_the_previous_one_runs() -> None:
+    driver = QueueDriver(chunk_size=64)
+    driver.submit(1, 200)
+    driver.run(2)
+    assert driver.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)]]
+    assert driver.would_sleep()  # two batches are in flight
+    assert driver.core._scheduler.prefill.statistics().num_running_chunks == 2
+    driver.end()
+    assert driver.runner.batches[2:] == [[(1, 0, 128, 192)]]
+    assert driver.core._scheduler.prefill.statistics().completed_tokens == 64
+    driver.run_all()
+    assert driver.results == {1: {0: [200.0]}}
+    assert set(driver.finished) == {1}
+    assert sum(step.num_tokens for step in driver.steps) == 200
+    assert driver.cache_use.chunks.completed_chunks == 4
+    assert driver.cache_use.usage == 0
+
+
+def test_next_batch_starts_before_results_are_sent() -> None:
+    driver = QueueDriver()
+    driver.submit(1, *[60] * 3)
+    driver.run(2)
+    events: list[str] = []
+    begin = driver.runner.begin
+    driver.runner.begin = lambda chunks: (events.append("begin"), begin(chunks))[1]  # type: ignore[method-assign]
+    driver.core._send = lambda message, frames: (events.append("send"), driver.receive(message, frames))[1]
+    driver.end()
+    assert events == ["begin", "send"]
+    driver.run_all()
+    assert driver.results == {1: {index: [60.0] for index in range(3)}}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_requests_get_their_results(seed: int) -> None:
+    """Small pools, state slots, prefixes, priorities, rows in parts and cancelled requests."""
+    chance = random.Random(seed)
+    num_slots = chance.choice([0, 0, 2])
+    driver = QueueDriver(
+        0 if num_slots else chance.choice([14, 30]),
+        num_slots,
+        prefixes=chance.random() < 0.5,
+        chunk_size=chance.choice([16, 32, 48]),
+    )
+    expected: dict[int, list[tuple[float, int]]] = {}  # sum and number of values of each input
+    cancelled = set()
+    for request_id in range(1, 25):
+        lengths = [chance.choice([3, 9, 30, 60, 90, 150, 200]) for _ in range(chance.choice([1, 1, 3]))]
+        token = chance.choice([1, 2])
+        params = chance.choice([PARAMS, PARAMS, ROWS])
+        driver.submit(request_id, *lengths, params=params, priority=chance.choice([-1, 0, 0, 1]), token=token)
+        expected[request_id] = [(float(length * token), length if params is ROWS else 1) for length in lengths]
+        if chance.random() < 0.15:
+            victim = chance.choice(list(expected))
+            driver.cancel(victim)
+            cancelled.add(victim)
+        for _ in range(chance.randrange(4)):
+            if driver.runner.queue and chance.random() < 0.5:
+                driver.runner.end()
+            if not driver.would_sleep():
+                driver.run()
+    driver.run_all(chance)
+    assert not driver.failures
+    for request_id in expected.keys() - cancelled:
+        results = driver.results[request_id]
+        assert [(sum(results[i]), len(results[i])) for i in range(len(results))] == expected[request_id]
+    assert driver.runner.sequence_pool.num_allocations == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(10, 0), (0, 1)])
+def test_preemption_waits_for_running_chunks(num_blocks: int, num_slots: int) -> None:
+    driver = QueueDriver(num_blocks, num_slots, chunk_size=32)
+    driver.submit(1, 150, params=ROWS, priority=1)
+    driver.run(2)
+    driver.submit(2, 120, token=3, priority=-1)
+    driver.end()
+    while driver.runner.queue:
+        assert not driver.runner.preempted
+        assert driver.would_sleep()
+        driver.end()
+    driver.run()
+    assert driver.runner.preempted == [(1, 0)]
+    assert id_of(driver.core._running[0].batch.chunks[0].sequence) == (2, 0)
+    driver.run_all()
+    assert driver.cache_use.chunks.preemptions == 1
+    assert driver.results == {1: {0: [1.0] * 150}, 2: {0: [360.0]}}
+
+
+# One queue: when a batch starts
+
+
+def test_small_batch_waits_for_the_running_one() -> None:
+    driver = QueueDriver()
+    driver.submit(1, 40)
+    driver.run()
+    driver.submit(2, 7)
+    assert driver.would_sleep()
+    driver.submit(3, 8)
+    assert driver.would_sleep()
+    driver.end()
+    assert driver.runner.batches[1:] == [[(2, 0, 0, 7), (3, 0, 0, 8)]]
+
+
+@pytest.mark.parametrize("lengths", [(16,), (3, 3)])
+def test_large_batch_starts_behind_the_running_one(lengths: tuple[int, ...]) -> None:
+    driver = QueueDriver(max_num_seqs=8)
+    driver.submit(1, 40)
+    driver.run()
+    driver.submit(2, *lengths)
+    driver.run()
+    assert len(driver.runner.queue) == 2
+
+
+def test_loop_sleeps_while_no_request_fits_into_memory() -> None:
+    driver = QueueDriver(num_blocks=10, chunk_size=64)
+    driver.submit(1, 150)
+    driver.run(2)
+    driver.runner.end()
+    driver.end()
+    assert driver.runner.batches[2:] == [[(1, 0, 128, 150)]]
+    driver.submit(2, 150)
+    driver.run()
+    assert driver.would_sleep()
+    num_messages = len(driver.messages)
+    driver.submit(3, 150)  # a new request causes one more attempt
+    assert not driver.would_sleep()
+    driver.run()
+    assert driver.would_sleep()
+    assert len(driver.messages) == num_messages + 1
+    driver.run_all()
+    assert set(driver.results) == {1, 2, 3}
+
+
+def test_memory_of_a_cancelled_prompt_is_reused_at_once() -> None:
+    driver = QueueDriver(num_blocks=10, chunk_size=32)
+    driver.submit(1, 150)
+    driver.run()
+    driver.cancel(1)
+    driver.submit(2, 150, token=2)
+    driver.run()
+    assert driver.runner.batches == [[(1, 0, 0, 32)], [(2, 0, 0, 32)]]
+    driver.run_all()
+    assert driver.results == {2: {0: [300.0]}}
+
+
+# One queue: errors
+
+
+def test_not_finite_chunk_drops_the_next_one() -> None:
+    driver = QueueDriver(chunk_size=32, prefixes=True)
+    driver.submit(1, 100, params=ROWS)
+    driver.run(2)
+    driver.core._running[0].forward.result.is_finite[:] = False  # type: ignore[attr-defined]
+    driver.end()
+    assert set(driver.failures) == {1}
+    assert not driver.core._scheduler.requests
+    driver.run_all()
+    assert driver.results == {}
+    assert driver.cache_use.usage == 0
+    assert driver.runner.sequence_pool.prefixes is not None
+    assert driver.runner.sequence_pool.prefixes.num_cached == 0
+
+
+@pytest.mark.parametrize("num_tokens", [60, 150])
+def test_failed_start_fails_its_request_alone(num_tokens: int) -> None:
+    driver = QueueDriver(chunk_size=64)
+    driver.submit(1, 150)
+    driver.run()
+    fail_on(2, ValueError("wrong input"), driver)
+    driver.submit(2, num_tokens)
+    driver.run_all()
+    assert set(driver.failures) == {2}
+    assert driver.results == {1: {0: [150.0]}}
+    assert driver.cache_use.usage == 0
+
+
+def test_chunk_without_memory_runs_again_at_half_size() -> None:
+    driver = QueueDriver(chunk_size=64)
+    driver.submit(1, 200)
+    driver.run()
+
+    def fail_above_32(chunks: Sequence[PrefillChunk]) -> None:
+        if sum(chunk.num_tokens for chunk in chunks) > 32:
+            raise DeviceMemoryError("too many")
+
+    driver.runner.hook = fail_above_32
+    driver.run()  # waits for the first chunk, then tries the second one alone
+    assert driver.runner.batches == [[(1, 0, 0, 64)], [(1, 0, 64, 128)], [(1, 0, 64, 128)]]
+    assert not driver.core._running
+    assert driver.core._scheduler.token_budget == 32
+    driver.run_all()
+    assert driver.results == {1: {0: [200.0]}}
+    assert not driver.failures
+
+
+@pytest.mark.parametrize(("first", "second", "limits"), [(60, 60, {}), (90, 9, {"chunk_size": 32})])
+def test_batch_without_memory_beside_another_runs_alone(first: int, second: int, limits: dict[str, int]) -> None:
+    driver = QueueDriver(**limits)
+    driver.submit(1, first)
+    driver.run()
+
+    def fail_beside_another(chunks: Sequence[PrefillChunk]) -> None:
+        if driver.runner.queue:
+            raise DeviceMemoryError("the other batch has it")
+
+    driver.runner.hook = fail_beside_another
+    driver.submit(2, second)
+    driver.run()
+    assert driver.runner.batches[1] == driver.runner.batches[2]
+    driver.run_all()
+    assert driver.results == {1: {0: [float(first)]}, 2: {0: [float(second)]}}
+    assert driver.core._scheduler.token_budget == 64
+    assert not driver.failures
+
+
+def test_cancelled_request_is_not_retried() -> None:
+    driver = QueueDriver(chunk_size=32)
+    driver.submit(1, 90)
+    driver.submit(2, 9)
+
+    def cancel_and_fail(chunks: Sequence[PrefillChunk]) -> None:
+        if 1 in driver.core._scheduler.requests:
+            driver.cancel(1)
+            raise ValueError("made up")
+
+    driver.runner.hook = cancel_and_fail
+    driver.run_all()
+    assert driver.results == {2: {0: [9.0]}}
+    assert not driver.failures
+    assert [(2, 0, 0, 9)] in driver.runner.batches
+    assert sum(chunk[0] == 1 for batch in driver.runner.batches for chunk in batch) == 1
+
+
+def test_failed_chunk_with_a_successor_fails_its_request() -> None:
+    driver = QueueDriver(chunk_size=48)
+    driver.submit(1, 200)
+    driver.submit(2, 9)
+    driver.run(2)
+    running = driver.core._running[0]
+    assert {id_of(chunk.sequence)[0] for chunk in running.batch.chunks} == {1, 2}
+    running.forward.error = ValueError("made up")  # type: ignore[attr-defined]
+    driver.runner.end()
+    driver.run_all()
+    assert set(driver.failures) == {1}
+    assert driver.results == {2: {0: [9.0]}}
+    assert driver.cache_use.usage == 0
+
+
+@pytest.mark.parametrize("call", ["begin", "outputs"])
+def test_lost_device_ends_the_loop(call: str) -> None:
+    driver = QueueDriver(chunk_size=64)
+    driver.submit(1, 200)
+    driver.run()
+    lost = DeviceLostError("gone")
+    if call == "begin":
+        fail_on(1, lost, driver)
+    else:
+        driver.run()
+        driver.core._running[0].forward.error = lost  # type: ignore[attr-defined]
+        driver.runner.end()
+    with pytest.raises(DeviceLostError):
+        driver.run()
+    assert not driver.failures
+
+
+def test_report_of_freed_memory_takes_no_time() -> None:
+    driver = QueueDriver()
+    driver.submit(1, 60)
+    driver.run()
+    started_s = driver.core._running[0].started_s
+    driver.submit(2, 50)
+    driver.cancel(2)
+    driver.run()  # reports the memory alone
+    driver.end()
+    forward = next(step for step in driver.steps if step.num_tokens == 60)
+    assert driver.core._ended_s - started_s == pytest.approx(forward.step_s)
+    assert [step.step_s for step in driver.steps if not step.num_tokens] == [0.0, 0.0]
+
+
+# Lanes
+
+
+class LaneForward:
+    """A forward on a lane. `LaneRunner.end` ends it."""
+
+    def __init__(self, runner: LaneRunner, chunks: Sequence[PrefillChunk]) -> None:
+        self.runner, self.chunks = runner, chunks
+        self.is_done = False
+
+    def outputs(self) -> BatchOutputs:
+        self.runner.running.remove(self)
+        return FakeRunner.execute(self.runner, self.chunks)
+
+
+class LaneRunner(FakeRunner):
+    """Two lanes, which run forwards independently."""
+
+    keeps_order = False
+
+    def __init__(self) -> None:
+        super().__init__(max_model_len=64)
+        self.num_lanes = 2
+        self.running: list[LaneForward] = []
+        self.started: list[list[int]] = []
+
+    @property
+    def can_begin(self) -> bool:  # type: ignore[override]
+        return sum(not forward.is_done for forward in self.running) < self.num_lanes
+
+    def begin(self, chunks: Sequence[PrefillChunk]) -> LaneForward:
+        self.started.append([chunk.sequence.request.request_id for chunk in chunks])
+        self.running.append(LaneForward(self, chunks))
+        return self.running[-1]
+
+
+class LaneDriver(CoreDriver):
+    """A core over two lanes."""
+
+    runner: LaneRunner
+
+    def __init__(self, budget: int = 4096) -> None:
+        super().__init__(LaneRunner(), budget=budget)
+
+    def start(self, *request_ids: int, length: int = 40) -> None:
+        """Starts a batch for each request."""
+        for request_id in request_ids:
+            self.submit(request_id, length, token=request_id)
+            self.run()
+
+    def end(self, number: int) -> None:
+        self.runner.running[number].is_done = True
+        self.run()
+
+
+@pytest.fixture
+def lanes() -> LaneDriver:
+    return LaneDriver()
+
+
+def test_results_are_sent_in_the_order_batches_end(lanes: LaneDriver) -> None:
+    lanes.start(1, 2)
+    assert lanes.runner.started == [[1], [2]]
+    lanes.end(1)
+    assert lanes.results == {2: {0: [80.0]}}
+    lanes.end(0)
+    assert lanes.results == {1: {0: [40.0]}, 2: {0: [80.0]}}
+    assert not lanes.core._scheduler.requests
+
+
+def test_batch_is_a_share_of_the_queue_for_each_lane(lanes: LaneDriver) -> None:
+    lanes.submit(1, *[50] * 16)
+    lanes.run(2)
+    assert [len(batch) for batch in lanes.runner.started] == [4, 3]  # a quarter of 800 tokens, then of 600
+
+
+def test_full_device_gets_a_batch_when_a_lane_is_free(lanes: LaneDriver) -> None:
+    lanes.start(1, 2)
+    lanes.submit(3, 40)
+    assert not lanes.core._can_begin()
+    lanes.end(0)
+    assert lanes.runner.started == [[1], [2], [3]]
+    assert lanes.results == {1: {0: [40.0]}}
+
+
+def test_running_tokens_are_at_most_two_budgets() -> None:
+    lanes = LaneDriver(budget=64)
+    lanes.start(1, 2, length=64)
+    lanes.runner.num_lanes = 3
+    lanes.submit(3, 8)
+    assert lanes.runner.can_begin
+    assert not lanes.core._can_begin()
+    lanes.end(0)
+    assert lanes.runner.started == [[1], [2], [3]]
+
+
+def test_ended_forward_raises_the_time_limit(lanes: LaneDriver, loop_clock: Clock) -> None:
+    watch = lanes.core._watch
+    assert (watch.in_order, watch.num_lanes) == (False, 2)
+    assert CoreDriver(FakeRunner()).core._watch.num_lanes == 1
+    lanes.start(1, 2)
+    first, second = watch.in_flight
+    first.num_looks = 30  # 180 s
+    loop_clock.now_s = 200.0
+    lanes.end(0)
+    assert watch.in_flight == [second]
+    assert watch.limit_s(Step(1, 40)) == 2_000
+
+
+def test_time_of_overlapping_batches_is_counted_once(lanes: LaneDriver, loop_clock: Clock) -> None:
+    lanes.start(1, 2)
+    for seconds in (3.0, 1.0):
+        loop_clock.now_s += seconds
+        lanes.end(0)
+    loop_clock.now_s += 7.0  # nothing runs
+    lanes.start(3)
+    loop_clock.now_s += 2.0
+    lanes.end(0)
+    assert [step.step_s for step in lanes.steps] == [3.0, 1.0, 2.0]
+
+
+def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:
+    lanes.start(1)
+    lanes.core.stop()
+    assert not lanes.core.step()
+    assert lanes.results == {1: {0: [40.0]}}
+    assert lanes.runner.running == []
+
+
+def test_new_request_wakes_a_loop_with_a_free_lane(lanes: LaneDriver) -> None:
+    wakes: list[str] = []
+    lanes.core._waker.wake = lambda: wakes.append("wake")  # type: ignore[method-assign]
+    lanes.core._waker.wait = lambda: (_ for _ in ()).throw(TimeoutError)  # type: ignore[method-assign]
+    for num_wakes, request_id in ((1, 1), (2, 2), (2, 3)):  # both lanes are busy in the end
+        with pytest.raises(TimeoutError):
+            lanes.core._wait()
+        lanes.submit(request_id, 40)
+        assert len(wakes) == num_wakes
+        if lanes.core._can_begin():
+            lanes.run()
