@@ -370,6 +370,19 @@ ROWS = [
 ]
 
 
+def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask) -> list[np.ndarray]:
+    """Runs a prompt that is preempted by the second one, then the other inputs."""
+    client.submit((0, inputs[0]), task=task, priority=1)
+    client.run(num_steps=5)
+    client.submit((1, inputs[1]), task=task, priority=0)
+    client.submit(*enumerate(inputs[2:], 2), task=task)
+    client.run()
+    assert not client.failures
+    assert client.cache_use.chunks.preemptions == 1
+    assert client.cache_use.usage == 0
+    return [client.results[i] for i in range(len(inputs))]
+
+
 @pytest.mark.parametrize(("task", "pooling"), EMBEDDED + ROWS)
 def test_results_equal_after_preemption(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
@@ -377,51 +390,35 @@ def test_results_equal_after_preemption(
     skip_without_heads(loaded, pooling)
     inputs = texts([90, 85, *SHORT])
     expected = run(client(pooling, chunking=False), inputs, task)
+    limits = {"chunk_size": 7, "kv_cache_memory": memory_for_one(loaded), "max_num_seqs": MAX_NUM_SEQS}
     for prefixes in (False, True):
-        tight = client(
-            pooling, chunk_size=7, kv_cache_memory=memory_for_one(loaded), prefixes=prefixes, max_num_seqs=MAX_NUM_SEQS
-        )
-        tight.submit((0, inputs[0]), task=task, priority=1)
-        tight.run(num_steps=5)
-        tight.submit((1, inputs[1]), task=task, priority=0)
-        tight.submit(*enumerate(inputs[2:], 2), task=task)
-        tight.run()
-        assert not tight.failures
-        assert tight.cache_use.chunks.preemptions == 1
-        assert_same([tight.results[i] for i in range(len(inputs))], expected)
+        assert_same(run_preempted(client(pooling, prefixes=prefixes, **limits), inputs, task), expected)
 
 
-@pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
-@pytest.mark.parametrize("task", [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED])
+@pytest.mark.parametrize(
+    ("task", "pooling"),
+    [
+        (PoolingTask.EMBED, PoolingType.LAST),
+        (PoolingTask.EMBED, PoolingType.MEAN),
+        (PoolingTask.TOKEN_EMBED, PoolingType.MEAN),
+    ],
+)
 def test_results_equal_with_two_batches_in_flight(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
-    """A batch ends only when the loop sleeps, so two are in flight. One of the prompts is preempted."""
+    """A batch ends only when the loop sleeps. One of the prompts is preempted."""
+    if loaded.is_array_model:
+        pytest.skip("batches with chunks do not overlap on lanes")
     inputs = texts([90, 85, *SHORT, 34])
     expected = run(client(pooling, chunking=False), inputs, task)
-    is_fake = loaded.info.device == "cpu" and not loaded.is_array_model
-    stream = FakeStream(permits=Semaphore(1)) if is_fake else None  # for the warm-up
-    tight = client(
-        pooling,
-        chunk_size=7,
-        kv_cache_memory=memory_for_one(loaded),
-        prefixes=True,
-        max_num_seqs=MAX_NUM_SEQS,
-        stream=stream,
-    )
-    tight.submit((0, inputs[0]), task=task, priority=1)
-    tight.run(num_steps=5)
-    tight.submit((1, inputs[1]), task=task, priority=0)
-    tight.submit(*enumerate(inputs[2:], 2), task=task)
-    tight.run()
-    tight.core._runner.set_wakeup_fd(None)
+    stream = FakeStream(permits=Semaphore(1)) if loaded.info.device == "cpu" else None  # one permit for the warm-up
+    limits = {"chunk_size": 7, "kv_cache_memory": memory_for_one(loaded), "max_num_seqs": MAX_NUM_SEQS}
+    overlapping = client(pooling, prefixes=True, stream=stream, **limits)
+    assert_same(run_preempted(overlapping, inputs, task), expected)
+    overlapping.core._runner.set_wakeup_fd(None)
     if stream is not None:
         stream.close()
-    assert not tight.failures
-    assert tight.cache_use.chunks.preemptions == 1
-    assert tight.cache_use.usage == 0
-    assert tight.max_in_flight == 2 or not is_fake
-    assert_same([tight.results[i] for i in range(len(inputs))], expected)
+        assert overlapping.max_in_flight == 2
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.LAST, PoolingType.MEAN])
@@ -438,22 +435,6 @@ def test_results_equal_with_cached_prefixes(
     assert (hits > 0) is (pooling is PoolingType.LAST and not loaded.model.cache_spec.ssm_layers)  # type: ignore[union-attr]
     rows = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert_same(run(cached, inputs, PoolingTask.TOKEN_EMBED), rows)
-
-
-def test_too_long_prompt_is_refused_alone(loaded: Loaded, client: Callable[..., Client]) -> None:
-    spec = loaded.model.cache_spec
-    assert spec is not None
-    if not spec.kv_layers:
-        pytest.skip("an SSM has no limit")
-    small = client(
-        kv_cache_memory=64 * spec.kv_bytes_per_token(4) + 8 * spec.ssm_bytes_per_slot(4), budget=32, chunk_size=8
-    )
-    small.submit(*enumerate(texts([300, 20, 40])))
-    small.run()
-    assert list(small.failures) == [0]
-    assert small.failures[0].kind == "InvalidRequestError"
-    assert "300 tokens" in small.failures[0].message
-    assert set(small.results) == {1, 2}
 
 
 POISON = 199
@@ -496,33 +477,3 @@ def test_results_equal_after_memory_shortage(
     tight = client(PoolingType.MEAN)
     assert_same(run(tight, inputs), expected)
     assert max(sizes) <= 12
-
-
-def embedding_of(model: PackedModel | ArrayEncoder) -> torch.Tensor:
-    """Returns the memory of the token embedding."""
-    if isinstance(model, ArrayEncoder):
-        held = [torch.from_numpy(a) for a in model._encoder._memory.arrays if isinstance(a, np.ndarray)]
-    else:
-        held = list(vars(getattr(model, "embedding", model)).values())
-    return next(v for v in held if isinstance(v, torch.Tensor) and v.shape[0] == 200)
-
-
-def test_blocks_of_a_nan_forward_are_not_cached(
-    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = texts([70])
-    expected = run(client(PoolingType.LAST, chunking=False), inputs)
-    embedding = embedding_of(loaded.model)
-    good = embedding.clone()
-    is_broken = True
-
-    def break_down() -> None:
-        embedding.fill_(float("nan")) if is_broken else embedding.copy_(good)
-
-    cached = client(PoolingType.LAST, prefixes=True, chunk_size=16)
-    loaded.intercept(monkeypatch, before=break_down)
-    cached.submit((0, inputs[0]))
-    cached.run()
-    assert cached.failures.pop(0).kind == "ModelExecutionError"
-    is_broken = False
-    assert_same(run(cached, inputs), expected)

@@ -200,18 +200,6 @@ def test_loop_sleeps_while_no_request_fits_into_memory() -> None:
     assert set(driver.results) == {1, 2, 3}
 
 
-def test_memory_of_a_cancelled_prompt_is_reused_at_once() -> None:
-    driver = QueueDriver(num_blocks=10, chunk_size=32)
-    driver.submit(1, 150)
-    driver.run()
-    driver.cancel(1)
-    driver.submit(2, 150, token=2)
-    driver.run()
-    assert driver.runner.batches == [[(1, 0, 0, 32)], [(2, 0, 0, 32)]]
-    driver.run_all()
-    assert driver.results == {2: {0: [300.0]}}
-
-
 # One queue: errors
 
 
@@ -420,15 +408,6 @@ def test_batch_is_a_share_of_the_queue_for_each_lane(lanes: LaneDriver) -> None:
     lanes.submit(1, *[50] * 16)
     lanes.run(2)
     assert [len(batch) for batch in lanes.runner.started] == [4, 3]  # a quarter of 800 tokens, then of 600
-
-
-def test_full_device_gets_a_batch_when_a_lane_is_free(lanes: LaneDriver) -> None:
-    lanes.start(1, 2)
-    lanes.submit(3, 40)
-    assert not lanes.core._can_begin()
-    lanes.end(0)
-    assert lanes.runner.started == [[1], [2], [3]]
-    assert lanes.results == {1: {0: [40.0]}}
 
 
 def test_running_tokens_are_at_most_two_budgets() -> None:

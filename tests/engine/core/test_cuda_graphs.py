@@ -24,12 +24,11 @@ from penstock.engine.core.cuda_graphs import Bucket, Buckets, CudaRecorder, Forw
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.warm_up import SampleBatches
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers import attention as attention_layer
 from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -280,21 +279,13 @@ def test_runner_replays_the_same_results(
     expected = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
     recorder = FakeRecorder()
 
-    def on_cpu(
-        made: PackedModel, info: ModelInfo, batches: SampleBatches, device: torch.device, limits: SchedulerConfig
-    ) -> ForwardGraphs:
+    def record(made: PackedModel, info: ModelInfo, _: object, device: torch.device, limits: Any) -> ForwardGraphs:
         graphs = ForwardGraphs(made, recorder, small_batches(info, limits), device)
-
-        def make(lengths: Sequence[int]) -> PackedBatch:
-            return PackedBatch.build(
-                [c.sequence.prompt for c in batches.batch(lengths, batches.default_params())], device
-            )
-
-        assert graphs.record(make)
+        assert graphs.record(make_batch)
         return graphs
 
     if is_recorded:
-        monkeypatch.setattr(model_runner, "record_forwards", on_cpu)
+        monkeypatch.setattr(model_runner, "record_forwards", record)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner.warm_up()
     assert ("CUDA graphs for small batches in" in caplog.text) is is_recorded

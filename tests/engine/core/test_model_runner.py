@@ -308,24 +308,3 @@ def test_host_does_not_wait_while_it_starts_a_batch(load_encoder: Callable[[str]
         torch.cuda.set_sync_debug_mode("default")
     for forward in forwards:
         assert forward.outputs().is_finite.all()
-
-
-@pytest.mark.gpu
-def test_gpu_batch_without_memory_does_not_affect_others(load_encoder: Callable[[str], ModelRunner]) -> None:
-    gpu = load_encoder("cuda")
-    batch, other = random_batches(2)
-    expected = vectors(gpu.execute(batch))
-    forward = gpu._model.forward
-
-    def too_large(*args: Any, **kwargs: Any) -> Any:
-        forward(*args, **kwargs)
-        return torch.empty(1 << 50, device="cuda")
-
-    first = gpu.begin(batch)
-    gpu._model.forward = too_large  # type: ignore[method-assign]
-    with pytest.raises(DeviceMemoryError):
-        gpu.begin(other)
-    gpu._model.forward = forward  # type: ignore[method-assign]
-    second = gpu.begin(batch)
-    for each in (first, second):
-        assert np.array_equal(vectors(each.outputs()), expected)

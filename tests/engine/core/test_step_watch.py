@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.engine import AsyncEngine
-from penstock.engine.client import running_core
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.runner import Forward, ForwardTime
+from penstock.engine.core.runner import ForwardTime
 from penstock.engine.core.step_watch import Step, StepWatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
 
-from ...hanging import HANGING_TEXT, HANGING_TOKENS, Where, write_hanging_forwards
+from ...hanging import HANGING_TEXT, Where, write_hanging_forwards
 from .fake_runner import CoreDriver, FakeRunner
 
 PARAMS = PoolingParams()
@@ -151,92 +147,41 @@ def test_warm_up_sets_the_first_limit() -> None:
     assert watch.limit_s(Step(1, 5_000)) == 2_000
 
 
-# Engines
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def started_engine(folder: Path, **config: Any) -> AsyncIterator[AsyncEngine]:
-    config = {"device": "cpu", "num_threads": 1, "step_timeout_s": 2.0, **config}
-    engine = await AsyncEngine.start(EngineConfig(model=str(folder), **config))
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def check_replaced(engine: AsyncEngine, num_restarts: int) -> None:
-    with pytest.raises(EngineUnavailableError, match=r"time limit|stuck"):
-        await asyncio.wait_for(engine.embed([HANGING_TEXT], PARAMS), 120)
-    await until(lambda: engine.state is EngineState.READY and engine.num_restarts == num_restarts)
-    assert (await engine.embed(["again"], PARAMS)).embeddings.shape == (1, 384)
-
-
-@pytest.mark.parametrize("where", ["begin", "forward"])
+@pytest.mark.parametrize(
+    ("where", "torch", "timeout_s"),
+    [
+        ("begin", False, 2.0),
+        ("forward", False, 2.0),
+        pytest.param("begin", True, 10.0, marks=pytest.mark.slow),
+        pytest.param("forward", True, 10.0, marks=pytest.mark.slow),
+    ],
+)
 async def test_process_with_a_hanging_forward_is_replaced(
     where: Where,
+    torch: bool,
+    timeout_s: float,
     minilm_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write_hanging_forwards(tmp_path, where)
+    write_hanging_forwards(tmp_path, where, torch=torch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with started_engine(minilm_folder) as engine:
-        await engine.embed(["before"], PARAMS)
-        await check_replaced(engine, num_restarts=1)
+    kernels = "torch" if torch else "auto"
+    config = EngineConfig(
+        model=str(minilm_folder), device="cpu", num_threads=1, cpu_kernels=kernels, step_timeout_s=timeout_s
+    )
+    engine = await AsyncEngine.start(config)
+    try:
+        for num_restarts in (1, 2) if torch else (1,):
+            assert (await engine.embed(["a text"], PARAMS)).embeddings.shape == (1, 384)
+            with pytest.raises(EngineUnavailableError, match=r"time limit|stuck"):
+                await asyncio.wait_for(engine.embed([HANGING_TEXT], PARAMS), 120)
+            async with asyncio.timeout(120):
+                while engine.state is not EngineState.READY or engine.num_restarts != num_restarts:
+                    await asyncio.sleep(0.02)
+    finally:
+        await engine.close()
     log = capfd.readouterr().err
     assert "in 1 sequence has not ended for" in log
     assert "The engine thread is in:" in log
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["begin", "forward"])
-async def test_torch_process_with_a_hanging_forward_is_replaced(
-    where: Where, minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_hanging_forwards(tmp_path, where, torch=True)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with started_engine(minilm_folder, cpu_kernels="torch", step_timeout_s=10.0) as engine:
-        await check_replaced(engine, num_restarts=1)
-        await check_replaced(engine, num_restarts=2)
-
-
-async def test_process_with_a_hanging_step_can_be_closed(
-    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_hanging_forwards(tmp_path, "begin")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(running_core, "_STOP_TIMEOUT_S", 0.1)
-    lost: Awaitable[Any]
-    async with started_engine(minilm_folder, step_timeout_s=0.0) as engine:
-        lost = asyncio.ensure_future(engine.embed([HANGING_TEXT], PARAMS))
-        await until(lambda: bool(engine.stats().num_tokens))
-        assert not await engine.drain(0.01)
-        await asyncio.wait_for(engine.close(), 120)
-    with pytest.raises(EngineUnavailableError):
-        await lost
-
-
-async def test_hanging_thread_is_replaced(
-    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    begin, released = ArrayRunner.begin, threading.Event()
-
-    def hang(runner: ArrayRunner, chunks: Any) -> Forward:
-        if max(len(chunk.sequence.prompt) for chunk in chunks) >= HANGING_TOKENS:
-            released.wait()
-        return begin(runner, chunks)
-
-    monkeypatch.setattr(ArrayRunner, "begin", hang)
-    before = set(threading.enumerate())
-    async with started_engine(minilm_folder, in_process=True) as engine:
-        await check_replaced(engine, num_restarts=1)
-        assert "is left behind" in caplog.text
-        released.set()
-        await until(lambda: len([t for t in threading.enumerate() if t.name == "engine-core" and t not in before]) == 1)

@@ -264,12 +264,3 @@ def test_gain_compares_times_of_products(monkeypatch: pytest.MonkeyPatch) -> Non
     gain = bfloat16_gain(machine, 64)
     assert gain == pytest.approx((6.0, 3.0))
     assert {rows for _, rows in calls} == {8, 96}
-
-
-def test_measured_gain_selects_the_arithmetic(save_folder: SaveFolder) -> None:
-    info, machine = choose(save_folder(), dtype="bfloat16")
-    assert machine is not None
-    if Format.DOT in machine.formats:
-        assert info.sources["arithmetic"].startswith("measured: ")
-    else:
-        assert info.arithmetic == "float32"

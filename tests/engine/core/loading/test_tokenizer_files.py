@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from penstock.engine.core.loading import tokenizer_classes
 from penstock.engine.core.loading.tokenizer_classes import CLASSES, NotBuiltHereError, class_name
 from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer, read_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
@@ -24,30 +26,6 @@ from penstock.engine.protocol.model_info import PairChat
 
 Json = dict[str, Any]
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 400, "num_hidden_layers": 1}
-ARCHITECTURES = {
-    "bert": "BertModel",
-    "distilbert": "DistilBertModel",
-    "electra": "ElectraModel",
-    "camembert": "CamembertModel",
-    "roberta": "RobertaModel",
-    "xlm-roberta": "XLMRobertaModel",
-    "mpnet": "MPNetModel",
-    "modernbert": "ModernBertModel",
-    "llama": "LlamaModel",
-    "mistral": "MistralModel",
-    "qwen2": "Qwen2Model",
-    "qwen3": "Qwen3Model",
-    "gemma": "GemmaModel",
-    "gemma2": "Gemma2Model",
-    "gemma3_text": "Gemma3TextModel",
-    "phi3": "Phi3Model",
-    "mamba": "MambaModel",
-    "falcon_mamba": "FalconMambaModel",
-    "mamba2": "Mamba2Model",
-    "jamba": "JambaModel",
-    "bamba": "BambaModel",
-    "granitemoehybrid": "GraniteMoeHybridModel",
-}
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -166,7 +144,7 @@ def odd_texts(count: int) -> list[str]:
 def write(folder: Path, model_type: str, settings: Json, **config: Any) -> None:
     """Writes the files beside tokenizer.json."""
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config |= SIZES | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    config |= SIZES | {"model_type": model_type, "architectures": [MODEL_MAPPING_NAMES[model_type]]}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -355,7 +333,7 @@ def test_class_is_the_one_of_transformers(is_byte_level: bool, tmp_path: Path) -
     declarable = ("PreTrainedTokenizerFast", "TokenizersBackend", "BertTokenizerFast", *CLASSES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreTrainedTokenizerBase, "from_pretrained", classmethod(record))
-        for model_type in ARCHITECTURES:
+        for model_type in tokenizer_classes._REGISTERED:
             for declared in (None, *declarable):
                 write(tmp_path, model_type, {"tokenizer_class": declared})
                 AutoTokenizer.from_pretrained(tmp_path, config=AutoConfig.for_model(model_type))
