@@ -1,4 +1,4 @@
-"""A process or thread of an engine that becomes ready, answers and ends when the test says so."""
+"""A fake process or thread of an engine; the test decides when it is ready, answers and ends."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class FakeRunningCore:
 
     async def close(self) -> None:
         self.is_closed = True
+
+    def host_bytes(self) -> int:
+        return 7
 
     def fail(self, message: str) -> None:
         self.on_message(LoadFailed("WeightError", message), [])

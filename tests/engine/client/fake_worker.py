@@ -1,7 +1,8 @@
 """A worker process without a model: `fake_worker.py ADDRESS DESCRIPTOR`. The name of the model sets its behaviour.
 
-It answers Start and ClientMessage with a RequestFailed message that holds the received data. "stays" ends after Stop,
-"ends" at once with exit code 3, "garbage" sends an invalid message, "deaf" ignores Stop. All echo standard input.
+It answers Start and ClientMessage with a RequestFailed message that holds the received data, and echoes standard input.
+"stays" ends after Stop, "ends" at once with exit code 3, "stuck" at once with STUCK_EXIT_CODE, "garbage" sends an
+invalid message, "deaf" ignores Stop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.engine.protocol.message_connection import Message, MessageConnection
-from penstock.engine.protocol.messages import ClientMessage, RequestFailed, Start, Stop, decode_to_core, encode
+from penstock.engine.protocol.messages import (
+    STUCK_EXIT_CODE,
+    ClientMessage,
+    RequestFailed,
+    Start,
+    Stop,
+    decode_to_core,
+    encode,
+)
+
+EXIT_CODES = {"ends": 3, "stuck": STUCK_EXIT_CODE}
 
 
 def receive_all(connection: MessageConnection) -> Iterator[Message]:
@@ -49,7 +60,7 @@ def main() -> None:
     connection.send(encode(RequestFailed(0, "Start", json.dumps(environment))))
     if model == "garbage":
         connection.send(b"no message")
-    for first, frames in messages if model != "ends" else ():
+    for first, frames in messages if model not in EXIT_CODES else ():
         message = decode_to_core(first)
         if isinstance(message, ClientMessage):
             text = b"".join(frames).decode()
@@ -59,7 +70,7 @@ def main() -> None:
                 time.sleep(600)
             break
     connection.close(linger_s=2)
-    sys.exit(3 if model == "ends" else 0)
+    sys.exit(EXIT_CODES.get(model, 0))
 
 
 if __name__ == "__main__":

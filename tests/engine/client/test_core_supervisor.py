@@ -13,7 +13,7 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica_group import ReplicaGroup
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import RequestFailed
+from penstock.engine.protocol.messages import PrefixCacheCleared, RequestFailed
 
 from ...waiting import turns
 from .fake_core import run, values
@@ -172,6 +172,10 @@ async def test_messages_of_the_core_reach_the_requests(dispatcher: Dispatcher, r
     assert values(await answered) == [1.0]
     with pytest.raises(errors.ModelExecutionError, match="nan"):
         await failed
+    clearing = asyncio.create_task(dispatcher.clear_prefixes())
+    await turns()
+    core.on_message(PrefixCacheCleared(3, 5), [])
+    assert await clearing == 5
     await group.close()
     with pytest.raises(errors.EngineUnavailableError, match="the server is shutting down"):
         await lost

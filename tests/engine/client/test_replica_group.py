@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -275,8 +276,32 @@ async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunn
     await turns()
     cores[2].answer()
     await again
+    assert group.host_bytes() == 2 * 7
     await group.close()
     assert group.state is EngineState.DEAD
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_cache_follows_the_loaded_files(running_cores: list[FakeRunningCore], count: int) -> None:
+    cores, cache = running_cores, Mock()
+    group, dispatcher = make_group(count)
+    dispatcher.cache = cache
+    starting = asyncio.create_task(group.start())
+    for number in range(count):
+        await turns()
+        assert not cache.open.called
+        cores[number].ready()
+    await starting
+    loaded = group._loaded
+    cores[0].end("signal 9")
+    await turns()
+    cores[count].ready()
+    await turns()
+    assert [args.args for args in cache.expect.call_args_list] == [("any",), ("/words",)]
+    opened = call("/words", loaded, has_one_core=count == 1)
+    assert cache.open.call_args_list == [opened, opened]
+    await group.close()
+    cache.close.assert_called_once()
 
 
 async def test_drained_replicas_are_not_restarted(running_cores: list[FakeRunningCore]) -> None:

@@ -22,7 +22,15 @@ from penstock.engine.client.running_core import Heartbeat, ProcessCore, ThreadCo
 from penstock.engine.core import core as engine_core
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.messages import ClientMessage, Frame, FromCore, ModelReady, RequestFailed, Start
+from penstock.engine.protocol.messages import (
+    STUCK_EXIT_CODE,
+    ClientMessage,
+    Frame,
+    FromCore,
+    ModelReady,
+    RequestFailed,
+    Start,
+)
 
 from ...waiting import later, until
 
@@ -34,18 +42,18 @@ READY = ModelReady(NO_MODEL, NO_MODEL)
 
 
 async def test_hang_is_reported_after_ten_unanswered_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep, pauses, asked, hung = asyncio.sleep, [], [], []
+    sleep, pauses, questions, hung = asyncio.sleep, [], [], []
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
-        if len(asked) in (9, 18):
+        if len(questions) in (9, 18):
             heartbeat.answered()
         await sleep(0)
 
     monkeypatch.setattr(running_core.asyncio, "sleep", pause)
-    heartbeat = Heartbeat(20.0, lambda: asked.append(1), lambda: hung.append(1))
+    heartbeat = Heartbeat(20.0, lambda: questions.append(1), lambda: hung.append(1))
     await heartbeat.run()
-    assert len(asked) == 9 + 9 + 10
+    assert len(questions) == 9 + 9 + 10
     assert set(pauses) == {2.0}
     assert hung == [1]
 
@@ -87,11 +95,12 @@ async def called(mock: Any, num_calls: int = 1) -> None:
     await until(lambda: mock.call_count >= num_calls)
 
 
-def test_end_is_reported_once_and_not_after_close() -> None:
+async def test_end_is_reported_once_and_not_after_close() -> None:
     for is_closing in (False, True):
         on_exit = Mock()
         core = ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
-        core._closing = is_closing
+        if is_closing:
+            await core.close()
         core._report_end("it ended")
         core._report_end("it does not answer")
         assert [call.args for call in on_exit.call_args_list] == ([] if is_closing else [("it ended",)])
@@ -164,7 +173,14 @@ async def test_close_ends_the_heartbeat(make_core: Callable[..., ProcessCore]) -
     assert not without._tasks
 
 
-@pytest.mark.parametrize(("model", "reason"), [("ends", "exit code 3"), ("garbage", "signal 9")])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("ends", "exit code 3"),
+        ("stuck", f"exit code {STUCK_EXIT_CODE}, as a step exceeded its time limit"),
+        ("garbage", "signal 9"),
+    ],
+)
 async def test_end_of_a_process_is_reported(make_core: Callable[..., ProcessCore], model: str, reason: str) -> None:
     core = make_core(model)
     await core.start()

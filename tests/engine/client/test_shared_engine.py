@@ -99,14 +99,14 @@ async def test_each_client_gets_its_own_results(shared: Shared, minilm_folder: P
 async def test_requests_of_a_lost_client_are_cancelled(shared: Shared) -> None:
     leaves, stays = shared.attach(1), shared.attach(2)
     lost = asyncio.create_task(leaves.embed(LONG * 4, PARAMS))
-    kept = asyncio.create_task(stays.embed(LONG, PARAMS))
+    other = asyncio.create_task(stays.embed(LONG, PARAMS))
     await until(lambda: shared.server.stats().num_steps_total > 1)
     lost.cancel()
     leaves._dispatcher.replicas[0]._send = None  # a killed process sends no cancellation
     shared.clients.pop(1)._link.close()  # type: ignore[union-attr]
     with contextlib.suppress(asyncio.CancelledError):
         await lost
-    assert (await kept).embeddings.shape == (len(LONG), 384)
+    assert (await other).embeddings.shape == (len(LONG), 384)
     num_tokens = shared.server.stats().num_batched_tokens_total
     await asyncio.sleep(0.3)
     assert shared.server.stats().num_batched_tokens_total == num_tokens
@@ -138,6 +138,12 @@ async def test_killed_engine_fails_requests_of_all_clients_and_restarts(shared: 
 async def test_unreadable_message_ends_only_its_client(shared: Shared, caplog: pytest.LogCaptureFixture) -> None:
     engine = shared.attach(1)
     client = shared.clients[1]
+    running = asyncio.create_task(engine.embed(LONG, PARAMS))
+    await until(lambda: engine._dispatcher.replicas[0]._runs)
+    (number,) = engine._dispatcher.replicas[0]._runs
+    client._receive(RequestFailed(number, "ModelExecutionError", "boom"), [])
+    with pytest.raises(errors.ModelExecutionError, match="boom"):
+        await running
     with pytest.raises(TypeError, match="LoadFailed"):
         client._receive(LoadFailed("E", "why"), [])
     link = client._link

@@ -103,8 +103,8 @@ def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np
         elif task is PoolingTask.TOKEN_EMBED:
             made.append(("token_embeddings", rows))
         elif task is PoolingTask.SPARSE_EMBED:
-            kept, counts = np.unique(tokens.token_ids, return_counts=True)
-            made.append(("sparse", np.stack([kept, counts], axis=1).astype(np.float32)))
+            token_ids, counts = np.unique(tokens.token_ids, return_counts=True)
+            made.append(("sparse", np.stack([token_ids, counts], axis=1).astype(np.float32)))
         else:
             name = "token_scores" if task is PoolingTask.TOKEN_CLASSIFY else "scores"
             made.append((name, np.array([tokens.token_ids[0], tokens.token_ids[-1]], np.float32)))

@@ -385,6 +385,7 @@ def test_long_and_short_inputs_of_a_request_end_together(is_late: bool) -> None:
     else:
         checked.cancel(number)
     assert {sequence.status for sequence in sequences} == {"finished"}
+    assert checked.requests[number].sequences == []  # no reference cycle
     assert all(sequence.chunk is None and sequence.allocation is None for sequence in sequences)
     while checked.scheduler.requests:
         assert request_ids(checked.step()) == {other}

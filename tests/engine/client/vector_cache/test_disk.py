@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
+from penstock.engine.client.vector_cache import disk
 from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, NoRoomError, SharedTier, seal, unseal
 
 from ....clock import Clock
@@ -117,6 +120,47 @@ def test_oldest_rows_are_evicted(tmp_path: Path) -> None:
     assert tier.num_evicted == left[0]
     assert sum(len(row_of(number)) for number in left) > 0.4 * 4 * MIB
     assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) < 4.2 * MIB
+    tier.close()
+
+
+def test_write_waits_for_readers_that_hold_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, put, pauses = DiskTier(tmp_path, MIB), DiskTier._put, list[float]()
+    monkeypatch.setattr(disk.time, "sleep", pauses.append)
+
+    def fail(tier: DiskTier, batch: list[tuple[bytes, bytes]]) -> None:
+        if len(pauses) < num_failures:
+            raise lmdb.MapFullError
+        put(tier, batch)
+
+    monkeypatch.setattr(DiskTier, "_put", fail)
+    num_failures = 5
+    tier.write(rows(0, 1))
+    assert numbers_in(tier, 5) == [0]
+    assert pauses == [0.01, 0.03, 0.1, 0.3, 1.0]
+    num_failures = 11
+    with pytest.raises(NoRoomError):
+        tier.write(rows(1, 2))
+    tier.close()
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_failed_write_to_a_full_disk_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise lmdb.Error(os.strerror(errno.EIO))
+
+    def allocate(file: int, start: int, num_bytes: int) -> None:
+        assert num_bytes == MIB // 64
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = DiskTier(tmp_path, MIB)
+    monkeypatch.setattr(DiskTier, "_put", fail)
+    monkeypatch.setattr(disk.os, "posix_fallocate", allocate)
+    with pytest.raises(DiskError) as caught:
+        tier.write(rows(0, 1))
+    assert isinstance(caught.value, NoRoomError) is is_full
     tier.close()
 
 

@@ -115,7 +115,7 @@ def test_key_does_not_depend_on_other_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "finish", "kept"),
+    ("tasks", "finish", "is_cached"),
     [
         ((PoolingTask.EMBED,), "", True),
         ((PoolingTask.SPARSE_EMBED,), "", True),
@@ -127,8 +127,8 @@ def test_key_does_not_depend_on_other_inputs() -> None:
         ((PoolingTask.SCORE,), "", False),
     ],
 )
-def test_only_vectors_of_inputs_are_kept(tasks: tuple[PoolingTask, ...], finish: str, kept: bool) -> None:
-    assert is_kept(PoolingParams(task=tasks[0], also=tasks[1:]), finish) is kept
+def test_only_vectors_of_inputs_are_cached(tasks: tuple[PoolingTask, ...], finish: str, is_cached: bool) -> None:
+    assert is_kept(PoolingParams(task=tasks[0], also=tasks[1:]), finish) is is_cached
 
 
 # Identities

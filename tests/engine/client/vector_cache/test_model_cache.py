@@ -182,11 +182,15 @@ async def test_token_vectors_and_classes_are_not_cached(make: Make) -> None:
     [
         {"kind": ModelKind.CROSS_ENCODER, "tasks": (PoolingTask.SCORE,)},
         {"multi_vector": MultiVector(), "tasks": (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)},
+        {"packed": False, "config": {"auto_map": {"AutoModel": "owner/code--modeling.Model"}}},
     ],
 )
-async def test_model_without_embeddings_has_no_cache(make: Make, changes: dict[str, Any]) -> None:
+async def test_model_without_embeddings_or_identity_has_no_cache(
+    make: Make, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     _, _, cache = await make(**changes)
     assert not cache.stats.is_open
+    assert ("not cached: it runs code" in caplog.text) is ("config" in changes)
 
 
 async def test_failed_and_cancelled_requests_are_not_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
