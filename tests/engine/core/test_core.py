@@ -24,6 +24,7 @@ from penstock.engine.protocol.messages import (
     StepLoad,
     StepResults,
     SubmitRequest,
+    first_request_id,
 )
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -192,6 +193,16 @@ def test_one_message_submits_and_cancels() -> None:
     assert not driver.core._has_released  # without a pool no memory was freed
     driver.run_all()
     assert driver.results == {3: {0: [14.0]}}
+
+
+def test_requests_of_a_disconnected_client_are_cancelled() -> None:
+    driver = CoreDriver(FakeRunner())
+    own, other = first_request_id(4) + 1, first_request_id(5) + 1
+    driver.submit(own, 3)
+    driver.submit(other, 5)
+    driver.core.cancel_client(4)
+    driver.run_all()
+    assert driver.results == {other: {0: [5.0]}}
 
 
 # Results

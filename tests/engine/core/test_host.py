@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.core import host
+from penstock.engine.protocol.config import EngineConfig
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -85,6 +86,12 @@ def test_v1_groups_limit_the_memory(cgroup: Path) -> None:
     (cgroup / "own").write_text("4:memory:/not/visible\n")  # a container that shows its group as the root
     write_v1_memory(cgroup / "memory", 40_000_000, 30_000_000)
     assert host.available_memory() == 10_000_000
+
+
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_cores", lambda: 9)
+    for options, expected in (({}, 9), ({"num_engines": 2}, 4), ({"num_engines": 20}, 1), ({"num_threads": 3}, 3)):
+        assert host.threads_of(EngineConfig(model="m", **options)) == expected
 
 
 def test_processors_are_grouped_by_core_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import textwrap
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client import engine_process, running_core
 from penstock.engine.client.core_supervisor import EngineState
+from penstock.engine.core import worker
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Frame, LoadFailed, Start, StepResults
@@ -59,15 +60,15 @@ async def check_replaced(engine: AsyncEngine) -> None:
 
 
 async def test_killed_worker_fails_its_requests_and_is_replaced(engine: AsyncEngine) -> None:
-    (worker,) = [
+    (process,) = [
         pid
         for pid in children(os.getpid())
         if b"penstock.engine.core.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    os.kill(worker, signal.SIGSTOP)  # it cannot return results before it is killed
+    os.kill(process, signal.SIGSTOP)  # it cannot return results before it is killed
     lost = asyncio.create_task(engine.embed(["word " * 200] * 200, PARAMS))
     await until(lambda: engine.stats().num_requests == 1)
-    os.kill(worker, signal.SIGKILL)
+    os.kill(process, signal.SIGKILL)
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await lost
     await check_replaced(engine)
@@ -109,13 +110,13 @@ async def test_worker_and_its_socket_end_with_the_parent(name: str, minilm_folde
     try:
         assert parent.stdout is not None
         assert await asyncio.to_thread(parent.stdout.readline) == b"ready\n"
-        (worker,) = children(parent.pid)
+        (process,) = children(parent.pid)
         assert [len(list(made.iterdir())) for made in folder.iterdir()] == [1]
     finally:
         parent.kill()
         parent.wait()
         parent.communicate()
-    await until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+    await until(lambda: not Path(f"/proc/{process}").exists() or "Z" in Path(f"/proc/{process}/stat").read_text())
     assert not list(folder.iterdir())
 
 
@@ -130,6 +131,13 @@ async def test_process_that_survives_its_kill_is_left_behind(
     await asyncio.wait_for(core.close(), 120)
     process.kill.assert_called_once()
     assert "7 was killed and does not end" in caplog.text
+
+
+def test_objects_of_loading_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = Mock(get_threshold=lambda: (700, 10, 5))
+    monkeypatch.setattr(worker, "gc", collector)
+    worker._freeze()
+    assert collector.method_calls == [call.collect(), call.freeze(), call.set_threshold(50_000, 10, 5)]
 
 
 async def test_no_thread_with_tensors_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
