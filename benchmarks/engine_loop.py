@@ -171,7 +171,7 @@ def measure(size: int, args: argparse.Namespace) -> Row:
 async def _measure(size: int, args: argparse.Namespace, meter: Meter) -> Row:
     own = Meter(np.zeros(1 + len(_FRONTEND_STAGES)), _FRONTEND_STAGES)
     own.watch(Replica, "_flush", "submit")
-    own.watch(Replica, "receive_rows", "answer")
+    own.watch(Replica, "receive", "answer")
     limits = SchedulerConfig(max_num_batched_tokens=16_384)
     config = EngineConfig(model="packs", device="cpu", hang_timeout_s=0, scheduler=limits)
     dispatcher = Dispatcher(limits.max_queued_tokens)

@@ -19,11 +19,9 @@ from ..protocol.messages import (
     Frame,
     FromCore,
     LoadFailed,
+    LoadResult,
     ModelReady,
-    PrefixCacheCleared,
-    RequestFailed,
     Start,
-    StepResults,
 )
 from ..protocol.model_info import ModelInfo
 from .engine_process import EngineProcess
@@ -55,14 +53,8 @@ class CoreClient(Protocol):
     def disconnect(self, reason: str) -> None:
         """The core has ended."""
 
-    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
-        """Handles the results of one step."""
-
-    def receive_failure(self, message: RequestFailed) -> None:
-        """Handles the failure of one request."""
-
-    def receive_cleared(self, message: PrefixCacheCleared) -> None:
-        """Handles the answer to a request to empty the prefix cache."""
+    def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
+        """Handles a message of the loaded core: StepResults, RequestFailed or PrefixCacheCleared."""
 
 
 class CoreSupervisor:
@@ -117,9 +109,9 @@ class CoreSupervisor:
 
     def _make_core(self) -> ProcessCore | ThreadCore:
         if self._start_message.config.in_process:
-            return ThreadCore(self._start_message, self._receive, self._core_ended)
+            return ThreadCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended)
         process, self._process = self._process, None
-        return ProcessCore(self._start_message, self._receive, self._core_ended, process)
+        return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
     def hold(self, info: ModelInfo) -> None:
         """Fixes the properties of the first loaded model for later processes: vectors must not change.
@@ -167,23 +159,14 @@ class CoreSupervisor:
         self.state = state
         self._on_change()
 
-    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
-        match message:
-            case StepResults():
-                self._replica.receive_rows(message, frames)
-            case RequestFailed():
-                self._replica.receive_failure(message)
-            case PrefixCacheCleared():
-                self._replica.receive_cleared(message)
-            case ModelReady():
-                self._core_ready(message)
-            case LoadFailed():
-                if not self._ready.done():
-                    self._ready.set_exception(getattr(errors, message.kind)(message.message))
-
-    def _core_ready(self, message: ModelReady) -> None:
-        """Called when the core can serve. It may end before `start` continues."""
-        if self._core is None or self._is_ending or self._ready.done():
+    def _core_loaded(self, message: LoadResult) -> None:
+        """Called when the core can serve, or has failed to load. It may end before `start` continues."""
+        if self._ready.done():
+            return
+        if isinstance(message, LoadFailed):
+            self._ready.set_exception(getattr(errors, message.kind)(message.message))
+            return
+        if self._core is None or self._is_ending:
             return
         self.hold(message.info)
         self._replica.connect(self._core.send)

@@ -25,6 +25,7 @@ from ..protocol.messages import (
     ClientMessage,
     ClientMessageBuilder,
     Frame,
+    FromCore,
     PrefixCacheCleared,
     RequestFailed,
     StepResults,
@@ -224,8 +225,21 @@ class Replica:
         finally:
             del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
-    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
-        """Handles the results of one step."""
+    def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
+        """Handles the results of a step, the failure of a request, or the answer to `clear_prefixes`."""
+        match message:
+            case StepResults():
+                pass
+            case RequestFailed():
+                self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
+                return
+            case PrefixCacheCleared():
+                clearing = self._clearings.get(message.request_id)
+                if clearing is not None and not clearing.done():
+                    clearing.set_result(message.num_blocks)
+                return
+            case _:
+                raise TypeError(f"{type(message).__name__} is not for a Replica")
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
             self.rate.follow(message.num_tokens, message.step_s)
@@ -256,16 +270,6 @@ class Replica:
                     done.append(run)
         for run in done:
             self._settle(run.request_id, None)
-
-    def receive_failure(self, message: RequestFailed) -> None:
-        """Fails one request with the error of the core."""
-        self._settle(message.request_id, _FAILURES.get(message.kind, ModelExecutionError)(message.message))
-
-    def receive_cleared(self, message: PrefixCacheCleared) -> None:
-        """Handles the answer to `clear_prefixes`."""
-        clearing = self._clearings.get(message.request_id)
-        if clearing is not None and not clearing.done():
-            clearing.set_result(message.num_blocks)
 
     def _check_live(self) -> None:
         if self._send is None:

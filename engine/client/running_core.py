@@ -17,6 +17,7 @@ from ..protocol.messages import (
     ClientMessage,
     Frame,
     FromCore,
+    LoadResult,
     ModelReady,
     Start,
     Stop,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.engine")
 
+OnLoad = Callable[[LoadResult], None]
 OnMessage = Callable[[FromCore, list[Frame]], None]
 OnExit = Callable[[str], None]
 
@@ -128,15 +130,22 @@ class ProcessCore:
 
     Args:
         start: The first message: the model to serve.
-        on_message: Called for every message of the core.
+        on_load: Called once, with the first message of the core: ModelReady or LoadFailed.
+        on_message: Called for every later message of the core.
         on_exit: Called once with a reason when the process ends without Stop, or hangs.
         process: An engine process that has been started already; None starts one.
     """
 
     def __init__(
-        self, start: Start, on_message: OnMessage, on_exit: OnExit, process: EngineProcess | None = None
+        self,
+        start: Start,
+        on_load: OnLoad,
+        on_message: OnMessage,
+        on_exit: OnExit,
+        process: EngineProcess | None = None,
     ) -> None:
         self._start = start
+        self._on_load = on_load
         self._on_message = on_message
         self._on_exit = on_exit
         self._process = process
@@ -225,11 +234,13 @@ class ProcessCore:
 
     def _take_first(self, message: FromCore, frames: list[Frame]) -> None:
         """Handles ModelReady or LoadFailed. Later messages go to `on_message` directly."""
+        if not isinstance(message, LoadResult):
+            raise TypeError(f"the first message must be ModelReady or LoadFailed, not {type(message).__name__}")
         if self._link is not None:
             self._link.on_message = self._on_message
         if isinstance(message, ModelReady) and self._start.config.hang_timeout_s:
             self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
-        self._on_message(message, frames)
+        self._on_load(message)
 
     async def _watch(self, process: EngineProcess) -> None:
         code = await process.wait()
@@ -260,8 +271,9 @@ class ProcessCore:
 class ThreadCore:
     """A core in a thread of this process. Its arguments and methods are those of ProcessCore."""
 
-    def __init__(self, start: Start, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(self, start: Start, on_load: OnLoad, on_message: OnMessage, on_exit: OnExit) -> None:
         self._start = start
+        self._on_load = on_load
         self._on_message = on_message
         self._on_exit = on_exit
         self._closing = False
@@ -275,7 +287,11 @@ class ThreadCore:
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
-            if not self._is_stuck:  # else another core has replaced it
+            if self._is_stuck:  # another core has replaced it
+                return
+            if isinstance(message, LoadResult):
+                loop.call_soon_threadsafe(self._on_load, message)
+            else:
                 loop.call_soon_threadsafe(self._on_message, message, frames)
 
         def run() -> None:

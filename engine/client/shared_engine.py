@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..protocol.config import EngineConfig
-from ..protocol.messages import Attach, Frame, FromCore, ModelReady, PrefixCacheCleared, RequestFailed, StepResults
+from ..protocol.messages import Attach, Frame, FromCore, ModelReady, StepResults
 from ..protocol.model_info import ModelInfo
 from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher
@@ -95,7 +95,7 @@ class EngineClient:
     def _connect(self, address: str) -> bool:
         """Connects to an engine process. Returns False if it has ended and its socket is gone."""
         try:
-            link = CoreLink(address, self._receive, self._on_unreadable)
+            link = CoreLink(address, self._dispatcher.replicas[0].receive, self._on_unreadable)
         except (FileNotFoundError, NotADirectoryError, ConnectionError) as error:
             logger.warning("the engine ended before this process could connect to it: %s", error)
             return False
@@ -111,17 +111,6 @@ class EngineClient:
         self._dispatcher.replicas[0].disconnect(reason)
         if self._link is not None:
             self._link.close()
-
-    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
-        match message:
-            case StepResults():
-                self._dispatcher.replicas[0].receive_rows(message, frames)
-            case RequestFailed():
-                self._dispatcher.replicas[0].receive_failure(message)
-            case PrefixCacheCleared():
-                self._dispatcher.replicas[0].receive_cleared(message)
-            case _:
-                raise TypeError(f"{type(message).__name__} is not for an EngineClient")
 
 
 class EngineServer:
@@ -213,20 +202,15 @@ class EngineServer:
         self._is_connected, self._reason = False, reason
         self._publish()
 
-    def receive_rows(self, message: StepResults, frames: Sequence[Frame]) -> None:
-        """Counts a step."""
+    def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
+        """Counts a step. Logs the answer to a request, because this process has sent none."""
+        if not isinstance(message, StepResults):
+            logger.error("the engine answered an unknown request: %s", message)
+            return
         self._stats.count(message)
         if message.load is not None:
             self._stats.num_waiting = message.load.num_waiting
             self._stats.num_waiting_tokens = message.load.num_waiting_tokens
-
-    def receive_failure(self, message: RequestFailed) -> None:
-        """Logs the failure of a request that this process did not send."""
-        logger.error("the engine failed an unknown request: %s", message.message)
-
-    def receive_cleared(self, message: PrefixCacheCleared) -> None:
-        """Logs the answer to a request that this process did not send."""
-        logger.error("the engine answered an unknown request")
 
     def _publish(self) -> None:
         # An engine process that has just ended is about to be replaced.

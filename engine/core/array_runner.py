@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.kernels.cpu import CpuForward, Machine, Pages, Past
 
@@ -29,32 +30,20 @@ from .warm_up import warm_up
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayForward:
-    """See Forward.
+    """A forward of the C library; see Forward.
 
     Attributes:
-        runner: Began it.
-        running: On the lanes.
-        metadata: Describes its batch.
-        num_tokens: Tokens of the batch.
-        chunk_tokens: Tokens of chunks of long sequences among them.
-        began_s: Seconds, of time.perf_counter.
+        running: The forward on the lanes.
+        outputs: Waits for the forward and pools its rows, once.
     """
 
-    runner: ArrayRunner
     running: CpuForward
-    metadata: PoolingMetadata
-    num_tokens: int
-    chunk_tokens: int
-    began_s: float
+    outputs: Callable[[], BatchOutputs]
 
     @property
     def is_done(self) -> bool:
         """See Forward."""
         return self.running.is_done
-
-    def outputs(self) -> BatchOutputs:
-        """See Forward."""
-        return self.runner.finish(self)
 
 
 class ArrayRunner(PoolingRunner[Floats]):
@@ -135,21 +124,6 @@ class ArrayRunner(PoolingRunner[Floats]):
         except MemoryError as error:
             raise DeviceMemoryError(str(error)) from error
 
-    def finish(self, forward: ArrayForward) -> BatchOutputs:
-        """Waits for a forward and pools it; see Forward.outputs."""
-        try:
-            output = ArrayOutput(*forward.running.result())
-            outputs = self._pooler.pool(output, forward.metadata, self._chunks).to_host()
-        except MemoryError as error:
-            raise DeviceMemoryError(str(error)) from error
-        self._chunks.commit(forward.metadata)
-        now_s = time.perf_counter()
-        # Where forwards overlap, each counts for the time since the last one ended.
-        seconds = now_s - max(forward.began_s, self._ended_s)
-        self._times.append(ForwardTime(forward.chunk_tokens, forward.num_tokens - forward.chunk_tokens, seconds))
-        self._ended_s = now_s
-        return outputs
-
     def warm_up(self) -> None:
         """See Runner."""
         with load_errors(self.info):
@@ -166,7 +140,25 @@ class ArrayRunner(PoolingRunner[Floats]):
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
         metadata = self._describe(chunks, batch, in_chunks=batch.past is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
-        return ArrayForward(self, running, metadata, batch.num_tokens, num_chunk_tokens(chunks), began_s)
+        chunk_tokens = num_chunk_tokens(chunks)
+        whole_tokens = batch.num_tokens - chunk_tokens
+        return ArrayForward(running, partial(self._finish, running, metadata, began_s, chunk_tokens, whole_tokens))
+
+    def _finish(
+        self, running: CpuForward, metadata: PoolingMetadata, began_s: float, chunk_tokens: int, whole_tokens: int
+    ) -> BatchOutputs:
+        """Waits for a forward, pools its rows and records its time."""
+        try:
+            output = ArrayOutput(*running.result())
+            outputs = self._pooler.pool(output, metadata, self._chunks).to_host()
+        except MemoryError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self._chunks.commit(metadata)
+        now_s = time.perf_counter()
+        # If forwards overlap, each counts for the time since the last one ended.
+        self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(began_s, self._ended_s)))
+        self._ended_s = now_s
+        return outputs
 
     def _reserve_pages(self) -> None:
         """Reserves memory for sequences in chunks. They run one batch after another, each on all lanes."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from traceback import clear_frames
 from typing import Final
@@ -286,7 +285,7 @@ class EngineCore:
                 forward = self._runner.begin(batch.chunks) if batch.chunks else EndedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - `_collect` finds the sequences that caused it
+            except Exception as error:  # noqa: BLE001 - `_run_parts` finds the sequences that caused it
                 clear_frames(error.__traceback__)  # its frames hold tensors of the forward
                 forward = EndedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
@@ -301,11 +300,18 @@ class EngineCore:
             self._finish(self._running[0])
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
-        self._found_nothing &= not running.batch.chunks
-        outputs_of, step = running.forward.outputs, running.step
-        finished = self._collect(running.batch.chunks, outputs_of, step, ran_alone=running.ran_alone)
+        chunks, step = running.batch.chunks, running.step
+        self._found_nothing &= not chunks
+        failure: Exception | None = None
+        try:
+            with self._watch.during(step):
+                finished = [(chunks, running.forward.outputs())]
+        except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
+            failure = error
+        if failure is not None:
+            finished = self._run_parts(chunks, failure, ran_alone=running.ran_alone)
         ended_s = time.monotonic()
-        if len(finished) == 1:  # one forward, without an error
+        if failure is None:
             began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
             self._watch.record(step, ended_s - began_s)
         self._deliver(running.batch, finished, running.started_s, ended_s)
@@ -331,23 +337,14 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             self._fail(sequence, error)
 
-    def _collect(
-        self, chunks: list[PrefillChunk], outputs_of: Callable[[], BatchOutputs], step: Step, *, ran_alone: bool = True
-    ) -> list[Collected]:
-        """Returns the outputs of a batch. If it fails, its halves run again, so that only the failing sequences fail.
+    def _run_parts(self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool = True) -> list[Collected]:
+        """Runs the halves of a failed batch, so that only the failing sequences fail. Returns the outputs.
 
         A batch that ran out of memory beside other batches runs again alone first.
         """
-        try:
-            with self._watch.during(step):
-                outputs = outputs_of()
-        except DeviceLostError:
-            raise  # concerns all requests: the process ends and is replaced
-        except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
-            clear_frames(error.__traceback__)  # its frames hold tensors of the forward, which the next ones need
-            failure = error
-        else:
-            return [(chunks, outputs)]
+        if isinstance(failure, DeviceLostError):
+            raise failure  # concerns all requests: the process ends and is replaced
+        clear_frames(failure.__traceback__)  # its frames hold tensors of the forward, which the next ones need
         followed = [chunk for chunk in chunks if chunk in chunk.sequence.earlier_chunks]
         if followed:  # later chunks that run already build on these
             for chunk in followed:
@@ -373,10 +370,17 @@ class EngineCore:
         return []
 
     def _run_again(self, chunks: list[PrefillChunk]) -> list[Collected]:
-        """Runs the chunks of a failed batch again, without those of cancelled sequences; see `_collect`."""
+        """Runs chunks of a failed batch again, without those of cancelled sequences; see `_run_parts`."""
         with self._lock:
             chunks = [chunk for chunk in chunks if chunk.sequence.is_in_flight(chunk)]
-        return self._collect(chunks, partial(self._runner.execute, chunks), Step.of(chunks)) if chunks else []
+        if not chunks:
+            return []
+        try:
+            with self._watch.during(Step.of(chunks)):
+                return [(chunks, self._runner.execute(chunks))]
+        except Exception as error:  # noqa: BLE001 - as in `_finish`
+            failure = error
+        return self._run_parts(chunks, failure)
 
     def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
         """Ends the request of a sequence with an error."""

@@ -252,7 +252,9 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToCore = Start | Attach | ClientMessage | Stop
-FromCore = ModelReady | LoadFailed | StepResults | PrefixCacheCleared | RequestFailed
+LoadResult = ModelReady | LoadFailed
+"""The first message of a core."""
+FromCore = LoadResult | StepResults | PrefixCacheCleared | RequestFailed
 
 encode: Final[Callable[[ToCore | FromCore], bytes]] = msgspec.msgpack.Encoder().encode
 """Returns the first frame of a message."""

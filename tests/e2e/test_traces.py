@@ -23,7 +23,11 @@ import penstock.engine
 import penstock.kernels
 import penstock.server
 
-LOOPS = ("server/commands/serve.py serve", "engine/core/core.py EngineCore.run")
+LOOPS = (
+    "server/commands/serve.py serve",
+    "engine/core/core.py EngineCore.run",
+    "engine/core/core.py EngineCore._wait",
+)
 """Functions in which the processes wait for work."""
 
 TO_ENGINE = (
@@ -40,7 +44,7 @@ IN_ENGINE = (
     "engine/protocol/message_connection.py MessageConnection.send",
 )
 TO_CLIENT = (
-    "engine/client/replica.py Replica.receive_rows",
+    "engine/client/replica.py Replica.receive",
     "server/http/streams.py ResponseWriter.write",
 )
 CHUNK = (
@@ -49,7 +53,7 @@ CHUNK = (
 )
 """The functions that hand a request or a chunk on, in their order."""
 
-MOST_FUNCTIONS_OF_REQUEST = 36
+MOST_FUNCTIONS_OF_REQUEST = 30
 MOST_FUNCTIONS_OF_CHUNK = 15
 
 RECORDER = """

@@ -121,8 +121,8 @@ async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (replica,) = engine._dispatcher.replicas
-    receive, held = replica.receive_rows, []
-    monkeypatch.setattr(replica, "receive_rows", lambda *message: held.append(message))  # no answer comes
+    settle, held = replica._settle, []
+    monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # no request is answered
     num_refused = engine.stats().num_refused_total
     texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
@@ -132,9 +132,9 @@ async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(
     assert engine.is_full
     with pytest.raises(errors.EngineOverloadedError):
         engine.check_room()
-    monkeypatch.setattr(replica, "receive_rows", receive)
-    for message in held:
-        receive(*message)
+    monkeypatch.setattr(replica, "_settle", settle)
+    for result in held:
+        settle(*result)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert not engine.is_full
     refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]

@@ -325,7 +325,7 @@ async def test_dispatcher_joins_parts_of_token_rows(
         nonlocal num_parts
         assert isinstance(message, StepResults)
         num_parts += sum(len(block.request_ids) for block in message.blocks)
-        dispatcher.replicas[0].receive_rows(message, frames)
+        dispatcher.replicas[0].receive(message, frames)
 
     async def ask(*places: int, priority: int) -> list[np.ndarray]:
         async with dispatcher.open(RequestOptions(priority=priority)) as request:
