@@ -22,7 +22,6 @@ from ..protocol.errors import (
     ModelExecutionError,
 )
 from ..protocol.messages import (
-    ClientMessage,
     ClientMessageBuilder,
     Frame,
     FromCore,
@@ -30,6 +29,7 @@ from ..protocol.messages import (
     RequestFailed,
     StepResults,
     SubmitRequest,
+    encode,
 )
 from ..protocol.params import PoolingParams
 from ..protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
@@ -39,7 +39,8 @@ logger = logging.getLogger("penstock.engine")
 
 Arrays = dict[str, NDArray[np.float32]]
 """The outputs of one input by name."""
-Send = Callable[[ClientMessage, Frame], None]
+Send = Callable[[bytes, Sequence[Frame]], None]
+"""Sends an encoded message with its frames; see MessageConnection.send."""
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
@@ -286,7 +287,8 @@ class Replica:
         if outgoing.is_empty or self._send is None:
             return
         try:
-            self._send(*outgoing.pack())
+            message, frame = outgoing.pack()
+            self._send(encode(message), [frame])
         except Exception:  # our own bug, such as a number that no message can hold: its requests must not wait for ever
             logger.exception("requests could not be sent to the engine")
             error = ModelExecutionError("The request could not be sent to the engine.")

@@ -7,13 +7,14 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..protocol.errors import MachineError
 from ..protocol.message_connection import MessageConnection
 from ..protocol.messages import (
     STUCK_EXIT_CODE,
+    Attach,
     ClientMessage,
     Frame,
     FromCore,
@@ -21,11 +22,12 @@ from ..protocol.messages import (
     ModelReady,
     Start,
     Stop,
-    ToCore,
     decode_from_core,
+    decode_to_core,
     encode,
 )
 from .engine_process import EngineProcess
+from .replica import Send
 
 if TYPE_CHECKING:
     from ..core.core import EngineCore
@@ -82,9 +84,13 @@ class CoreLink:
 
     Args:
         address: Where the core takes connections.
-        on_message: Called for every message of the core; an attribute.
+        on_message: Called for every message of the core.
         on_unreadable: Called once when a message cannot be read (the log says why), or when the core has closed the
             connection but its process goes on.
+
+    Attributes:
+        on_message: The argument. May be replaced.
+        connection: The connection.
 
     Raises:
         OSError: The core has gone.
@@ -93,20 +99,20 @@ class CoreLink:
     def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
         self.on_message = on_message
         self._on_unreadable = on_unreadable
-        self._connection = MessageConnection.open(address)
+        self.connection = MessageConnection.open(address)
         self._timer: asyncio.TimerHandle | None = None
-        self._loop, self._descriptor = asyncio.get_running_loop(), self._connection.fileno()
+        self._loop, self._descriptor = asyncio.get_running_loop(), self.connection.fileno()
         self._loop.add_reader(self._descriptor, self.receive)
 
-    def send(self, message: ToCore, *frames: Frame) -> None:
-        """Sends a message without blocking. The message is lost if the core has ended."""
-        self._connection.send(encode(message), frames)
+    def send(self, message: Start | Attach | Stop) -> None:
+        """Sends a message without frames and without blocking. The message is lost if the core has ended."""
+        self.connection.send(encode(message))
 
     def receive(self) -> None:
         """Handles all messages that have arrived."""
         try:
-            for message, frames in self._connection.receive():
-                if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
+            for message, frames in self.connection.receive():
+                if self.connection.fileno() >= 0:  # else the handler of the last message has closed it
                     self.on_message(decode_from_core(message), frames)
         except EOFError:  # `_watch` reports the end of the process and closes this; a process that stays is mute
             self._loop.remove_reader(self._descriptor)
@@ -120,9 +126,9 @@ class CoreLink:
         """Closes it. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._connection.fileno() >= 0:
+        if self.connection.fileno() >= 0:
             self._loop.remove_reader(self._descriptor)
-            self._connection.close()
+            self.connection.close()
 
 
 class ProcessCore:
@@ -175,10 +181,10 @@ class ProcessCore:
         return None if self._process is None else self._process.address
 
     @property
-    def send(self) -> Callable[[ClientMessage, Frame], None]:
+    def send(self) -> Send:
         """Sends the requests of one iteration of the event loop, without blocking. The core must be ready."""
         assert self._link is not None
-        return self._link.send
+        return self._link.connection.send
 
     def host_bytes(self) -> int:
         """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
@@ -329,11 +335,13 @@ class ThreadCore:
         self._thread.start()
         self._core = await created
 
-    def send(self, message: ClientMessage, frame: Frame) -> None:
-        """Passes a message to the core."""
+    def send(self, first: bytes, frames: Sequence[Frame]) -> None:
+        """Passes a ClientMessage to the core."""
         if self._core is None:
             raise RuntimeError("the core has not been started")
-        self._core.receive(message, frame)
+        message = decode_to_core(first)
+        assert isinstance(message, ClientMessage)
+        self._core.receive(message, *frames)
 
     def host_bytes(self) -> int:
         """Returns 0: its memory is that of this process."""

@@ -101,7 +101,7 @@ class EngineClient:
             return False
         self._address, self._link = address, link
         link.send(Attach(self._number))
-        self._dispatcher.replicas[0].connect(link.send)
+        self._dispatcher.replicas[0].connect(link.connection.send)
         self.num_restarts += self._has_connected
         self._has_connected = True
         return True

@@ -77,7 +77,8 @@ RECORDER = """
         while frame is not None and (name := name_of(frame.f_code)) not in LOOPS:
             stack += [name] if name else []
             frame = frame.f_back
-        stacks.add(tuple(reversed(stack)))
+        if stack:
+            stacks.add(tuple(reversed(stack)))
 
     def write(suffix, value):
         path = os.path.join(FOLDER, f"{os.getpid()}.{suffix}")

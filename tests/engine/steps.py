@@ -14,7 +14,14 @@ from penstock.engine.protocol.batch_outputs import (
     pack_results,
     unpack_results,
 )
-from penstock.engine.protocol.messages import Frame, StepResults
+from penstock.engine.protocol.messages import (
+    ClientMessage,
+    Frame,
+    StepResults,
+    SubmitRequest,
+    decode_to_core,
+    unpack_client_message,
+)
 
 
 class Row(NamedTuple):
@@ -50,6 +57,13 @@ def step_of(
         blocks.append(ResultBlock(block, [r.request_id for r in own], [r.index for r in own], [r.is_last for r in own]))
     headers, frames = pack_results(blocks)
     return StepResults(headers, num_tokens, step_s, finished=list(ended), **figures), frames
+
+
+def unpacked(first: bytes, frames: Sequence[Frame]) -> tuple[ClientMessage, list[SubmitRequest]]:
+    """Returns an encoded message of a client and its requests."""
+    message = decode_to_core(first)
+    assert isinstance(message, ClientMessage)
+    return message, unpack_client_message(message, *frames)
 
 
 def rows_of(message: StepResults, frames: Sequence[Frame]) -> list[Row]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.engine.protocol.messages import ClientMessage, Frame, StepLoad, unpack_client_message
+from penstock.engine.protocol.messages import Frame, StepLoad
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
-from ..engine.steps import Row, step_of
+from ..engine.steps import Row, step_of, unpacked
 from ..waiting import turns
 
 STEP_TOKENS = 1_000
@@ -33,8 +34,9 @@ class Core:
         self.replica.connect(self.receive)
         self.waiting: deque[tuple[int, int, int]] = deque()
 
-    def receive(self, message: ClientMessage, frame: Frame) -> None:
-        for request in unpack_client_message(message, frame):
+    def receive(self, first: bytes, frames: Sequence[Frame]) -> None:
+        message, requests = unpacked(first, frames)
+        for request in requests:
             lengths = map(len, request.inputs)
             self.waiting.extend((request.request_id, index, length) for index, length in enumerate(lengths))
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in message.cancels)
@@ -47,7 +49,7 @@ class Core:
         rows = [Row(request_id, index, "embedding", np.zeros(1, np.float32)) for request_id, index, _ in done]
         num_left = len(self.waiting)
         load = StepLoad(len(done), STEP_TOKENS, num_left, sum(entry[2] for entry in self.waiting), num_left)
-        self.replica.receive_rows(*step_of(rows, num_tokens, 1.0, load=load))
+        self.replica.receive(*step_of(rows, num_tokens, 1.0, load=load))
         return num_tokens
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from penstock.engine.client.dispatcher import Arrays, Dispatcher
 from penstock.engine.client.replica import Replica
-from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest, unpack_client_message
+from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
 from ...waiting import turns
-from ..steps import Row, step_of
+from ..steps import Row, step_of, unpacked
 
 
 class FakeCore:
@@ -29,8 +29,8 @@ class FakeCore:
         self.clears: list[int] = []
         replica.connect(self.send)
 
-    def send(self, message: ClientMessage, frame: Frame) -> None:
-        requests = unpack_client_message(message, frame)
+    def send(self, first: bytes, frames: Sequence[Frame]) -> None:
+        message, requests = unpacked(first, frames)
         self.messages.append(message)
         self.requests += requests
         self.waiting |= {each.request_id: each.inputs for each in requests}
@@ -45,7 +45,7 @@ class FakeCore:
             for number, index in inputs or every
         ]
         finished = [] if inputs else [(number, seconds, seconds) for number in self.waiting]
-        self.replica.receive_rows(*step_of(rows, 10, ended=finished))
+        self.replica.receive(*step_of(rows, 10, ended=finished))
         if not inputs:
             self.waiting = {}
 

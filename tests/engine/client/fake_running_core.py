@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from penstock.engine.client.engine_process import EngineProcess
-from penstock.engine.client.running_core import OnExit, OnMessage
-from penstock.engine.protocol.messages import ClientMessage, Frame, LoadFailed, ModelReady, Start, unpack_client_message
+from penstock.engine.client.running_core import OnExit, OnLoad, OnMessage
+from penstock.engine.protocol.messages import Frame, LoadFailed, ModelReady, Start
 from penstock.engine.protocol.model_info import TokenizerSpec
 
-from ..steps import Row, step_of
+from ..steps import Row, step_of, unpacked
 from .word_model import info
 
 
@@ -22,10 +23,15 @@ class FakeRunningCore:
     made: ClassVar[list[FakeRunningCore]]
 
     def __init__(
-        self, start_message: Start, on_message: OnMessage, on_exit: OnExit, process: EngineProcess | None = None
+        self,
+        start_message: Start,
+        on_load: OnLoad,
+        on_message: OnMessage,
+        on_exit: OnExit,
+        process: EngineProcess | None = None,
     ) -> None:
         self.config, self.process = start_message.config, process
-        self.on_message, self.end = on_message, on_exit
+        self.on_load, self.on_message, self.end = on_load, on_message, on_exit
         self.is_started = self.is_closed = False
         self.waiting: list[int] = []
         self.made.append(self)
@@ -33,8 +39,8 @@ class FakeRunningCore:
     async def start(self) -> None:
         self.is_started = True
 
-    def send(self, message: ClientMessage, frame: Frame) -> None:
-        self.waiting += [each.request_id for each in unpack_client_message(message, frame)]
+    def send(self, first: bytes, frames: Sequence[Frame]) -> None:
+        self.waiting += [each.request_id for each in unpacked(first, frames)[1]]
 
     async def close(self) -> None:
         self.is_closed = True
@@ -43,13 +49,13 @@ class FakeRunningCore:
         return 7
 
     def fail(self, message: str) -> None:
-        self.on_message(LoadFailed("WeightError", message), [])
+        self.on_load(LoadFailed("WeightError", message))
 
     def ready(self, max_model_len: int = 24) -> None:
         assert self.is_started
         loaded = replace(info(), dtype="bfloat16", arithmetic="float32", max_model_len=max_model_len)
         spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False)
-        self.on_message(ModelReady(loaded, spec), [])
+        self.on_load(ModelReady(loaded, spec))
 
     def answer(self) -> None:
         rows = [Row(request_id, 0, "embedding", np.ones(1, np.float32)) for request_id in self.waiting]

@@ -1,6 +1,6 @@
 """A worker process without a model: `fake_worker.py ADDRESS DESCRIPTOR`. The name of the model sets its behaviour.
 
-It answers Start and ClientMessage with a RequestFailed message that holds the received data, and echoes standard input.
+It answers Start with LoadFailed, ClientMessage with RequestFailed; both hold the received data. It echoes standard input.
 "stays" ends after Stop, "ends" at once with exit code 3, "stuck" at once with STUCK_EXIT_CODE, "garbage" sends an
 invalid message, "deaf" ignores Stop.
 """
@@ -22,6 +22,7 @@ from penstock.engine.protocol.message_connection import Message, MessageConnecti
 from penstock.engine.protocol.messages import (
     STUCK_EXIT_CODE,
     ClientMessage,
+    LoadFailed,
     RequestFailed,
     Start,
     Stop,
@@ -57,7 +58,7 @@ def main() -> None:
         "has_lifeline": stat.S_ISSOCK(os.fstat(0).st_mode),
         "folder_mode": stat.S_IMODE(Path(sys.argv[1]).parent.stat().st_mode),
     }
-    connection.send(encode(RequestFailed(0, "Start", json.dumps(environment))))
+    connection.send(encode(LoadFailed("Start", json.dumps(environment))))
     if model == "garbage":
         connection.send(b"no message")
     for first, frames in messages if model not in EXIT_CODES else ():

@@ -142,7 +142,7 @@ async def test_failed_request_raises_the_error_of_the_core(
     dispatcher: Dispatcher, core: FakeCore, kind: str, error: type[errors.EngineError]
 ) -> None:
     failed, other = await begin(dispatcher, 5), await begin(dispatcher, 6)
-    core.replica.receive_failure(RequestFailed(core.requests[0].request_id, kind, "why"))
+    core.replica.receive(RequestFailed(core.requests[0].request_id, kind, "why"), [])
     with pytest.raises(error, match=r"^why$") as caught:
         await failed
     assert type(caught.value) is error

@@ -53,7 +53,7 @@ async def test_parts_of_rows_are_joined(dispatcher: Dispatcher, core: FakeCore) 
         [Row(0, 0, "token_embeddings", first[6:], True), Row(0, 2, "token_embeddings", first, True)],
     ):
         assert not task.done()
-        core.replica.receive_rows(*step_of(message))
+        core.replica.receive(*step_of(message))
     outputs = await asyncio.wait_for(task, 120)
     for output, rows in zip(outputs, (first, second, first), strict=True):
         assert np.array_equal(output["token_embeddings"], rows)
@@ -65,7 +65,7 @@ async def test_several_outputs_of_an_input_are_one_result(dispatcher: Dispatcher
     for index in (1, 0):
         assert not task.done()
         rows = [Row(0, index, "embedding", one * index), Row(0, index, "sparse", one * index + 5)]
-        core.replica.receive_rows(*step_of(rows, 4))
+        core.replica.receive(*step_of(rows, 4))
     outputs = await asyncio.wait_for(task, 120)
     assert [(o["embedding"][0], o["sparse"][0]) for o in outputs] == [(0, 5), (1, 6)]
 
@@ -76,7 +76,7 @@ async def test_rows_of_tokens_are_copied(dispatcher: Dispatcher, core: FakeCore,
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
     (run_,) = core.replica._runs.values()
     message, frames = step_of([Row(0, 0, "token_embeddings", rows, is_last)])
-    core.replica.receive_rows(message, frames)
+    core.replica.receive(message, frames)
     (result,) = [(await task)[0]["token_embeddings"]] if is_last else run_.parts[0, "token_embeddings"]
     assert np.array_equal(result, rows)
     assert result.base is None
@@ -89,7 +89,7 @@ async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher,
     await begin(dispatcher, 50)
     for num_tokens, num_left, step_s in ((10, 1, 0.1), (10, 0, 10.0), (0, 1, 0.0)):
         load = StepLoad(1, 100, 5, 5, num_left)
-        core.replica.receive_rows(StepResults([], num_tokens, step_s, load=load), [])
+        core.replica.receive(StepResults([], num_tokens, step_s, load=load), [])
     with pytest.raises(errors.EngineOverloadedError) as refused:
         dispatcher.admission.check()
     assert refused.value.retry_after_s == pytest.approx(0.11)  # 100 tokens a second
@@ -140,9 +140,9 @@ async def test_prefixes_are_cleared_when_the_core_says_so(
     (number,) = core.clears
     assert not clearing.done()
     for request_id in (number, number, 99):  # repeated and unknown answers are ignored
-        core.replica.receive_cleared(PrefixCacheCleared(request_id, num_blocks))
+        core.replica.receive(PrefixCacheCleared(request_id, num_blocks), [])
     assert await clearing == num_blocks
-    core.replica.receive_cleared(PrefixCacheCleared(number, 1))
+    core.replica.receive(PrefixCacheCleared(number, 1), [])
 
 
 async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
@@ -165,7 +165,7 @@ async def test_request_records_its_queue_and_inference_time(dispatcher: Dispatch
     core.answer((0, 0))
     rows = [Row(request_id, index, "embedding", np.zeros(1, np.float32)) for request_id, index in ((0, 1), (1, 0))]
     finished = [(0, 0.25, 2.0), (1, 0.5, 1.0), (99, 1.0, 1.0)]
-    core.replica.receive_rows(*step_of(rows, 9, 0.5, ended=finished))
+    core.replica.receive(*step_of(rows, 9, 0.5, ended=finished))
     await first
     await second
     assert times.seconds() == {Stage.QUEUE: 0.25, Stage.INFERENCE: 2.0}
@@ -198,7 +198,7 @@ async def test_failed_request_leaves_no_reference_cycle(num_replicas: int) -> No
         await turns()
         for core in cores:
             for request_id in core.waiting:
-                core.replica.receive_failure(RequestFailed(request_id, "ModelExecutionError", "boom"))
+                core.replica.receive(RequestFailed(request_id, "ModelExecutionError", "boom"), [])
             core.waiting.clear()
             core.requests.clear()
         inputs = await failing
@@ -285,7 +285,7 @@ async def test_request_with_too_small_parts_is_not_divided(
     two: Dispatcher, cores: list[FakeCore], lengths: tuple[int, ...], budget: int
 ) -> None:
     for core in cores if budget else ():
-        core.replica.receive_rows(StepResults([], 8, 0.1, load=StepLoad(1, budget, 0, 0, 0)), [])
+        core.replica.receive(StepResults([], 8, 0.1, load=StepLoad(1, budget, 0, 0, 0)), [])
     await begin(two, *lengths)
     assert [num_inputs(core) for core in cores] == [[len(lengths)], []]
 
@@ -293,7 +293,7 @@ async def test_request_with_too_small_parts_is_not_divided(
 async def test_failed_part_cancels_the_others(two: Dispatcher, cores: list[FakeCore]) -> None:
     task = await begin(two, *[300] * 4)
     (failing,), (other,) = cores[0].waiting, cores[1].waiting
-    cores[0].replica.receive_failure(RequestFailed(failing, "ModelExecutionError", "boom"))
+    cores[0].replica.receive(RequestFailed(failing, "ModelExecutionError", "boom"), [])
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await task
     await turns()
@@ -341,7 +341,7 @@ async def test_prefixes_of_all_replicas_are_cleared(
     await turns()
     for core, num_blocks in zip(cores, counts, strict=True):
         assert not clearing.done()
-        core.replica.receive_cleared(PrefixCacheCleared(core.clears[0], num_blocks))
+        core.replica.receive(PrefixCacheCleared(core.clears[0], num_blocks), [])
         await turns()
     assert await clearing == total
 
@@ -361,7 +361,7 @@ async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(two, 50)
         load = StepLoad(1, 64, 5, 200, 1)
-        core.replica.receive_rows(StepResults([], num_tokens, 1.0, load=load), [])
+        core.replica.receive(StepResults([], num_tokens, 1.0, load=load), [])
     stats = two.stats
     assert (stats.token_budget, stats.num_waiting, stats.num_waiting_tokens) == (128, 10, 400)
     assert (stats.num_steps_total, stats.num_batched_tokens_total) == (2, 400)

@@ -30,6 +30,7 @@ from penstock.engine.protocol.messages import (
     ModelReady,
     RequestFailed,
     Start,
+    encode,
 )
 
 from ...waiting import later, until
@@ -86,7 +87,7 @@ def make_core(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessCore]:
 
     def make(model: str, *, hang_timeout_s: float = 60.0) -> ProcessCore:
         start = Start(EngineConfig(model=model, hang_timeout_s=hang_timeout_s))
-        return ProcessCore(start, Mock(), Mock())
+        return ProcessCore(start, Mock(), Mock(), Mock())
 
     return make
 
@@ -98,7 +99,7 @@ async def called(mock: Any, num_calls: int = 1) -> None:
 async def test_end_is_reported_once_and_not_after_close() -> None:
     for is_closing in (False, True):
         on_exit = Mock()
-        core = ProcessCore(Start(EngineConfig(model="any")), Mock(), on_exit)
+        core = ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock(), on_exit)
         if is_closing:
             await core.close()
         core._report_end("it ended")
@@ -110,13 +111,13 @@ async def test_end_is_reported_once_and_not_after_close() -> None:
 async def test_process_receives_messages_and_stops(make_core: Callable[..., ProcessCore]) -> None:
     core = make_core("stays")
     await core.start()
-    await called(core._on_message)
-    ((start, frames),) = [call.args for call in core._on_message.call_args_list]
-    assert (start.kind, frames) == ("Start", [])
+    await called(core._on_load)
+    ((start,),) = [call.args for call in core._on_load.call_args_list]
+    assert start.kind == "Start"
     environment = {"model": "stays", "leads_session": True, "has_lifeline": True, "folder_mode": 0o700}
     assert json.loads(start.message) == environment
-    core.send(ClientMessage(5), b"its frame")
-    await called(core._on_message, 2)
+    core.send(encode(ClientMessage(5)), [b"its frame"])
+    await called(core._on_message)
     assert core._on_message.call_args.args == (RequestFailed(5, "ClientMessage", "its frame"), [])
     folder = Path(core.address).parent
     assert folder.name.startswith("penstock-")
@@ -126,7 +127,7 @@ async def test_process_receives_messages_and_stops(make_core: Callable[..., Proc
     assert core._process.returncode == 0  # stopped, not killed
     assert not folder.exists()
     core._on_exit.assert_not_called()
-    assert core._on_message.call_count == 2
+    assert (core._on_load.call_count, core._on_message.call_count) == (1, 1)
 
 
 async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessCore]) -> None:
@@ -136,8 +137,7 @@ async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessC
     for _ in range(2):
         core._ask()
     await called(core._heartbeat.answered)
-    await called(core._on_message)  # its answer to Start may come later
-    core._on_message.reset_mock()
+    await called(core._on_load)  # its answer to Start may come later
     core._process.kill()
     await called(core._on_exit)
     for _ in range(3):
@@ -149,7 +149,7 @@ async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessC
 async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., ProcessCore]) -> None:
     core = make_core("stays", hang_timeout_s=3)
     await core.start()
-    await called(core._on_message)
+    await called(core._on_load)
     core._take_first(READY, [])
     os.kill(core._process.pid, signal.SIGSTOP)
     await called(core._on_exit)
@@ -186,7 +186,7 @@ async def test_end_of_a_process_is_reported(make_core: Callable[..., ProcessCore
     await core.start()
     await called(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} ended with {reason}")
-    assert core._on_message.call_count == 1  # the answer to Start
+    core._on_load.assert_called_once()  # the answer to Start
     shutil.rmtree(Path(core.address).parent)  # a worker may remove it
     await core.close()
 
@@ -196,7 +196,7 @@ async def test_process_that_does_not_stop_is_killed(
 ) -> None:
     core = make_core("deaf")
     await core.start()
-    await called(core._on_message)
+    await called(core._on_load)
     monkeypatch.setattr(running_core, "_STOP_TIMEOUT_S", 0.05)
     await core.close()
     assert core._process.returncode == -9
@@ -245,7 +245,7 @@ class Owner:
         self.messages: list[tuple[FromCore, list[Any]]] = []
         self.threads: set[threading.Thread] = set()
         self.on_exit = Mock()
-        self.core = ThreadCore(Start(EngineConfig(model=model)), self._receive, self.on_exit)
+        self.core = ThreadCore(Start(EngineConfig(model=model)), Mock(), self._receive, self.on_exit)
 
     def _receive(self, message: FromCore, frames: list[Any]) -> None:
         self.messages.append((message, frames))
@@ -267,10 +267,10 @@ def _echo_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_thread_exchanges_messages_until_close() -> None:
     owner = Owner()
     with pytest.raises(RuntimeError, match="has not been started"):
-        owner.core.send(ClientMessage(0), b"")
+        owner.core.send(encode(ClientMessage(0)), [b""])
     await owner.core.close()
     owner, core, thread = await Owner.started()
-    owner.core.send(ClientMessage(0, clears=[5, 7]), b"frame")
+    owner.core.send(encode(ClientMessage(0, clears=[5, 7])), [b"frame"])
     await until(lambda: len(owner.messages) == 3)
     assert (RequestFailed(0, "run", "engine-core"), []) in owner.messages
     echoed = [(m.request_id, frames) for m, frames in owner.messages if m.kind == "received"]  # type: ignore[union-attr]
@@ -291,7 +291,7 @@ async def test_thread_exchanges_messages_until_close() -> None:
 async def test_end_of_the_thread_is_reported_once(clears: list[int], reason: str) -> None:
     owner, core, _ = await Owner.started()
     if clears:
-        owner.core.send(ClientMessage(0, clears=clears), b"frame")
+        owner.core.send(encode(ClientMessage(0, clears=clears)), [b"frame"])
     else:
         core.stop()
     await called(owner.on_exit)
@@ -315,7 +315,7 @@ async def test_stuck_thread_is_left_behind() -> None:
     await asyncio.wait_for(owner.core.close(), 120)
     assert thread.is_alive()
     num_messages = len(owner.messages)
-    owner.core.send(ClientMessage(0, clears=[5]), b"frame")  # its answer comes too late
+    owner.core.send(encode(ClientMessage(0, clears=[5])), [b"frame"])  # its answer comes too late
     core.released.set()
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)

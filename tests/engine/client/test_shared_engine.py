@@ -145,7 +145,7 @@ async def test_unreadable_message_ends_only_its_client(shared: Shared, caplog: p
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await running
     with pytest.raises(TypeError, match="LoadFailed"):
-        client._receive(LoadFailed("E", "why"), [])
+        client._dispatcher.replicas[0].receive(LoadFailed("E", "why"), [])
     link = client._link
     assert link is not None
     link.on_message = lambda message, frames: 1 / 0  # type: ignore[assignment, return-value]
@@ -153,10 +153,10 @@ async def test_unreadable_message_ends_only_its_client(shared: Shared, caplog: p
     await until(lambda: shared.unreadable == [1])
     running.cancel()
     assert shared.server.state is EngineState.READY
-    shared.server.receive_failure(RequestFailed(7, "ModelExecutionError", "boom"))
-    shared.server.receive_cleared(PrefixCacheCleared(7, 1))
-    assert "the engine failed an unknown request: boom" in caplog.text
-    assert "the engine answered an unknown request" in caplog.text
+    shared.server.receive(RequestFailed(7, "ModelExecutionError", "boom"), [])
+    shared.server.receive(PrefixCacheCleared(7, 1), [])
+    for answer in ("RequestFailed(request_id=7", "PrefixCacheCleared(request_id=7"):
+        assert f"the engine answered an unknown request: {answer}" in caplog.text
 
 
 async def test_client_waits_for_the_replacement_of_a_lost_engine(

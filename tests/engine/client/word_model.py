@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitRequest, unpack_client_message
+from penstock.engine.protocol.messages import Frame, SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.multi_vector import RecipeTokens
 from penstock.engine.protocol.params import PoolingParams
@@ -18,7 +18,7 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
-from ..steps import Row, step_of
+from ..steps import Row, step_of, unpacked
 
 WORDS = ["?", "a", "b", "c", "d", "e", "query:", "document:", "Instruct:", "Query:", "find"]
 TABLE = np.random.default_rng(3).normal(size=(len(WORDS), 4)).astype(np.float32)
@@ -76,8 +76,8 @@ class WordCore:
         """Returns the token ids of each input of a request."""
         return [tokens.token_ids.tolist() for tokens in self.sent[place][1]]
 
-    def send(self, message: ClientMessage, frame: Frame) -> None:
-        for request in unpack_client_message(message, frame):
+    def send(self, first: bytes, frames: Sequence[Frame]) -> None:
+        for request in unpacked(first, frames)[1]:
             self.sent.append((request, request.inputs))
             asyncio.get_running_loop().call_soon(self._answer, request)
 
@@ -87,7 +87,7 @@ class WordCore:
             for index, tokens in enumerate(request.inputs)
             for output in outputs(request.params, tokens)
         ]
-        self.dispatcher.replicas[0].receive_rows(*step_of(rows))
+        self.dispatcher.replicas[0].receive(*step_of(rows))
 
 
 def outputs(params: PoolingParams, tokens: TokenizedInput) -> list[tuple[str, np.ndarray]]:

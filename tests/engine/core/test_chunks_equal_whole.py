@@ -39,6 +39,7 @@ from penstock.engine.protocol.messages import (
     RequestFailed,
     StepResults,
     SubmitRequest,
+    decode_to_core,
 )
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
@@ -334,7 +335,7 @@ async def test_dispatcher_joins_parts_of_token_rows(
             return [rows for answer in answers for rows in answer.values()]
 
     tight.on_message = receive
-    dispatcher.replicas[0].connect(tight.core.receive)
+    dispatcher.replicas[0].connect(lambda first, frames: tight.core.receive(decode_to_core(first), *frames))
     tasks = [asyncio.create_task(ask(0, 1, 2, priority=1))]
     for step in range(1000):
         await asyncio.sleep(0)

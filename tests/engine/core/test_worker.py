@@ -21,7 +21,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.core import worker
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Frame, LoadFailed, Start, StepResults
+from penstock.engine.protocol.messages import LoadFailed, Start, StepResults
 from penstock.engine.protocol.params import PoolingParams
 
 PARAMS = PoolingParams()
@@ -78,13 +78,13 @@ async def test_worker_is_replaced_if_its_results_cannot_be_read(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (replica,) = engine._dispatcher.replicas
-    receive = replica.receive_rows
+    receive = replica.receive
 
     def fail_once(message: StepResults, frames: list[Frame]) -> None:
-        monkeypatch.setattr(replica, "receive_rows", receive)
+        monkeypatch.setattr(replica, "receive", receive)
         raise RuntimeError("made up")
 
-    monkeypatch.setattr(replica, "receive_rows", fail_once)
+    monkeypatch.setattr(replica, "receive", fail_once)
     with pytest.raises(errors.EngineUnavailableError):
         await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
     await check_replaced(engine)
@@ -126,7 +126,7 @@ async def test_process_that_survives_its_kill_is_left_behind(
     for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
         monkeypatch.setattr(running_core, name, 0.01)
     process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
-    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock())
+    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock(), Mock())
     core._process, core._link = process, Mock()
     await asyncio.wait_for(core.close(), 120)
     process.kill.assert_called_once()
@@ -155,11 +155,11 @@ async def test_no_thread_with_tensors_outlives_main(tmp_path: Path, monkeypatch:
         return popen((sys.executable, "-P", "-c", script, *arguments[-2:], str(threads)), **options)
 
     monkeypatch.setattr(engine_process.subprocess, "Popen", start)
-    on_message, on_exit = Mock(), Mock()
-    core = running_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_message, on_exit)
+    on_load, on_exit = Mock(), Mock()
+    core = running_core.ProcessCore(Start(EngineConfig(model=str(tmp_path))), on_load, Mock(), on_exit)
     await core.start()
     await until(lambda: on_exit.called)
     await core.close()
-    assert isinstance(on_message.call_args.args[0], LoadFailed)
+    assert isinstance(on_load.call_args.args[0], LoadFailed)
     assert "exit code 0" in on_exit.call_args.args[0]
     assert threads.read_text().split() == ["MainThread", "lifeline", "log"]

@@ -197,7 +197,7 @@ async def test_failed_and_cancelled_requests_are_not_cached(make: Make, monkeypa
     engine, core, cache = await make()
 
     def fail(request: SubmitRequest) -> None:
-        core.dispatcher.replicas[0].receive_failure(RequestFailed(request.request_id, "ModelExecutionError", "No."))
+        core.dispatcher.replicas[0].receive(RequestFailed(request.request_id, "ModelExecutionError", "No."), [])
 
     with monkeypatch.context() as patched:
         patched.setattr(core, "_answer", fail)
