@@ -1,6 +1,6 @@
 """A worker process without a model: `fake_worker.py ADDRESS DESCRIPTOR`. The name of the model sets its behaviour.
 
-It answers Start with LoadFailed, ClientMessage with RequestFailed; both hold the received data. It echoes standard input.
+It answers Start with LoadFailed and ClientMessage with RequestFailed, which hold the received data, and echoes stdin.
 "stays" ends after Stop, "ends" at once with exit code 3, "stuck" at once with STUCK_EXIT_CODE, "garbage" sends an
 invalid message, "deaf" ignores Stop.
 """

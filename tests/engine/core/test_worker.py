@@ -78,13 +78,13 @@ async def test_worker_is_replaced_if_its_results_cannot_be_read(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (replica,) = engine._dispatcher.replicas
-    receive = replica.receive
+    count = replica._count
 
-    def fail_once(message: StepResults, frames: list[Frame]) -> None:
-        monkeypatch.setattr(replica, "receive", receive)
+    def fail_once(message: StepResults) -> None:
+        monkeypatch.setattr(replica, "_count", count)
         raise RuntimeError("made up")
 
-    monkeypatch.setattr(replica, "receive", fail_once)
+    monkeypatch.setattr(replica, "_count", fail_once)
     with pytest.raises(errors.EngineUnavailableError):
         await asyncio.wait_for(engine.embed(["lost"], PARAMS), 120)
     await check_replaced(engine)
