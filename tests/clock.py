@@ -1,12 +1,8 @@
-"""A clock that a test sets."""
+"""A clock under the control of a test."""
 
 
 class Clock:
-    """Returns `now_s` when it is called.
-
-    Args:
-        now_s: Seconds at first.
-    """
+    """Returns `now_s` when it is called."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

@@ -94,7 +94,8 @@ def random_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Save a tiny random model with the default model's tokenizer: `random_model("BertModel", hidden_size=32)`."""
 
     def save(class_name: str, **config: Any) -> Path:
-        return save_random_model(tmp_path_factory.mktemp(class_name), class_name, default_model, **config)
+        folder = tmp_path_factory.mktemp("model") / class_name
+        return save_random_model(folder, class_name, default_model, **config)
 
     return save
 

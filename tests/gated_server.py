@@ -1,7 +1,7 @@
-"""The `penstock` command with a gate for the lines of batches, so that no test depends on the speed of the machine.
+"""The `penstock` command with a gate for the lines of batches, so that tests do not depend on speed.
 
-The file named by PENSTOCK_TEST_GATE holds a number. A line with a larger number waits before its route is asked, until
-the file holds a number at least as large. Without the file no line waits.
+The file PENSTOCK_TEST_GATE has a number. Lines with larger numbers wait before their requests. Without the file no line
+waits.
 """
 
 import asyncio
@@ -17,11 +17,7 @@ LOOK_EVERY_S = 0.01
 
 
 class Gate:
-    """The file of a gate, as tests move it.
-
-    Args:
-        path: The file.
-    """
+    """Moves a gate. `environment` has the variables of the server."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +35,7 @@ class Gate:
 
 
 def install(path: Path) -> None:
-    """Let lines wait for the gate at `path`."""
+    """Let lines wait for a gate."""
     send = InternalClient.send
 
     def is_open(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Engine processes whose forward hangs on a marked input, as it does when a kernel or a driver never returns."""
+"""Engine processes that hang on a long input, like a kernel or driver that never returns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 HANGING_TOKENS = 100
-"""Tokens. A forward with an input of at least this length hangs."""
+"""Forwards with an input of at least this number of tokens hang."""
 HANGING_TEXT = "word " * HANGING_TOKENS
 
 Where = Literal["begin", "forward"]
-"""The engine thread hangs while it begins the forward, or the forward in flight never ends."""
+"""The engine thread hangs at the start of the forward, or the running forward never ends."""
 
 _SOURCE = """
 import sys
@@ -43,6 +43,6 @@ if "penstock.engine.core.worker" in sys.orig_argv:
 
 
 def write_hanging_forwards(folder: Path, where: Where, *, torch: bool = False) -> None:
-    """Lets forwards hang in all engine processes that are started with `folder` as their PYTHONPATH."""
+    """Lets forwards hang in engine processes with `folder` as PYTHONPATH."""
     source = _SOURCE.format(tokens=HANGING_TOKENS, where=where, torch=torch)
     (folder / "sitecustomize.py").write_text(source)

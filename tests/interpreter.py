@@ -1,7 +1,6 @@
-"""Triton's interpreter, through which its kernels run on a machine without a GPU.
+"""Runs tests in Triton's interpreter, which needs no GPU.
 
-triton reads TRITON_INTERPRET when a kernel is defined and stays with what it found. So tests in the interpreter run in
-a process of their own, which a test of the usual process starts.
+triton reads TRITON_INTERPRET when a kernel is defined, so these tests run in another process.
 """
 
 import os
@@ -15,20 +14,20 @@ from typing import Final
 import pytest
 
 IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this is such a process."""
+"""Whether this process runs kernels in the interpreter."""
 
 ONE_OF_16_BITS: Final = "(bfloat16 or not float16)"
-"""For pytest's `-k`: of the two types of 16 bits, which kernels treat alike, bfloat16."""
+"""Selects bfloat16 with pytest's `-k`. Kernels treat both 16-bit types alike."""
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
 def num_passed_interpreted(*files: Path, chosen: str = "") -> int:
-    """Runs tests through the interpreter, all of which must pass, and returns how many did.
+    """Runs test files in the interpreter, checks that all tests pass, and returns their number.
 
     Args:
-        files: Of tests.
-        chosen: Which of them, in the words of pytest's `-k`; all unless given.
+        files: Test files.
+        chosen: Expression for pytest's `-k`.
     """
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", chosen, "-m", "not gpu", "-p", "no:cacheprovider"]
     run = subprocess.run(

@@ -9,11 +9,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has.
-
-    It is below those that the system gives to whoever asks for any: a test beside this one would get it otherwise,
-    before the server that it is meant for has begun.
-    """
+    """An unused port of 127.0.0.1 below the range of ephemeral ports, so that other sockets do not get it."""
     end = int(RANGE.read_text().split()[0])
     while True:
         port = end // 2 + secrets.randbelow(end // 2)

@@ -1,4 +1,4 @@
-"""What each layer may import. The contracts for import-linter are in pyproject.toml; here is what they cannot say."""
+"""Imports of each layer, beside the contracts in pyproject.toml, and calls that wait for a device."""
 
 import ast
 import subprocess
@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
 KERNELS_MAY_IMPORT = {"numpy", "torch", "triton"}
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-PLAIN_ROOMS = next(c["source_modules"] for c in CONTRACTS if c["id"] == "plain-engine-without-torch")
+PLAIN_MODULES = next(c["source_modules"] for c in CONTRACTS if c["id"] == "plain-engine-without-torch")
 
 
 class Import(NamedTuple):
-    """One import statement: how many dots it starts with, and the dotted name after them."""
+    """An import statement: the number of leading dots, and the dotted name."""
 
     path: Path
     line: int
@@ -47,8 +47,7 @@ def root_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_relative_inside_a_layer_absolute_across(layer: str) -> None:
-    """A line that crosses a border shows it."""
+def test_imports_are_relative_inside_a_layer_and_absolute_across(layer: str) -> None:
     wrong = []
     for found in imports_of(layer):
         is_own_layer_by_full_name = found.name == f"penstock.{layer}" or found.name.startswith(f"penstock.{layer}.")
@@ -58,44 +57,42 @@ def test_relative_inside_a_layer_absolute_across(layer: str) -> None:
     assert not wrong
 
 
-def test_kernels_import_nothing_but_torch_triton_numpy_and_the_standard_library() -> None:
+def test_kernels_import_only_torch_triton_and_numpy() -> None:
     allowed = KERNELS_MAY_IMPORT | sys.stdlib_module_names
     assert not [str(i) for i in imports_of("kernels") if not i.level and root_name(i.name) not in allowed]
 
 
-def test_triton_is_imported_by_triton_modules_only() -> None:
-    """A machine without triton imports everything else."""
-    users = [i for layer in LAYERS for i in imports_of(layer) if not i.level and root_name(i.name) == "triton"]
-    assert not [str(i) for i in users if not (i.path.parts[0] == "kernels" and i.path.stem.endswith("_triton"))]
+def test_only_triton_modules_import_triton() -> None:
+    imports = [i for layer in LAYERS for i in imports_of(layer) if not i.level and root_name(i.name) == "triton"]
+    assert not [str(i) for i in imports if not (i.path.parts[0] == "kernels" and i.path.stem.endswith("_triton"))]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_no_production_file_imports_from_tests(layer: str) -> None:
+def test_product_does_not_import_tests(layer: str) -> None:
     assert not [str(i) for i in imports_of(layer) if not i.level and root_name(i.name) in {"tests", "pytest"}]
 
 
-def test_importing_loads_no_torch() -> None:
-    """Not even through another module: these load in milliseconds, and the HTTP process stays small."""
+def test_plain_modules_load_no_torch() -> None:
     program = """
 import sys
 from importlib import import_module
 from pkgutil import walk_packages
 names = []
-for room in sys.argv[1:]:
-    path = getattr(import_module(room), "__path__", None)
-    names += [room, *(found.name for found in walk_packages(path or [], f"{room}."))]
+for package in sys.argv[1:]:
+    path = getattr(import_module(package), "__path__", None)
+    names += [package, *(found.name for found in walk_packages(path or [], f"{package}."))]
 for module in names:
     import_module(module)
     loaded = {"torch", "transformers"} & set(sys.modules)
     if loaded:
         sys.exit(f"{module} loads {', '.join(loaded)}")
 """
-    modules = [*PLAIN_ROOMS, "penstock.server.commands.cli", "penstock.server.app"]
+    modules = [*PLAIN_MODULES, "penstock.server.commands.cli", "penstock.server.app"]
     done = subprocess.run([sys.executable, "-c", program, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_face_of_the_engine_names_what_is_there() -> None:
+def test_public_names_of_the_engine_exist() -> None:
     import penstock.engine
 
     for name in penstock.engine.__all__:
@@ -104,8 +101,8 @@ def test_the_face_of_the_engine_names_what_is_there() -> None:
         penstock.engine.Nothing  # noqa: B018
 
 
-# Code that asks the device for values, or copies them and waits: references, plain torch, which runs on a CPU and where
-# triton is not installed, code for a CPU alone, and models that run through transformers.
+# Code that reads values from the device or waits for copies: references, plain torch, code for CPUs, models of
+# transformers.
 MAY_WAIT = (
     "_torch.py",
     "kernels/cpu/",
@@ -124,7 +121,7 @@ ASKS = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "bincount
 
 
 def waits_of(path: str) -> Iterator[tuple[str, int]]:
-    """The outermost name and the line of each call that stops the host on CUDA."""
+    """The outermost name and the line of each call that waits for the device."""
     for top in ast.parse((ROOT / path).read_text(), path).body:
         for node in ast.walk(top):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -137,7 +134,7 @@ def waits_of(path: str) -> Iterator[tuple[str, int]]:
 
 
 def test_kernels_layers_and_models_do_not_wait_for_the_device() -> None:
-    """A quick look; tests/engine/executors/torch/test_hidden_syncs.py runs them."""
+    """Reads the source. tests/engine/executors/torch/test_hidden_syncs.py runs it."""
     wrong = []
     for folder in ("kernels", "engine/executors/torch"):
         for path in sorted(str(file.relative_to(ROOT)) for file in (ROOT / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What is installed is what lies in the checkout, under one name: `penstock`."""
+"""The package, the wheel and the image have the files and dependencies of the checkout."""
 
 import importlib.metadata
 import importlib.util
@@ -22,7 +22,7 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 
 def source_files() -> list[Path]:
-    """Every file of the three layers that must reach the user, relative to the root."""
+    """Every file of the three layers in a wheel, relative to the root."""
     files = (path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.is_file())
     return sorted(
         path.relative_to(ROOT)
@@ -51,8 +51,8 @@ def test_layer_is_mapped_typed_and_linked(layer: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_layer_is_importable_under_its_bare_name(name: str) -> None:
-    """Transformers takes a top-level module `kernels` for the Hugging Face package of that name."""
+def test_layer_is_not_importable_by_its_bare_name(name: str) -> None:
+    """transformers would use a top-level module `kernels` as the package of Hugging Face."""
     spec = importlib.util.find_spec(name)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
     ours = [place for place in places if place is not None and Path(place).resolve().is_relative_to(ROOT / name)]
@@ -60,14 +60,14 @@ def test_no_layer_is_importable_under_its_bare_name(name: str) -> None:
     assert not ours + tests
 
 
-def test_installed_metadata() -> None:
+def test_installed_metadata_has_version_and_script() -> None:
     assert importlib.metadata.version("penstock") == PYPROJECT["project"]["version"]
     (script,) = importlib.metadata.distribution("penstock").entry_points.select(group="console_scripts")
     assert (script.name, script.value) == ("penstock", "penstock.server.commands.cli:main")
 
 
-def test_a_gpu_machine_has_every_dependency() -> None:
-    """What torch and transformers do not bring is fetched, and all of it is asked for before anything runs."""
+def test_gpu_packages_are_the_dependencies_without_torch() -> None:
+    """`make gpu-packages` downloads the dependencies except those of torch. `make test-gpu` checks every dependency."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     fetched = re.search(r"^GPU_PACKAGES := (.*)$", makefile, re.MULTILINE)
     needed = re.search(r'^needed = """(.*?)"""', makefile, re.MULTILINE | re.DOTALL)
@@ -82,7 +82,6 @@ def test_a_gpu_machine_has_every_dependency() -> None:
 
 
 def name_of(requirement: str) -> str:
-    """Of the package, as it is written in pyproject.toml."""
     return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
 
 
@@ -101,7 +100,7 @@ def test_constraints_pin_every_dependency() -> None:
 
 
 @pytest.mark.parametrize("with_compiler", [True, False])
-def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path, with_compiler: bool) -> None:
+def test_wheel_has_all_sources_and_nothing_else(tmp_path: Path, with_compiler: bool) -> None:
     if with_compiler and not LIBRARY.is_file():
         pytest.skip("the C library is not built")
     checkout = tmp_path / "checkout"
@@ -113,7 +112,7 @@ def test_wheel_holds_all_sources_and_nothing_else(tmp_path: Path, with_compiler:
             shutil.copy(ROOT / name, checkout)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path), str(checkout)]
-    compiler = tmp_path / "cc"  # compiling takes 30 s: it writes empty objects, and links the library that is here
+    compiler = tmp_path / "cc"  # compiling takes 30 s: this writes empty objects and copies the library
     compiler.write_text(f"""#!/bin/sh
 case "$*" in *-shared*) source={LIBRARY};; *) source=/dev/null;; esac
 while [ "$1" != -o ]; do shift; done
@@ -136,7 +135,7 @@ exec cp "$source" "$2"
         assert wheel.name.endswith("-py3-none-any.whl")
 
 
-def test_the_slim_image_installs_every_dependency_but_torch_and_transformers() -> None:
+def test_slim_image_leaves_out_torch_and_transformers() -> None:
     def printed(*arguments: str) -> list[str]:
         command = [sys.executable, "docker/requirements.py", *arguments]
         return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
@@ -148,8 +147,8 @@ def test_the_slim_image_installs_every_dependency_but_torch_and_transformers() -
     assert left_out == ["torch", "transformers"]
 
 
-def test_the_default_image_is_the_one_for_cpus() -> None:
-    """Docker builds the last stage where no target is named, as in README.md."""
+def test_default_image_is_for_cpus() -> None:
+    """Docker builds the last stage by default."""
     stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert stages[-1] == "cpu"
     assert {"slim", "cuda"} < set(stages)

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/ are true: commands, flags, targets, links, imports; and the README is short."""
+"""Commands, flags, variables, targets, links, imports and metrics in documents exist; the README is short."""
 
 import ast
 import contextlib
@@ -30,7 +30,7 @@ DOCUMENTS = [
 ]
 COMMANDS = ("serve", "embed", "info", "models", "ray serve", "ray embed")
 SETTINGS = (ServerSettings, EmbedSettings, InfoSettings, RayServeSettings, RayEmbedSettings)
-OTHERS_FLAGS = {
+OTHER_FLAGS = {
     "pip": {"--index-url", "--no-deps"},
     "docker": {"--build-arg", "--gpus", "--profile", "--stop-timeout", "--target", "--volume"},
     "helm": {"--values"},
@@ -42,7 +42,7 @@ OTHERS_FLAGS = {
     },
     "mypy": {"--strict"},
 }
-"""Flags that are no settings: of other programs, and of one command."""
+"""Flags that are no settings."""
 
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -53,7 +53,7 @@ def text_of(document: Path) -> str:
 
 @cache
 def flags_of(command: str) -> frozenset[str]:
-    """The flags that a command's --help shows."""
+    """The flags in the --help of a command."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as done:
         main([*command.split(), "--help"])
@@ -61,7 +61,7 @@ def flags_of(command: str) -> frozenset[str]:
     return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue().replace("-\n", "-")))
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(text_of(ROOT / "README.md").encode()) <= 12_500
 
 
@@ -73,16 +73,18 @@ def test_commands_exist(command: str) -> None:
 
 @documents
 def test_flags_exist(document: Path) -> None:
-    known = frozenset().union(*map(flags_of, COMMANDS), *OTHERS_FLAGS.values())
+    known = frozenset().union(*map(flags_of, COMMANDS), *OTHER_FLAGS.values())
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text_of(document)))
     assert not shown - known
 
 
 def test_every_flag_is_documented() -> None:
-    told = "".join(map(text_of, DOCUMENTS[:2] + DOCUMENTS[3:]))
+    documented = "".join(map(text_of, DOCUMENTS[:2] + DOCUMENTS[3:]))
     flags = {flag_of(name) for settings in SETTINGS for name in declared_settings(settings)} - {"--model"}
     missing = [
-        flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", told) and f"--no-{flag[2:]}" not in told
+        flag
+        for flag in sorted(flags)
+        if not re.search(rf"{flag}(?![\w-])", documented) and f"--no-{flag[2:]}" not in documented
     ]
     assert not missing
 
@@ -104,7 +106,7 @@ def test_make_targets_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     "document", [*DOCUMENTS, *sorted((ROOT / "kernels").rglob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", text_of(document)):
         if re.match(r"\w+:", link):
             continue
@@ -121,7 +123,7 @@ def test_every_document_is_linked_from_the_readme() -> None:
 
 
 @documents
-def test_python_examples_import_what_is_there(document: Path) -> None:
+def test_python_examples_import_existing_names(document: Path) -> None:
     for example in re.findall(r"```python\n(.*?)```", text_of(document), re.DOTALL):
         for node in ast.walk(ast.parse(example)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
@@ -137,7 +139,7 @@ def test_paths_of_curl_are_routes(document: Path) -> None:
 
 
 def test_metrics_exist() -> None:
-    told = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "observability.md")))
+    documented = set(re.findall(r"`(penstock_\w+?)(?:_total)?`", text_of(ROOT / "docs" / "observability.md")))
     places = ("observability/metrics.py", "batches/service.py")
     known = set(re.findall(r'"(penstock_\w+)"', "".join(text_of(ROOT / "server" / place) for place in places)))
-    assert told == known
+    assert documented == known

@@ -18,7 +18,7 @@ INTERNALS = ROOT / "docs" / "internals"
 ARCHITECTURE = (INTERNALS / "architecture.md").read_text("utf-8")
 NAMES_HEADING = "Names in vLLM and in the specification"
 OF_OTHER_PROJECTS = frozenset({"modules/pooling.py", "mxbai_rerank_v2.py"})
-"""Files of other projects that a comment names as its source."""
+"""Files of other projects in comments."""
 
 MENTION = re.compile(r"(?<![\w.*-])(?:[\w.-]+/)*\w+\.py\b(?![*{])")
 DOTTED = re.compile(r"\bpenstock\.(?:\w+\.)*\w+")
@@ -87,8 +87,7 @@ def test_every_decision_has_date_context_options_and_revisit() -> None:
     assert not wrong + [r for r in records if not re.match(r".* \(20\d\d-\d\d-\d\d\)\n", r)]
 
 
-def test_names_in_the_tables_exist() -> None:
-    """The right column of the tables of names has identifiers of the product."""
+def test_names_in_the_tables_of_terms_exist() -> None:
     rows = re.findall(r"^\| [^|]* \| ([^|]*) \|$", section(ARCHITECTURE, NAMES_HEADING), re.MULTILINE)
     names = {name for row in rows for code in re.findall(r"`(.*?)`", row) for name in re.findall(r"[A-Za-z]\w+", code)}
     product = "\n".join(path.read_text("utf-8") for path in tracked(".py") if path.relative_to(ROOT).parts[0] in LAYERS)
@@ -98,7 +97,7 @@ def test_names_in_the_tables_exist() -> None:
 
 
 def tracked(*suffixes: str) -> list[Path]:
-    """The files of the checkout that somebody wrote; with suffixes, those with one of them."""
+    """The source files of the checkout with one of the suffixes, or all."""
     folders = (*LAYERS, "benchmarks", "docker", "docs", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
     wanted = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
@@ -107,7 +106,7 @@ def tracked(*suffixes: str) -> list[Path]:
 
 @cache
 def prose(path: Path) -> list[tuple[int, str]]:
-    """Docstrings and comments of a module; the lines of anything else. Each with its line number."""
+    """Docstrings and comments of a module, or the lines of another file, with line numbers."""
     text = path.read_text("utf-8")
     if path.suffix != ".py":
         return list(enumerate(text.splitlines(), 1))
@@ -118,49 +117,48 @@ def prose(path: Path) -> list[tuple[int, str]]:
     return comments + [(docstring.lineno, str(docstring.value)) for docstring in texts]
 
 
-def wrong_mentions(paths: list[Path], pattern: re.Pattern[str], is_there: Callable[[str], bool]) -> list[str]:
-    """What prose mentions that is not there. Few files mention such a thing at all: only their prose is looked for."""
+def wrong_mentions(paths: list[Path], pattern: re.Pattern[str], is_known: Callable[[str], bool]) -> list[str]:
+    """Mentions in prose that do not exist. Reads the prose only of files with a wrong mention."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {mention}"
         for path in paths
-        if not all(map(is_there, pattern.findall(path.read_text("utf-8"))))
+        if not all(map(is_known, pattern.findall(path.read_text("utf-8"))))
         for line, text in prose(path)
         for mention in pattern.findall(text)
-        if not is_there(mention)
+        if not is_known(mention)
     ]
 
 
 def test_every_file_that_prose_names_exists() -> None:
-    """A file in a docstring, a comment or a document is one of that name; with folders, one whose path ends so."""
+    """A mention with folders is the end of a path."""
     paths = {str(path.relative_to(ROOT)) for path in tracked(".py")}
     names = {Path(path).name for path in paths} | OF_OTHER_PROJECTS
 
     @cache
-    def is_there(mention: str) -> bool:
-        # usr/: as the checkout's file is called inside the image.
+    def is_known(mention: str) -> bool:
+        # usr/: paths inside the image
         known = mention in names or any(f"/{path}".endswith(f"/{mention}") for path in paths)
         return known or mention.startswith("usr/")
 
     files = tracked(".py", ".md", ".yaml", ".yml", ".toml", "Makefile", "Dockerfile")
-    wrong = wrong_mentions(files, MENTION, is_there)
+    wrong = wrong_mentions(files, MENTION, is_known)
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_dotted_name_in_prose_exists() -> None:
-    """A dotted name that begins with `penstock` and a layer is a module, or a name in one."""
     files = tracked(".py", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
-    wrong = wrong_mentions(files, DOTTED, is_elsewhere_or_resolves)
+    wrong = wrong_mentions(files, DOTTED, exists_or_is_no_layer)
     assert not wrong, "\n".join(wrong)
 
 
 @cache
-def is_elsewhere_or_resolves(name: str) -> bool:
+def exists_or_is_no_layer(name: str) -> bool:
     names = name.split(".")[1:]
     return names[0] not in LAYERS or resolves(names)
 
 
 def resolves(names: list[str]) -> bool:
-    """Whether dotted names lead from the root to a module, or to a name that a module holds."""
+    """Returns whether a dotted name is a module or a name in a module."""
     place = ROOT
     for index, name in enumerate(names):
         if (place / name).is_dir():

@@ -9,12 +9,12 @@ from asyncio import sleep
 from collections.abc import Callable, Iterator
 
 TIMEOUT_S = 120.0
-"""Far more than any condition takes: it ends a test whose condition never holds."""
+"""Ends a test if its condition never holds."""
 _LOOK_EVERY_S = 0.005
 
 
 async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Waits until `condition()` holds while the event loop goes on.
+    """Waits until `condition()` holds, without blocking the event loop.
 
     Raises:
         TimeoutError: It did not hold within `timeout_s` seconds.
@@ -38,14 +38,14 @@ def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) ->
 
 
 async def turns(number: int = 20) -> None:
-    """Lets the event loop run `number` times, so that tasks go on which wait for nothing outside of it."""
+    """Lets the event loop run `number` times."""
     for _ in range(number):
         await sleep(0)
 
 
 @contextlib.contextmanager
 def later(seconds: float = 3600.0) -> Iterator[None]:
-    """Sets the clock of the running event loop ahead: timers that end within `seconds` have ended."""
+    """Sets the clock of the running event loop ahead, so that timers within `seconds` fire."""
     loop = asyncio.get_running_loop()
     clock = loop.time
     loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def truth(default_model: Path) -> Callable[[list[str]], object]:
-    """Embed with sentence-transformers in float32; skip where it is not installed."""
+    """Embed with sentence-transformers in float32; skip the test if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sentence_transformers = pytest.importorskip("sentence_transformers")

@@ -223,7 +223,7 @@ def test_port_in_use_is_one_line(run, default_model) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_environment_variables_are_settings_and_secrets_stay_out_of_the_log(launch, default_model) -> None:
+def test_environment_variables_are_settings_and_not_logged(launch, default_model) -> None:
     server = launch(
         PENSTOCK_SERVED_MODEL_NAME="one,two",
         PENSTOCK_API_KEY="secret-key",

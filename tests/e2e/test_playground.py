@@ -50,11 +50,11 @@ def stub(page: Page, answers: dict[str, tuple[int, object]]) -> None:
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source=f"""
-            const answers = {json.dumps(answers)}, ask = window.fetch;
+            const answers = {json.dumps(answers)}, send = window.fetch;
             window.calls = [];
             window.fetch = (url, options) => {{
                 const answer = answers[new URL(url).pathname];
-                if (!answer) return ask(url, options);
+                if (!answer) return send(url, options);
                 window.calls.push({{ url, ...options, signal: null }});
                 if (!answer[0]) return new Promise((_, fail) => {{
                     options.signal.addEventListener("abort", () => fail(options.signal.reason));

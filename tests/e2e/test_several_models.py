@@ -42,7 +42,7 @@ def config(folders: dict[str, Path], tmp_path: Path) -> Path:
     return file
 
 
-def ask(server: Server, name: str) -> dict[str, Any]:
+def send(server: Server, name: str) -> dict[str, Any]:
     path, body = REQUESTS[name]
     answer = server.post(path, {**body, "model": name})
     assert answer.status_code == 200, answer.text
@@ -67,11 +67,11 @@ def states(server: Server) -> dict[str, str]:
 
 def test_models_answer_as_alone_to_the_bit(launch, folders: dict[str, Path], config: Path) -> None:
     server = launch("--config", str(config))
-    together = {name: ask(server, name) for name in folders}
+    together = {name: send(server, name) for name in folders}
     server.stop()
     for name, folder in folders.items():
         alone = launch(str(folder), "--served-model-name", name, "--dtype", "float32")
-        assert ask(alone, name) == together[name]
+        assert send(alone, name) == together[name]
         alone.stop()
 
 
@@ -83,17 +83,17 @@ def test_unloaded_model_frees_its_memory(launch, config: Path) -> None:
         assert response.json()["status"]["value"] == "unloaded"
 
     for name in ("embedder", "classifier"):
-        ask(server, name)
+        send(server, name)
     unload()
     before = private_bytes(server)
     for _ in range(3):
-        ask(server, "classifier")
+        send(server, "classifier")
         assert private_bytes(server) > before + 50 * MIB
         unload()
     assert private_bytes(server) < before + 50 * MIB
     # Least recently used models are unloaded.
     for name in ("classifier", "reranker"):
-        ask(server, name)
+        send(server, name)
     assert states(server) == {"embedder": "unloaded", "classifier": "ready", "reranker": "ready"}
     assert len(engines_of(server)) == 2
     server.stop()

@@ -1,4 +1,4 @@
-"""Batches of servers that are killed, whose disk is full, and with clients beside them."""
+"""Batches of servers that are killed or have a full disk."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import json
 import os
 import signal
 import sqlite3
-import statistics
 import subprocess
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -193,45 +190,3 @@ def test_second_server_of_a_data_folder_is_refused(launch: Launch, small_bert: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "--data-dir: another server uses" in done.stderr.splitlines()[-1]
-
-
-def p99_s(server: Server, num_clients: int, seconds: float) -> float:
-    """The 99th percentile of the seconds of requests for a short text."""
-    taken: list[float] = []
-
-    def send() -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            end_s = time.monotonic() + seconds
-            while (began_s := time.monotonic()) < end_s:
-                client.post("/v1/embeddings", json={"input": "What holds back the water?"}).raise_for_status()
-                taken.append(time.monotonic() - began_s)
-                time.sleep(0.002)
-
-    clients = [threading.Thread(target=send) for _ in range(num_clients)]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    return float(np.quantile(taken, 0.99))
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize("num_clients", [1, 4])
-def test_batch_does_not_delay_clients(launch: Launch, tmp_path: Path, num_clients: int) -> None:
-    """Compares rounds with and without a batch in turn."""
-    server = launch("--data-dir", str(tmp_path / "data"))
-    alone, beside, num_done = [], [], []
-    for _ in range(4):
-        alone.append(p99_s(server, num_clients, 4))
-        batch_id = create(server, jsonl(20_000))
-        while not retrieve(server, batch_id)["request_counts"]["completed"]:
-            time.sleep(0.02)
-        beside.append(p99_s(server, num_clients, 4))
-        num_done.append(retrieve(server, batch_id)["request_counts"]["completed"])
-        server.post(f"/v1/batches/{batch_id}/cancel", {}).raise_for_status()
-        wait_for_end(server, batch_id)
-    ratio = statistics.median(beside) / statistics.median(alone)
-    print(f"{num_clients} clients: p99 beside a batch {ratio:.2f} times p99 alone; lines: {num_done}")
-    assert all(num_done)
-    assert ratio < 1.5

@@ -184,7 +184,7 @@ def test_response_that_repeats_long_labels_is_refused(
         ("BertForMaskedLM", "/v1/encode", {"input": ["a b c"] * 100, "outputs": ["sparse"]}),
     ],
 )
-def test_slow_readers_of_token_classes_and_sparse_vectors_share_a_limit(
+def test_slow_readers_of_token_values_share_a_limit(
     launch: Launch, random_model: Callable[..., Path], class_name: str, path: str, body: object
 ) -> None:
     model = random_model(class_name, num_labels=20)

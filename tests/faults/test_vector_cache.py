@@ -1,13 +1,11 @@
-"""The vector cache of real servers: full and damaged disks, a full queue, API keys, restarts."""
+"""The vector cache of real servers: full disks, API keys, restarts."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,56 +90,6 @@ def test_cache_that_fills_the_disk_serves_its_rows(
     num_hits = server.metric(DISK_HITS)
     assert vectors(server, ["before"]) == first
     assert server.metric(DISK_HITS) == num_hits + 1
-
-
-@pytest.mark.parametrize("damage", ["noise", "truncation", "truncation of an open file"])
-def test_damaged_cache_file_is_left_out(launch_cached: Launch, tmp_path: Path, damage: str) -> None:
-    flags = ("--cache", "1MiB", "--cache-dir", str(tmp_path / "cache"), "--cache-dir-size", "16MiB")
-    server = launch_cached(*flags)
-    texts = [f"text number {number}" for number in range(2_000)]
-    first = vectors(server, texts)
-    file = tmp_path / "cache" / "vectors-1" / "data.mdb"
-    if damage != "truncation of an open file":
-        assert server.stop() == 0
-    if damage == "noise":
-        chance, content = random.Random(0), bytearray(file.read_bytes())
-        for _ in range(5_000):
-            content[chance.randrange(2 * 4096, 2 * MIB)] = chance.randrange(256)
-        file.write_bytes(content)
-    else:
-        os.truncate(file, 5 * 4096)
-    if damage != "truncation of an open file":
-        server = launch_cached(*flags)
-    assert vectors(server, texts) == first
-    embed_until(server, lambda: errors(server), 1)
-    check_works_without_disk(server, "--cache-dir")
-
-
-def test_cached_vectors_are_served_while_the_queue_is_full(launch_cached: Launch, default_model: Path) -> None:
-    limit = 16_000
-    server = launch_cached(
-        "--cache", "16MiB", "--max-queued-tokens", str(limit), "--num-threads", "1", model=default_model
-    )
-    text = "What is a penstock?"
-    first = server.embed(text).json()
-    chance, words = random.Random(0), [f"word{number}" for number in range(1_000)]
-    large = [" ".join(chance.choices(words, k=80)) for _ in range(180)]
-    num_checked = 0
-    with ThreadPoolExecutor(3) as pool:
-        filling = [pool.submit(server.embed, large[i::3]) for i in range(3)]
-        while not all(task.done() for task in filling):
-            if server.metric("penstock_engine_queued_tokens") < limit:
-                continue
-            hit = server.embed(text)
-            miss, both = server.embed(f"new {num_checked}"), server.embed([text, f"new {num_checked}"])
-            if server.metric("penstock_engine_queued_tokens") < limit:
-                continue  # the queue was not full meanwhile
-            assert (hit.status_code, miss.status_code, both.status_code) == (200, 429, 429)
-            assert hit.json()["data"] == first["data"]
-            assert hit.json()["usage"] == first["usage"]
-            assert int(miss.headers["retry-after"]) > 0
-            num_checked += 1
-    assert num_checked
 
 
 def test_cache_folder_is_shared_by_servers_and_not_by_keys(

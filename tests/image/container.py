@@ -80,12 +80,12 @@ class Container:
         state = self.inspect()["State"]
         # Python parses no nanoseconds.
         started = datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", state["StartedAt"]))
-        ask = (
+        wait = (
             f"until curl --silent --fail --max-time 5 http://localhost:8000/health/ready; do sleep {POLL_S}; "
             f"kill -0 {state['Pid']} || exit 1; done"
         )
         try:
-            inside = ["nsenter", "--target", str(state["Pid"]), "--net", "timeout", str(timeout_s), "sh", "-c", ask]
+            inside = ["nsenter", "--target", str(state["Pid"]), "--net", "timeout", str(timeout_s), "sh", "-c", wait]
             subprocess.run(inside, check=True, capture_output=True)
         except subprocess.CalledProcessError as error:
             raise Fault(f"not ready after {timeout_s} s, or ended:\n{self.logs()}") from error
@@ -119,7 +119,7 @@ class Container:
         if done.returncode != 0:
             raise Fault(f"its health check fails: {done.stderr}")
 
-    def ask(self, command: str) -> str:
+    def request(self, command: str) -> str:
         """Run a curl command of a document and return the body. Raise Fault unless the status is 200."""
         status = ' --silent --show-error --write-out "\\n%{http_code}"'
         done = self.shell(command + status)

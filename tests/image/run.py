@@ -122,8 +122,8 @@ def check(name: str) -> list[str]:
             processor_s.append(container.processor_s())
             container.check_confinement()
             container.check_health()
-            for request in requests:
-                container.ask(request)
+            for command in requests:
+                container.request(command)
             stopped_s = container.stop()
     shown = ", ".join(f"{seconds:.2f}" for seconds in ready_s)
     print(
@@ -147,8 +147,8 @@ def check_as_a_pod(name: str) -> None:
             container.wait_until_ready()
             container.check_confinement()
             container.check_health()
-            for request in requests_of_the_readme():
-                container.ask(request)
+            for command in requests_of_the_readme():
+                container.request(command)
             written = container.exec("python", "/write_caches.py")
             if written.returncode != 0:
                 raise Fault(f"as a pod of the chart it cannot write its caches:\n{written.stdout}{written.stderr}")
@@ -168,7 +168,7 @@ def check_models_on_torch() -> None:
                 ready_s = container.wait_until_ready()
                 path, key = ("classify", "probs") if name.endswith("Classification") else ("v1/embeddings", "embedding")
                 body = json.dumps({"input": ["A dam."]})
-                answer = container.ask(
+                answer = container.request(
                     f"curl http://localhost:8000/{path} -H 'Content-Type: application/json' -d '{body}'"
                 )
                 if not json.loads(answer)["data"][0][key]:

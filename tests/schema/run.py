@@ -67,8 +67,8 @@ SUITES = (
 
 def environment() -> dict[str, str]:
     """Returns the environment of servers: no settings, no network, one thread."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return {**others, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 def free_port() -> int:

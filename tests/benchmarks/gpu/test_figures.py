@@ -138,7 +138,7 @@ def test_goals_compare_the_best_setting_with_measured_ceilings(report: dict[str,
     ]
 
 
-def test_failed_kernels_are_counted_and_untimed_ones_are_not_measured(report: dict[str, Any]) -> None:
+def test_failed_or_untimed_kernels_meet_no_goal(report: dict[str, Any]) -> None:
     rows = report["phases"]["kernels"]["rows"]
     row = next(row for row in rows if row["name"] == "ssd" and "dtype" in row)
     del row["is_equal"]

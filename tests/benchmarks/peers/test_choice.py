@@ -23,7 +23,7 @@ def test_peer_is_pinned_and_its_variants_exist(name: str, tmp_path) -> None:
         assert Environment(peer.environment, tmp_path).version(peer.package)
 
 
-def test_first_settings_are_the_default_in_each_dtype_and_thread_count() -> None:
+def test_first_settings_are_the_default_variant() -> None:
     settings = PEERS["vllm"].first_settings([1, 2])
     assert [(s.dtype, s.threads) for s in settings] == [(FLOAT32, 1), (FLOAT32, 2), (BFLOAT16, 1), (BFLOAT16, 2)]
     assert {s.variant for s in settings} == {"as it comes"}

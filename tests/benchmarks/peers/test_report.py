@@ -88,11 +88,6 @@ def test_different_answers_are_marked(report: dict[str, Any]) -> None:
     assert "**0.9: too low**" in table(report, [])
 
 
-def test_run_without_loads_has_a_table(report: dict[str, Any]) -> None:
-    report |= {"loads": {}, "sweeps": {}, "left_out": {}}
-    assert "## Left out" not in table(report, [])
-
-
 @pytest.mark.parametrize(
     ("cpu", "slug"),
     [("2 x AMD EPYC", "2x-amd-epyc"), ("8 x Intel(R) Xeon(R) @ 2.20GHz", "8x-intel-r-xeon-r-2-20ghz")],

@@ -118,7 +118,7 @@ def test_worker_runs_a_library(tmp_path: Path) -> None:
 
 
 class RecordedSide:
-    """Records its runs, and fails in one of them."""
+    """Records its runs. Optionally fails in one run."""
 
     def __init__(self, name: str, runs: list[tuple[str, float, str]], fails_in_run: int = -1) -> None:
         self.name = name

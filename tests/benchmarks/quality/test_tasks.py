@@ -33,7 +33,7 @@ def test_larger_id_of_equal_scores_is_first() -> None:
 
 @pytest.fixture
 def scifact(tmp_path: Path) -> Path:
-    """Twenty documents, two of them judged, and three queries, one without a judgement."""
+    """Twenty documents, two with a judgement, and three queries, one without a judgement."""
     rows = [{"_id": str(number), "title": f"t{number}", "text": f"x{number}"} for number in range(20)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
     queries = [{"_id": f"q{number}", "text": f"t{5 * number} x{5 * number}"} for number in range(3)]
