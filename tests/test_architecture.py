@@ -62,11 +62,6 @@ def test_kernels_import_only_torch_triton_and_numpy() -> None:
     assert not [str(i) for i in imports_of("kernels") if not i.level and root_name(i.name) not in allowed]
 
 
-def test_only_triton_modules_import_triton() -> None:
-    imports = [i for layer in LAYERS for i in imports_of(layer) if not i.level and root_name(i.name) == "triton"]
-    assert not [str(i) for i in imports if not (i.path.parts[0] == "kernels" and i.path.stem.endswith("_triton"))]
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_product_does_not_import_tests(layer: str) -> None:
     assert not [str(i) for i in imports_of(layer) if not i.level and root_name(i.name) in {"tests", "pytest"}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import warnings
@@ -109,17 +108,6 @@ def test_several_chats_are_cut_on_the_left(http: httpx.Client, reference: Any) -
     assert answer["usage"]["prompt_tokens"] == 18
 
 
-def test_token_vectors_are_equal_in_every_encoding(http: httpx.Client) -> None:
-    body = {"input": ["A gate.", "water"], "task": "token_embed"}
-    rows = [np.array(row["data"], np.float32) for row in post(http, "/pooling", **body)["data"]]
-    assert [row.shape for row in rows] == [(8, 32), (6, 32)]
-    texts = [row["data"] for row in post(http, "/pooling", **body, encoding_format="base64")["data"]]
-    for row, text in zip(rows, texts, strict=True):
-        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4").reshape(row.shape), row)
-    packed = http.post("/pooling", json={**body, "encoding_format": "bytes_only"}).content
-    np.testing.assert_array_equal(np.frombuffer(packed, "<f4"), np.concatenate([row.ravel() for row in rows]))
-
-
 def test_special_tokens_are_added_to_texts_unless_refused(http: httpx.Client, reference: Any) -> None:
     text = "<|im_start|>user"
     for adds in (None, True, False):
@@ -130,12 +118,6 @@ def test_special_tokens_are_added_to_texts_unless_refused(http: httpx.Client, re
         np.testing.assert_allclose(answer["data"][0]["data"], expected, atol=1e-6)
         assert answer["usage"]["prompt_tokens"] == len(ids)
         assert post(http, "/detokenize", tokens=ids)["prompt"] == text + "<|endoftext|>" * (adds is not False)
-
-
-def test_message_that_the_template_refuses_gets_400(http: httpx.Client) -> None:
-    response = http.post("/v1/embeddings", json={"messages": [{"role": "user", "content": None}]})
-    assert response.status_code == 400
-    assert "chat template does not take these messages" in response.json()["message"]
 
 
 def test_tokenizer_info_equals_transformers(http: httpx.Client, reference: Any, folder: Path) -> None:

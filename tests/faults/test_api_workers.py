@@ -134,15 +134,6 @@ async def test_concurrent_requests_get_their_own_vectors(running: Server) -> Non
     assert len({answer.json()["id"] for answer in answers}) == len(texts)
 
 
-def test_connections_are_spread_over_all_workers(running: Server, connect: Connect) -> None:
-    connections = [connect(running) for _ in range(20)]
-    for connection in connections:
-        get(connection, "/version")
-    spread = Counter(worker_of(running, connection) for connection in connections)
-    assert len(spread) == NUM_WORKERS
-    assert max(spread.values()) - min(spread.values()) <= 2  # connections of other tests may close meanwhile
-
-
 def test_each_worker_returns_the_metrics_of_all(running: Server, connections: dict[int, socket.socket]) -> None:
     names = ("penstock_inputs_total", "penstock_tokens_total", "penstock_engine_batched_tokens_total")
     expected = [running.metric(name) for name in names]

