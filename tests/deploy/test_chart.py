@@ -17,8 +17,8 @@ from penstock.server.app import create_app
 from penstock.server.routing import Access
 from penstock.server.settings import ServerSettings, declared_settings, environment_variable, load
 
-helm = pytest.importorskip("helm_python", reason="`make test-deploy` brings Helm")
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` brings its schemas")
+helm = pytest.importorskip("helm_python", reason="`make test-deploy` installs Helm")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-deploy` installs its schemas")
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ PROMETHEUS: dict[str, Any] = yaml.safe_load((DOCKER / "prometheus.yml").read_tex
 
 
 def validate(compose: dict[str, Any]) -> None:
-    specification = pytest.importorskip("compose_spec", reason="`make test-deploy` brings compose-spec")
+    specification = pytest.importorskip("compose_spec", reason="`make test-deploy` installs compose-spec")
     compose = {**compose, "networks": {"default": None}}  # compose adds it
     specification.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
 

@@ -62,7 +62,7 @@ def test_vectors_are_close_to_float32(dtype: str, vectors: Callable[[str], NDArr
 
 
 @pytest.fixture(scope="module")
-def figures(
+def quality(
     model_folder: Callable[[str], Path], data_folder: Callable[[str], Path]
 ) -> Callable[[str, int, str], tuple[float, float]]:
     """nDCG@10 and accuracy of a model in a type. `keep_each` leaves documents out."""
@@ -82,9 +82,9 @@ def figures(
 @types
 @pytest.mark.parametrize(("model", "keep_each", "published"), [("minilm", 1, 0.6451), ("gte-small", 8, None)])
 def test_quality_loss_is_bounded(
-    model: str, keep_each: int, published: float | None, dtype: str, figures: Callable[..., tuple[float, float]]
+    model: str, keep_each: int, published: float | None, dtype: str, quality: Callable[..., tuple[float, float]]
 ) -> None:
-    exact, reduced = figures(model, keep_each, "float32"), figures(model, keep_each, dtype)
+    exact, reduced = quality(model, keep_each, "float32"), quality(model, keep_each, dtype)
     print(f"\n{model}: nDCG@10 and accuracy in float32 {exact}, in {dtype} {reduced}")
     if published is not None:
         assert exact[0] == pytest.approx(published, abs=0.0001)
