@@ -68,6 +68,16 @@ def test_dtype_of_products_is_announced(
     assert f", in {expected}" in announced(info, dtype=flag)[2]
 
 
+def test_models_without_an_engine_are_announced() -> None:
+    failed, unloaded = (ModelEntry(ServedModel((name,), None), lambda _: None) for name in ("failed", "unloaded"))
+    failed.failed(OSError(), 0.0)
+    lines = announcement([failed, unloaded], ServerSettings(), 8000).splitlines()
+    assert lines[1:3] == [
+        "  failed: could not be loaded; see above",
+        "  unloaded: is loaded when a request names it",
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "url"),
     [

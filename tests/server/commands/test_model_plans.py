@@ -57,7 +57,7 @@ pooler_config = { pooling_type = "CLS" }
 [[models]]
 model = "owner/c"
 preload = false
-ttl = 300
+ttl = 0.5
 default_prompt_name = "query"
 """
 
@@ -69,7 +69,7 @@ def test_models_of_a_file(planned) -> None:
     assert (first.config.dtype, first.config.max_model_len, first.config.num_threads) == ("bfloat16", 128, 3)
     assert first.config.pooler_config.pooling_type == "CLS"
     assert (second.names, second.config.dtype, second.config.num_threads) == (("owner/c",), "float32", 3)
-    assert (second.is_preloaded, second.ttl_s, second.default_prompt_name) == (False, 300.0, "query")
+    assert (second.is_preloaded, second.ttl_s, second.default_prompt_name) == (False, 0.5, "query")
 
 
 def test_flag_overrides_variable_overrides_file(planned, monkeypatch: pytest.MonkeyPatch) -> None:

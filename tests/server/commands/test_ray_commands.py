@@ -79,6 +79,7 @@ def test_parser_imports_no_ray() -> None:
         ("serve --min-replicas 3 --max-replicas 2", "--max-replicas: must be at least --min-replicas (3)"),
         ("serve --target-queue-s 0", "--target-queue-s: must be above 0"),
         ("serve a/b c/d --served-model-name x", "--served-model-name: of several models"),
+        ("serve --ssl-certfile /no/file.pem", "--ssl-certfile: /no/file.pem cannot be read"),
         ("embed in", "OUTPUT is required"),
         ("embed in out --in-process", "--in-process: not on Ray"),
     ],

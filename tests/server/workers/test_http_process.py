@@ -111,3 +111,11 @@ async def test_listening_process_has_served(worker: HttpProcess) -> None:
     worker._handle(WorkerListening())
     assert worker.has_served
     worker._on_message.assert_called_once_with(worker, WorkerListening())  # type: ignore[attr-defined]
+
+
+async def test_connections_are_passed_to_a_running_process(worker: HttpProcess) -> None:
+    worker.open()
+    worker._acceptor.add.assert_not_called()  # type: ignore[attr-defined]
+    worker._connection_sender = Mock()
+    worker.open()
+    worker._acceptor.add.assert_called_once_with(worker._connection_sender)  # type: ignore[attr-defined]
