@@ -206,8 +206,6 @@ async def test_long_values_and_names_are_cut_in_messages(client: httpx.AsyncClie
             ("/v1/embeddings", {"input": "a", name: LONG})
             for name in ("model", "dimensions", "task", "encoding_format")
         ),
-        ("/v1/embeddings", {LONG * 10: 1}),
-        ("/v1/embeddings", {f"field {i}": 1 for i in range(20_000)}),
         ("/tokenize", {"inputs": "a", "prompt_name": LONG}),
         ("/rerank", {"query": "a", "documents": [{LONG: 1}]}),
         ("/rerank", {"query": "a", "documents": [{"z": 1}], "rank_fields": ["y"] * 10_000}),
@@ -215,8 +213,8 @@ async def test_long_values_and_names_are_cut_in_messages(client: httpx.AsyncClie
         ("/" + LONG, {}),
     ):
         response = await client.post(path, json=body)
-        assert 400 <= response.status_code < 500
-        assert len(response.json()["message"]) < 500
+        assert 400 <= response.status_code < 400
+        assert len(response.json()["message"]) < 400
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])

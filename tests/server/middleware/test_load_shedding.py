@@ -1,4 +1,4 @@
-"""A full engine: requests are refused at their head, with the answer that the application would give them."""
+"""A full engine: the server refuses a request at its head, with the response of the application."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import logging
 import re
 import socket
-import struct
-from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
 import httpx
@@ -24,9 +22,10 @@ from penstock.server.settings import ServerSettings
 
 from ...waiting import until
 from ..conftest import FakeEngine
-from ..http.sockets import ask, read_answer, request, served
+from ..http.sockets import ask, read_answer, request, reset, served
 
-FULL = EngineOverloadedError("The server has 9 tokens under way.", retry_after_s=2.5, reason="queue_tokens")
+FULL = EngineOverloadedError("The queue holds 9 tokens.", retry_after_s=2.5, reason="queue_tokens")
+EMBED = request("/v1/embeddings", {"input": "a"})
 TEXTS: dict[str, Any] = {"texts": ["a"]}
 SHED: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a b"},
@@ -52,8 +51,8 @@ SHED: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": "a b"},
     "/api/embeddings": {"prompt": "a b"},
 }
-WRITE_TEXT = ("/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions")
-TOLD_BY_THE_BODY: list[tuple[str, dict[str, Any]]] = [
+GENERATE = ("/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions")
+BY_BODY: list[tuple[str, dict[str, Any]]] = [
     ("/rerank", {"query": "a", "documents": ["texts", 'and "texts": too']}),
     *((path, {"query": "a", "texts": ["b"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     ("/invocations", {"input": "a b"}),
@@ -61,7 +60,7 @@ TOLD_BY_THE_BODY: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", {"inputs": "a b"}),
     ("/invocations", {"query": "a", "texts": ["b"]}),
 ]
-NOT_SHED: dict[str, dict[str, Any]] = {
+WITHOUT_FORWARD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/v1/tokenize": {"text": "a", "model": "fake-model"},
@@ -70,12 +69,12 @@ NOT_SHED: dict[str, dict[str, Any]] = {
     "/api/show": {"model": "fake-model"},
     "/api/pull": {"model": "fake-model"},
     "/ping": {},
-    **{path: {} for path in WRITE_TEXT},
+    **{path: {} for path in GENERATE},
 }
 
 
-async def at_work(server: HttpServer) -> Any:
-    """Waits until a connection has a request under way, and returns it."""
+async def busy_connection(server: HttpServer) -> Any:
+    """Waits until a connection runs a request and returns it."""
     await until(lambda: any(not c.is_between_requests for c in server.server_state.connections))  # type: ignore[union-attr]
     return next(c for c in server.server_state.connections if not c.is_between_requests)  # type: ignore[union-attr]
 
@@ -86,17 +85,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_process(server: HttpServer) -> httpx.AsyncClient:
-    """A client of the application itself: what it answers has gone the long way."""
+    """Returns a client of the application, which the load shedder does not see."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.config.app), base_url="http://x")  # type: ignore[arg-type]
 
 
-async def test_the_answer_is_that_of_the_application_on_every_path(engine: FakeEngine) -> None:
+async def test_refusal_equals_the_response_of_the_application(engine: FakeEngine) -> None:
     async with served(engine) as (server, port), in_process(server) as application:
-        for path, body in [*SHED.items(), *TOLD_BY_THE_BODY]:
+        for path, body in [*SHED.items(), *BY_BODY]:
             engine.failure, engine.calls = FULL, []
             ((status, headers, content),) = await ask(port, request(path, body, "X-Request-Id: mine"))
             assert not engine.calls, path
-            if path not in ("/embed_sparse", "/predict"):  # the application asks first whether the model can do it
+            if path not in ("/embed_sparse", "/predict"):  # the application checks the task of the model first
                 long = await application.post(path, json=body, headers={"x-request-id": "mine"})
                 assert engine.calls, path
                 assert (status, content) == (long.status_code, long.content), (path, body)
@@ -108,41 +107,38 @@ async def test_the_answer_is_that_of_the_application_on_every_path(engine: FakeE
             assert FULL.message in json.loads(content)["message"]
 
 
-async def test_what_needs_no_forward_is_not_refused(engine: FakeEngine) -> None:
+async def test_routes_without_a_forward_are_not_refused(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         statuses = {}
-        for path, body in NOT_SHED.items():
+        for path, body in WITHOUT_FORWARD.items():
             ((statuses[path], _, _),) = await ask(port, request(path, body))
-        assert statuses == dict.fromkeys(NOT_SHED, 200) | dict.fromkeys(WRITE_TEXT, 400)
+        assert statuses == dict.fromkeys(WITHOUT_FORWARD, 200) | dict.fromkeys(GENERATE, 400)
 
 
-async def test_every_path_is_thought_of() -> None:
-    told = {path for path, _ in TOLD_BY_THE_BODY}
-    assert set(create_app([], ServerSettings()).state.routes.json_routes()) == {*SHED, *told, *NOT_SHED} - {"/ping"}
+def test_tables_have_every_route() -> None:
+    routes = set(create_app([], ServerSettings()).state.routes.json_routes())
+    assert routes == {*SHED, *(path for path, _ in BY_BODY), *WITHOUT_FORWARD} - {"/ping"}
 
 
 @pytest.mark.parametrize(
-    ("change", "is_last"),
+    ("old", "new", "is_last"),
     [
-        (lambda sent: sent.replace(b"HTTP/1.1", b"HTTP/1.0"), True),
-        (lambda sent: sent.replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n"), True),
-        (lambda sent: sent.replace(b"Host: x", b"Host: x\r\nConnection: close"), True),
-        (lambda sent: sent.replace(b"Host: x", b"Host: x\r\nExpect: 100-continue"), False),
-        (lambda sent: sent.replace(b"/v1/embeddings", b"/v1/embeddings/"), False),
-        (lambda sent: sent.replace(b"/v1/embeddings", b"/v1/v1/embeddings"), False),
-        (lambda sent: sent.replace(b"/v1/embeddings", b"/v1/%65mbeddings?a=b"), False),
-        (lambda sent: sent.replace(b"/v1/embeddings", b"http://x/v1/embeddings"), False),
-        (
-            lambda sent: sent.replace(
-                b"Host: x", b"Host: x\r\nContent-Type: application/json\r\nOrigin: http://a.test"
-            ),
-            False,
-        ),
+        (b"HTTP/1.1", b"HTTP/1.0", True),
+        (b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n", True),
+        (b"Host: x", b"Host: x\r\nConnection: close", True),
+        (b"Host: x", b"Host: x\r\nExpect: 100-continue", False),
+        (b"/v1/embeddings", b"/v1/embeddings/", False),
+        (b"/v1/embeddings", b"/v1/v1/embeddings", False),
+        (b"/v1/embeddings", b"/v1/%65mbeddings?a=b", False),
+        (b"/v1/embeddings", b"http://x/v1/embeddings", False),
+        (b"Host: x", b"Host: x\r\nContent-Type: application/json\r\nOrigin: http://a.test", False),
     ],
 )
-async def test_whatever_is_asked_for_it_is_refused_at_the_head(engine: FakeEngine, change: Any, is_last: bool) -> None:
-    sent = change(request("/v1/embeddings", {"input": "a"}))
+async def test_request_of_any_form_is_refused_at_the_head(
+    engine: FakeEngine, old: bytes, new: bytes, is_last: bool
+) -> None:
+    sent = EMBED.replace(old, new)
     async with served(engine) as (_, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -161,7 +157,7 @@ async def test_whatever_is_asked_for_it_is_refused_at_the_head(engine: FakeEngin
         assert len(engine.calls) == (not is_last)
 
 
-async def test_a_body_that_is_waited_for_need_not_come(engine: FakeEngine) -> None:
+async def test_refused_expect_100_closes_the_connection(engine: FakeEngine) -> None:
     head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\nExpect: 100-continue\r\n\r\n"
     async with served(engine) as (server, port):
         engine.failure = FULL
@@ -170,7 +166,7 @@ async def test_a_body_that_is_waited_for_need_not_come(engine: FakeEngine) -> No
             writer.write(head)
             status, headers, _ = await read_answer(reader)
             assert (status, headers["connection"]) == (429, "close")
-            assert await reader.read() == b""  # the server sends no more, so that its client need not wait
+            assert await reader.read() == b""  # the server closes its side first
             writer.write(late)
             await writer.drain()
             writer.close()
@@ -179,7 +175,7 @@ async def test_a_body_that_is_waited_for_need_not_come(engine: FakeEngine) -> No
 
 
 @pytest.mark.parametrize("how", ["HTTP/1.0\r\n", "HTTP/1.1\r\nConnection: close\r\n"])
-async def test_the_last_answer_is_not_taken_back_by_a_body_on_its_way(engine: FakeEngine, how: str) -> None:
+async def test_body_in_transit_does_not_reset_the_refusal(engine: FakeEngine, how: str) -> None:
     num_bytes = 3_000_000
     async with served(engine) as (server, port):
         engine.failure = FULL
@@ -189,7 +185,7 @@ async def test_the_last_answer_is_not_taken_back_by_a_body_on_its_way(engine: Fa
         for _ in range(30):
             writer.write(b"z" * (num_bytes // 30))
             await writer.drain()
-        writer.write(request("/v1/embeddings", {"input": "a"}))  # is not looked at any more
+        writer.write(EMBED)  # ignored
         status, headers, _ = await read_answer(reader)
         assert (status, headers["connection"]) == (429, "close")
         with contextlib.suppress(ConnectionError):
@@ -198,7 +194,7 @@ async def test_the_last_answer_is_not_taken_back_by_a_body_on_its_way(engine: Fa
         await until(lambda: not server.server_state.connections)
 
 
-async def test_which_of_several_models_is_meant_is_read_first(engine: FakeEngine) -> None:
+async def test_of_several_models_only_the_full_one_refuses(engine: FakeEngine) -> None:
     other = FakeEngine()
     async with served(engine, other) as (_, port):
         engine.failure = FULL
@@ -207,14 +203,14 @@ async def test_which_of_several_models_is_meant_is_read_first(engine: FakeEngine
     assert [answer.status for answer in answers] == [429, 200, 404]
 
 
-async def test_an_engine_that_is_not_ready_answers_503(engine: FakeEngine) -> None:
+async def test_engine_that_is_not_ready_gets_503(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = EngineUnavailableError("The engine is down.")
-        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
+        ((status, _, _),) = await ask(port, EMBED)
     assert status == 503
 
 
-async def test_a_key_comes_first(engine: FakeEngine) -> None:
+async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None:
     clients: list[str] = []
 
     def check_room(client: str = "") -> None:
@@ -235,7 +231,7 @@ async def test_a_key_comes_first(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("origins", [("http://a.test",), ("*",)])
 @pytest.mark.parametrize("origin", ["http://a.test", "http://b.test", None])
-async def test_pages_of_allowed_origins_can_read_it(
+async def test_refusal_has_the_cors_headers_of_the_application(
     engine: FakeEngine, origins: tuple[str, ...], origin: str | None
 ) -> None:
     sent = {} if origin is None else {"origin": origin}
@@ -251,7 +247,7 @@ async def test_pages_of_allowed_origins_can_read_it(
     assert headers.get("access-control-allow-origin") in (None, "*", origin)
 
 
-async def test_metrics_and_the_access_log_know_of_it(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_refusal_is_in_metrics_and_access_log(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
     async with served(engine, access_log=True) as (_, port):
         engine.failure = FULL
@@ -262,21 +258,20 @@ async def test_metrics_and_the_access_log_know_of_it(engine: FakeEngine, caplog:
     assert re.fullmatch(r"POST /embeddings 429 in \d+\.\d ms \(mine\)", line)
 
 
-async def test_a_connection_goes_on_after_it(engine: FakeEngine) -> None:
-    sent = request("/v1/embeddings", {"input": "a"})
+async def test_connection_stays_open_after_a_refusal(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for failure in (FULL, None, FULL, FULL, None):
             engine.failure = failure
-            for piece in (sent[:30], sent[30:-3], sent[-3:]):
+            for piece in (EMBED[:30], EMBED[30:-3], EMBED[-3:]):
                 writer.write(piece)
                 await asyncio.sleep(0.005)
             assert (await read_answer(reader)).status == (200 if failure is None else 429)
         writer.close()
 
 
-async def test_requests_that_come_at_once_are_answered_in_their_order(engine: FakeEngine) -> None:
+async def test_pipelined_refusals_keep_their_order(engine: FakeEngine) -> None:
     ids = [f"id-{index}" for index in range(50)]
     sent = [request("/v1/embeddings", {"input": "a"}, f"X-Request-Id: {id_}") for id_ in ids]
     async with served(engine) as (_, port):
@@ -289,24 +284,24 @@ async def test_requests_that_come_at_once_are_answered_in_their_order(engine: Fa
         assert seen == [(status, id_) for id_ in ids]
 
 
-async def test_a_large_body_is_thrown_away(engine: FakeEngine) -> None:
+async def test_large_body_of_a_refused_request_is_discarded(engine: FakeEngine) -> None:
     text = "z" * 8_000_000
     sent = request("/v1/embeddings", {"input": text})
     chunked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunked += b"".join(b"%x\r\n%b\r\n" % (100_000, sent[-100_000:]) for _ in range(50)) + b"0\r\n\r\n"
     async with served(engine) as (_, port):
         engine.failure = FULL
-        received = await ask(port, sent, chunked, request("/v1/embeddings", {"input": "a"}))
+        received = await ask(port, sent, chunked, EMBED)
     assert [status for status, _, _ in received] == [429, 429, 429]
 
 
-async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_sends_waiting_refusals(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     async with served(engine) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request("/v1/embeddings", {"input": "a"}))
-        connection = await at_work(server)
+        writer.write(EMBED)
+        connection = await busy_connection(server)
         assert not connection.is_idle
         assert connection.pending_transfer() is None
         async with asyncio.timeout(120):
@@ -315,35 +310,33 @@ async def test_the_end_of_the_server_waits_for_nobody(engine: FakeEngine, monkey
         writer.close()
 
 
-async def test_clients_that_leave_are_no_trouble(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_disconnected_clients_get_no_refusal(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async with served(engine) as (server, port):
         engine.failure = FULL
         for _ in range(20):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request("/v1/embeddings", {"input": "a"}))
+            writer.write(EMBED)
             await asyncio.sleep(0)
-            writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
-            writer.close()
-        ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "a"}))
+            reset(writer)
+        ((status, _, _),) = await ask(port, EMBED)
         await until(lambda: not server.server_state.connections)
     assert status == 429
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_an_answer_under_way_comes_before_it(engine: FakeEngine) -> None:
+async def test_running_response_comes_before_a_refusal(engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     async with served(engine) as (_, port):
-        asking = asyncio.create_task(ask(port, *[request("/v1/embeddings", {"input": "a"})] * 2))
+        requests = asyncio.create_task(ask(port, *[EMBED] * 2))
         await engine.entered.wait()
-        engine.failure = FULL  # of the second, which has come and waits for the first
+        engine.failure = FULL  # for the second request, which waits for the first
         await asyncio.sleep(0.1)
-        assert not asking.done()
+        assert not requests.done()
         engine.gate.set()
-        assert [answer.status for answer in await asking] == [200, 429]
+        assert [answer.status for answer in await requests] == [200, 429]
 
 
-async def test_one_that_does_not_read_is_not_written_to(engine: FakeEngine) -> None:
-    sent = request("/v1/embeddings", {"input": "a"})
+async def test_refusals_for_a_client_that_does_not_read_are_bounded(engine: FakeEngine) -> None:
     async with served(engine) as (server, port):
         engine.failure = FULL
         client = socket.create_connection(("127.0.0.1", port))
@@ -352,14 +345,14 @@ async def test_one_that_does_not_read_is_not_written_to(engine: FakeEngine) -> N
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
                 while num_sent < 200_000:
-                    await loop.sock_sendall(client, sent * 100)
+                    await loop.sock_sendall(client, EMBED * 100)
                     num_sent += 100
         (connection,) = server.server_state.connections
         assert connection.transport.get_write_buffer_size() < 2_000_000
         client.close()
 
 
-async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
+async def test_waiting_refusals_of_the_application_hold_no_body(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
@@ -368,19 +361,21 @@ async def test_the_long_way_waits_for_its_turn_and_holds_nothing(
     async with served(engine, FakeEngine(), max_body_bytes=1_000_000, options=options) as (server, port):
         engine.failure = FULL
         waiting = []
-        for number in range(1, 21):  # their bodies would not fit together
+        for number in range(1, 21):  # all bodies exceed the body memory
             waiting.append(asyncio.create_task(ask(port, sent)))
             while len(engine.calls) < number:
                 await asyncio.sleep(0.005)
         assert not any(task.done() for task in waiting)
-        server.should_exit = True  # and the end of the time to drain lets them go
+        server.should_exit = True  # the end of the drain time releases them
         answers = [(await task)[0] for task in waiting]
     assert {answer.status for answer in answers} == {429}
     assert {answer.headers["retry-after"] for answer in answers} == {"3"}
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
-async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_deadline_gets_its_refusal_sooner(
+    engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load_shedding, "PER_TICK", 1)
     monkeypatch.setattr(load_shedding, "LONGEST_S", 600.0)
     async with served(engine) as (_, port):
@@ -395,39 +390,35 @@ async def test_who_has_less_time_is_told_sooner(engine: FakeEngine, path: str, m
         await asyncio.gather(*others)
 
 
-async def test_a_body_that_comes_late(engine: FakeEngine) -> None:
-    sent = request("/v1/embeddings", {"input": "a"})
+async def test_late_body_of_a_refused_request_is_awaited(engine: FakeEngine) -> None:
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent[:-3])
+        writer.write(EMBED[:-3])
         assert (await read_answer(reader)).status == 429
         (connection,) = server.server_state.connections
         owed = connection.pending_transfer()  # type: ignore[union-attr]
         assert owed is not None
         assert owed.part is Part.BODY
-        writer.write(sent[-3:])
+        writer.write(EMBED[-3:])
         await until(lambda: connection.pending_transfer() is None)  # type: ignore[union-attr]
         assert connection.timeout_keep_alive_task is not None
         engine.failure = None
-        writer.write(sent)
+        writer.write(EMBED)
         assert (await read_answer(reader)).status == 200
         writer.close()
 
 
-async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keep_alive_timer_stops_during_a_request(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 0.5)
-    sent = request("/v1/embeddings", {"input": "a"})
     engine.gate = asyncio.Event()
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
-        await at_work(server)  # its refusal waits for the tick
+        writer.write(EMBED)
+        await busy_connection(server)  # the refusal waits for the tick
         engine.failure = None
-        writer.write(sent)
+        writer.write(EMBED)
         assert (await read_answer(reader)).status == 429
         await engine.entered.wait()
         (connection,) = server.server_state.connections
@@ -437,26 +428,24 @@ async def test_the_time_of_an_idle_connection_does_not_run_during_a_request(
         writer.close()
 
 
-async def test_a_client_that_sends_no_more_is_answered(engine: FakeEngine) -> None:
+async def test_half_closed_client_gets_its_refusal(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request("/v1/embeddings", {"input": "a"}))
+        writer.write(EMBED)
         writer.write_eof()
         assert (await read_answer(reader)).status == 429
         writer.close()
 
 
-async def test_what_follows_it_may_be_no_http(engine: FakeEngine) -> None:
+async def test_invalid_http_after_a_refusal_gets_400(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
-        statuses = [
-            answer.status for answer in await ask(port, request("/v1/embeddings", {"input": "a"}), b"?\r\n\r\n")
-        ]
+        statuses = [answer.status for answer in await ask(port, EMBED, b"?\r\n\r\n")]
     assert statuses == [429, 400]
 
 
-async def test_a_body_that_is_too_large_is_refused_for_that(engine: FakeEngine) -> None:
+async def test_too_large_body_gets_413_from_a_full_server(engine: FakeEngine) -> None:
     async with served(engine, max_body_bytes=1_000) as (_, port):
         engine.failure = FULL
         ((status, _, _),) = await ask(port, request("/v1/embeddings", {"input": "z" * 1_000}))

@@ -1,4 +1,4 @@
-"""Request ids, body sizes, and clients that hang up."""
+"""Request ids, body limits, and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,14 +8,14 @@ import orjson
 import pytest
 
 
-async def test_the_clients_request_id_comes_back(client: httpx.AsyncClient) -> None:
+async def test_request_id_of_the_client_is_returned(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "abc-1"})
     assert response.headers["x-request-id"] == "abc-1"
     assert response.json()["id"] == "embd-abc-1"
 
 
 @pytest.mark.parametrize("given", [None, "", "two words", "x" * 200])
-async def test_a_request_id_is_made_where_there_is_no_good_one(client: httpx.AsyncClient, given: str | None) -> None:
+async def test_missing_or_invalid_request_id_is_replaced(client: httpx.AsyncClient, given: str | None) -> None:
     headers = {} if given is None else {"x-request-id": given}
     ids = {(await client.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
@@ -29,7 +29,7 @@ async def chunks(body: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize(("num_bytes", "status"), [(1000, 200), (1001, 413), (100_000, 413)])
-async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, status: int) -> None:
+async def test_body_above_the_limit_gets_413(serving, engine, is_chunked: bool, num_bytes: int, status: int) -> None:
     body = orjson.dumps({"input": ""})
     body = body[:-2] + b"x" * (num_bytes - len(body)) + body[-2:]
     assert len(body) == num_bytes
@@ -42,7 +42,7 @@ async def test_body_limit(serving, engine, is_chunked: bool, num_bytes: int, sta
             assert not engine.calls
 
 
-async def test_dense_bodies_share_the_memory_of_values(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dense_bodies_share_a_memory_for_values(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.gate = asyncio.Event()
     monkeypatch.setattr("penstock.server.admission._DENSE_VALUE_BYTES", 1_000_000)
     dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}
@@ -62,16 +62,16 @@ async def test_dense_bodies_share_the_memory_of_values(serving, engine, monkeypa
         assert (await client.post("/rerank", json=dense, headers=keys[3])).status_code == 200
 
 
-async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:
+async def test_disconnect_cancels_the_request(serving, engine) -> None:
     engine.gate = asyncio.Event()
-    hung_up = asyncio.Event()
+    disconnected = asyncio.Event()
     messages = [{"type": "http.request", "body": orjson.dumps({"input": "a"}), "more_body": False}]
     sent = []
 
     async def receive() -> dict:
         if messages:
             return messages.pop()
-        await hung_up.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: dict) -> None:
@@ -96,7 +96,7 @@ async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:
         request = asyncio.create_task(app(scope, receive, send))
         await engine.entered.wait()
         assert not request.done()
-        hung_up.set()
+        disconnected.set()
         await asyncio.wait_for(request, 120)
         assert engine.was_cancelled
         assert sent[0]["status"] == 499
@@ -104,12 +104,12 @@ async def test_a_client_that_hangs_up_cancels_its_work(serving, engine) -> None:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
 
 
-async def test_slow_answers_arrive(serving, engine) -> None:
+async def test_slow_response_is_sent(serving, engine) -> None:
     engine.gate = asyncio.Event()
     async with serving(engine) as client:
         request = asyncio.create_task(client.post("/v1/embeddings", json={"input": "a"}))
         await engine.entered.wait()
-        await asyncio.sleep(0.05)  # longer than WATCH_AFTER_S: the watcher runs and must be taken down
+        await asyncio.sleep(0.05)  # longer than WATCH_AFTER_S
         engine.gate.set()
         assert (await request).status_code == 200
     assert not engine.was_cancelled
