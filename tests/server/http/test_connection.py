@@ -1,4 +1,4 @@
-"""What clients may send before it is a request, and how long they may take: on real sockets, with a tiny app."""
+"""Connection on real sockets: heads, trailers, upgrades, hosts, unread bodies, shutdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
-from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +16,7 @@ from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
 from penstock.server.http import http_server, streams
-from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part, PendingTransfer
-from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
@@ -29,7 +26,7 @@ from .sockets import exchange, running
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the headers and the body that have come."""
+    """Responds with the names of the headers and the body."""
     body = b""
     while True:
         try:
@@ -57,21 +54,21 @@ FILL = b"y" * (MAX_OVERHEAD_BYTES // 2)
 
 
 @pytest.mark.parametrize("start", [b"GET /", HEAD, HEAD + b"X: ", b"\r\n"])
-async def test_a_head_without_an_end_is_refused(start: bytes) -> None:
+async def test_endless_head_gets_431(start: bytes) -> None:
     fill = b"\r\n" * 20_000 if start == b"\r\n" else b"X: y\r\n" * 6_000 if start == HEAD else FILL
     async with running(echo) as (_, port):
         assert (await exchange(port, start, fill, fill, fill)).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("fill", [b"X: y\r\n" * 6_000, b"X: " + FILL])
-async def test_trailers_without_an_end_close_the_connection(fill: bytes) -> None:
+async def test_endless_trailers_close_the_connection(fill: bytes) -> None:
     start = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
     async with running(echo) as (server, port):
         assert await exchange(port, start, fill, fill, fill) == b""
         assert not server.server_state.connections
 
 
-async def test_long_bodies_and_many_requests_are_no_overhead() -> None:
+async def test_long_bodies_and_many_requests_are_accepted() -> None:
     body = b"z" * (8 * MAX_OVERHEAD_BYTES)
     chunks = b"".join(b"1\r\nz\r\n" for _ in range(50_000)) + b"0\r\n\r\n"
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
@@ -83,8 +80,8 @@ async def test_long_bodies_and_many_requests_are_no_overhead() -> None:
 
 
 @pytest.mark.parametrize("size", [10_000, 7])
-async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> None:
-    # What java.net.http.HttpClient sends unless it is told to stay with HTTP/1.1.
+async def test_offer_of_http_2_is_ignored_with_its_body(size: int) -> None:
+    # The request of java.net.http.HttpClient.
     request = (
         HEAD.replace(b"Host", b"Connection: Upgrade, HTTP2-Settings\r\nContent-Length: 4\r\nHost")
         + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\nX-A: b\r\n\r\nbody"
@@ -97,7 +94,7 @@ async def test_an_offer_of_http_2_is_not_taken_and_costs_no_body(size: int) -> N
     assert b"GET /again host " in answer
 
 
-async def test_any_number_of_offers_may_come_at_once() -> None:
+async def test_many_pipelined_offers_of_http_2_are_answered() -> None:
     offer = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
     async with running(echo) as (_, port):
         assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
@@ -153,7 +150,7 @@ async def test_request_with_a_valid_host_is_answered(head: bytes) -> None:
         assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_what_is_no_http_gets_400() -> None:
+async def test_invalid_http_gets_400() -> None:
     tunnels = [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target for target in (b"a:1", b"/", b"http://a:80")]
     async with running(echo) as (_, port):
         for wrong in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/7\r\n\r\n", *tunnels):
@@ -162,69 +159,24 @@ async def test_what_is_no_http_gets_400() -> None:
             assert answer.count(b"HTTP/1.1 ") == 1
 
 
-@pytest.mark.parametrize(
-    ("part", "silent_s", "slow_s"),
-    [(Part.HEAD, HEAD_S, HEAD_S), (Part.BODY, STALL_S, 600.0), (Part.RESPONSE, STALL_S, inf)],
-)
-async def test_how_long_a_client_may_take(part: Part, silent_s: float, slow_s: float) -> None:
-    aborted: list[str] = []
-
-    class Client:
-        def __init__(self, name: str) -> None:
-            self.pending_transfer = lambda: owed[name]
-            self.transport = SimpleNamespace(abort=lambda: aborted.append(name))
-            self.client_text = name
-
-        def refuse_body(self, reason: str) -> bool:
-            return False
-
-    clients: list[Any] = [Client(name) for name in ("silent", "slow", "done")]
-    owed: dict[str, PendingTransfer | None] = {}
-    now_s = 0.0
-    limits = ConnectionLimits(clients, TransferLimits(body_s=600.0), now=lambda: now_s)
-    request = object()
-    gone_s: dict[str, float] = {}
-    while now_s < 1_000:
-        owed["silent"] = PendingTransfer(part, request, 1)
-        owed["slow"] = PendingTransfer(part, request, int(now_s))
-        owed["done"] = PendingTransfer(part, object(), 1) if now_s % 50 else None
-        await limits.enforce()
-        for name in aborted:
-            gone_s.setdefault(name, now_s)
-        now_s += 5
-    assert gone_s["silent"] == silent_s + 5
-    assert gone_s.get("slow", inf) == slow_s + 5
-    assert "done" not in gone_s
+def pending_parts(server: HttpServer) -> list[Part | None]:
+    pending = [connection.pending_transfer() for connection in server.server_state.connections]  # type: ignore[union-attr]
+    return [None if each is None else each.part for each in pending]
 
 
-def owed_parts(server: HttpServer) -> list[Part | None]:
-    owed = [connection.pending_transfer() for connection in server.server_state.connections]  # type: ignore[union-attr]
-    return [None if each is None else each.part for each in owed]
-
-
-async def test_what_a_client_owes() -> None:
+async def test_pending_transfer_names_the_part_of_the_request() -> None:
     async with running(echo, timeout_keep_alive=60) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         pieces = (b"", HEAD, b"Content-Length: 4\r\n\r\n", b"bo", b"dy", b"GET /")
         for piece, part in zip(pieces, ("head", "head", "body", "body", None, "head"), strict=True):
             writer.write(piece)
             await turns()
-            await until(lambda part=part: owed_parts(server) == [part])
+            await until(lambda part=part: pending_parts(server) == [part])
         writer.close()
         await all_closed(server)
 
-    async def answer_much(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"z" * 50_000_000})
 
-    async with running(answer_much) as (server, port):
-        client = socket.create_connection(("127.0.0.1", port))
-        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await until(lambda: owed_parts(server) == ["response"])
-        client.close()
-
-
-async def test_a_slow_reader_is_seen_to_read() -> None:
+async def test_progress_of_a_response_follows_its_client() -> None:
     async def answer_much(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"z" * 50_000_000})
@@ -232,14 +184,14 @@ async def test_a_slow_reader_is_seen_to_read() -> None:
     async with running(answer_much) as (server, port):
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: owed_parts(server) == ["response"])
+            await until(lambda: pending_parts(server) == ["response"])
             (connection,) = server.server_state.connections
             client.setblocking(False)
             seen = set()
             while len(seen) < 5:
-                owed = connection.pending_transfer()  # type: ignore[union-attr]
-                assert owed is not None, "all was read, and the server saw nothing of it"
-                seen.add(owed.progress)
+                pending = connection.pending_transfer()  # type: ignore[union-attr]
+                assert pending is not None, "the client has read all without progress"
+                seen.add(pending.progress)
                 with contextlib.suppress(BlockingIOError):
                     client.recv(65_536)
                 await asyncio.sleep(0.002)
@@ -250,7 +202,7 @@ def admission_of(max_body_bytes: int) -> AdmissionController:
 
 
 def limited(admission: AdmissionController) -> Any:
-    """Returns an application that reads JSON bodies of a limited size and echoes them."""
+    """Returns an application that echoes JSON bodies of a limited size."""
     reader = JsonReader(admission, 4096)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -266,7 +218,7 @@ def limited(admission: AdmissionController) -> Any:
     return app
 
 
-async def test_bodies_that_are_held_are_bounded_together() -> None:
+async def test_bytes_of_all_bodies_are_bounded() -> None:
     largest = 100_000
     admission = admission_of(largest)
     async with running(limited(admission)) as (_, port):
@@ -303,7 +255,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
-async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes, piece: bytes, end: bytes) -> None:
+async def test_response_before_the_end_of_a_body_is_not_reset(head: bytes, piece: bytes, end: bytes) -> None:
     async with running(limited(admission_of(LARGE))) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
@@ -311,33 +263,33 @@ async def test_an_answer_before_the_end_of_a_body_is_not_taken_back(head: bytes,
             writer.write(piece)
             await writer.drain()
         writer.write(end)
-        answer = await asyncio.wait_for(reader.read(), 240)  # to the end that the server has set
+        answer = await asyncio.wait_for(reader.read(), 240)  # until the server closes
         writer.close()
         await all_closed(server)
         assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
-async def test_the_rest_of_such_a_body_is_not_waited_for_for_ever(
+async def test_rest_of_an_unread_body_is_read_for_a_limited_time(
     head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "LINGER_S", 0.3)
     async with running(limited(admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(240):
                 while True:
                     writer.write(piece)
                     await writer.drain()
                     await asyncio.sleep(0.02)
-        assert time.monotonic() - began_s > 0.2
+        assert time.monotonic() - start_s > 0.2
         writer.close()
         await all_closed(server)
 
 
-async def test_requests_behind_the_last_answer_are_not_looked_at() -> None:
+async def test_requests_after_the_last_response_are_ignored() -> None:
     release, paths = asyncio.Event(), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -374,7 +326,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return files
 
 
-async def test_idle_tls_connections_do_not_hold_up_the_end(
+async def test_idle_tls_connections_do_not_delay_shutdown(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "_GOODBYE_S", 0.05)
@@ -387,7 +339,7 @@ async def test_idle_tls_connections_do_not_hold_up_the_end(
         client = context.wrap_socket(socket.create_connection(("127.0.0.1", port)))
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.recv(15) == b"HTTP/1.1 200 OK"
-        clients.append(client)  # and does not look at it any more, as an idle pool does
+        clients.append(client)  # the client reads no more, like an idle pool
 
     async with running(echo, timeout_graceful_shutdown=3600, **files) as (_, port):
         for _ in range(3):
