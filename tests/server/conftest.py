@@ -1,4 +1,4 @@
-"""A server without a model: an engine that answers by arithmetic, behind the real application."""
+"""A fake engine behind the real application."""
 
 import asyncio
 import re
@@ -250,9 +250,9 @@ class FakeEngine:
         for item in inputs:
             if not isinstance(item, str) and max(item) >= VOCAB_SIZE:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
-        asked = params.truncate_prompt_tokens
-        limit, name = (MAX_MODEL_LEN, None) if asked in (None, -1) else (asked, "{truncate_prompt_tokens}")
-        cut = not params.refuse_too_long and (asked is not None or self.info.auto_truncate)
+        wanted = params.truncate_prompt_tokens
+        limit, name = (MAX_MODEL_LEN, None) if wanted in (None, -1) else (wanted, "{truncate_prompt_tokens}")
+        cut = not params.refuse_too_long and (wanted is not None or self.info.auto_truncate)
         if not cut and max(counts) > limit:
             raise RequestTooLongError.over_limit(
                 f"input {np.argmax(counts)} has {max(counts)} tokens",
@@ -291,7 +291,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def serving() -> Serving:
-    """Serve an engine: `async with serving(engine, names=("a", "b"), api_key=("k",)) as client`."""
+    """Serves an engine: `async with serving(engine, names=("a", "b"), api_key=("k",)) as client`."""
 
     @asynccontextmanager
     async def serve(

@@ -1,4 +1,4 @@
-"""Memory of bodies and responses: one client may hold half of each."""
+"""Body and response memory: one client may hold half of each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
     return {"api_client": key, "client": (address, 1)}
 
 
-def held_body(admission: AdmissionController, who: dict[str, Any], num_bytes: int, num_values: int = 0) -> BodyMemory:
-    memory = admission.body_memory({**who, "headers": []})
+def held_body(
+    admission: AdmissionController, request: dict[str, Any], num_bytes: int, num_values: int = 0
+) -> BodyMemory:
+    memory = admission.body_memory({**request, "headers": []})
     assert memory is not None
     try:
         memory.add_bytes(num_bytes)
@@ -63,7 +65,7 @@ def test_values_count_in_the_body_memory() -> None:
     held_body(admission, scope("b"), 100, num_values=200)
 
 
-def test_dense_values_have_a_memory_of_their_own() -> None:
+def test_dense_values_have_a_separate_memory() -> None:
     admission = controller(max_body_bytes=100 * MIB)
     held_body(admission, scope("a"), 1, num_values=3 * MIB)
     with pytest.raises(LimitError, match="one client may hold 33554432"):
@@ -77,13 +79,13 @@ def test_too_large_body_is_refused_while_it_arrives() -> None:
     assert (refused.value.status_code, refused.value.reason) == (413, ServerRefusalReason.BODY_BYTES)
 
 
-def hold(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> None:
-    admission.hold_response(who, ResponseSize(10 * MIB, num_bytes), param="input", way_out="")
+def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:
+    admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", way_out="")
 
 
-def refusal(admission: AdmissionController, who: dict[str, Any], num_bytes: int) -> EngineOverloadedError:
+def refusal(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> EngineOverloadedError:
     with pytest.raises(EngineOverloadedError) as refused:
-        hold(admission, who, num_bytes)
+        hold(admission, request, num_bytes)
     return refused.value
 
 

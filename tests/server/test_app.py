@@ -1,4 +1,4 @@
-"""The life of the engines behind the application."""
+"""Start and stop of the engines of the application."""
 
 import asyncio
 import subprocess
@@ -26,27 +26,27 @@ STARTING = {
 }
 
 
-async def test_the_engine_is_drained_and_closed(serving, engine) -> None:
+async def test_engine_is_closed_at_shutdown(serving, engine) -> None:
     async with serving(engine):
         assert not engine.is_closed
     assert engine.is_closed
 
 
-async def test_the_resolved_table_is_logged_once(serving, engine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_resolved_table_is_logged_once(serving, engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "penstock.server")
     async with serving(engine):
         pass
     assert caplog.text.count("max_model_len") == 1
 
 
-async def test_a_default_prompt_that_the_model_lacks_stops_the_start(serving, engine) -> None:
+async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
     with pytest.raises(ModelLoadError, match=r"--default-prompt-name.*'passage'"):
         async with serving(engine, default_prompt_name="passage"):
             pass
     assert engine.is_closed
 
 
-async def test_a_model_that_cannot_load_disturbs_no_other(engine) -> None:
+async def test_failed_model_does_not_affect_others(engine) -> None:
     async def start():
         return engine
 
@@ -62,7 +62,7 @@ async def test_a_model_that_cannot_load_disturbs_no_other(engine) -> None:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
         assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
-        assert "no such model" not in lost.text  # that is for the log
+        assert "no such model" not in lost.text  # only the log has the reason
         ready = await client.get("/health/ready")
         assert (ready.status_code, ready.json()["engines"]) == (200, {"a": "ready", "b": "failed"})
     assert engine.is_closed
@@ -80,7 +80,7 @@ async def test_failed_start_is_reported_to_the_caller() -> None:
     assert [error.message for error in failures] == ["The folder x is not a model."]
 
 
-async def test_while_a_model_is_loaded_the_server_is_alive_and_asks_to_come_back(engine) -> None:
+async def test_loading_model_gets_503_with_retry_after(engine) -> None:
     may_load = asyncio.Event()
 
     async def start():
@@ -107,7 +107,7 @@ async def test_while_a_model_is_loaded_the_server_is_alive_and_asks_to_come_back
         assert (await client.post("/v1/embeddings", json={"input": "a", "model": "b"})).status_code == 200
 
 
-async def test_a_server_that_stops_while_it_loads_waits_for_nothing() -> None:
+async def test_shutdown_cancels_the_loading_of_a_model() -> None:
     was_cancelled = False
 
     async def start():
@@ -123,7 +123,7 @@ async def test_a_server_that_stops_while_it_loads_waits_for_nothing() -> None:
     assert was_cancelled
 
 
-async def test_two_models_in_one_table(make_engine) -> None:
+async def test_requests_name_one_of_two_models(make_engine) -> None:
     async def start_first():
         return make_engine(name="one")
 

@@ -1,4 +1,4 @@
-"""Nothing of a request stays in memory after its error response, without help from the garbage collector."""
+"""A request is freed after its error response without the garbage collector."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
 PART = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\na\r\n--B'
 LONG = {"input": "word " * 100}
 TEI_LONG = {"inputs": "word " * 100, "truncate": False}
+BODIES = {
+    EMBED: {"input": "a"},
+    "/v2/embed": {"texts": ["a"], "input_type": "search_query"},
+    "/api/embed": {"input": "a"},
+    **dict.fromkeys(("/embed", "/invocations"), {"inputs": "a"}),
+}
 Engine = Any
 
 
@@ -47,17 +53,10 @@ def _no_collector() -> Iterator[None]:
 async def answer(
     app: Any, path: str, body: bytes, headers: dict[str, str], *, is_whole: bool = True, leaves: bool = False
 ) -> tuple[int, weakref.ref[Any]]:
-    """Returns the status of a request and a reference to the function that gave its body.
+    """Returns the status of a request and a reference to its `receive` function.
 
-    Every frame that worked on the request leads to that function, through the request.
-
-    Args:
-        app: The application.
-        path: Of the request.
-        body: Its body.
-        headers: Its headers, without the key.
-        is_whole: The client sends all of the body.
-        leaves: The client closes its connection as soon as the engine works.
+    Every frame of the request refers to that function. With `leaves` the client disconnects when the engine runs, without
+    `is_whole` it sends only a part of the body.
     """
     status = 0
     messages = [{"type": "http.request", "body": body, "more_body": not is_whole}]
@@ -133,18 +132,15 @@ CASES: list[tuple[int, str, bytes, dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("status", "path", "body", "headers"), CASES)
-async def test_refused_request_is_freed(
-    serving: Any, engine: Engine, tmp_path: Any, status: int, path: str, body: bytes, headers: dict[str, str]
-) -> None:
+async def test_refused_request_is_freed(serving: Any, engine: Engine, tmp_path: Any) -> None:
     limits = {"max_body_bytes": MAX_BODY, "max_inputs_per_request": 3, "max_json_values": 1000}
     async with serving(engine, api_key=(KEY,), data_dir=tmp_path / "data", **limits) as client:
         app = client._transport.app
-        await answer(app, path, body, headers)  # the first request fills caches
-        await check(status, answer(app, path, body, headers))
+        for status, path, body, headers in CASES:
+            await answer(app, path, body, headers)  # the first request fills caches
+            await check(status, answer(app, path, body, headers))
 
 
-@pytest.mark.parametrize("path", [EMBED, "/embed", "/api/embed", "/invocations", "/v2/embed"])
 @pytest.mark.parametrize(
     ("status", "error"),
     [
@@ -156,20 +152,19 @@ async def test_refused_request_is_freed(
     ],
 )
 async def test_failed_request_is_freed(
-    serving: Any, engine: Engine, path: str, status: int, error: Callable[[], Exception]
+    serving: Any, engine: Engine, status: int, error: Callable[[], Exception]
 ) -> None:
-    engine.failure = error()  # it outlives the request, as that of a future may
-    body = {"/v2/embed": {"texts": ["a"], "input_type": "search_query"}, EMBED: {"input": "a"}}
-    content = orjson.dumps(body.get(path, {"input": "a"} if path == "/api/embed" else {"inputs": "a"}))
+    engine.failure = error()  # the error outlives the request
     async with serving(engine) as client:
-        await check(status, answer(client._transport.app, path, content, {}))
+        for path, body in BODIES.items():
+            await check(status, answer(client._transport.app, path, orjson.dumps(body), {}))
 
 
 @pytest.mark.parametrize(
     ("status", "settings", "headers", "leaves"),
     [(408, {}, {"x-request-timeout": "0.1"}, False), (504, {"request_timeout_s": 0.1}, {}, False), (499, {}, {}, True)],
 )
-async def test_request_that_waited_in_vain_is_freed(
+async def test_expired_or_disconnected_request_is_freed(
     serving: Any, engine: Engine, status: int, settings: dict[str, Any], headers: dict[str, str], leaves: bool
 ) -> None:
     engine.gate = asyncio.Event()
@@ -178,14 +173,14 @@ async def test_request_that_waited_in_vain_is_freed(
 
 
 @pytest.mark.parametrize(("path", "headers"), [(EMBED, {}), ("/v1/files", FORM)])
-async def test_request_without_the_end_of_its_body_is_freed(
+async def test_request_with_an_incomplete_body_is_freed(
     serving: Any, engine: Engine, tmp_path: Any, path: str, headers: dict[str, str]
 ) -> None:
     async with serving(engine, data_dir=tmp_path / "data") as client:
         await check(400, answer(client._transport.app, path, PART[:50], headers, is_whole=False))
 
 
-async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engine: Engine) -> None:
+async def test_request_refused_for_body_memory_is_freed(serving: Any, engine: Engine) -> None:
     body = b'{"input": "' + b"a" * (MAX_BODY - 20)
     never = asyncio.Event()
 
@@ -216,7 +211,7 @@ async def test_request_refused_for_memory_of_bodies_is_freed(serving: Any, engin
                 await task
 
 
-def test_drop_tracebacks_reaches_errors_behind_an_error() -> None:
+def test_drop_tracebacks_reaches_chained_errors() -> None:
     def failed() -> EngineError:
         try:
             try:

@@ -1,4 +1,4 @@
-"""Routes and their properties: which route answers a request, the key that it needs, and its JSON body."""
+"""Route properties: the route of a path, its access, and the media types of its body."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from penstock.server.middleware.json_dispatcher import JsonDispatcher
 from penstock.server.routing import ACCESS, DIALECT, Access, Route, RouteTable
 from penstock.server.settings import ServerSettings
 
+# Routes without a key. mteb, for example, reads the list of models without one.
 OPEN = {
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/health/live", "/health/ready")),
     *((method, path) for method in ("GET", "HEAD") for path in ("/docs", "/openapi.json")),
@@ -26,7 +27,6 @@ OPEN = {
     *(("GET", path) for path in ("/models", "/v1/models", "/models/{name:path}", "/v1/models/{name:path}")),
     ("POST", "/ping"),
 }
-"""Every route that needs no key. Clients read the lists of models without one (mteb never authenticates)."""
 
 
 def make_app(**settings: Any) -> Application:
@@ -35,14 +35,14 @@ def make_app(**settings: Any) -> Application:
 
 @pytest.fixture
 async def full_app(serving, engine, tmp_path: Path):
-    """An application with all routes that settings switch on, behind keys."""
+    """Returns an application with all optional routes and with keys."""
     keys = {"api_key": ("user",), "admin_key": ("admin",)}
     async with serving(engine, **keys, operator_routes=True, data_dir=tmp_path / "data") as client:
         yield client._transport.app
 
 
 def sample(route: Route) -> str:
-    """A path that the route answers."""
+    """Returns a path of the route."""
     path = route.path
     for name in route.param_convertors:
         path = path.replace(f"{{{name}:path}}", "x").replace(f"{{{name}}}", "x")
@@ -71,7 +71,7 @@ async def test_routes_answer_401_without_a_key_unless_listed_as_open(full_app: A
             assert await status_of(full_app, method, sample(route)) != 401, (method, route.path)
 
 
-async def test_admin_routes_take_the_admin_key_and_no_other(full_app: Application) -> None:
+async def test_admin_routes_accept_the_admin_key_only(full_app: Application) -> None:
     admin = {route.path for _, route in requests_of(full_app) if route.access is Access.ADMIN_KEY}
     assert admin == {"/models/load", "/models/unload"}
     for path in admin:
@@ -97,7 +97,7 @@ async def test_fastapi_calls_the_route_that_the_table_finds(full_app: Applicatio
         assert called is table.find(method, path), (method, path)
 
 
-def test_unknown_paths_get_the_dialect_of_their_prefix() -> None:
+def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
     table: RouteTable = make_app().state.routes
     for method, path, dialect in (
         ("GET", "/nowhere", OPENAI),
@@ -111,7 +111,7 @@ def test_unknown_paths_get_the_dialect_of_their_prefix() -> None:
         assert scope[DIALECT] is dialect, path
 
 
-def test_every_documented_body_has_its_path_in_the_table() -> None:
+def test_documented_bodies_have_json_routes() -> None:
     app = make_app()
     with_body = [path for path, item in app.openapi()["paths"].items() if "requestBody" in item.get("post", {})]
     assert len(with_body) > 15
@@ -119,18 +119,18 @@ def test_every_documented_body_has_its_path_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/embeddings"), ("POST", "/v1/models"), ("POST", "/none")])
-async def test_other_methods_and_paths_are_passed_on(method: str, path: str) -> None:
+async def test_other_methods_and_paths_are_forwarded(method: str, path: str) -> None:
     behind, ended = AsyncMock(), []
     scope = {"type": "http", "method": method, "path": path}
     make_app().state.routes.enter(scope)
     await JsonDispatcher(behind, {}, ended.append)(scope, AsyncMock(), AsyncMock())
     behind.assert_awaited_once()
-    assert ended == [scope]  # everything that it holds is given back, no matter what answers
+    assert ended == [scope]  # the request is released
     assert "route" not in scope
 
 
 @pytest.mark.parametrize(("error", "status"), [(HTTPException(418), 418), (ArithmeticError("ours"), 500)])
-async def test_error_is_answered_and_releases_the_request(error: Exception, status: int) -> None:
+async def test_error_gets_a_response_and_releases_the_request(error: Exception, status: int) -> None:
     app, ended, send = make_app(), [], AsyncMock()
     handler = AsyncMock(return_value=Response(status_code=418))
     dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, ended.append)
@@ -164,35 +164,34 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
         ("/api/embed", [*FORM_TYPE, ("origin", "https://proxy.example"), ("sec-fetch-site", "same-origin")], 200),
     ],
 )
-async def test_media_types_that_each_dialect_reads_as_json(
+async def test_media_type_is_read_as_json_by_its_dialect(
     client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]], status: int
 ) -> None:
     assert (await posted(client, path, headers)).status_code == status
 
 
+OTHER_ORIGINS = [
+    [("origin", "https://evil.example")],
+    [("origin", "null")],
+    [("origin", "http://test:8001")],
+    [("origin", "http://test.evil.example")],
+    [("origin", "http://test"), ("origin", "https://evil.example")],
+    [("sec-fetch-site", "cross-site")],
+    [("sec-fetch-site", "same-site")],
+    [("origin", "http://test"), ("sec-fetch-site", "cross-site")],
+]
+
+
 @pytest.mark.parametrize("media", [NO_TYPE, FORM_TYPE, TEXT_TYPE])
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
-@pytest.mark.parametrize(
-    "site",
-    [
-        [("origin", "https://evil.example")],
-        [("origin", "null")],
-        [("origin", "http://test:8001")],
-        [("origin", "http://test.evil.example")],
-        [("origin", "http://test"), ("origin", "https://evil.example")],
-        [("sec-fetch-site", "cross-site")],
-        [("sec-fetch-site", "same-site")],
-        [("origin", "http://test"), ("sec-fetch-site", "cross-site")],
-    ],
-)
-async def test_page_of_another_origin_must_send_json(
-    client: httpx.AsyncClient, engine, path: str, media: list[tuple[str, str]], site: list[tuple[str, str]]
-) -> None:
-    refused = await posted(client, path, media + site)
-    assert refused.status_code == 415
-    assert "a web page of another origin must send application/json" in refused.json()["message"]
-    assert not engine.calls
-    assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
+async def test_page_of_another_origin_must_send_json(client, engine, path: str, media: list[tuple[str, str]]) -> None:
+    for site in OTHER_ORIGINS:
+        engine.calls.clear()
+        refused = await posted(client, path, media + site)
+        assert refused.status_code == 415, site
+        assert "a web page of another origin must send application/json" in refused.json()["message"]
+        assert not engine.calls
+        assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
 
 
 @pytest.mark.parametrize("origins", ["https://app.example", "*"])

@@ -1,4 +1,4 @@
-"""Words for what a text is for, to the prompts of models as they are published."""
+"""input_type and task choose a prompt of the model."""
 
 import contextlib
 from typing import Any
@@ -27,7 +27,7 @@ JINA_CODE = dict.fromkeys(("nl2code_query", "nl2code_document", "qa_query", "qa_
 GEMMA = dict.fromkeys(("query", "document", "Retrieval-query", "Clustering", "Classification", "STS"), "p")
 QWEN = {"query": "Instruct: Find the answer\nQuery:", "document": ""}
 
-# (prompts of the model, what the request says, the prompt that is used)
+# (prompts of the model, value of input_type or task, name of the chosen prompt)
 CASES = [
     (E5, "search_query", "query"),
     (E5, "search_document", "passage"),
@@ -70,50 +70,50 @@ def call(engine: Any, default_prompt_name: str | None = None) -> Call:
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
-@pytest.mark.parametrize(("prompts", "word", "expected"), CASES)
-def test_a_word_finds_its_prompt(make_engine, prompts: dict, word: str, expected: str | None, field: str) -> None:
-    options = call(make_engine(prompts=prompts)).embed_options(body(**{field: word}))
-    assert (options.prompt_name, options.prompt) == (expected, None)
+def test_purpose_chooses_a_prompt(make_engine, field: str) -> None:
+    for prompts, value, expected in CASES:
+        options = call(make_engine(prompts=prompts)).embed_options(body(**{field: value}))
+        assert (options.prompt_name, options.prompt) == (expected, None), (prompts, value)
 
 
-def test_the_first_of_several_counts(make_engine) -> None:
-    asked = call(make_engine(prompts=E5))
+def test_prompt_name_wins_over_input_type_and_task(make_engine) -> None:
+    made = call(make_engine(prompts=E5))
     for fields, expected in (
         ({"prompt_name": "passage", "input_type": "query"}, "passage"),
         ({"input_type": "query", "task": "retrieval.passage"}, "query"),
         ({"prompt_name": "", "input_type": "", "task": "query"}, "query"),
     ):
-        assert asked.embed_options(body(**fields)).prompt_name == expected
+        assert made.embed_options(body(**fields)).prompt_name == expected
 
 
-def test_the_servers_default_is_for_requests_that_say_nothing(make_engine) -> None:
-    asked = call(make_engine(prompts=QUERY_ONLY), "query")
-    assert asked.embed_options(body()).prompt_name == "query"
-    assert asked.embed_options(body(input_type="document")).prompt_name is None
+def test_default_prompt_is_for_requests_without_a_purpose(make_engine) -> None:
+    made = call(make_engine(prompts=QUERY_ONLY), "query")
+    assert made.embed_options(body()).prompt_name == "query"
+    assert made.embed_options(body(input_type="document")).prompt_name is None
 
 
-def test_an_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
-    asked = call(make_engine(prompts=QWEN))
+def test_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
+    made = call(make_engine(prompts=QWEN))
     for arguments in ({}, {"input_type": "search_query"}, {"prompt_name": "query"}):
-        options = asked.embed_options(body(instruction="Find the law", **arguments))
+        options = made.embed_options(body(instruction="Find the law", **arguments))
         assert (options.prompt, options.instruction) == ("Instruct: Find the law\nQuery:", None)
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 def test_task_with_an_adapter_is_refused(make_engine, field: str) -> None:
-    asked = call(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)))
+    made = call(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)))
     with pytest.raises(InvalidRequestError) as caught:
-        asked.embed_options(body(**{field: "retrieval.query"}))
+        made.embed_options(body(**{field: "retrieval.query"}))
     assert caught.value.param == field
     assert f"{field} is 'retrieval.query'" in caught.value.message
     assert "this server applies no adapters" in caught.value.message
-    assert asked.embed_options(body()).prompt_name is None
-    assert asked.embed_options(body(prompt_name="separation")).prompt_name == "separation"
+    assert made.embed_options(body()).prompt_name is None
+    assert made.embed_options(body(prompt_name="separation")).prompt_name == "separation"
 
 
-def test_single_adapter_leaves_tasks_open(make_engine) -> None:
-    asked = call(make_engine(prompts=E5, adapters=("lora",)))
-    assert asked.embed_options(body(task="retrieval.query")).prompt_name == "query"
+def test_single_adapter_allows_tasks(make_engine) -> None:
+    made = call(make_engine(prompts=E5, adapters=("lora",)))
+    assert made.embed_options(body(task="retrieval.query")).prompt_name == "query"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,9 @@ def test_single_adapter_leaves_tasks_open(make_engine) -> None:
         (E5, {"instruction": "Find"}, "instruction", "takes no instruction"),
     ],
 )
-def test_impossible_purpose_is_refused(make_engine, prompts: dict, arguments: dict, param: str, part: str) -> None:
+def test_unknown_purpose_or_instruction_is_refused(
+    make_engine, prompts: dict, arguments: dict, param: str, part: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))
     assert caught.value.param == param

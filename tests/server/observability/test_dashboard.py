@@ -1,4 +1,4 @@
-"""The dashboard of docker/grafana asks for metrics that the server has, and its containers for files that are there."""
+"""The Grafana dashboard uses metrics of the server, and compose.yaml mounts existing files."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def expressions() -> list[str]:
     return queries + [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-async def test_every_metric_of_the_dashboard_is_there(
+async def test_dashboard_uses_existing_metrics(
     client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = engine.stats()
@@ -31,7 +31,7 @@ async def test_every_metric_of_the_dashboard_is_there(
     await client.post("/v1/embeddings", json={"input": "a"})
     families = list(text_string_to_metric_families((await client.get("/metrics")).text))
     names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
-    # Histograms have no sample before they were filled.
+    # An empty histogram has no samples.
     names |= {
         f"{family.name}_{part}": {"model", "route", "task", "stage", "le"}
         for family in families
@@ -48,7 +48,7 @@ async def test_every_metric_of_the_dashboard_is_there(
             assert used <= names[name], (expression, name)
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
@@ -57,7 +57,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)
 
 
-def test_files_that_the_containers_mount_are_there() -> None:
+def test_files_mounted_by_containers_exist() -> None:
     mounted = re.findall(r"- (\./\S+?):/", (DOCKER / "compose.yaml").read_text())
     assert len(mounted) == 4
     assert all((DOCKER / path).is_file() for path in mounted)

@@ -1,4 +1,4 @@
-"""Times of requests in headers, metrics, log lines and traces, none of which holds texts or keys."""
+"""Metrics, stage times, access log and traces of requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import UsageError
@@ -30,7 +32,7 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def engine(make_engine):
-    """An engine that reports times of stages without spending them."""
+    """Returns an engine that reports fixed stage times."""
 
     class TimedEngine(make_engine):
         async def _enter(self, name: str, *arguments: object) -> None:
@@ -70,7 +72,7 @@ async def test_stages_are_in_metrics_by_route_and_task(client: httpx.AsyncClient
     assert len(sums) == 8
 
 
-async def test_every_metric_names_its_model(client: httpx.AsyncClient, engine) -> None:
+async def test_requests_are_counted_by_model_route_and_status(client: httpx.AsyncClient, engine) -> None:
     await client.post("/v1/embeddings", json={"input": "a", "model": "alias"})
     await client.post("/rerank", json={"query": "a", "documents": ["b", "c"]})
     await client.post("/rerank", json={"query": "a", "texts": ["b"]})
@@ -85,6 +87,11 @@ async def test_every_metric_names_its_model(client: httpx.AsyncClient, engine) -
         tuple(s.labels.values()): s.value for f in families for s in f.samples if s.name == "penstock_inputs_total"
     }
     assert counted == {("fake-model", "embed"): 1, ("fake-model", "rerank"): 3}
+    assert samples(text, "penstock_tokens_total") == {("embed",): 3, ("rerank",): 9}
+    durations = samples(text, "penstock_http_request_duration_seconds_count")
+    assert durations == {("/v1/embeddings",): 2, ("/rerank",): 2, ("other",): 1}
+    for name, value in (("queued_tokens", 42), ("requests", 3), ("ready", 1)):
+        assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}
     answers = {
         (s.labels["model"], s.labels["route"], s.labels["status"]): s.value
         for family in families
@@ -115,14 +122,14 @@ async def test_buckets_of_histograms_ascend(client: httpx.AsyncClient) -> None:
         assert found[0] > 0, histogram
 
 
-async def test_stages_of_errors_are_not_mixed_in(client: httpx.AsyncClient, engine) -> None:
+async def test_stages_of_failed_requests_are_not_counted(client: httpx.AsyncClient, engine) -> None:
     engine.failure = EngineOverloadedError("full", retry_after_s=1.0, reason="queue_tokens")
     response = await client.post("/v1/embeddings", json={"input": "a"})
     assert response.status_code == 429
     assert not samples((await client.get("/metrics")).text, "penstock_stage_duration_seconds_sum")
 
 
-async def test_stages_are_in_headers(client: httpx.AsyncClient) -> None:
+async def test_stage_times_are_in_headers(client: httpx.AsyncClient) -> None:
     response = await client.post("/embed", json={"inputs": "one two"})
     assert [response.headers[f"x-{name}-time"] for name in ("tokenization", "queue", "inference")] == [
         "250",
@@ -134,7 +141,9 @@ async def test_stages_are_in_headers(client: httpx.AsyncClient) -> None:
     assert "server-timing" not in (await client.get("/version")).headers
 
 
-async def test_forwards_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batches_of_the_engine_are_in_metrics(
+    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stats = engine.stats()
     stats.num_waiting, stats.num_waiting_tokens, stats.token_budget = 7, 300, 2048
     for num_tokens in (8, 1000, 2000):
@@ -150,7 +159,7 @@ async def test_forwards_are_in_metrics(client: httpx.AsyncClient, engine, monkey
     assert {("8.0", "fake-model"): 1, ("1024.0", "fake-model"): 2, ("+Inf", "fake-model"): 3}.items() <= buckets.items()
 
 
-async def test_a_log_line_says_where_the_time_went_and_nothing_of_the_input(
+async def test_access_log_has_stage_times_without_texts_or_keys(
     serving, engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
@@ -186,14 +195,14 @@ async def test_a_log_line_says_where_the_time_went_and_nothing_of_the_input(
     assert "/no%0AINFO%20forged 404" in unknown.getMessage()
 
 
-async def test_no_line_is_logged_unless_asked_for(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_access_log_is_off_by_default(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
     await client.post("/v1/embeddings", json={"input": "a"})
     assert not [record for record in caplog.records if record.name == "penstock.access"]
 
 
 class Collected:
-    """The spans that were sent."""
+    """Collects spans."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -254,7 +263,7 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
     ("traceparent", "num_spans"),
     [(f"00-{TRACE_ID}-{PARENT_ID}-00", 0), (f"00-{'0' * 32}-{PARENT_ID}-01", 5), ("nonsense\xff", 5), ("", 5)],
 )
-async def test_traceparent_is_honoured_or_passed_over(
+async def test_invalid_traceparent_starts_a_new_trace(
     serving, engine, collected: Collected, traceparent: str, num_spans: int
 ) -> None:
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
@@ -268,7 +277,7 @@ async def test_traceparent_is_honoured_or_passed_over(
         assert spans["POST /v1/embeddings"].parent is None
 
 
-async def test_log_lines_name_the_trace(
+async def test_access_log_has_the_trace_id(
     serving, engine, collected: Collected, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
@@ -277,7 +286,7 @@ async def test_log_lines_name_the_trace(
     assert caplog.records[-1].fields["trace_id"] == TRACE_ID
 
 
-async def test_failure_marks_its_span_as_error(serving, engine, collected: Collected) -> None:
+async def test_span_of_a_failure_has_error_status(serving, engine, collected: Collected) -> None:
     engine.failure = RuntimeError("a bug")
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 500
@@ -290,7 +299,7 @@ async def test_failure_marks_its_span_as_error(serving, engine, collected: Colle
     assert unknown.name == "GET"
 
 
-async def test_without_the_extra_only_tracing_is_refused(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tracing_needs_the_otel_extra(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.server.observability.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(UsageError, match=r"--otlp-traces-endpoint needs the extra `otel`.*penstock\[otel\]"):
@@ -308,14 +317,55 @@ async def test_without_the_extra_only_tracing_is_refused(serving, engine, monkey
         ("https://traces.test/otlp/v1/traces", "https://traces.test/otlp/v1/traces"),
     ],
 )
-def test_an_endpoint_may_leave_out_the_usual_path(monkeypatch: pytest.MonkeyPatch, given: str, sent_to: str) -> None:
-    asked: list[str] = []
+def test_endpoint_without_a_path_gets_the_default_path(
+    monkeypatch: pytest.MonkeyPatch, given: str, sent_to: str
+) -> None:
+    endpoints: list[str] = []
 
     class Exporter(InMemorySpanExporter):
         def __init__(self, endpoint: str) -> None:
             super().__init__()
-            asked.append(endpoint)
+            endpoints.append(endpoint)
 
     monkeypatch.setattr("penstock.server.observability.tracing.OTLPSpanExporter", Exporter)
     Tracing.to(given).close()
-    assert asked == [sent_to]
+    assert endpoints == [sent_to]
+
+
+async def test_chunk_metrics_are_those_of_the_engine(client: httpx.AsyncClient, engine, monkeypatch) -> None:
+    assert "penstock_engine_cache_usage{" not in (await client.get("/metrics")).text
+    chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_requests=3, run_s=1.5)
+    use = CacheUse(
+        usage=0.25,
+        prefix_queried_tokens_total=400,
+        prefix_hit_tokens_total=96,
+        num_evicted_blocks_total=7,
+        memory_pressure=0.5,
+        chunk_tokens=128,
+        chunks=chunks,
+    )
+    monkeypatch.setattr(engine, "stats", lambda: DispatcherStats(num_requests=5, cache_use=use))
+    text = (await client.get("/metrics")).text
+    expected = {
+        "cache_usage": 0.25,
+        "memory_pressure": 0.5,
+        "chunk_size_tokens": 128,
+        "chunked_inputs": 3,
+        "chunk_tokens_total": 900,
+        "chunk_duration_seconds_total": 1.5,
+        "prefix_queried_tokens_total": 400,
+        "prefix_hit_tokens_total": 96,
+        "preemptions_total": 2,
+        "chunks_total": 31,
+        "prefix_evicted_blocks_total": 7,
+        "requests": 5,
+    }
+    for name, value in expected.items():
+        assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}, name
+
+
+async def test_applications_count_separately(serving, make_engine) -> None:
+    async with serving(make_engine()) as first, serving(make_engine()) as second:
+        await first.post("/v1/embeddings", json={"input": "a"})
+        assert "penstock_inputs_total{" in (await first.get("/metrics")).text
+        assert "penstock_inputs_total{" not in (await second.get("/metrics")).text

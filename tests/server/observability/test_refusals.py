@@ -13,7 +13,7 @@ from penstock.server.admission import REFUSAL_REASONS
 
 
 async def refused(client: httpx.AsyncClient) -> dict[str, float]:
-    """The counts that are not 0; every reason has one."""
+    """Returns the counts above 0. Every reason has a count."""
     text = (await client.get("/metrics")).text
     (family,) = [f for f in text_string_to_metric_families(text) if f.name == "penstock_refused_requests"]
     counts = {sample.labels["reason"]: sample.value for sample in family.samples}

@@ -1,4 +1,4 @@
-"""Figures of the cache of embeddings, as Prometheus reads them."""
+"""Metrics of the vector cache."""
 
 from __future__ import annotations
 
