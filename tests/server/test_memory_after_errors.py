@@ -35,7 +35,8 @@ BODIES = {
     EMBED: {"input": "a"},
     "/v2/embed": {"texts": ["a"], "input_type": "search_query"},
     "/api/embed": {"input": "a"},
-    **dict.fromkeys(("/embed", "/invocations"), {"inputs": "a"}),
+    "/embed": {"inputs": "a"},
+    "/invocations": {"inputs": "a"},
 }
 Engine = Any
 
@@ -55,8 +56,8 @@ async def answer(
 ) -> tuple[int, weakref.ref[Any]]:
     """Returns the status of a request and a reference to its `receive` function.
 
-    Every frame of the request refers to that function. With `leaves` the client disconnects when the engine runs, without
-    `is_whole` it sends only a part of the body.
+    Every frame of the request refers to that function. With `leaves` the client disconnects while the engine runs.
+    Without `is_whole` it sends only a part of the body.
     """
     status = 0
     messages = [{"type": "http.request", "body": body, "more_body": not is_whole}]

