@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import WorkerListening, to_families, to_metrics
+from penstock.server.workers.messages import WorkerListening, WorkerReady, to_families, to_metrics
 from penstock.server.workers.supervisor import NothingServedError, WorkerSupervisor, cumulative, of_server, summed
 
 from ...waiting import until
@@ -67,6 +67,23 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     supervisor._handle_signal(15)
     await asyncio.wait_for(running, 120)
     assert supervisor.failures == []
+
+
+async def test_ready_server_is_announced_once() -> None:
+    supervisor = make_supervisor()
+    first, second = supervisor._workers = [Mock(slot=0), Mock(slot=1)]
+    announce = supervisor._announce
+    supervisor._handle(first, WorkerListening())
+    first.open.assert_called_once()  # answers 503 until the models are loaded
+    supervisor._handle(first, WorkerReady())
+    supervisor._models_ready()
+    announce.assert_not_called()
+    supervisor._handle(second, WorkerListening())
+    second.open.assert_not_called()  # the first process serves
+    supervisor._handle(second, WorkerReady())
+    second.open.assert_called_once()
+    supervisor._handle(second, WorkerReady())
+    announce.assert_called_once()
 
 
 def counter(name: str, **values: float) -> Metric:
