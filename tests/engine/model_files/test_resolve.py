@@ -1,6 +1,5 @@
-"""Model files to ModelInfo: small folders written here, and folders that sentence-transformers itself has saved."""
+"""Model files become a ModelInfo. Some folders are saved by sentence-transformers."""
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -14,48 +13,25 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
-from penstock.engine.model_files.model_folder import is_local
-from penstock.engine.model_files.resolve import locate_model, resolve_model, resolved_table, with_device
-from penstock.engine.protocol.config import EngineConfig, PoolerConfig
+from penstock.engine.model_files.resolve import resolved_table, with_device
+from penstock.engine.protocol.config import PoolerConfig
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.model_info import Activation, ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
-BERT = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 40,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
-TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+from .folders import BERT, MEAN, POOLING, TRANSFORMER, resolve, write
+
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
 CNN = {"idx": 1, "name": "1", "path": "1_CNN", "type": "sentence_transformers.models.CNN"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
-MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+CLASSIFIER = BERT | {"architectures": ["BertForSequenceClassification"]}
+TOKEN_CLASSIFIER = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "O", "1": "B-PER"}}
 
 
-def write(folder: Path, files: dict[str, Any]) -> Path:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return folder
+# Embedding models -----------------------------------------------------------------------------------------------------
 
 
-def resolve(folder: Path, **settings: Any) -> ModelInfo:
-    return resolve_model(EngineConfig(model=str(folder), **settings))
-
-
-# What the files say ----------------------------------------------------------------------------------------------
-
-
-def test_plain_encoder_follows_sentence_transformers_defaults(tmp_path: Path) -> None:
+def test_plain_encoder_takes_sentence_transformers_defaults(tmp_path: Path) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT}))
     assert info.kind is ModelKind.EMBEDDING
     assert info.tasks == (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE)
@@ -64,12 +40,6 @@ def test_plain_encoder_follows_sentence_transformers_defaults(tmp_path: Path) ->
     assert (info.normalize, info.sources["normalize"]) == (True, "default")
     assert (info.packed, info.is_causal, info.embedding_size, info.max_model_len) == (True, False, 32, 40)
     assert (info.device, info.dtype) == ("auto", "auto")
-
-
-def test_plain_decoder_takes_the_last_token(tmp_path: Path) -> None:
-    config = BERT | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    info = resolve(write(tmp_path, {"config.json": config}))
-    assert (info.is_causal, info.packed, info.sequence_pooling) == (True, True, (PoolingType.LAST,))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +54,7 @@ def test_plain_decoder_takes_the_last_token(tmp_path: Path) -> None:
         ({"architectures": ["BertForMaskedLM"]}, False),
     ],
 )
-def test_causality(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> None:
+def test_causal_models_pool_the_last_token(tmp_path: Path, change: dict[str, Any], is_causal: bool) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT | change}))
     assert info.is_causal is is_causal
     assert info.sequence_pooling == ((PoolingType.LAST,) if is_causal else (PoolingType.MEAN,))
@@ -106,7 +76,7 @@ def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packe
     assert resolve(write(tmp_path, {"config.json": BERT | change})).packed is packed
 
 
-def test_transformer_in_its_own_folder(tmp_path: Path) -> None:
+def test_transformer_and_dense_folders_are_read(tmp_path: Path) -> None:
     dense = {
         "in_features": 32,
         "out_features": 8,
@@ -138,7 +108,7 @@ def test_transformer_in_its_own_folder(tmp_path: Path) -> None:
     assert info.sources["max_model_len"] == "0_Transformer/sentence_bert_config.json: max_seq_length"
 
 
-def test_legacy_pooling_keys_concatenate_in_sentence_transformers_order(tmp_path: Path) -> None:
+def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:
     keys = {
         "pooling_mode_lasttoken": True,
         "pooling_mode_weightedmean_tokens": True,
@@ -148,25 +118,19 @@ def test_legacy_pooling_keys_concatenate_in_sentence_transformers_order(tmp_path
         "pooling_mode_cls_token": True,
         "include_prompt": False,
     }
-    files = {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": keys}
+    files = {
+        "config.json": BERT,
+        "modules.json": [TRANSFORMER, POOLING],
+        "1_Pooling/config.json": keys,
+        "config_sentence_transformers.json": {"prompts": {"query": "query: ", "passage": None}},
+    }
     info = resolve(write(tmp_path, files))
+    assert info.prompts == {"query": "query: "}
     assert [p.value for p in info.sequence_pooling] == ["CLS", "MAX", "MEAN", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "LAST"]
     assert (info.embedding_size, info.include_prompt) == (6 * 32, False)
 
 
-def test_prompts_and_truncate_dim(tmp_path: Path) -> None:
-    settings = {"prompts": {"query": "query: ", "passage": None}, "default_prompt_name": "query", "truncate_dim": 16}
-    files = {
-        "config.json": BERT,
-        "modules.json": [TRANSFORMER, POOLING, NORMALIZE],
-        "1_Pooling/config.json": MEAN,
-        "config_sentence_transformers.json": settings,
-    }
-    info = resolve(write(tmp_path, files))
-    assert (info.prompts, info.default_prompt_name, info.dimensions) == ({"query": "query: "}, "query", 16)
-
-
-def test_model_without_pooling_gives_token_vectors_only(tmp_path: Path) -> None:
+def test_model_without_pooling_has_token_vectors_only(tmp_path: Path) -> None:
     files = {
         "config.json": BERT,
         "modules.json": [TRANSFORMER, {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}],
@@ -182,24 +146,28 @@ def test_model_without_pooling_gives_token_vectors_only(tmp_path: Path) -> None:
 
 
 def classifier(tmp_path: Path, **change: Any) -> ModelInfo:
-    return resolve(
-        write(tmp_path, {"config.json": BERT | {"architectures": ["BertForSequenceClassification"]} | change})
-    )
+    return resolve(write(tmp_path, {"config.json": CLASSIFIER | change}))
 
 
-def test_labels_are_in_column_order_and_holes_are_named(tmp_path: Path) -> None:
-    info = classifier(tmp_path, id2label={"10": "k", "2": "c", "0": "a"})
-    assert info.labels == ("a", "LABEL_1", "c", *(f"LABEL_{i}" for i in range(3, 10)), "k")
-    assert (info.kind, info.tasks) == (ModelKind.SEQUENCE_CLASSIFIER, (PoolingTask.CLASSIFY,))
+@pytest.mark.parametrize(
+    ("change", "labels"),
+    [
+        ({}, ("LABEL_0", "LABEL_1")),
+        ({"num_labels": 3}, ("LABEL_0", "LABEL_1", "LABEL_2")),
+        ({"id2label": {"0": "LABEL_0"}}, ("LABEL_0",)),
+        (
+            {"id2label": {"10": "k", "2": "c", "0": "a"}},
+            ("a", "LABEL_1", "c", *(f"LABEL_{i}" for i in range(3, 10)), "k"),
+        ),
+    ],
+)
+def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labels: tuple[str, ...]) -> None:
+    info = classifier(tmp_path, **change)
+    assert info.labels == labels
+    is_pair_model = len(labels) == 1
+    assert info.kind is (ModelKind.CROSS_ENCODER if is_pair_model else ModelKind.SEQUENCE_CLASSIFIER)
+    assert info.tasks == (PoolingTask.CLASSIFY, PoolingTask.SCORE)[: 1 + is_pair_model]
     assert (info.sequence_pooling, info.embedding_size) == ((PoolingType.CLS,), 0)
-
-
-def test_labels_default_to_two(tmp_path: Path) -> None:
-    assert classifier(tmp_path).labels == ("LABEL_0", "LABEL_1")
-
-
-def test_num_labels(tmp_path: Path) -> None:
-    assert classifier(tmp_path, num_labels=3).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 @pytest.mark.parametrize(
@@ -222,27 +190,22 @@ def test_num_labels(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_activation(tmp_path: Path, change: dict[str, Any], activation: Activation, source: str) -> None:
+def test_activation_of_a_classifier_is_read(
+    tmp_path: Path, change: dict[str, Any], activation: Activation, source: str
+) -> None:
     info = classifier(tmp_path, **change)
     assert (info.activation, info.sources["activation"]) == (activation, source)
 
 
-def test_cross_encoder(tmp_path: Path) -> None:
-    info = classifier(tmp_path, id2label={"0": "LABEL_0"})
-    assert (info.kind, info.tasks) == (ModelKind.CROSS_ENCODER, (PoolingTask.CLASSIFY, PoolingTask.SCORE))
-
-
-def test_token_classifier(tmp_path: Path) -> None:
-    config = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "O", "1": "B-PER"}}
-    info = resolve(write(tmp_path, {"config.json": config}), pooler_config=PoolerConfig(pooling_type=PoolingType.STEP))
+def test_token_classifier_takes_step_pooling(tmp_path: Path) -> None:
+    step = PoolerConfig(pooling_type=PoolingType.STEP)
+    info = resolve(write(tmp_path, {"config.json": TOKEN_CLASSIFIER}), pooler_config=step)
     assert (info.kind, info.tasks) == (ModelKind.TOKEN_CLASSIFIER, (PoolingTask.TOKEN_CLASSIFY,))
     assert (info.token_pooling, info.sequence_pooling, info.activation) == (PoolingType.STEP, (), Activation.SOFTMAX)
 
 
-def test_a_decoders_classifier_scores_tokens_too(tmp_path: Path) -> None:
-    config = {"model_type": "qwen2", "hidden_size": 8, "vocab_size": 9, "num_attention_heads": 2}
-    config |= {"num_hidden_layers": 1, "max_position_embeddings": 64, "id2label": {"0": "bad", "1": "good"}}
-    config |= {"architectures": ["Qwen2ForSequenceClassification"]}
+def test_decoder_classifier_scores_tokens_too(tmp_path: Path) -> None:
+    config = BERT | {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]}
     folder = write(tmp_path, {"config.json": config})
     assert resolve(folder).tasks == (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
     step = PoolerConfig(tok_pooling_type=PoolingType.STEP, step_tag_id=3, returned_token_ids=(1,))
@@ -252,7 +215,7 @@ def test_a_decoders_classifier_scores_tokens_too(tmp_path: Path) -> None:
         resolve(folder, pooler_config=replace(step, returned_token_ids=(2,)))
 
 
-def test_the_operator_may_leave_one_task(tmp_path: Path) -> None:
+def test_pooler_config_task_leaves_one_task(tmp_path: Path) -> None:
     folder = write(tmp_path, {"config.json": BERT})
     assert resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.EMBED)).tasks == (
         PoolingTask.EMBED,
@@ -264,11 +227,6 @@ def test_the_operator_may_leave_one_task(tmp_path: Path) -> None:
         resolve(folder, pooler_config=PoolerConfig(task=PoolingTask.CLASSIFY))
 
 
-def test_modernbert_classifier_pooling(tmp_path: Path) -> None:
-    info = classifier(tmp_path, model_type="modernbert", classifier_pooling="mean")
-    assert info.sequence_pooling == (PoolingType.MEAN,)
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -277,11 +235,10 @@ def test_modernbert_classifier_pooling(tmp_path: Path) -> None:
         ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "avg"}, PoolingType.MEAN),
         ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "last"}, PoolingType.LAST),
         ({"model_type": "roberta"}, PoolingType.CLS),
+        ({"model_type": "modernbert", "classifier_pooling": "mean"}, PoolingType.MEAN),
     ],
 )
-def test_classifiers_pool_the_row_that_their_family_does(
-    tmp_path: Path, change: dict[str, Any], expected: PoolingType
-) -> None:
+def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str, Any], expected: PoolingType) -> None:
     assert classifier(tmp_path, **change).sequence_pooling == (expected,)
 
 
@@ -309,7 +266,7 @@ def test_classifiers_pool_the_row_that_their_family_does(
         ({"model_type": "xlnet", "max_position_embeddings": -1}, None, None, 512),
     ],
 )
-def test_max_model_len(
+def test_max_model_len_is_the_smallest_limit(
     tmp_path: Path,
     config: dict[str, Any],
     tokenizer: dict[str, Any] | None,
@@ -325,7 +282,7 @@ def test_max_model_len(
     assert resolve(write(tmp_path, files)).max_model_len == expected
 
 
-def test_operator_lowers_and_raises_max_model_len_up_to_the_positions(tmp_path: Path) -> None:
+def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
     files = {
         "config.json": BERT,
         "modules.json": [TRANSFORMER, POOLING],
@@ -353,7 +310,7 @@ def test_operator_lowers_and_raises_max_model_len_up_to_the_positions(tmp_path: 
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 40}, 40),
     ],
 )
-def test_rotary_positions_may_reach_past_the_default(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
+def test_scaled_rotary_positions_raise_the_bound(tmp_path: Path, scaling: dict[str, Any], reach: int) -> None:
     folder = write(tmp_path, {"config.json": BERT | {"model_type": "llama", "rope_scaling": scaling}})
     assert resolve(folder).max_model_len == 40
     assert resolve(folder, max_model_len=reach).max_model_len == reach
@@ -364,7 +321,7 @@ def test_rotary_positions_may_reach_past_the_default(tmp_path: Path, scaling: di
 # The operator ----------------------------------------------------------------------------------------------------
 
 
-def test_overrides(tmp_path: Path) -> None:
+def test_hf_overrides_change_config_json(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}})
     overrides = {"matryoshka_dimensions": [8, 16], "rope_parameters": {"rope_theta": 2.0}}
     info = resolve(tmp_path, hf_overrides=overrides)
@@ -372,19 +329,13 @@ def test_overrides(tmp_path: Path) -> None:
     assert info.sources["matryoshka_dimensions"] == "--hf-overrides: matryoshka_dimensions"
     assert info.config["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "default"}
     assert resolve(tmp_path, hf_overrides={"is_matryoshka": True}).is_matryoshka
-    overrides = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
-    assert resolve(tmp_path, hf_overrides=overrides).kind is ModelKind.CROSS_ENCODER
-
-
-def test_architecture_override_beats_modules(tmp_path: Path) -> None:
-    write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN})
+    write(tmp_path, {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN})
     assert resolve(tmp_path).kind is ModelKind.EMBEDDING
-    info = resolve(tmp_path, hf_overrides={"architectures": ["BertForSequenceClassification"]})
-    assert info.kind is ModelKind.SEQUENCE_CLASSIFIER
-    assert info.sources["kind"] == "--hf-overrides: architectures"
+    info = resolve(tmp_path, hf_overrides={"architectures": ["BertForSequenceClassification"], "num_labels": 1})
+    assert (info.kind, info.sources["kind"]) == (ModelKind.CROSS_ENCODER, "--hf-overrides: architectures")
 
 
-def test_pooler_config_comes_last(tmp_path: Path) -> None:
+def test_pooler_config_overrides_the_files(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": MEAN})
     config = PoolerConfig(
         pooling_type=PoolingType.ATTENTION,
@@ -403,7 +354,7 @@ def test_pooler_config_comes_last(tmp_path: Path) -> None:
     assert not resolve(tmp_path, pooler_config=PoolerConfig(use_activation=False)).normalize
 
 
-def test_table_names_a_source_for_every_field(tmp_path: Path) -> None:
+def test_table_has_a_source_for_every_field(tmp_path: Path) -> None:
     info = resolve(write(tmp_path, {"config.json": BERT}))
     table = resolved_table(info)
     assert ("sequence_pooling", "MEAN", "default of encoders") in table
@@ -415,7 +366,7 @@ def test_table_names_a_source_for_every_field(tmp_path: Path) -> None:
     assert "labels" in [row[0] for row in resolved_table(classifier(tmp_path))]
 
 
-def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
+def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
     folder = write(tmp_path, {"config.json": BERT})
     off = resolve(folder)
     assert (off.enable_chunked_processing, off.chunk_overlap) == (False, 0)
@@ -429,9 +380,6 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
     wide = PoolerConfig(enable_chunked_processing=True, chunk_overlap=16)
     with pytest.raises(ModelLoadError, match=r"chunk_overlap is 16, but a window .* has 16 tokens \(--max-model-len"):
         resolve(folder, max_model_len=16, pooler_config=wide)
-    classifies = write(tmp_path, {"config.json": BERT | {"architectures": ["BertForSequenceClassification"]}})
-    with pytest.raises(ModelLoadError, match=r"has no task 'embed' \(kind\)"):
-        resolve(classifies, pooler_config=PoolerConfig(enable_chunked_processing=True))
 
 
 # Refusals --------------------------------------------------------------------------------------------------------
@@ -441,74 +389,43 @@ def test_long_text_mode_is_the_operators(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"config.json": "{"}, r"config\.json cannot be read"),
-        ({"config.json": []}, "must hold a JSON object"),
         ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
-        ({"modules.json": [TRANSFORMER]}, r"holds no config\.json"),
-        ({"config.json": BERT, "modules.json": {}}, "must hold a list of modules"),
-        ({"config.json": BERT, "modules.json": [POOLING]}, "needs a Transformer first"),
+        ({"config.json": None, "modules.json": [TRANSFORMER]}, r"holds no config\.json"),
+        ({"modules.json": {}}, "must hold a list of modules"),
+        ({"modules.json": [POOLING]}, "needs a Transformer first"),
+        ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
+        ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
+        ({"modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
         (
-            {"config.json": BERT, "modules.json": [TRANSFORMER, CNN]},
-            r"sentence_transformers\.models\.CNN \(1_CNN\)",
-        ),
-        ({"config.json": BERT, "modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
-        ({"config.json": BERT, "modules.json": [TRANSFORMER, NORMALIZE, POOLING]}, r"models\.Pooling \(1_Pooling\)"),
-        (
-            {
-                "config.json": BERT,
-                "modules.json": [TRANSFORMER, POOLING],
-                "1_Pooling/config.json": {"pooling_mode": "sum"},
-            },
+            {"modules.json": [TRANSFORMER, POOLING], "1_Pooling/config.json": {"pooling_mode": "sum"}},
             "pooling mode 'sum'",
         ),
-        (
-            {
-                "config.json": BERT,
-                "modules.json": [TRANSFORMER, POOLING, DENSE],
-                "2_Dense/config.json": {"in_features": 7, "out_features": 3},
-            },
-            "rows of 7, .* gives 32",
+        *(
+            ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)
+            for dense, message in [
+                ({"in_features": 7, "out_features": 3}, "rows of 7, .* gives 32"),
+                ({"in_features": 32, "out_features": 3, "activation_function": "os.system"}, r"os\.system"),
+            ]
         ),
         (
             {
-                "config.json": BERT,
-                "modules.json": [TRANSFORMER, POOLING, DENSE],
-                "2_Dense/config.json": {"in_features": 32, "out_features": 3, "activation_function": "os.system"},
-            },
-            r"os\.system",
-        ),
-        (
-            {
-                "config.json": BERT,
                 "modules.json": [TRANSFORMER, POOLING],
                 "config_sentence_transformers.json": {"prompts": {"query": "q"}, "default_prompt_name": "document"},
             },
             "'document', but its prompts are query",
         ),
-        (
-            {"config.json": BERT | {"architectures": ["BertForSequenceClassification"], "id2label": {"x": "y"}}},
-            "column numbers",
-        ),
-        (
-            {"config.json": BERT | {"architectures": ["BertForSequenceClassification"], "problem_type": "guess"}},
-            "problem_type .* 'guess'",
-        ),
-        (
-            {
-                "config.json": BERT
-                | {
-                    "architectures": ["BertForSequenceClassification"],
-                    "sentence_transformers": {"activation_fn": "my.Fn"},
-                }
-            },
-            "'my.Fn'",
-        ),
+        ({"config.json": CLASSIFIER | {"id2label": {"x": "y"}}}, "column numbers"),
+        ({"config.json": CLASSIFIER | {"problem_type": "guess"}}, "problem_type .* 'guess'"),
+        ({"config.json": CLASSIFIER | {"sentence_transformers": {"activation_fn": "my.Fn"}}}, "'my.Fn'"),
         ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
     ],
 )
-def test_refusals_name_the_file_and_the_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_unusable_files_are_refused_with_their_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    files = {"config.json": BERT} | files
+    write(tmp_path, {name: content for name, content in files.items() if content is not None})
     with pytest.raises(ModelLoadError, match=message):
-        resolve(write(tmp_path, files))
+        resolve(tmp_path)
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
@@ -542,55 +459,28 @@ def test_modules_of_known_packages_are_read(tmp_path: Path, package: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("pooler", "message"),
+    ("config", "pooler", "message"),
     [
-        (PoolerConfig(attention_head=4), r"attention_head is 4; .* 4 heads"),
-        (PoolerConfig(dimensions=33), "dimensions is 33; .* 32"),
+        (BERT, PoolerConfig(attention_head=4), r"attention_head is 4; .* 4 heads"),
+        (BERT, PoolerConfig(dimensions=33), "dimensions is 33; .* 32"),
+        (
+            TOKEN_CLASSIFIER,
+            PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(0, 2)),
+            r"returned_token_ids is \[0, 2\]; .* columns 0 to 1",
+        ),
+        (
+            BERT | {"model_type": "mamba", "num_attention_heads": None},
+            PoolerConfig(pooling_type=PoolingType.ATTENTION),
+            "ATTENTION pooling needs attention heads",
+        ),
+        (CLASSIFIER, PoolerConfig(enable_chunked_processing=True), r"has no task 'embed' \(kind\)"),
     ],
 )
-def test_pooler_config_that_does_not_fit(tmp_path: Path, pooler: PoolerConfig, message: str) -> None:
+def test_pooler_config_that_does_not_fit_is_refused(
+    tmp_path: Path, config: dict[str, Any], pooler: PoolerConfig, message: str
+) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        resolve(write(tmp_path, {"config.json": BERT}), pooler_config=pooler)
-
-
-def test_returned_token_ids_are_columns(tmp_path: Path) -> None:
-    config = BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "a", "1": "b"}}
-    pooler = PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(0, 2))
-    with pytest.raises(ModelLoadError, match=r"returned_token_ids is \[0, 2\]; .* columns 0 to 1"):
         resolve(write(tmp_path, {"config.json": config}), pooler_config=pooler)
-
-
-def test_attention_pooling_needs_heads(tmp_path: Path) -> None:
-    config = {k: v for k, v in BERT.items() if k != "num_attention_heads"} | {"model_type": "mamba"}
-    with pytest.raises(ModelLoadError, match="ATTENTION pooling needs attention heads"):
-        resolve(
-            write(tmp_path, {"config.json": config}), pooler_config=PoolerConfig(pooling_type=PoolingType.ATTENTION)
-        )
-
-
-# Where models lie ------------------------------------------------------------------------------------------------
-
-
-def test_locate_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, {"model/config.json": BERT, "st/modules.json": [TRANSFORMER], "empty/readme.txt": "", "file": ""})
-    assert locate_model(str(tmp_path / "model")) == (tmp_path / "model").resolve()
-    assert locate_model(str(tmp_path / "st")) == (tmp_path / "st").resolve()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate_model("~/model") == (tmp_path / "model").resolve()
-    with pytest.raises(ModelLoadError, match=r"neither config\.json nor modules\.json"):
-        locate_model(str(tmp_path / "empty"))
-    with pytest.raises(ModelLoadError, match="is a file"):
-        locate_model(str(tmp_path / "file"))
-    with pytest.raises(ModelLoadError, match=r"no folder .* not a hub id"):
-        locate_model(str(tmp_path / "nowhere"))
-
-
-def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
-    """A repository in the hub's cache, as huggingface_hub lays it out."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = cache / f"models--{name.replace('/', '--')}"
-    write(repo, {"refs/main": commit, **{f"snapshots/{commit}/{path}": content for path, content in files.items()}})
-    return repo / "snapshots" / commit
 
 
 TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
@@ -608,10 +498,10 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
     ],
 )
 def test_model_that_reads_no_text_is_refused(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, {"config.json": config})
     message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock serves text models"
     with pytest.raises(UnsupportedModelError, match=message):
-        resolve_model(EngineConfig(model=str(tmp_path)))
+        resolve(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -619,79 +509,7 @@ def test_model_that_reads_no_text_is_refused(config: dict[str, Any], inputs: str
 )
 def test_language_model_that_may_read_images_is_served(more: dict[str, Any], tmp_path: Path) -> None:
     config = {"model_type": "llava", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}, **more}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert resolve_model(EngineConfig(model=str(tmp_path))).hidden_size == 32
-
-
-def test_name_below_a_local_folder_means_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not is_local("mods/nosuch")
-    (tmp_path / "mods").mkdir()
-    assert is_local("mods/nosuch")
-    assert not is_local("mods/nosuch", "main")
-    assert not is_local("mods-nosuch")
-    with pytest.raises(ModelLoadError, match=r"no folder 'nosuch' in the folder 'mods'.*--revision main"):
-        locate_model("mods/nosuch")
-
-
-@pytest.mark.parametrize("file", ["config.json", "modules.json", "tokenizer_config.json"])
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"), ("null", "holds null")],
-)
-def test_file_that_holds_no_value_is_refused(file: str, content: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(BERT))
-    (tmp_path / file).write_text(content)
-    with pytest.raises(ModelLoadError, match=reason):
-        resolve_model(EngineConfig(model=str(tmp_path)))
-
-
-def test_locate_in_the_hub_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    snapshot = hub_cache(tmp_path, "owner/tiny", {"config.json": BERT, "pytorch_model.bin": ""})
-    assert locate_model("owner/tiny") == snapshot
-    with pytest.raises(
-        ModelLoadError, match=r"'owner/absent' could not be loaded\. Tried the folder .*owner/absent', the hub"
-    ):
-        locate_model("owner/absent")
-    with pytest.raises(ModelLoadError, match="at revision 'v2'"):
-        locate_model("owner/tiny", "v2")
-    info = resolve(Path("owner/tiny"))
-    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("f" * 40)
-    assert (info.folder, resolve(Path(info.folder)).path) == (str(snapshot), info.path)
-    hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
-    with pytest.raises(ModelLoadError, match="not a model"):
-        locate_model("owner/dataset")
-
-
-def test_only_what_is_needed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"config.json": BERT, "model.safetensors": "", "1_Pooling/config.json": MEAN, "2_Dense/config.json": {}}
-    snapshot = write(tmp_path / "snapshot", files)
-    calls: list[dict[str, Any]] = []
-
-    def fetch(name: str, **kwargs: Any) -> str:
-        calls.append({"name": name, **kwargs})
-        return str(snapshot)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert locate_model("owner/tiny", "v1") == snapshot
-    assert [c["revision"] for c in calls] == ["v1", "v1"]
-    assert "*.bin" not in calls[0]["allow_patterns"]
-    assert calls[1]["allow_patterns"] == ["2_Dense/pytorch_model*.bin"]
-
-
-def test_every_error_of_the_hub_library_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TransportError(Exception):
-        pass
-
-    def fail(name: str, **_: Any) -> str:
-        raise TransportError("connection lost\nlong story")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(ModelLoadError, match=r"local cache in '.*': connection lost$") as caught:
-        locate_model("owner/tiny")
-    assert isinstance(caught.value.__cause__, TransportError)
+    assert resolve(write(tmp_path, {"config.json": config})).hidden_size == 32
 
 
 def test_torch_is_not_imported() -> None:
@@ -726,9 +544,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", [*MODES, ("mean", "cls"), ("lasttoken", "max", "weightedmean")])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_saved_sentence_transformer(
+@pytest.mark.parametrize(
+    ("mode", "normalize"), [*((mode, True) for mode in MODES), (("lasttoken", "max", "weightedmean"), False)]
+)
+def test_saved_sentence_transformer_is_read(
     tiny_bert: Path, tmp_path: Path, mode: str | tuple[str, ...], normalize: bool
 ) -> None:
     modes = (mode,) if isinstance(mode, str) else mode
@@ -758,16 +577,8 @@ def test_saved_sentence_transformer(
     assert info.default_prompt_name == again.default_prompt_name
 
 
-def test_plain_model_resolves_as_sentence_transformers_loads_it(tiny_bert: Path) -> None:
-    model = SentenceTransformer(str(tiny_bert), device="cpu")
-    info = resolve(tiny_bert)
-    assert model[1].pooling_mode == "mean"
-    assert info.sequence_pooling == (PoolingType.MEAN,)
-    assert info.max_model_len == model.max_seq_length
-
-
 @pytest.mark.parametrize("activation", [None, torch.nn.Identity(), torch.nn.Sigmoid()])
-def test_saved_cross_encoder(tiny_bert: Path, tmp_path: Path, activation: torch.nn.Module | None) -> None:
+def test_saved_cross_encoder_is_read(tiny_bert: Path, tmp_path: Path, activation: torch.nn.Module | None) -> None:
     sizes = {k: v for k, v in BERT.items() if k not in ("model_type", "architectures")}
     source = tmp_path / "source"
     BertForSequenceClassification(BertConfig(**sizes, num_labels=1)).save_pretrained(source)
@@ -782,11 +593,3 @@ def test_saved_cross_encoder(tiny_bert: Path, tmp_path: Path, activation: torch.
             assert info.max_model_len == model.max_seq_length
         else:
             assert resolve(folder).activation is Activation.SIGMOID
-
-
-def test_unknown_saved_module(tiny_bert: Path, tmp_path: Path) -> None:
-    from sentence_transformers.sentence_transformer.modules import LayerNorm
-
-    SentenceTransformer(modules=[Transformer(str(tiny_bert)), Pooling(32), LayerNorm(32)]).save(str(tmp_path))
-    with pytest.raises(UnsupportedModelError, match=r"LayerNorm \(2_LayerNorm\); penstock knows"):
-        resolve(tmp_path)

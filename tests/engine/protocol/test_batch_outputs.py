@@ -1,16 +1,30 @@
-"""The record of a batch: blocks of rows as the arrays of each sequence, and which of these are finite."""
+"""Results of a batch: blocks of rows, arrays of sequences, and the messages that carry them."""
 
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
+from penstock.engine.protocol.batch_outputs import (
+    ArrayBlock,
+    BatchOutputs,
+    ResultBlock,
+    pack_results,
+    unpack_results,
+)
+from penstock.engine.protocol.messages import StepResults, decode_from_core, encode
+
+BLOCKS = [
+    ArrayBlock(name="embedding", values=np.arange(12, dtype=np.float32).reshape(4, 3), widths=[3, 1, 2, 3]),
+    ArrayBlock(name="token_scores", values=np.arange(10, dtype=np.float32).reshape(5, 2), row_lens=[2, 0, 3]),
+    ArrayBlock(name="scores", values=np.ones((1, 1), np.float32)),
+    ArrayBlock(name="sparse", values=np.zeros((0, 2), np.float32), row_lens=[0, 0], widths=[2, 1]),
+]
 
 
 def rows(num_rows: int, width: int, start: int = 0) -> np.ndarray:
     return np.arange(start, start + num_rows * width, dtype=np.float32).reshape(num_rows, width)
 
 
-def test_blocks_become_the_arrays_of_each_sequence_by_name() -> None:
+def test_blocks_are_split_into_arrays_of_each_sequence() -> None:
     vectors, scores, tokens = rows(4, 3), rows(2, 5, 100), rows(6, 2, 200)
     outputs = BatchOutputs.of(
         4,
@@ -36,7 +50,7 @@ def test_blocks_become_the_arrays_of_each_sequence_by_name() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_sequence_is_finite_where_all_that_it_got_is(value: float) -> None:
+def test_sequence_is_finite_if_all_its_values_are(value: float) -> None:
     vectors, tokens = rows(4, 3), rows(6, 2)
     vectors[1, 2] = value  # beyond the columns of this one
     vectors[3, 0] = value
@@ -46,9 +60,46 @@ def test_a_sequence_is_finite_where_all_that_it_got_is(value: float) -> None:
         ArrayBlock(name="token_embeddings", values=tokens, indices=(0, 2), row_lens=(2, 4)),
     ]
     assert BatchOutputs.of(4, blocks).is_finite.tolist() == [True, True, False, False]
+    assert BatchOutputs.of(2, ()).is_finite.tolist() == [True, True]
+    assert BatchOutputs.of(2, ()).split() == [{}, {}]
 
 
-def test_without_blocks_every_sequence_is_finite_and_has_nothing() -> None:
-    outputs = BatchOutputs.of(2, ())
-    assert outputs.is_finite.tolist() == [True, True]
-    assert outputs.split() == [{}, {}]
+def results_of(block: ArrayBlock) -> ResultBlock:
+    numbers = range(len(block.split()))
+    return ResultBlock(
+        block, [(1 << 41) + n for n in numbers], [3 * n for n in numbers], [bool(n % 2) for n in numbers]
+    )
+
+
+def test_blocks_of_any_shape_survive_their_message() -> None:
+    sent = [results_of(block) for block in BLOCKS]
+    headers, frames = pack_results(sent)
+    assert [len(frame) for frame in frames] == [block.values.nbytes for block in BLOCKS]
+    message = StepResults(headers, 1, 0.1, finished=[(7, 0.5, 2.0), (1 << 50, 0.0, 1e-9)])
+    decoded = decode_from_core(encode(message))
+    assert isinstance(decoded, StepResults)
+    assert decoded == message
+    received = unpack_results(decoded, [bytes(frame) for frame in frames])
+    for theirs, ours in zip(sent, received, strict=True):
+        assert ours.block.name == theirs.block.name
+        for column in ("request_ids", "indices", "is_last"):
+            assert getattr(ours, column) == getattr(theirs, column)
+        for before, after in zip(theirs.block.split(), ours.block.split(), strict=True):
+            assert after.dtype == np.float32
+            assert after.shape == before.shape
+            np.testing.assert_array_equal(after, before)
+    for block, frame in zip(BLOCKS[:3], frames, strict=False):  # not copied
+        assert np.shares_memory(np.frombuffer(frame, np.float32), block.values)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_pick_keeps_the_chosen_sequences(block: ArrayBlock) -> None:
+    whole = results_of(block)
+    everything = range(len(whole.request_ids))
+    assert whole.pick(everything) is whole
+    for places in (everything[1:], everything[::2], everything[:0]):
+        part = whole.pick(places)
+        assert part.indices == [3 * place for place in places]
+        expected = [block.split()[place] for place in places]
+        for ours, theirs in zip(part.block.split(), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)

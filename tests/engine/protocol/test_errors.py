@@ -1,4 +1,4 @@
-"""Messages that name fields of a request, in the words of a dialect."""
+"""Error messages name request fields as the dialect of the client does."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from penstock.engine.tokenization.model_tokenizer import Truncation
 COHERE = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens", "cut_to_fit": "truncate to END"}
 
 
-def test_a_template_names_fields_as_the_dialect_does() -> None:
-    error = InvalidRequestError("{dimensions} is {asked}; {dimensions} must be less.", param="dimensions", asked="{9}")
+def test_message_template_names_fields_of_the_dialect() -> None:
+    error = InvalidRequestError("{dimensions} is {value}; {dimensions} must be less.", param="dimensions", value="{9}")
     assert (error.message, error.param) == ("dimensions is {9}; dimensions must be less.", "dimensions")
     error.name_fields(COHERE)
     assert (error.message, error.param) == (
@@ -22,13 +22,13 @@ def test_a_template_names_fields_as_the_dialect_does() -> None:
 
 
 @pytest.mark.parametrize("message", ["{dimensions}", '{"is_matryoshka": true}', "{", "100 %"])
-def test_a_message_without_values_is_no_template(message: str) -> None:
+def test_message_without_values_is_no_template(message: str) -> None:
     error = EngineError(message)
     error.name_fields(COHERE)
     assert (error.message, error.param) == (message, None)
 
 
-def test_a_value_is_never_taken_for_a_field() -> None:
+def test_value_is_never_replaced_by_a_field_name() -> None:
     model = ModelInfo.__new__(ModelInfo)
     object.__setattr__(model, "name", "dimensions/{model}")
     error = InvalidRequestError("{dimensions} is 1 for {model.name}.", model=model)
@@ -36,7 +36,7 @@ def test_a_value_is_never_taken_for_a_field() -> None:
     assert error.message == "output_dimension is 1 for dimensions/{model}."
 
 
-def test_what_is_too_long_tells_the_way_out_of_the_dialect() -> None:
+def test_too_long_error_names_the_setting_of_the_dialect() -> None:
     limit = Truncation(max_num_tokens=4, cut=False, side=None, param="input", name="{truncate_prompt_tokens}")
     with pytest.raises(RequestTooLongError) as caught:
         limit.refuse_found_unless_cut("input 0 has 5 tokens", 5)
@@ -47,7 +47,7 @@ def test_what_is_too_long_tells_the_way_out_of_the_dialect() -> None:
     assert "set truncate to END to cut it" in caught.value.message
 
 
-def test_stray_parameters_are_named_in_both_lists() -> None:
+def test_foreign_parameters_are_named_in_the_dialect() -> None:
     model = ModelInfo.__new__(ModelInfo)
     object.__setattr__(model, "tasks", (PoolingTask.EMBED,))
     with pytest.raises(InvalidRequestError) as caught:

@@ -1,4 +1,4 @@
-"""Messages between two processes: whole, in their order, whatever their size and whoever is slow."""
+"""Messages between two processes arrive whole and in order, at any size and speed."""
 
 from __future__ import annotations
 
@@ -15,36 +15,49 @@ import pytest
 
 from penstock.engine.protocol.message_connection import _MOST_PARTS, MessageConnection, layout
 
-Told = tuple[bytes, list[bytes]]
+Message = tuple[bytes, list[bytes]]
+Ends = tuple[MessageConnection, MessageConnection]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[MessageConnection, MessageConnection]]:
+def ends() -> Iterator[Ends]:
     one, other = map(MessageConnection, socket.socketpair())
     yield one, other
     one.close()
     other.close()
 
 
-def heard(connection: MessageConnection, number: int, timeout_s: float = 120.0) -> list[Told]:
-    """Waits for so many messages."""
-    told: list[Told] = []
-    while len(told) < number:
-        assert select.select([connection], [], [], timeout_s)[0], f"{len(told)} of {number} messages came"
-        told += [(bytes(first), [bytes(frame) for frame in frames]) for first, frames in connection.receive()]
-    return told
+def receive_messages(connection: MessageConnection, number: int, timeout_s: float = 120.0) -> list[Message]:
+    """Waits for `number` messages."""
+    messages: list[Message] = []
+    while len(messages) < number:
+        assert select.select([connection], [], [], timeout_s)[0], f"{len(messages)} of {number} messages came"
+        messages += copies(connection)
+    return messages
 
 
-def made(rng: random.Random, most_bytes: int) -> Told:
+def copies(connection: MessageConnection) -> list[Message]:
+    return [(bytes(first), [bytes(frame) for frame in frames]) for first, frames in connection.receive()]
+
+
+def join_sender() -> None:
+    """Waits until no connection has a thread that sends."""
+    for thread in threading.enumerate():
+        if thread.name == "sender":
+            thread.join(120)
+    assert "sender" not in [thread.name for thread in threading.enumerate()]
+
+
+def random_message(rng: random.Random, most_bytes: int) -> Message:
     sizes = [rng.choice((0, 1, 7, 8, 9, rng.randrange(most_bytes))) for _ in range(rng.randrange(4))]
     return rng.randbytes(rng.randrange(1, 100)), [rng.randbytes(size) for size in sizes]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_messages_come_whole_and_in_order(ends: tuple[MessageConnection, MessageConnection], seed: int) -> None:
+def test_messages_arrive_whole_and_in_order(ends: Ends, seed: int) -> None:
     one, other = ends
     rng = random.Random(seed)
-    sent = [made(rng, 200_000 if seed % 2 else 300) for _ in range(200)]
+    sent = [random_message(rng, 200_000 if seed % 2 else 300) for _ in range(200)]
 
     def send() -> None:
         for first, frames in sent:
@@ -52,15 +65,15 @@ def test_messages_come_whole_and_in_order(ends: tuple[MessageConnection, Message
 
     sending = threading.Thread(target=send)
     sending.start()
-    assert heard(other, len(sent)) == sent
+    assert receive_messages(other, len(sent)) == sent
     sending.join()
 
 
 @pytest.mark.parametrize("step", [1, 3, 8, 65_536, 65_537])
-def test_a_message_may_come_in_any_pieces(step: int) -> None:
+def test_message_may_arrive_in_pieces_of_any_size(step: int) -> None:
     rng = random.Random(step)
     most = 40 if step < 8 else 150_000
-    sent = [made(rng, most) for _ in range(12)]
+    sent = [random_message(rng, most) for _ in range(12)]
     writer, reader = socket.socketpair()
     recorded, stream = map(MessageConnection, socket.socketpair())
     other = MessageConnection(reader)
@@ -72,16 +85,16 @@ def test_a_message_may_come_in_any_pieces(step: int) -> None:
     while select.select([stream], [], [], 120)[0] and (piece := stream._socket.recv(1 << 20)):
         data += piece
     closing.join()
-    told = []
+    received = []
     for begin in range(0, len(data), step):
         writer.sendall(data[begin : begin + step])
-        told += [(bytes(first), [bytes(frame) for frame in frames]) for first, frames in other.receive()]
-    assert told == sent
+        received += copies(other)
+    assert received == sent
     for end in (writer, recorded, stream, other):
         end.close()
 
 
-def test_arrays_lie_where_numpy_wants_them(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_frames_are_aligned_for_numpy(ends: Ends) -> None:
     one, other = ends
     array = np.arange(5, dtype=np.float64)
     for first in (b"a", b"abcdefg", b"12345678"):
@@ -93,7 +106,7 @@ def test_arrays_lie_where_numpy_wants_them(ends: tuple[MessageConnection, Messag
         np.testing.assert_array_equal(view, array)
 
 
-def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_message_does_not_keep_others_in_memory(ends: Ends) -> None:
     one, other = ends
     for _ in range(10):
         one.send(b"first", [bytes(4000)])
@@ -104,23 +117,20 @@ def test_a_message_does_not_hold_those_that_came_with_it(ends: tuple[MessageConn
     assert len(messages[0][1][0].obj) < 4100  # type: ignore[union-attr, arg-type]
 
 
-def test_who_sends_never_waits_for_who_does_not_read(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_send_does_not_wait_for_the_receiver(ends: Ends) -> None:
     one, other = ends
     sent = [(b"%d" % i, [bytes([i % 256]) * 1_000_000]) for i in range(40)]
     for first, frames in sent:
         one.send(first, frames)  # 40 MB; a socket holds a tenth, at most
     assert [thread.name for thread in threading.enumerate()].count("sender") == 1
-    assert heard(other, len(sent)) == sent
+    assert receive_messages(other, len(sent)) == sent
     one.send(b"last")
-    assert heard(other, 1) == [(b"last", [])]
-    for thread in threading.enumerate():
-        if thread.name == "sender":
-            thread.join(120)
-    assert "sender" not in [thread.name for thread in threading.enumerate()]
+    assert receive_messages(other, 1) == [(b"last", [])]
+    join_sender()
 
 
-def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(
-    ends: tuple[MessageConnection, MessageConnection],
+def test_send_copies_few_parts_of_a_long_queue(
+    ends: Ends,
 ) -> None:
     one, other = ends
     filled, sizes, push = 50, list[int](), one._push
@@ -133,72 +143,67 @@ def test_a_long_row_of_unsent_messages_does_not_hold_up_who_adds_to_it(
     for _ in range(filled):
         one.send(b"large", [bytes(200_000)])
     number = 20_000
-    reading = threading.Thread(target=lambda: told.extend(heard(other, filled + number + number // 10)))
-    told: list[Told] = []
+    reading = threading.Thread(target=lambda: received.extend(receive_messages(other, filled + number + number // 10)))
+    received: list[Message] = []
     for _ in range(number):
         one.send(b"small", [b"frame"])
     reading.start()
     for _ in range(number // 10):
         one.send(b"small", [b"frame"])
     reading.join()
-    assert told == [(b"large", [bytes(200_000)])] * filled + [(b"small", [b"frame"])] * (number + number // 10)
-    assert max(sizes) <= _MOST_PARTS  # a copy of all the rest at every step took seconds
+    assert received == [(b"large", [bytes(200_000)])] * filled + [(b"small", [b"frame"])] * (number + number // 10)
+    assert max(sizes) <= _MOST_PARTS  # copying the whole queue at each step takes seconds
 
 
-def test_a_socket_that_the_system_has_no_memory_for_ends_for_both(
-    ends: tuple[MessageConnection, MessageConnection], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_socket_without_memory_closes_both_ends(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     one, other = ends
     one.send(b"large", [bytes(30_000_000)])
     one._push = Mock(side_effect=OSError(errno.ENOBUFS, "No buffer space available"))  # type: ignore[method-assign]
     with pytest.raises(EOFError):
-        heard(other, 1)
+        receive_messages(other, 1)
     assert "given up" in caplog.text
     with pytest.raises(EOFError):
         one.receive()
     del one._push
-    one.send(b"nobody hears it")
+    one.send(b"dropped")
 
 
-def test_what_was_sent_comes_before_the_end(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_sent_messages_arrive_before_the_end(ends: Ends) -> None:
     one, other = ends
-    one.send(b"last words", [bytes(50)])
+    one.send(b"last", [bytes(50)])
     one.close()
     one.close()
-    one.send(b"nobody hears it")
-    assert other.receive()[0][0] == b"last words"
+    one.send(b"dropped")
+    assert other.receive()[0][0] == b"last"
     with pytest.raises(EOFError):
         other.receive()
     with pytest.raises(EOFError):
         other.receive()
-    other.send(b"nobody hears it")
+    other.send(b"dropped")
 
 
-def test_a_close_that_lingers_lets_all_leave(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_close_with_linger_sends_all_messages(ends: Ends) -> None:
     one, other = ends
     sent = [(b"%d" % i, [bytes(1_000_000)]) for i in range(30)]
     for first, frames in sent:
         one.send(first, frames)
     closing = threading.Thread(target=one.close, args=(120.0,))
     closing.start()
-    assert heard(other, len(sent)) == sent
+    assert receive_messages(other, len(sent)) == sent
     closing.join()
     assert one.fileno() == -1
 
 
-def test_a_close_that_does_not_linger_waits_for_nobody(ends: tuple[MessageConnection, MessageConnection]) -> None:
+def test_close_without_linger_drops_messages(ends: Ends) -> None:
     one, other = ends
     for _ in range(30):
         one.send(b"first", [bytes(1_000_000)])
     one.close()
-    for thread in threading.enumerate():
-        if thread.name == "sender":
-            thread.join(120)
-    assert "sender" not in [thread.name for thread in threading.enumerate()]
+    join_sender()
     assert len(other.receive()) < 30
 
 
-def test_an_end_with_unread_words_is_an_end() -> None:
+def test_close_with_unread_messages_ends_the_peer() -> None:
     one, other = map(MessageConnection, socket.socketpair())
     one.send(b"unread")
     other.close()
@@ -208,7 +213,7 @@ def test_an_end_with_unread_words_is_an_end() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"no message here.", b"\x00" * 8])
-def test_what_is_no_message_is_an_error_and_not_waited_for(data: bytes) -> None:
+def test_bytes_that_are_no_message_raise_an_error(data: bytes) -> None:
     writer, reader = socket.socketpair()
     connection = MessageConnection(reader)
     writer.sendall(data)
@@ -219,7 +224,7 @@ def test_what_is_no_message_is_an_error_and_not_waited_for(data: bytes) -> None:
     connection.close()
 
 
-def test_sizes_are_known_as_soon_as_they_have_come() -> None:
+def test_layout_needs_only_the_sizes_of_a_message() -> None:
     whole = memoryview(np.array([2, 3, 9], np.int64).tobytes() + bytes(24))
     assert [layout(whole[:end]) for end in (0, 7, 8, 23)] == [(8, []), (8, []), (24, []), (24, [])]
     assert [layout(whole[:end]) for end in (24, 48)] == [(48, [slice(24, 27), slice(32, 41)])] * 2

@@ -1,14 +1,107 @@
-"""Messages survive encoding and decoding."""
+"""Messages between the client and the core survive encoding and decoding."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from penstock.engine.protocol import messages as m
 from penstock.engine.protocol.config import EngineConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.messages import (
+    ClientMessage,
+    ClientMessageBuilder,
+    SubmitRequest,
+    decode_to_core,
+    encode,
+    first_request_id,
+    unpack_client_message,
+)
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.templates import ChatTemplate
+
+PARAMS = [PoolingParams(task=task) for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED)]
+IDS = st.integers(0, first_request_id(2**20))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> SubmitRequest:
+    inputs = [
+        TokenizedInput(np.arange(n, dtype=np.int32) + n, draw(st.integers(0, n)), draw(st.integers(0, n)))
+        if draw(st.booleans())
+        else TokenizedInput(np.arange(n, dtype=np.int32) - n)
+        for n in draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    ]
+    return SubmitRequest(
+        draw(IDS),
+        draw(st.sampled_from(PARAMS)),
+        inputs,
+        draw(st.integers(-(2**63), 2**63 - 1)),
+        draw(st.none() | st.floats(0, 1e9)),
+        draw(st.sampled_from(["", "me", "you"])),
+        draw(st.sampled_from(["", "mine", "yours"])),
+    )
+
+
+def send(
+    *requests: SubmitRequest, cancels: tuple[int, ...] = (), clears: tuple[int, ...] = ()
+) -> tuple[ClientMessage, bytes]:
+    outgoing = ClientMessageBuilder(cancels=[*cancels], clears=[*clears])
+    assert outgoing.is_empty == (not (cancels or clears))
+    outgoing.requests.extend(requests)
+    packed, frame = outgoing.pack()
+    message = decode_to_core(encode(packed))
+    assert isinstance(message, ClientMessage)
+    assert message == packed
+    return message, bytes(frame)
+
+
+@given(st.lists(requests(), max_size=12), st.lists(IDS, max_size=5), st.lists(IDS, min_size=1, max_size=3))
+def test_requests_survive_a_client_message(
+    submitted: list[SubmitRequest], cancels: list[int], clears: list[int]
+) -> None:
+    message, frame = send(*submitted, cancels=(*cancels,), clears=(*clears,))
+    assert message.clears == clears
+    assert len(message.params) == len({id(each.params) for each in submitted})
+    received = unpack_client_message(message, frame)
+    assert message.cancels == cancels
+    for theirs, ours in zip(submitted, received, strict=True):
+        assert ours._replace(inputs=()) == theirs._replace(inputs=())
+        assert ours.params is message.params[list({id(each.params): 0 for each in submitted}).index(id(theirs.params))]
+        for before, after in zip(theirs.inputs, ours.inputs, strict=True):
+            assert after.token_ids.dtype == np.int32
+            assert after.token_ids.tolist() == before.token_ids.tolist()
+            assert (after.type_boundary, after.num_prompt_tokens) == (before.type_boundary, before.num_prompt_tokens)
+            assert (after.num_hidden, after.query) == (0, None)
+
+
+def test_equal_queries_of_inputs_are_sent_once() -> None:
+    queries = [np.random.default_rng(n).normal(size=(n, 4)).astype(np.float32) for n in (3, 7)]
+    order = [queries[0], None, queries[1], queries[0]]
+    inputs = [TokenizedInput(np.arange(2, dtype=np.int32), num_hidden=i, query=q) for i, q in enumerate(order)]
+    message, frame = send(SubmitRequest(1, PARAMS[0], inputs))
+    (received_request,) = unpack_client_message(message, frame)
+    received = received_request.inputs
+    assert [got.num_hidden for got in received] == [0, 1, 2, 3]
+    for got, query in zip(received, order, strict=True):
+        assert got.query is None if query is None else np.array_equal(got.query, query)
+    assert received[0].query is received[3].query
+    assert len(frame) == 4 * (2 * 4 + (3 + 7) * 4)
+
+
+def test_message_names_its_client() -> None:
+    number = first_request_id(5)
+    assert send(SubmitRequest(number, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))]))[0].client_number == 5
+    assert send(cancels=(number,))[0].client_number == send(clears=(number,))[0].client_number == 5
+
+
+def test_priority_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        send(SubmitRequest(1, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))], priority=2**64))
+
 
 INFO = ModelInfo(
     name="n",
@@ -35,35 +128,25 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        m.Start(CONFIG, "DEBUG"),
-        m.ClientMessage(
-            client_number=3,
-            params=[PoolingParams(dimensions=3, task=PoolingTask.EMBED)],
-            clients=[("", ""), ("me", "mine")],
-            requests=[m.RequestHeader(1, 0, 1, -2, 0.5, 1)],
-            inputs=m.InputColumns([4], [1], [2], [3], [-1]),
-            query_shapes=[(2, 3)],
-            cancels=[4],
-            clears=[5],
-        ),
-        m.Stop(),
-    ],
-)
-def test_messages_to_the_core_survive_the_wire(message: m.ToCore) -> None:
+@pytest.mark.parametrize("message", [m.Start(CONFIG, "DEBUG"), m.Stop()])
+def test_messages_to_the_core_survive_encoding(message: m.ToCore) -> None:
     assert m.decode_to_core(m.encode(message)) == message
 
 
+CHAT = ChatTemplate(source="{{ messages }}", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+SPEC = TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True, chat_template=CHAT)
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        m.ModelReady(INFO, TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True)),
+        m.ModelReady(INFO, SPEC),
         m.LoadFailed("WeightError", "no such tensor"),
         m.StepResults([m.BlockHeader("embedding", 3, [4], [0], [True], widths=[2])], 12, 0.5, finished=[(4, 0.5, 1.0)]),
         m.RequestFailed(1, "ModelExecutionError", "boom"),
     ],
 )
-def test_messages_from_the_core_survive_the_wire(message: m.FromCore) -> None:
+def test_messages_from_the_core_survive_encoding(message: m.FromCore) -> None:
     assert m.decode_from_core(m.encode(message)) == message

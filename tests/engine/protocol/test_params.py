@@ -1,4 +1,4 @@
-"""What requests and operators may ask of pooling, as a table of values and messages."""
+"""PoolingParams of requests and PoolerConfig: accepted and refused values, and defaults."""
 
 import dataclasses
 import json
@@ -13,13 +13,16 @@ from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
 from penstock.engine.protocol.setting import json_object
 from penstock.engine.protocol.tasks import ChunkedProcessingMode, PoolingTask, PoolingType
 
+EMBED, TOKEN_EMBED, SCORE = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE
+CLASSIFY, TOKEN_CLASSIFY = PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY
+
 
 def model(kind: ModelKind = ModelKind.EMBEDDING, **changes: Any) -> ModelInfo:
     tasks = {
-        ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
-        ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
-        ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
-        ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
+        ModelKind.EMBEDDING: (EMBED, TOKEN_EMBED, SCORE),
+        ModelKind.CROSS_ENCODER: (CLASSIFY, SCORE),
+        ModelKind.TOKEN_CLASSIFIER: (TOKEN_CLASSIFY,),
+        ModelKind.SEQUENCE_CLASSIFIER: (CLASSIFY,),
     }
     fields: dict[str, Any] = {
         "name": "tiny",
@@ -45,116 +48,89 @@ LISTED = model(is_matryoshka=True, matryoshka_dimensions=(16, 32))
 CLASSIFIER = model(ModelKind.SEQUENCE_CLASSIFIER)
 CROSS_ENCODER = model(ModelKind.CROSS_ENCODER)
 TOKENS = model(ModelKind.TOKEN_CLASSIFIER)
+LONG_TEXT = model(enable_chunked_processing=True, max_embed_len=1000)
 STEPS = model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP)
 
 
 @pytest.mark.parametrize(
     ("info", "task", "fields"),
     [
-        (EMBEDDING, PoolingTask.EMBED, {}),
-        (EMBEDDING, PoolingTask.EMBED, {"normalize": False, "use_activation": False}),
-        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 64}),
-        (EMBEDDING, PoolingTask.TOKEN_EMBED, {"use_activation": True}),
-        (EMBEDDING, PoolingTask.SCORE, {"use_activation": True}),
-        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": -1}),
-        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": 128, "truncation_side": "left"}),
-        (EMBEDDING, PoolingTask.EMBED, {"task": PoolingTask.EMBED}),
-        (MATRYOSHKA, PoolingTask.EMBED, {"dimensions": 1}),
-        (LISTED, PoolingTask.EMBED, {"dimensions": 32}),
-        (LISTED, PoolingTask.EMBED, {"dimensions": 64}),
-        (CLASSIFIER, PoolingTask.CLASSIFY, {"use_activation": False}),
-        (CROSS_ENCODER, PoolingTask.SCORE, {"use_activation": False}),
-        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 7, "returned_token_ids": (0, 2)}),
+        (EMBEDDING, EMBED, {}),
+        (EMBEDDING, EMBED, {"normalize": False, "use_activation": False}),
+        (EMBEDDING, EMBED, {"dimensions": 64}),
+        (EMBEDDING, TOKEN_EMBED, {"use_activation": True}),
+        (EMBEDDING, SCORE, {"use_activation": True}),
+        (EMBEDDING, EMBED, {"truncate_prompt_tokens": -1}),
+        (EMBEDDING, EMBED, {"truncate_prompt_tokens": 128, "truncation_side": "left"}),
+        (EMBEDDING, EMBED, {"task": EMBED}),
+        (MATRYOSHKA, EMBED, {"dimensions": 1}),
+        (LISTED, EMBED, {"dimensions": 32}),
+        (LISTED, EMBED, {"dimensions": 64}),
+        (CLASSIFIER, CLASSIFY, {"use_activation": False}),
+        (CROSS_ENCODER, SCORE, {"use_activation": False}),
+        (STEPS, TOKEN_CLASSIFY, {"step_tag_id": 99, "returned_token_ids": (0, 2)}),
+        (STEPS, TOKEN_CLASSIFY, {"step_tag_id": 0}),
+        (LONG_TEXT, EMBED, {"truncate_prompt_tokens": 1000}),
+        (LONG_TEXT, SCORE, {"truncate_prompt_tokens": 1000}),
+        (model(enable_chunked_processing=True), EMBED, {"truncate_prompt_tokens": 1000}),
     ],
 )
-def test_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) -> None:
+def test_params_of_the_task_are_accepted(info: ModelInfo, task: PoolingTask, fields: dict[str, Any]) -> None:
     PoolingParams(**fields).verify(task, info)
 
 
+EMBED_TAKES = "'embed' takes the parameters dimensions, normalize, use_activation; it does not take step_tag_id"
+CLASSIFY_TAKES = "'classify' takes the parameters use_activation; it does not take dimensions, normalize"
+TRUNCATION = r"truncate_prompt_tokens value is greater than max_model_len\. Please request a smaller truncation size\."
+
+
 @pytest.mark.parametrize(
-    ("info", "task", "fields", "message", "param"),
+    ("info", "task", "param", "value", "more", "message"),
     [
-        (
-            EMBEDDING,
-            PoolingTask.EMBED,
-            {"normalize": True, "use_activation": False},
-            "two names of one option",
-            "normalize",
-        ),
-        (
-            EMBEDDING,
-            PoolingTask.EMBED,
-            {"step_tag_id": 1},
-            "'embed' takes the parameters dimensions, normalize, use_activation; it does not take step_tag_id",
-            "step_tag_id",
-        ),
-        (
-            CLASSIFIER,
-            PoolingTask.CLASSIFY,
-            {"dimensions": 8, "normalize": True},
-            "'classify' takes the parameters use_activation; it does not take dimensions, normalize",
-            "dimensions",
-        ),
-        (CROSS_ENCODER, PoolingTask.SCORE, {"normalize": True}, "does not take normalize", "normalize"),
-        (EMBEDDING, PoolingTask.EMBED, {"task": PoolingTask.SCORE}, "this call runs 'embed'", "task"),
-        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 0}, "gives 1 to 64", "dimensions"),
-        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 65}, "gives 1 to 64", "dimensions"),
-        (EMBEDDING, PoolingTask.EMBED, {"dimensions": 32}, '--hf-overrides .{"is_matryoshka": true}', "dimensions"),
-        (LISTED, PoolingTask.EMBED, {"dimensions": 8}, "declares 16, 32 and its native 64", "dimensions"),
-        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": 0}, "at least 1", "truncate_prompt_tokens"),
-        (EMBEDDING, PoolingTask.EMBED, {"truncate_prompt_tokens": -2}, "at least 1", "truncate_prompt_tokens"),
-        (
-            EMBEDDING,
-            PoolingTask.EMBED,
-            {"truncate_prompt_tokens": 129},
-            r"truncate_prompt_tokens value is greater than max_model_len\. Please request a smaller truncation size\.",
-            "truncate_prompt_tokens",
-        ),
+        (EMBEDDING, EMBED, "normalize", True, {"use_activation": False}, "two names of one option"),
+        (EMBEDDING, EMBED, "step_tag_id", 1, {}, EMBED_TAKES),
+        (CLASSIFIER, CLASSIFY, "dimensions", 8, {"normalize": True}, CLASSIFY_TAKES),
+        (CROSS_ENCODER, SCORE, "normalize", True, {}, "does not take normalize"),
+        (EMBEDDING, EMBED, "task", SCORE, {}, "this call runs 'embed'"),
+        (EMBEDDING, EMBED, "dimensions", 0, {}, "gives 1 to 64"),
+        (EMBEDDING, EMBED, "dimensions", 65, {}, "gives 1 to 64"),
+        (EMBEDDING, EMBED, "dimensions", 32, {}, '--hf-overrides .{"is_matryoshka": true}'),
+        (LISTED, EMBED, "dimensions", 8, {}, "declares 16, 32 and its native 64"),
+        (EMBEDDING, EMBED, "truncate_prompt_tokens", 0, {}, "at least 1"),
+        (EMBEDDING, EMBED, "truncate_prompt_tokens", -2, {}, "at least 1"),
+        (EMBEDDING, EMBED, "truncate_prompt_tokens", 129, {}, TRUNCATION),
+        (LONG_TEXT, EMBED, "truncate_prompt_tokens", 1001, {}, r"greater than max_embed_len.* \(1001 > 1000\)"),
+        (LONG_TEXT, TOKEN_EMBED, "truncate_prompt_tokens", 1000, {}, r"greater than max_model_len.* \(1000 > 128\)"),
         (
             model(enable_chunked_processing=True),
-            PoolingTask.EMBED,
-            {"truncate_prompt_tokens": 2**64},
-            "greater than max_embed_len",
-            "truncate_prompt_tokens",
+            *(EMBED, "truncate_prompt_tokens", 2**64, {}, "greater than max_embed_len"),
         ),
-        (STEPS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 2**64}, "the ids 0 to 99", "step_tag_id"),
-        (EMBEDDING, PoolingTask.EMBED, {"truncation_side": "top"}, "must be 'left' or 'right'", "truncation_side"),
-        (TOKENS, PoolingTask.TOKEN_CLASSIFY, {"step_tag_id": 3}, "need STEP pooling; tiny uses ALL", "step_tag_id"),
-        (
-            STEPS,
-            PoolingTask.TOKEN_CLASSIFY,
-            {"returned_token_ids": (0, 3)},
-            "holds 3; tiny gives columns 0 to 2",
-            "returned_token_ids",
-        ),
-        (
-            STEPS,
-            PoolingTask.TOKEN_CLASSIFY,
-            {"step_tag_id": -1},
-            "step_tag_id is -1; the model has the ids 0 to 99",
-            "step_tag_id",
-        ),
+        (EMBEDDING, EMBED, "truncation_side", "top", {}, "must be 'left' or 'right'"),
+        (TOKENS, TOKEN_CLASSIFY, "step_tag_id", 3, {}, "need STEP pooling; tiny uses ALL"),
+        (STEPS, TOKEN_CLASSIFY, "step_tag_id", 100, {}, "the ids 0 to 99"),
+        (STEPS, TOKEN_CLASSIFY, "step_tag_id", -1, {}, "step_tag_id is -1; the model has the ids 0 to 99"),
+        (STEPS, TOKEN_CLASSIFY, "returned_token_ids", (0, 3), {}, "holds 3; tiny gives columns 0 to 2"),
     ],
 )
-def test_refused(info: ModelInfo, task: PoolingTask, fields: dict[str, Any], message: str, param: str) -> None:
+def test_wrong_params_are_refused(
+    info: ModelInfo, task: PoolingTask, param: str, value: Any, more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        PoolingParams(**fields).verify(task, info)
+        PoolingParams(**{param: value}, **more).verify(task, info)
     assert caught.value.param == param
+    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("task", PoolingTask)
 @pytest.mark.parametrize("info", [EMBEDDING, CLASSIFIER, CROSS_ENCODER, TOKENS], ids=lambda info: info.kind.value)
-def test_a_model_refuses_tasks_that_it_has_not(info: ModelInfo, task: PoolingTask) -> None:
+def test_task_that_the_model_lacks_is_refused(info: ModelInfo, task: PoolingTask) -> None:
+    assert set(VALID_PARAMETERS) == set(PoolingTask)
     if task in info.tasks:
         assert PoolingParams().resolved(task, info).task is task
         return
     with pytest.raises(UnsupportedTaskError, match=f"does not support the task '{task.value}'; it supports") as caught:
         PoolingParams().verify(task, info)
     assert all(supported.value in caught.value.message for supported in info.tasks)
-
-
-def test_every_task_has_valid_parameters() -> None:
-    assert set(VALID_PARAMETERS) == set(PoolingTask)
 
 
 @pytest.mark.parametrize(
@@ -166,58 +142,35 @@ def test_every_task_has_valid_parameters() -> None:
         ({"use_activation": True}, False, True),
     ],
 )
-def test_resolved_normalize(fields: dict[str, Any], default: bool, expected: bool) -> None:
-    params = PoolingParams(**fields).resolved(PoolingTask.EMBED, model(normalize=default))
+def test_normalize_defaults_to_the_model(fields: dict[str, Any], default: bool, expected: bool) -> None:
+    params = PoolingParams(**fields).resolved(EMBED, model(normalize=default))
     assert (params.normalize, params.use_activation) == (expected, expected)
 
 
-def test_resolved_takes_what_is_missing_from_the_model() -> None:
+def test_missing_params_default_to_the_model() -> None:
     info = model(dimensions=32)
-    assert PoolingParams().resolved(PoolingTask.EMBED, info).dimensions == 32
-    assert PoolingParams(dimensions=64).resolved(PoolingTask.EMBED, info).dimensions == 64
+    assert PoolingParams().resolved(EMBED, info).dimensions == 32
+    assert PoolingParams(dimensions=64).resolved(EMBED, info).dimensions == 64
     info = model(ModelKind.SEQUENCE_CLASSIFIER, use_activation=False)
-    assert PoolingParams().resolved(PoolingTask.CLASSIFY, info).use_activation is False
-    assert PoolingParams(use_activation=True).resolved(PoolingTask.CLASSIFY, info).use_activation is True
+    assert PoolingParams().resolved(CLASSIFY, info).use_activation is False
+    assert PoolingParams(use_activation=True).resolved(CLASSIFY, info).use_activation is True
     info = model(ModelKind.TOKEN_CLASSIFIER, token_pooling=PoolingType.STEP, step_tag_id=9, returned_token_ids=(1, 2))
-    params = PoolingParams().resolved(PoolingTask.TOKEN_CLASSIFY, info)
+    params = PoolingParams().resolved(TOKEN_CLASSIFY, info)
     assert (params.step_tag_id, params.returned_token_ids) == (9, (1, 2))
-    params = PoolingParams(step_tag_id=0, returned_token_ids=(0,)).resolved(PoolingTask.TOKEN_CLASSIFY, info)
+    params = PoolingParams(step_tag_id=0, returned_token_ids=(0,)).resolved(TOKEN_CLASSIFY, info)
     assert (params.step_tag_id, params.returned_token_ids) == (0, (0,))
 
 
-def test_truncation_in_long_text_mode_goes_up_to_max_embed_len() -> None:
-    params = PoolingParams(truncate_prompt_tokens=1000)
-    params.verify(PoolingTask.EMBED, model(enable_chunked_processing=True))
-    info = model(enable_chunked_processing=True, max_embed_len=1000)
-    params.verify(PoolingTask.EMBED, info)
-    params.verify(PoolingTask.SCORE, info)
-    with pytest.raises(InvalidRequestError, match=r"greater than max_embed_len.* \(1001 > 1000\)"):
-        PoolingParams(truncate_prompt_tokens=1001).verify(PoolingTask.EMBED, info)
-    with pytest.raises(InvalidRequestError, match=r"greater than max_model_len.* \(1000 > 128\)"):
-        params.verify(PoolingTask.TOKEN_EMBED, info)
+def test_resolved_params_can_be_resolved_again() -> None:
+    params = PoolingParams(dimensions=32).resolved(EMBED, LISTED)
+    assert params.resolved(EMBED, LISTED) == params
 
 
-def test_resolved_params_pass_again() -> None:
-    params = PoolingParams(dimensions=32).resolved(PoolingTask.EMBED, LISTED)
-    assert params.resolved(PoolingTask.EMBED, LISTED) == params
-
-
-def test_clone() -> None:
-    params = PoolingParams(dimensions=8)
-    assert params.clone(normalize=False) == PoolingParams(dimensions=8, normalize=False)
-    assert params.normalize is None
-
-
-def test_errors_of_parameters_are_value_errors() -> None:
-    with pytest.raises(ValueError, match="dimensions is 7"):
-        PoolingParams(dimensions=7).verify(PoolingTask.EMBED, EMBEDDING)
-
-
-@pytest.mark.parametrize("task", ["embed", PoolingTask.EMBED])
-def test_tasks_may_be_plain_strings(task: str) -> None:
+@pytest.mark.parametrize("task", ["embed", EMBED])
+def test_task_may_be_a_string(task: str) -> None:
     params = PoolingParams(task="embed", dimensions=8)  # type: ignore[arg-type]
     params.verify(task, MATRYOSHKA)
-    assert params.resolved(task, MATRYOSHKA) == PoolingParams(dimensions=8).resolved(PoolingTask.EMBED, MATRYOSHKA)
+    assert params.resolved(task, MATRYOSHKA) == PoolingParams(dimensions=8).resolved(EMBED, MATRYOSHKA)
     with pytest.raises(InvalidRequestError, match="it does not take step_tag_id"):
         PoolingParams(step_tag_id=3).verify(task, EMBEDDING)
     with pytest.raises(InvalidRequestError, match="task is 'embed', but this call runs 'classify'"):
@@ -231,7 +184,7 @@ def test_tasks_may_be_plain_strings(task: str) -> None:
 # --pooler-config -------------------------------------------------------------------------------------------------
 
 
-def test_pooler_config_from_json() -> None:
+def test_pooler_config_is_read_from_json() -> None:
     fields = {
         "pooling_type": "mean",
         "normalize": False,
@@ -292,7 +245,7 @@ def test_pooler_config_from_json() -> None:
         ('{"returned_token_ids": 3}', "returned_token_ids is 3; it must be a list of token ids"),
     ],
 )
-def test_pooler_config_refuses(text: str, message: str) -> None:
+def test_wrong_pooler_config_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolerConfig.from_dict(json_object(text))
 
@@ -315,7 +268,7 @@ def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: Poo
     given = {"seq_pooling_type": name, "tok_pooling_type": "step", "task": "Embed", "returned_token_ids": [1]}
     config = PoolerConfig(**given)
     assert (config.seq_pooling_type, config.tok_pooling_type) == (pooling_type, PoolingType.STEP)
-    assert (config.task, config.returned_token_ids) == (PoolingTask.EMBED, (1,))
+    assert (config.task, config.returned_token_ids) == (EMBED, (1,))
     wrong: Any = {"pooling_type": "SUM"}
     with pytest.raises(ValueError, match="pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"):
         PoolerConfig(**wrong)

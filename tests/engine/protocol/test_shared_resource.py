@@ -1,4 +1,4 @@
-"""Shares of a bounded resource: who fits, and what a rejection says."""
+"""Clients share a bounded resource. A rejection names the limit that it exceeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def resource(max_share: float | None = None, limit: int = 100) -> SharedResource
 
 
 def rejected(rejection: Rejection | None) -> Rejection:
-    assert rejection is not None
+    assert rejection is not None, "it fits"
     return rejection
 
 
@@ -47,7 +47,7 @@ def test_new_client_fits_beside_borrowed_amounts() -> None:
         1,
     )
     assert rejected(queue.rejection("a", 1)).reason == "share"
-    assert rejected(queue.rejection("", 1)).reason == "full"  # clients are not told apart
+    assert rejected(queue.rejection("", 1)).reason == "full"  # requests without an API key have no share
 
 
 def test_every_client_has_a_share_of_a_small_resource() -> None:
@@ -68,7 +68,7 @@ def test_one_request_alone_may_exceed_the_limit(max_share: float | None) -> None
     assert queue.rejection("a", 1_000, held=1) is None
 
 
-def test_a_client_holds_no_more_than_its_part() -> None:
+def test_client_holds_no_more_than_its_share() -> None:
     memory = resource(max_share=0.5)
     memory.add("a", 30)
     assert memory.rejection("a", 20) is None
@@ -77,10 +77,10 @@ def test_a_client_holds_no_more_than_its_part() -> None:
         "Your other requests hold 30 tokens of the queue, and this one takes 22; one client may hold 50 (--flag).",
         2,
     )
-    assert memory.rejection("b", 60) is None  # alone, it may hold more than its part
+    assert memory.rejection("b", 60) is None  # alone, it may hold more than its share
 
 
-def test_a_reservation_changes_only_if_it_fits() -> None:
+def test_reservation_changes_only_if_it_fits() -> None:
     memory = resource(max_share=0.5)
     first, second = Reservation(memory, "a"), Reservation(memory, "a")
     assert first.resize(70) is None

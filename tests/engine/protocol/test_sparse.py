@@ -1,9 +1,8 @@
-"""Sparse vectors, and the three outputs of bge-m3, against what sentence-transformers and plain torch compute."""
+"""SPLADE models equal sentence-transformers, and the three outputs of bge-m3 equal plain torch."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from penstock.engine.protocol.multi_vector import SparseKind, SparseVector
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
-from .test_multi_vector import DOCUMENTS, QUERIES, write_backbone, write_json
+from .model_folders import DOCUMENTS, QUERIES, change_json, start, write_backbone, write_json, write_modules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,9 +35,7 @@ def write_splade(folder: Path, class_name: str, settings: dict[str, Any] | None 
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48} if class_name.startswith("Distil") else {}
     write_backbone(folder, class_name, **sizes)
     base = "sentence_transformers.sparse_encoder"
-    kinds = [(f"{base}.models.MLMTransformer", ""), (f"{base}.models.SpladePooling", "1_SpladePooling")]
-    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(kinds)]
-    write_json(folder / "modules.json", modules)
+    write_modules(folder, (f"{base}.models.MLMTransformer", ""), (f"{base}.models.SpladePooling", "1_SpladePooling"))
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 48, "do_lower_case": False})
     write_json(folder / "1_SpladePooling" / "config.json", pooling)
     config = {"model_type": "SparseEncoder", "prompts": {}, "similarity_fn_name": "dot"} | (settings or {})
@@ -48,10 +45,8 @@ def write_splade(folder: Path, class_name: str, settings: dict[str, Any] | None 
 
 def write_m3(folder: Path) -> Path:
     write_backbone(folder, "XLMRobertaModel", max_position_embeddings=80)
-    kinds = ["models.Transformer", "models.Pooling", "models.Normalize"]
-    paths = ["", "1_Pooling", "2_Normalize"]
-    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in zip(paths, kinds, strict=True)]
-    write_json(folder / "modules.json", modules)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    write_modules(folder, *((f"sentence_transformers.models.{kind}", path) for kind, path in kinds.items()))
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
     torch.manual_seed(3)
@@ -81,16 +76,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=DEVICES)
 async def engine(splade: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
-    settings = {"device": request.param, "in_process": True, "num_threads": 1, "dtype": "float32"}
-    engine = await AsyncEngine.start(EngineConfig(model=str(splade), **settings))
+    engine = await start(splade, request.param)
     yield engine
     await engine.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=DEVICES)
 async def m3(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
-    settings = {"device": request.param, "in_process": True, "num_threads": 1, "dtype": "float32"}
-    engine = await AsyncEngine.start(EngineConfig(model=str(write_m3(tmp_path_factory.mktemp("m3"))), **settings))
+    engine = await start(write_m3(tmp_path_factory.mktemp("m3")), request.param)
     yield engine
     await engine.close()
 
@@ -111,23 +104,11 @@ async def test_splade_equals_sentence_transformers(engine: AsyncEngine, splade: 
     assert 0 < (actual > 0).mean() < 1
     assert np.abs(actual - expected).max() < 1e-5
     assert all((np.diff(vector.indices) > 0).all() and (vector.values > 0).all() for vector in result.vectors)
-    scores = peer.similarity(*(peer.encode(t, convert_to_sparse_tensor=False) for t in (QUERIES[:1], DOCUMENTS)))[
-        0
-    ].numpy()
+    vectors = [peer.encode(texts, convert_to_sparse_tensor=False) for texts in (QUERIES[:1], DOCUMENTS)]
+    scores = peer.similarity(*vectors)[0].numpy()
     assert np.abs((await engine.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores - scores).max() < 1e-4
     paired = await engine.score(QUERIES, DOCUMENTS[:2], PARAMS)
     assert abs(paired.scores[0] - scores[0]) < 1e-4
-
-
-async def test_splade_does_not_depend_on_the_batch(engine: AsyncEngine) -> None:
-    together = (await engine.sparse_embed(TEXTS * 3, PARAMS)).vectors
-    alone = await asyncio.gather(*(engine.sparse_embed([text], PARAMS) for text in TEXTS))
-    for i, vector in enumerate(together):
-        difference = dense(vector, 100) - dense(alone[i % len(TEXTS)].vectors[0], 100)
-        assert np.abs(difference).max() < 1e-5
-
-
-async def test_splade_has_no_other_outputs(engine: AsyncEngine) -> None:
     assert engine.info.tasks == (PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
     with pytest.raises(errors.UnsupportedTaskError):
         await engine.embed(TEXTS, PARAMS)
@@ -135,8 +116,16 @@ async def test_splade_has_no_other_outputs(engine: AsyncEngine) -> None:
         await engine.sparse_embed(TEXTS, PoolingParams(normalize=True))
 
 
+async def test_splade_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
+    together = (await engine.sparse_embed(TEXTS * 3, PARAMS)).vectors
+    alone = await asyncio.gather(*(engine.sparse_embed([text], PARAMS) for text in TEXTS))
+    for i, vector in enumerate(together):
+        difference = dense(vector, 100) - dense(alone[i % len(TEXTS)].vectors[0], 100)
+        assert np.abs(difference).max() < 1e-5
+
+
 def m3_outputs(folder: str, text: str) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
-    """What FlagEmbedding's M3Embedder gives: normalised CLS, token weights by id, normalised vectors without CLS."""
+    """Returns the outputs of FlagEmbedding's M3Embedder: CLS, token weights by id, and vectors without CLS."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     heads = {name: torch.load(Path(folder) / f"{name}.pt") for name in ("sparse_linear", "colbert_linear")}
@@ -157,12 +146,8 @@ async def test_m3_gives_three_outputs_of_one_forward(m3: AsyncEngine) -> None:
     assert m3.info.sparse is not None
     assert m3.info.sparse.kind is SparseKind.TOKEN_WEIGHTS
     before = m3.stats().num_batched_tokens_total
-    result = await m3.embed_combined(TEXTS, ALL, PARAMS)
+    result: Any = await m3.embed_combined(TEXTS, ALL, PARAMS)
     assert m3.stats().num_batched_tokens_total - before == sum(result.num_tokens)
-    assert result.embeddings is not None
-    assert result.sparse is not None
-    assert result.vectors is not None
-    assert result.token_ids is not None
     for i, text in enumerate(TEXTS):
         embedding, lexical, vectors = m3_outputs(m3.info.path, text)
         assert np.abs(result.embeddings[i] - embedding.numpy()).max() < 1e-5
@@ -174,34 +159,25 @@ async def test_m3_gives_three_outputs_of_one_forward(m3: AsyncEngine) -> None:
         assert len(result.token_ids[i]) == len(vectors)
 
 
-async def test_m3_outputs_asked_for_together_are_those_asked_for_alone(m3: AsyncEngine) -> None:
-    together = await m3.embed_combined(TEXTS, ALL, PARAMS)
-    embedded, sparse, tokens, two = await asyncio.gather(
+async def test_m3_outputs_do_not_depend_on_each_other(m3: AsyncEngine) -> None:
+    together: Any = await m3.embed_combined(TEXTS, ALL, PARAMS)
+    calls: Any = (
         m3.embed(TEXTS, PARAMS),
         m3.sparse_embed(TEXTS, PARAMS),
         m3.token_embed(TEXTS, PARAMS),
         m3.embed_combined(TEXTS, ALL[:2], PARAMS),
     )
-    assert together.embeddings is not None
-    assert together.sparse is not None
-    assert together.vectors is not None
-    assert two.sparse is not None
+    embedded, sparse, tokens, two = await asyncio.gather(*calls)
     assert two.vectors is None
     assert np.abs(embedded.embeddings - together.embeddings).max() < 1e-6
+    assert tokens.token_ids == together.token_ids
     for i in range(len(TEXTS)):
         assert together.sparse[i].indices.tolist() == sparse.vectors[i].indices.tolist()
         assert np.abs(two.sparse[i].values - sparse.vectors[i].values).max(initial=0.0) < 1e-5
         assert np.abs(together.vectors[i] - tokens.rows[i]).max() < 1e-5
-    assert tokens.token_ids == together.token_ids
 
 
-async def test_m3_scores_by_cosine(m3: AsyncEngine) -> None:
-    scores = (await m3.score(QUERIES[:1], DOCUMENTS, PARAMS)).scores
-    rows = (await m3.embed([*QUERIES[:1], *DOCUMENTS], PARAMS)).embeddings
-    assert np.abs(scores - rows[1:] @ rows[0]).max() < 1e-5
-
-
-async def test_outputs_that_a_model_lacks(tmp_path: Path, m3: AsyncEngine) -> None:
+async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine) -> None:
     with pytest.raises(errors.InvalidRequestError, match="does not support the task 'classify'"):
         await m3.classify(["a"], PARAMS)
     dense_only = write_m3(tmp_path)
@@ -220,24 +196,22 @@ async def test_outputs_that_a_model_lacks(tmp_path: Path, m3: AsyncEngine) -> No
         ("config.json", {"model_type": "t5"}, "for which penstock has no code"),
     ],
 )
-async def test_settings_without_code(tmp_path: Path, name: str, change: dict[str, str], message: str) -> None:
+async def test_unsupported_splade_settings_are_refused(
+    tmp_path: Path, name: str, change: dict[str, str], message: str
+) -> None:
     folder = write_splade(tmp_path, "BertForMaskedLM")
-    write_json(folder / name, json.loads((folder / name).read_text()) | change)
+    change_json(folder / name, change)
     with pytest.raises(errors.UnsupportedModelError, match=message):
         resolve_model(EngineConfig(model=str(folder)))
 
 
-async def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
+async def test_splade_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="holds no head of one that penstock knows"):
-        await AsyncEngine.start(
-            EngineConfig(
-                model=str(write_splade(tmp_path, "BertModel")), in_process=True, num_threads=1, dtype="float32"
-            )
-        )
+        await start(write_splade(tmp_path, "BertModel"))
 
 
 @pytest.mark.parametrize(("is_cosine", "expected"), [(False, 6.0), (True, 6.0 / (5**0.5 * 13**0.5))])
-async def test_similarity_of_sparse_vectors(is_cosine: bool, expected: float) -> None:
+async def test_similarity_of_sparse_vectors_is_dot_or_cosine(is_cosine: bool, expected: float) -> None:
     first = SparseVector.of(np.array([[1, 1], [7, 2]], np.float32))
     second = SparseVector.of(np.array([[2, 2], [7, 3]], np.float32))
     assert abs(first.similarity(second, is_cosine=is_cosine) - expected) < 1e-6

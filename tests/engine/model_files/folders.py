@@ -1,0 +1,39 @@
+"""Writes the files of small models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.model_files.resolve import resolve_model
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.model_info import ModelInfo
+
+BERT: dict[str, Any] = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+
+
+def write(folder: Path, files: dict[str, Any]) -> Path:
+    """Writes texts as they are, and other values as JSON."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def resolve(folder: Path, **settings: Any) -> ModelInfo:
+    return resolve_model(EngineConfig(model=str(folder), **settings))

@@ -1,0 +1,194 @@
+"""Folders of models: JSON files, local folders and the hub cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.model_files.model_folder import as_load_error, is_local, read_json, read_object
+from penstock.engine.model_files.resolve import locate_model, resolve_model
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.errors import ModelLoadError, WeightError
+from penstock.engine.protocol.setting import json_object
+
+from .folders import BERT, MEAN, TRANSFORMER, resolve, write
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b"[" * 100_000, "nested more than 50 deep"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested more than 50 deep"),
+        (b'{"a":' * 51 + b"1" + b"}" * 51, "nested more than 50 deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "the number 9999999999999999999... is too large"),
+        (b'{"a": "\\ud800"}', "half of a character"),
+    ],
+)
+def test_damaged_json_is_named_in_one_line(content: bytes, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError) as caught:
+        read_json(path)
+    assert caught.value.message.startswith(f"{path} cannot be read: ")
+    assert part in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 300 + len(str(path))
+
+
+def test_json_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert read_json(path) is None
+    assert read_object(path) == {}
+    path.write_text('{"model_max_length": 1000000000000000019884624838656, "a": -3, "b": "\\ud83d\\ude00", "c": NaN}')
+    value = read_object(path)
+    assert value["model_max_length"] == 1e30  # transformers writes this for no limit
+    assert (value["a"], value["b"]) == (-3, "\U0001f600")
+    path.write_text('{"a":' * 49 + "1" + "}" * 49)
+    assert read_object(path).keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        *(("config.json", text, r"config\.json must hold a JSON object, not") for text in ("[]", "3", '"text"')),
+        *((file, "null", "holds null") for file in ("config.json", "modules.json", "tokenizer_config.json")),
+        ("config.json", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
+        ("modules.json", None, r"modules\.json cannot be read: Is a directory"),
+    ],
+)
+def test_file_without_a_json_object_is_named(file: str, content: str | None, reason: str, tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": BERT})
+    if content is None:
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=reason):
+        resolve_model(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("truncate_dim", value) for value in (0, -1, 1.5, True, "x", [1])],
+        *[("prompts", value) for value in ([1], "x", 7)],
+        *[("default_prompt_name", value) for value in ([], {}, 0, "unknown")],
+    ],
+)
+def test_setting_of_the_wrong_type_is_named(key: str, value: object, tmp_path: Path) -> None:
+    settings = tmp_path / "config_sentence_transformers.json"
+    write(tmp_path, {"config.json": BERT, "modules.json": [TRANSFORMER], settings.name: {key: value}})
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(EngineConfig(model=str(tmp_path)))
+    assert caught.value.message.startswith(str(settings))
+    assert repr(value) in caught.value.message
+
+
+def test_json_of_the_command_line_has_the_same_bounds() -> None:
+    for text in ("[" * 100_000, "{", '{"a": ' + "9" * 5000 + "}"):
+        with pytest.raises(ValueError, match=r"nested more than|not valid JSON|too large"):
+            json_object(text)
+
+
+@as_load_error("The files of /m cannot be used")
+def fail() -> None:
+    raise KeyError("a\nb" * 300)
+
+
+def test_unexpected_error_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "penstock.engine"), pytest.raises(ModelLoadError) as caught:
+        fail()
+    assert caught.value.message.startswith("The files of /m cannot be used (KeyError: ")
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 700
+    assert caplog.records[0].exc_info is not None
+    with pytest.raises(WeightError), as_load_error("anything"):
+        raise WeightError("as it is")
+
+
+# Places of models ----------------------------------------------------------------------------------------------------
+
+
+def test_local_folder_of_a_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"model/config.json": BERT, "st/modules.json": [TRANSFORMER], "empty/readme.txt": "", "file": ""})
+    assert locate_model(str(tmp_path / "model")) == (tmp_path / "model").resolve()
+    assert locate_model(str(tmp_path / "st")) == (tmp_path / "st").resolve()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate_model("~/model") == (tmp_path / "model").resolve()
+    with pytest.raises(ModelLoadError, match=r"neither config\.json nor modules\.json"):
+        locate_model(str(tmp_path / "empty"))
+    with pytest.raises(ModelLoadError, match="is a file"):
+        locate_model(str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match=r"no folder .* not a hub id"):
+        locate_model(str(tmp_path / "nowhere"))
+
+
+def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
+    """A repository in the hub's cache, as huggingface_hub lays it out."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = cache / f"models--{name.replace('/', '--')}"
+    write(repo, {"refs/main": commit, **{f"snapshots/{commit}/{path}": content for path, content in files.items()}})
+    return repo / "snapshots" / commit
+
+
+def test_name_below_a_local_folder_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_local("mods/nosuch")
+    (tmp_path / "mods").mkdir()
+    assert is_local("mods/nosuch")
+    assert not is_local("mods/nosuch", "main")
+    assert not is_local("mods-nosuch")
+    with pytest.raises(ModelLoadError, match=r"no folder 'nosuch' in the folder 'mods'.*--revision main"):
+        locate_model("mods/nosuch")
+
+
+def test_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = hub_cache(tmp_path, "owner/tiny", {"config.json": BERT, "pytorch_model.bin": ""})
+    assert locate_model("owner/tiny") == snapshot
+    with pytest.raises(
+        ModelLoadError, match=r"'owner/absent' could not be loaded\. Tried the folder .*owner/absent', the hub"
+    ):
+        locate_model("owner/absent")
+    with pytest.raises(ModelLoadError, match="at revision 'v2'"):
+        locate_model("owner/tiny", "v2")
+    info = resolve(Path("owner/tiny"))
+    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("f" * 40)
+    assert (info.folder, resolve(Path(info.folder)).path) == (str(snapshot), info.path)
+    hub_cache(tmp_path, "owner/dataset", {"notes.json": {}})
+    with pytest.raises(ModelLoadError, match="not a model"):
+        locate_model("owner/dataset")
+
+
+def test_bin_files_are_fetched_only_for_dense_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": BERT, "model.safetensors": "", "1_Pooling/config.json": MEAN, "2_Dense/config.json": {}}
+    snapshot = write(tmp_path / "snapshot", files)
+    calls: list[dict[str, Any]] = []
+
+    def fetch(name: str, **kwargs: Any) -> str:
+        calls.append({"name": name, **kwargs})
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert locate_model("owner/tiny", "v1") == snapshot
+    assert [c["revision"] for c in calls] == ["v1", "v1"]
+    assert "*.bin" not in calls[0]["allow_patterns"]
+    assert calls[1]["allow_patterns"] == ["2_Dense/pytorch_model*.bin"]
+
+
+def test_error_of_the_hub_library_becomes_a_load_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransportError(Exception):
+        pass
+
+    def fail(name: str, **_: Any) -> str:
+        raise TransportError("connection lost\nlong story")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r"local cache in '.*': connection lost$") as caught:
+        locate_model("owner/tiny")
+    assert isinstance(caught.value.__cause__, TransportError)
