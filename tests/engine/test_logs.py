@@ -1,4 +1,4 @@
-"""Log lines: written by a thread of their own, in order, and a reader that does not read holds nobody."""
+"""Log lines are written by a background thread, in order, and a slow reader does not block the process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,14 @@ MOST_WAITING = 8
 
 
 class Piped(NamedTuple):
-    """A logger whose lines go into a pipe.
-
-    Attributes:
-        logger: Logs into it.
-        handler: Of the logger.
-        reader: Descriptor of the other end.
-    """
+    """A logger, its handler, and the descriptor of the pipe to read its lines from."""
 
     logger: logging.Logger
     handler: BackgroundHandler
     reader: int
 
     def read(self) -> list[str]:
-        """The lines that have been written, once all are."""
+        """Waits until all lines are written and returns them."""
         text, is_written = b"", False
         while not is_written:
             is_written = self.handler.wait_written()
@@ -53,15 +47,15 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
     os.set_blocking(reader, False)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
         handler = BackgroundHandler(stream)
-        logger = logging.Logger("piped")  # noqa: LOG001 - of this test alone
+        logger = logging.Logger("piped")  # noqa: LOG001 - only this test uses it
         logger.addHandler(handler)
         yield Piped(logger, handler, reader)
-        os.close(reader)  # which ends a write that nobody has taken
+        os.close(reader)  # ends a blocked write
         handler.flush()
 
 
 def fill(piped: Piped) -> str:
-    """Fills the pipe, and returns the line that does not fit."""
+    """Fills the pipe and returns the line that does not fit."""
     line = "x" * 2**17
     piped.logger.info("%s", line)
     while piped.handler._waiting:
@@ -69,7 +63,7 @@ def fill(piped: Piped) -> str:
     return line
 
 
-def test_lines_come_in_order_as_they_were_when_they_were_logged(piped: Piped) -> None:
+def test_lines_are_written_in_order_with_their_old_values(piped: Piped) -> None:
     words = ["a"]
     for number in range(MOST_WAITING):
         piped.logger.info("%d %s", number, words)
@@ -77,7 +71,7 @@ def test_lines_come_in_order_as_they_were_when_they_were_logged(piped: Piped) ->
     assert piped.read() == [f"{number} {['a', *'b' * number]}" for number in range(MOST_WAITING)]
 
 
-def test_exceptions_and_fields_are_kept(piped: Piped) -> None:
+def test_json_lines_hold_exception_and_fields(piped: Piped) -> None:
     piped.handler.setFormatter(JsonFormatter())
     fields = {"status": 200}
     try:
@@ -90,7 +84,7 @@ def test_exceptions_and_fields_are_kept(piped: Piped) -> None:
     assert line["exception"].endswith("ValueError: made up")
 
 
-def test_what_finds_no_room_is_lost_and_told_where_it_was(piped: Piped) -> None:
+def test_lines_above_the_limit_are_dropped_and_counted(piped: Piped) -> None:
     first = fill(piped)
     for number in range(MOST_WAITING + 5):
         piped.logger.info("%d", number)
@@ -102,7 +96,7 @@ def test_what_finds_no_room_is_lost_and_told_where_it_was(piped: Piped) -> None:
     assert piped.read() == ["on"]
 
 
-def test_lines_that_cannot_be_written_are_told_when_others_can(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_cannot_be_written_are_counted(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
 
     def full(descriptor: int, data: bytes) -> int:
@@ -118,7 +112,7 @@ def test_lines_that_cannot_be_written_are_told_when_others_can(piped: Piped, mon
     assert notice.startswith("1 log lines before this one are lost")
 
 
-def test_a_line_that_cannot_be_made_is_told_at_once(piped: Piped, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_that_cannot_be_formatted_is_reported(piped: Piped, capsys: pytest.CaptureFixture[str]) -> None:
     piped.logger.info("%d", "no number")
     assert "no number" in capsys.readouterr().err
 
@@ -135,13 +129,13 @@ def script() -> str:
     """)
 
 
-def test_a_process_that_ends_at_once_has_written_all(script: str) -> None:
+def test_process_writes_all_lines_before_it_ends(script: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", script, "4000"], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert [int(line.split()[4]) for line in lines] == list(range(4000))
 
 
-def test_a_reader_that_does_not_read_holds_the_end_for_a_moment(script: str) -> None:
+def test_process_ends_soon_without_a_reader(script: str) -> None:
     command = [sys.executable, "-P", "-c", script, "20000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(30) == 0
@@ -149,6 +143,6 @@ def test_a_reader_that_does_not_read_holds_the_end_for_a_moment(script: str) -> 
         assert process.stderr.readline().split()[4] == "00000"
 
 
-def test_without_stderr_nothing_is_written(script: str) -> None:
+def test_process_without_stderr_writes_nothing(script: str) -> None:
     command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-P", "-c", script, "10"]
     assert subprocess.run(command, capture_output=True, check=True).stdout == b""

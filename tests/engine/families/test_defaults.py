@@ -1,4 +1,4 @@
-"""Defaults of every family's config.json are those of transformers."""
+"""Defaults of the config.json of every family equal those of transformers."""
 
 import dataclasses
 import importlib
@@ -35,7 +35,7 @@ def configs() -> Iterator[type]:
 
 
 @pytest.mark.parametrize("config", sorted(set(configs()), key=lambda config: config.__name__))
-def test_defaults_are_those_of_transformers(config: Any) -> None:
+def test_defaults_equal_those_of_transformers(config: Any) -> None:
     name = config.__name__
     theirs = getattr(transformers, RENAMED.get(name, name))()
     fields = [

@@ -1,4 +1,4 @@
-"""The rotary tables stay within the rounding of transformers' angles, to the last position of a long model."""
+"""Rotary tables stay within rounding of transformers' angles up to the last position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.engine.families.rope import RopeSpec
 
 @pytest.mark.parametrize("theta", [10_000.0, 160_000.0])
 @pytest.mark.parametrize("size", [12, 64])
-def test_rotary_tables(theta: float, size: int) -> None:
+def test_rotary_table_equals_transformers_angles(theta: float, size: int) -> None:
     frequencies = 1.0 / (theta ** (torch.arange(0, size, 2).float() / size))
     angles = torch.arange(8192)[:, None].float() * frequencies
     expected = torch.cat([angles.cos(), angles.sin()], dim=1).numpy()
@@ -20,7 +20,7 @@ def test_rotary_tables(theta: float, size: int) -> None:
     np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
 
 
-def test_tables_hold_the_factor_of_the_scaling() -> None:
+def test_rotary_table_is_scaled_by_the_attention_factor() -> None:
     spec = RopeSpec(
         rope_type="yarn", theta=500.0, size=12, max_positions=256, options={"factor": 4.0, "attention_factor": 1.5}
     )

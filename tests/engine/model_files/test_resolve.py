@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
-from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from penstock.engine.model_files.resolve import resolved_table, with_device
 from penstock.engine.protocol.config import PoolerConfig
@@ -575,21 +575,3 @@ def test_saved_sentence_transformer_is_read(
     ]
     assert info.prompts["query"] == again.prompts["query"]
     assert info.default_prompt_name == again.default_prompt_name
-
-
-@pytest.mark.parametrize("activation", [None, torch.nn.Identity(), torch.nn.Sigmoid()])
-def test_saved_cross_encoder_is_read(tiny_bert: Path, tmp_path: Path, activation: torch.nn.Module | None) -> None:
-    sizes = {k: v for k, v in BERT.items() if k not in ("model_type", "architectures")}
-    source = tmp_path / "source"
-    BertForSequenceClassification(BertConfig(**sizes, num_labels=1)).save_pretrained(source)
-    BertTokenizerFast(str(tiny_bert / "vocab.txt")).save_pretrained(source)
-    for folder in (source, tmp_path / "saved"):
-        model = CrossEncoder(str(source), activation_fn=activation, device="cpu")
-        if folder != source:
-            model.save(str(folder))
-            info = resolve(folder)
-            assert info.activation.value == type(model.activation_fn).__name__.lower()
-            assert info.kind is ModelKind.CROSS_ENCODER
-            assert info.max_model_len == model.max_seq_length
-        else:
-            assert resolve(folder).activation is Activation.SIGMOID

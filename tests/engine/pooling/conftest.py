@@ -15,52 +15,23 @@ from penstock.engine.pooling import ModelPooler, PoolerOutput, PoolingMetadata
 from penstock.engine.pooling.array_ops import ArrayOps
 from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.tensor_ops import TensorOps
-from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind
+from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.kernels.cpu import shared_machine
 
-HIDDEN_SIZE = 24
-NUM_HEADS = 4
-NUM_LABELS = 5
+from .. import model_infos
+from ..model_infos import HIDDEN_SIZE, NUM_HEADS, NUM_LABELS
+
 LENGTHS = (1, 2, 7, 63, 5, 30)
 ATTENTION_HEAD = 2
 SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
 DENSE = (DenseSpec(folder="2_Dense", in_features=HIDDEN_SIZE, out_features=10, bias=True, activation="Tanh"),)
 
-TASKS = {
-    ModelKind.EMBEDDING: (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE),
-    ModelKind.SEQUENCE_CLASSIFIER: (PoolingTask.CLASSIFY,),
-    ModelKind.CROSS_ENCODER: (PoolingTask.CLASSIFY, PoolingTask.SCORE),
-    ModelKind.TOKEN_CLASSIFIER: (PoolingTask.TOKEN_CLASSIFY,),
-}
-
 
 def make_info(kind: ModelKind = ModelKind.EMBEDDING, num_labels: int = NUM_LABELS, **changes: Any) -> ModelInfo:
-    """A resolved model with MEAN pooling, normalised embeddings and any number of dimensions."""
-    pooling = changes.get("sequence_pooling", (PoolingType.MEAN,))
-    dense: Sequence[DenseSpec] = changes.get("dense", ())
-    width = dense[-1].out_features if dense else HIDDEN_SIZE * len(pooling)
-    is_embedding = kind is ModelKind.EMBEDDING
-    fields: dict[str, Any] = {
-        "name": "tiny",
-        "path": "/tiny",
-        "architecture": "TinyModel",
-        "model_type": "tiny",
-        "packed": True,
-        "kind": kind,
-        "tasks": TASKS[kind],
-        "hidden_size": HIDDEN_SIZE,
-        "vocab_size": 100,
-        "num_attention_heads": NUM_HEADS,
-        "max_model_len": 64,
-        "embedding_size": width if is_embedding else 0,
-        "sequence_pooling": pooling,
-        "is_matryoshka": True,
-        "activation": Activation.IDENTITY if is_embedding else Activation.SOFTMAX,
-        "labels": () if is_embedding else tuple(f"LABEL_{i}" for i in range(num_labels)),
-    }
-    return ModelInfo(**{**fields, **changes})
+    """Returns a model with embeddings of any number of dimensions."""
+    return model_infos.make_info(kind, num_labels, **{"is_matryoshka": True, **changes})
 
 
 class TinyModel(PackedModel):

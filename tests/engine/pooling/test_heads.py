@@ -26,26 +26,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("dimensions", "normalize"), [(None, True), (None, False), (1, False), (7, True), (24, True)])
-def test_rows_are_cut_before_they_are_normalised(dimensions: int | None, normalize: bool) -> None:
-    params = [PoolingParams(dimensions=dimensions, normalize=normalize)] * 6
-    values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
-    expected = rows()[:, :dimensions]
-    close(values, F.normalize(expected, dim=1) if normalize else expected)
-    assert widths is None
-    zeros = torch.zeros(6, 24)
-    assert torch.equal(EmbeddingPoolerHead(OPS)(zeros, params)[0], zeros[:, :dimensions])
-
-
-def test_each_row_takes_its_own_params() -> None:
-    params = [PoolingParams(dimensions=d, normalize=n) for d in (None, 3, 24) for n in (True, False)]
-    values, widths = EmbeddingPoolerHead(OPS)(rows(), params)
-    assert widths == (24, 24, 3, 3, 24, 24)
-    for row, whole, width, p in zip(values, rows(), widths, params, strict=True):
-        expected = whole[:width]
-        close(row[:width], F.normalize(expected, dim=0) if p.normalize else expected)
-
-
 def test_dense_modules_run_before_the_cut() -> None:
     torch.manual_seed(1)
     chain = [torch.nn.Linear(24, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10, bias=False)]
@@ -112,21 +92,6 @@ def test_scores_are_scaled_before_the_activation(activation: Activation, use_act
 def test_softmax_of_one_label_is_sigmoid() -> None:
     head, logits = classifier(1, activation=Activation.SOFTMAX)
     close(head(rows(), [PoolingParams()] * 6), logits.sigmoid())
-
-
-def test_each_row_takes_its_own_use_activation() -> None:
-    head, logits = classifier()
-    params = [PoolingParams(use_activation=i % 2 == 0) for i in range(6)]
-    expected = torch.where(torch.arange(6)[:, None] % 2 == 0, logits.softmax(dim=1), logits)
-    close(head(rows(), params), expected)
-    params = [PoolingParams(use_activation=False), PoolingParams(use_activation=True)]
-    close(head(rows(), params, (2, 4)), torch.cat([logits[:2], logits[2:].softmax(dim=1)]))
-
-
-def test_columns_are_picked_before_the_activation() -> None:
-    head, logits = classifier()
-    values = head(rows(), [PoolingParams()] * 2, (2, 4), (3, 0))
-    close(values, logits[:, [3, 0]].softmax(dim=1))
 
 
 def test_heads_compute_on_the_device_of_their_rows() -> None:

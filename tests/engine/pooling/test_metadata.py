@@ -27,13 +27,6 @@ def test_cursor_counts_pooled_tokens() -> None:
     assert (cursor.global_start, cursor.global_end) == (0, 0)
 
 
-def test_whole_sequences_need_no_state() -> None:
-    metadata = describe([2, 3])
-    assert not metadata.is_partial
-    assert metadata.cu_seqlens.tolist() == [0, 2, 5]
-    assert metadata.get_incomplete_indices() == []
-
-
 def test_batch_of_chunks_records_their_spans() -> None:
     starts, lengths = [0, 3, 16], [7, 2, 24]
     batch = PackedArrays.build([TokenizedInput(np.ones(n, np.int32)) for n in lengths], starts=starts)
@@ -46,15 +39,6 @@ def test_batch_of_chunks_records_their_spans() -> None:
     assert not PoolingMetadata.for_batch(batch, params, seq_ids="abc").is_partial
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
         PoolingMetadata.for_batch(batch, params, seq_ids="abc", prompt_lens=[7])
-
-
-def test_as_whole_counts_skipped_tokens_from_the_chunk() -> None:
-    skip_tokens = torch.tensor([3, 3, 0], dtype=torch.int32)
-    metadata = describe([9, 9, 4], chunk_starts=[2, 5, 0], skip_tokens=skip_tokens)
-    whole = metadata.as_whole()
-    assert not whole.is_partial
-    assert whole.skip_tokens is not None
-    assert (whole.seq_lens, whole.skip_tokens.tolist()) == ((7, 4, 4), [1, 0, 0])
 
 
 def test_select_describes_some_sequences() -> None:

@@ -300,6 +300,18 @@ def test_arrays_share_the_memory_of_their_block(pool_all: PoolAll) -> None:
             assert all(np.shares_memory(array, blocks[name]) for name, array in arrays.items())
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_copied_results_record_which_sequences_are_finite(
+    value: float, pool_all: PoolAll, hidden_states: Tensor
+) -> None:
+    hidden_states[-1, 3] = value
+    info = make_info(normalize=False)
+    output = pool_all(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
+    copy = output.begin_copy(list).arrived()
+    assert copy.is_finite.tolist() == [True] * (len(LENGTHS) - 1) + [value == 0.0]
+    assert_same(copy.split(), output.to_numpy())
+
+
 @pytest.mark.gpu
 def test_mixed_batch_on_cuda_equals_cpu(hidden_states: Tensor, token_ids: Tensor, pool_all: PoolAll) -> None:
     info = make_info()

@@ -1,6 +1,8 @@
 """ModelPooler gives the same results for chunks as for whole sequences."""
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 
 from .chunking import NUM_SEQS, Chunk, Sequences, in_chunks, mixed_params, run
 from .conftest import (
+    DENSE,
     HIDDEN_SIZE,
     LENGTHS,
     NUM_LABELS,
@@ -30,10 +33,6 @@ from .conftest import (
 )
 
 SKIP_TOKENS = torch.tensor([0, 1, 3, 40, 2, 0], dtype=torch.int32)
-CASES = [*embedding_cases(), (make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION)), [])]
-by_case = pytest.mark.parametrize(
-    ("info", "dense"), CASES, ids=lambda case: "+".join(case.sequence_pooling) if isinstance(case, ModelInfo) else ""
-)
 
 
 def embedding_sequences(*types: PoolingType, **changes: Any) -> Sequences:
@@ -41,61 +40,62 @@ def embedding_sequences(*types: PoolingType, **changes: Any) -> Sequences:
     return Sequences(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * NUM_SEQS)
 
 
-def token_sequences(**fields: Any) -> Sequences:
-    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=PoolingType.STEP)
+def token_sequences(token_pooling: PoolingType = PoolingType.STEP, **fields: Any) -> Sequences:
+    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=token_pooling)
     params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields)] * NUM_SEQS
     return Sequences(tensor_pooler(info, TinyModel()), params)
 
 
-@pytest.mark.parametrize(("chunk_size", "with_skip"), [(1, False), (7, True), (64, True)])
-@by_case
-def test_chunked_embeddings_equal_whole_ones(
-    info: ModelInfo, dense: list[torch.nn.Module], chunk_size: int, with_skip: bool
-) -> None:
-    pooler = tensor_pooler(info, TinyModel(), dense)
-    run(Sequences(pooler, mixed_params(info), SKIP_TOKENS if with_skip else None), in_chunks(chunk_size))
+def embedding_case(info: ModelInfo, dense: list[torch.nn.Module], **options: Any) -> Sequences:
+    if options.get("device") == "cuda":
+        dense = [deepcopy(module).cuda() for module in dense]
+    return Sequences(tensor_pooler(info, TinyModel(), dense), mixed_params(info), **options)
 
 
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_chunked_bfloat16_embeddings_equal_whole_ones(pooling_type: PoolingType) -> None:
-    info = make_info(sequence_pooling=(pooling_type,))
-    run(Sequences(tensor_pooler(info, TinyModel()), mixed_params(info), dtype=torch.bfloat16), in_chunks(7))
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7])
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_chunked_class_scores_equal_whole_ones(pooling_type: PoolingType, chunk_size: int) -> None:
+def class_case(pooling_type: PoolingType) -> Sequences:
     info = make_info(ModelKind.CROSS_ENCODER, sequence_pooling=(pooling_type,))
     tasks = (PoolingTask.CLASSIFY, PoolingTask.SCORE)
     params = [resolved(info, tasks[i % 2], use_activation=i % 3 == 0) for i in range(NUM_SEQS)]
-    run(Sequences(tensor_pooler(info, TinyModel()), params), in_chunks(chunk_size))
+    return Sequences(tensor_pooler(info, TinyModel()), params)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-@pytest.mark.parametrize("pooling_type", [PoolingType.ALL, PoolingType.STEP])
-def test_chunked_token_scores_equal_whole_ones(pooling_type: PoolingType, chunk_size: int) -> None:
-    info = make_info(ModelKind.TOKEN_CLASSIFIER, sequence_pooling=(), token_pooling=pooling_type)
-    options: list[dict[str, Any]] = [{}] * NUM_SEQS
-    if pooling_type is PoolingType.STEP:
-        options = [
-            {"step_tag_id": tag, "returned_token_ids": (1, 2) if i % 2 else None}
-            for i, tag in enumerate([1, None, 2, 1, None, 99])
-        ]
-    params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, **fields) for fields in options]
-    run(Sequences(tensor_pooler(info, TinyModel()), params), in_chunks(chunk_size))
+def step_case() -> Sequences:
+    sequences = token_sequences()
+    sequences.params = [
+        resolved(sequences.pooler._info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag, returned_token_ids=columns)
+        for tag, columns in zip((1, None, 2, 1, 0, 99), (None, (1, 2)) * 3, strict=True)
+    ]
+    return sequences
+
+
+MODELS = [
+    *embedding_cases(),
+    (make_info(sequence_pooling=(PoolingType.MEAN, PoolingType.ATTENTION)), []),
+    (make_info(sequence_pooling=(PoolingType.LAST,), dense=DENSE), [dense_chain()]),
+]
+EMBEDDINGS = {f"{'+'.join(info.sequence_pooling)}{len(dense)}": (info, dense) for info, dense in MODELS}
+CASES: dict[str, Callable[[], Sequences]] = {
+    **{name: partial(embedding_case, *model) for name, model in EMBEDDINGS.items()},
+    **{f"{name}_skip": partial(embedding_case, *model, skip_tokens=SKIP_TOKENS) for name, model in EMBEDDINGS.items()},
+    **{f"{name}_bf16": partial(embedding_case, *m, dtype=torch.bfloat16) for name, m in list(EMBEDDINGS.items())[:7]},
+    **{f"classes_{pooling_type}": partial(class_case, pooling_type) for pooling_type in SEQUENCE_TYPES},
+    "tokens": partial(token_sequences, token_pooling=PoolingType.ALL),
+    "steps": step_case,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_give_the_results_of_whole_sequences(name: str) -> None:
+    for chunk_size in (1, 7, 64):
+        run(CASES[name](), in_chunks(chunk_size))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@by_case
-def test_chunked_embeddings_on_cuda_equal_whole_ones(
-    info: ModelInfo, dense: list[torch.nn.Module], dtype: torch.dtype
-) -> None:
-    pooler = tensor_pooler(info, TinyModel(), [deepcopy(module).cuda() for module in dense])
-    run(Sequences(pooler, mixed_params(info), SKIP_TOKENS, dtype, "cuda"), in_chunks(7))
-
-
-# Random schedules ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_chunks_on_cuda_give_the_results_of_whole_sequences(name: str, dtype: torch.dtype) -> None:
+    sequences = embedding_case(*EMBEDDINGS[name], skip_tokens=SKIP_TOKENS, dtype=dtype, device="cuda")
+    run(sequences, in_chunks(7))
 
 
 @st.composite
@@ -119,26 +119,10 @@ def schedules(draw: st.DrawFn) -> list[list[Chunk]]:
     return batches
 
 
-RANDOM_CASES = [*CASES, (make_info(dense=CASES[-2][0].dense, sequence_pooling=(PoolingType.LAST,)), [dense_chain()])]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(schedule=schedules(), case=st.sampled_from(RANDOM_CASES), with_skip=st.booleans())
-def test_random_chunks_with_preemption_equal_whole_sequences(
-    schedule: list[list[Chunk]], case: tuple[ModelInfo, list[torch.nn.Module]], with_skip: bool
-) -> None:
-    info, dense = case
-    pooler = tensor_pooler(info, TinyModel(), dense)
-    run(Sequences(pooler, mixed_params(info), SKIP_TOKENS if with_skip else None), schedule)
-
-
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(schedule=schedules())
-def test_random_chunks_of_step_models_equal_whole_sequences(schedule: list[list[Chunk]]) -> None:
-    sequences = token_sequences()
-    info = sequences.pooler._info
-    sequences.params = [resolved(info, PoolingTask.TOKEN_CLASSIFY, step_tag_id=tag) for tag in (1, None, 2, 0, 1, 99)]
-    run(sequences, schedule)
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedule=schedules(), name=st.sampled_from([name for name in CASES if "bf16" not in name]))
+def test_random_chunks_with_preemption_equal_whole_sequences(schedule: list[list[Chunk]], name: str) -> None:
+    run(CASES[name](), schedule)
 
 
 # The results of one chunk ----------------------------------------------------------------------------------------

@@ -166,17 +166,6 @@ def test_attention_weights_of_wrong_shape_are_refused() -> None:
         pooler.pool(hidden, describe([65]), weights[:60])
 
 
-def test_only_last_accepts_a_gap_before_a_chunk() -> None:
-    hidden, _ = rows()
-    last = PoolingStates.initialize(12, [PoolingType.LAST])
-    last.update(hidden[:4], chunk_start=10)
-    last.update(hidden[5:9], chunk_start=40, skip_tokens=43)
-    assert last.num_tokens == 44
-    assert torch.equal(last.finalize(), hidden[8])
-    with pytest.raises(ValueError, match="MEAN pooling needs every row, but a chunk begins at 10 and 0 tokens"):
-        PoolingStates.initialize(12, [PoolingType.MEAN]).update(hidden, chunk_start=10)
-
-
 def test_copy_is_updated_without_the_original() -> None:
     hidden, weights = rows()
     states = PoolingStates.initialize(12, [PoolingType.MAX, PoolingType.MEAN, PoolingType.ATTENTION])

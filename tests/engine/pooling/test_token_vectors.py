@@ -1,5 +1,7 @@
 """Token vectors: skip words, late interaction with a query, and several outputs of a sequence."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
-from penstock.engine.pooling.tensor_ops import tensor_pooler
+from penstock.engine.pooling.heads import RowOps
+from penstock.engine.pooling.tensor_ops import TensorOps, tensor_pooler
 from penstock.engine.protocol.multi_vector import MultiVector, late_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
@@ -26,12 +29,14 @@ def token_ids() -> Tensor:
 
 
 def make_pooler(
-    *, skips_queries: bool = False, skip_ids: tuple[int, ...] = SKIP_IDS
-) -> tuple[ModelPooler[Tensor], PoolingParams]:
+    *, skips_queries: bool = False, skip_ids: tuple[int, ...] = SKIP_IDS, ops: RowOps[Any] | None = None
+) -> tuple[ModelPooler[Any], PoolingParams]:
     recipe = MultiVector(skip_words=("x",), skips_queries=skips_queries)
     info = make_info(sequence_pooling=(), multi_vector=recipe, embedding_size=HIDDEN_SIZE, normalize=True)
     params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
-    return tensor_pooler(info, TinyModel(), maps=TokenMaps(skip_ids=skip_ids)), params
+    model = TinyModel()
+    maps: TokenMaps[Any] = TokenMaps(skip_ids=skip_ids)
+    return ModelPooler(info, ops or TensorOps(), model.sequence_head, model.token_head, maps=maps), params
 
 
 def vectors_without(hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...]) -> list[Tensor]:
@@ -44,16 +49,16 @@ def vectors_without(hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[in
 
 @pytest.mark.parametrize("cuts", [(), (10,), (4, 5, 30)], ids=str)
 def test_chunked_documents_score_like_whole_ones(
-    hidden_states: Tensor, token_ids: Tensor, cuts: tuple[int, ...]
+    hidden_states: Tensor, token_ids: Tensor, cuts: tuple[int, ...], ops: RowOps[Any]
 ) -> None:
-    pooler, params = make_pooler()
+    pooler, params = make_pooler(ops=ops)
     params = params.clone(is_compared=True)
     generator = torch.Generator().manual_seed(5)
     queries = [torch.randn(n, HIDDEN_SIZE, generator=generator).numpy() for n in (4, 9)]
     own = [queries[i % 2] for i in range(NUM_SEQS)]
     rows, ids = hidden_states.split(LENGTHS), token_ids.split(LENGTHS)
     parts: list[list[np.ndarray]] = [[] for _ in LENGTHS]
-    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="all")
+    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="all", ops=ops)
     for start, end in zip((0, *cuts), (*cuts, max(LENGTHS)), strict=True):
         members = [i for i, length in enumerate(LENGTHS) if length > start]
         ends = [min(end, LENGTHS[i]) for i in members]
@@ -67,7 +72,7 @@ def test_chunked_documents_score_like_whole_ones(
         )
         metadata.queries = [own[i] for i in members]
         packed = torch.cat([rows[i][start:last] for i, last in zip(members, ends, strict=True)])
-        output = pooler.pool(ModelOutput(hidden_states=packed), metadata, manager)
+        output = pooler.pool(ModelOutput(hidden_states=ops.rows_of(packed)), metadata, manager)
         manager.commit(metadata)
         for place, i in enumerate(members):
             parts[i].append(output.to_numpy()[place]["similarities"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.engine.protocol import messages as m
-from penstock.engine.protocol.config import EngineConfig, PoolerConfig, SchedulerConfig
+from penstock.engine.protocol.config import EngineConfig, PoolerConfig
 from penstock.engine.protocol.messages import (
     ClientMessage,
     ClientMessageBuilder,
@@ -17,11 +17,13 @@ from penstock.engine.protocol.messages import (
     first_request_id,
     unpack_client_message,
 )
-from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.model_info import TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ChatTemplate
+
+from ..model_infos import make_info
 
 PARAMS = [PoolingParams(task=task) for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED)]
 IDS = st.integers(0, first_request_id(2**20))
@@ -103,28 +105,16 @@ def test_priority_beyond_64_bits_is_refused() -> None:
         send(SubmitRequest(1, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))], priority=2**64))
 
 
-INFO = ModelInfo(
-    name="n",
-    path="p",
-    architecture="BertModel",
-    model_type="bert",
-    packed=True,
-    kind=ModelKind.EMBEDDING,
-    tasks=(PoolingTask.EMBED, PoolingTask.SCORE),
-    hidden_size=8,
-    vocab_size=10,
-    max_model_len=16,
-    embedding_size=4,
-    sequence_pooling=(PoolingType.CLS, PoolingType.MEAN),
-    dense=(DenseSpec(folder="2_Dense", in_features=16, out_features=4, bias=True, activation="Tanh"),),
-    prompts={"query": "q: "},
-    config={"nested": {"list": [1, 2.5, None, "x"]}},
+SPEC = TokenizerSpec(
+    json="{}",
+    truncation_side="left",
+    uses_token_types=True,
+    chat_template=ChatTemplate(source="{{ messages }}", special_tokens={"bos_token": "<s>", "eos_token": "</s>"}),
 )
 CONFIG = EngineConfig(
     model="m",
     pooler_config=PoolerConfig(pooling_type=PoolingType.STEP, returned_token_ids=(1, 2)),
     hf_overrides={"a": [1]},
-    scheduler=SchedulerConfig(max_num_seqs=3),
 )
 
 
@@ -133,16 +123,10 @@ def test_messages_to_the_core_survive_encoding(message: m.ToCore) -> None:
     assert m.decode_to_core(m.encode(message)) == message
 
 
-CHAT = ChatTemplate(source="{{ messages }}", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-
-
-SPEC = TokenizerSpec(json="{}", truncation_side="left", uses_token_types=True, chat_template=CHAT)
-
-
 @pytest.mark.parametrize(
     "message",
     [
-        m.ModelReady(INFO, SPEC),
+        m.ModelReady(make_info(prompts={"query": "q: "}, config={"nested": {"list": [1, 2.5, None, "x"]}}), SPEC),
         m.LoadFailed("WeightError", "no such tensor"),
         m.StepResults([m.BlockHeader("embedding", 3, [4], [0], [True], widths=[2])], 12, 0.5, finished=[(4, 0.5, 1.0)]),
         m.RequestFailed(1, "ModelExecutionError", "boom"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,7 +29,6 @@ PARAMS = PoolingParams()
 CUT = PoolingParams(truncate_prompt_tokens=-1)
 QUERY = RequestOptions(is_query=True)
 WIDTH = 12
-TEXTS = [*QUERIES, *DOCUMENTS[:2]]
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
@@ -147,17 +145,6 @@ async def test_token_vectors_equal_sentence_transformers(engine: AsyncEngine, pe
         await engine.embed(["dam"], PARAMS)
 
 
-async def test_queries_and_documents_may_share_a_batch(engine: AsyncEngine) -> None:
-    roles = {"query": QUERY, "document": RequestOptions()}
-    calls = [engine.token_embed([text], CUT, options) for text in TEXTS for options in roles.values()]
-    together = await asyncio.gather(*calls)
-    for i, text in enumerate(TEXTS):
-        for place, name in enumerate(roles):
-            if name in engine.info.prompts:
-                alone = await engine.token_embed([text], CUT, RequestOptions(prompt_name=name))
-                assert_rows(alone.rows, together[2 * i + place].rows)
-
-
 async def test_scores_equal_maxsim_of_sentence_transformers(engine: AsyncEngine, peer: Any) -> None:
     expected = peer.similarity(peer.encode_query(QUERIES), peer.encode_document(DOCUMENTS)).numpy()
     for query, row in zip(QUERIES, expected, strict=True):
@@ -181,13 +168,6 @@ async def test_long_queries_are_cut_and_long_documents_refused(engine: AsyncEngi
         await engine.token_embed([long], PARAMS)
     ids = await engine.token_embed([[2, 60, 61, 3]], PARAMS, QUERY)
     assert ids.num_tokens == [4]
-
-
-async def test_best_passage_scores_for_a_long_document(engine: AsyncEngine) -> None:
-    text = " ".join(["a song"] * 20 + ["what dam"])
-    (cut,) = (await engine.score(["what dam"], [text], CUT)).scores
-    (best,) = (await engine.score(["what dam"], [text], CUT, RequestOptions(max_passages=8))).scores
-    assert best >= cut - 1e-5
 
 
 async def test_stanford_files_give_the_recipe(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine)
         ("config.json", {"model_type": "t5"}, "for which penstock has no code"),
     ],
 )
-async def test_unsupported_splade_settings_are_refused(
+async def test_unsupported_settings_are_refused(
     tmp_path: Path, name: str, change: dict[str, str], message: str
 ) -> None:
     folder = write_splade(tmp_path, "BertForMaskedLM")

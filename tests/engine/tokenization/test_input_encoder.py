@@ -12,12 +12,14 @@ import pytest_asyncio
 from penstock.engine.core.make_scheduler import _limited
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
-from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
-from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 from penstock.engine.tokenization.tokenizer import TokenizerPool
+
+from ..model_infos import make_info
 
 END = 7
 WORDS = json.dumps(
@@ -29,21 +31,8 @@ WORDS = json.dumps(
     }
 )
 PARAMS, OPTIONS = PoolingParams(), RequestOptions()
-INFO = ModelInfo(
-    name="tiny",
-    path="/tiny",
-    architecture="LlamaModel",
-    model_type="llama",
-    packed=True,
-    kind=ModelKind.EMBEDDING,
-    tasks=(PoolingTask.EMBED,),
-    hidden_size=8,
-    vocab_size=10,
-    max_model_len=100,
-    embedding_size=8,
-    sequence_pooling=(PoolingType.MEAN,),
-    sources={"max_model_len": "config.json: max_position_embeddings"},
-)
+SOURCES = {"max_model_len": "config.json: max_position_embeddings"}
+INFO = make_info(vocab_size=10, max_model_len=100, sources=SOURCES)
 
 
 def encoder_of(pool: TokenizerPool, info: ModelInfo = INFO, **settings: object) -> InputEncoder:

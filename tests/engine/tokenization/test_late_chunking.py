@@ -61,6 +61,8 @@ LEFT_CUT = {"cut": True, "cuts_left": True, "max_num_tokens": 6, "include_prompt
             *([[1, 2], [3], [4, 5]], [], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 4), (4, 6)], None),
         ),
         (LEFT_CUT, [[8, 9, 1], [2, 3]], [8, 9], [CLS, 9, 1, 2, 3, SEP], [(2, 3), (3, 6)], [3, 3]),
+        (LEFT_CUT, [[8, 9, 1, 2], [3, 4]], [8, 9], [CLS, 1, 2, 3, 4, SEP], [(0, 3), (3, 6)], [3, 3]),
+        (LEFT_CUT, [[8, 9, 1, 2], [3, 4, 5]], [8, 9], [CLS, 2, 3, 4, 5, SEP], [(0, 2), (2, 6)], [2, 4]),
     ],
 )
 def test_joined_inputs_share_the_special_tokens(
@@ -76,21 +78,6 @@ def test_joined_inputs_share_the_special_tokens(
     assert text.spans == spans
     assert text.num_tokens == (counts or [last - first for first, last in spans])
     assert sum(text.num_tokens) == len(ids)
-
-
-@pytest.mark.parametrize("num_cut", range(8))
-def test_left_cut_removes_the_prompt_before_the_text(num_cut: int) -> None:
-    """While a token of the prompt is left, the span of the first input starts after the prompt."""
-    prompt, first, second = [7, 8, 9], [1, 2, 3, 4, 5, 6], [11, 12]
-    size = len(prompt) + len(first) + len(second) + 2 - num_cut
-    joined = late(cut=True, cuts_left=True, max_num_tokens=size, include_prompt=False)
-    text = joined.join(parts([*prompt, *first], second), [True, True], prompt, is_whole=True)
-    ids = text.tokens.token_ids.tolist()
-    assert ids == [CLS, *[*prompt, *first, *second][num_cut:], SEP]
-    start, end = text.spans[0]
-    rest = first[max(num_cut - len(prompt), 0) :]
-    assert ids[start:end] == (rest if num_cut < len(prompt) else [CLS, *rest])
-    assert text.spans[1] == (end, len(ids))
 
 
 @pytest.mark.parametrize(

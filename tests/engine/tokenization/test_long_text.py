@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import AutoModel, AutoTokenizer
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
@@ -132,14 +130,9 @@ def test_prompt_is_counted_up_to_the_first_other_token() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    """A small random BERT with the default model's tokenizer, a prompt, MEAN pooling and normalised embeddings."""
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    transformers.BertModel(transformers.BertConfig(initializer_range=0.5, **sizes)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        (folder / name).symlink_to(minilm_folder / name)
+def tiny(save_bert: Callable[..., Path]) -> Path:
+    """A small BERT with a prompt, MEAN pooling and normalised embeddings."""
+    folder = save_bert(initializer_range=0.5)
     types = ("Transformer", "Pooling", "Normalize")
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{t}" if i else "", "type": f"sentence_transformers.models.{t}"}
@@ -164,14 +157,14 @@ class Reference:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
-    def embed(self, sequences: Sequence[Sequence[int]], skip: int = 0) -> np.ndarray:
-        """Returns the normalised mean of the rows from `skip` on, for each sequence."""
-        rows = [self.model(torch.tensor([list(ids)])).last_hidden_state[0, skip:].mean(0) for ids in sequences]
+    def embed(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns the normalised mean of the rows of each sequence."""
+        rows = [self.model(torch.tensor([list(ids)])).last_hidden_state[0].mean(0) for ids in sequences]
         return torch.nn.functional.normalize(torch.stack(rows)).numpy()
 
-    def mean(self, windows: Windows, skip: int = 0) -> np.ndarray:
+    def mean(self, windows: Windows) -> np.ndarray:
         """Returns the normalised weighted mean of the windows of one text."""
-        return normalised(windows.weights @ self.embed(ids_of(windows), skip))
+        return normalised(windows.weights @ self.embed(ids_of(windows)))
 
 
 @pytest.fixture(scope="module")
@@ -253,19 +246,6 @@ async def test_vllm_mode_averages_slices(tiny: Path, reference: Reference) -> No
     assert result.embeddings[0] == pytest.approx(mean, abs=1e-5)
     assert np.linalg.norm(result.embeddings[0]) < 0.99
     assert np.linalg.norm(result.embeddings[1]) == pytest.approx(1)
-
-
-async def test_prompt_that_is_not_pooled_is_left_out_of_windows(
-    tmp_path: Path, tiny: Path, reference: Reference
-) -> None:
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "include_prompt": False}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    async with serving(folder) as engine:
-        result = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
-    body, prompt = reference.ids(TEXT), reference.ids("find this: ")
-    windows = cutter(SIZE).cut([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
-    assert result.embeddings[0] == pytest.approx(reference.mean(windows, 1 + len(prompt)), abs=1e-5)
 
 
 async def test_length_limits_of_long_text_mode(tiny: Path) -> None:

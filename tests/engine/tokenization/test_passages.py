@@ -1,15 +1,12 @@
 """Long documents are split into passages, and the best passage gives the score of the document."""
 
 import re
-import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.protocol.config import EngineConfig
@@ -82,30 +79,6 @@ def words(first: int, last: int) -> str:
     return " ".join(LONG.split()[first:last])
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Callable[[str], Path]:
-    """Save a small random model of this class with a real tokenizer."""
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=1,
-        initializer_range=0.3,
-    )
-
-    def save(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        torch.manual_seed(3)
-        getattr(transformers, name)(config).save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(minilm_folder / file, folder)
-        return folder
-
-    return save
-
-
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(model=str(folder), in_process=True, num_threads=1, max_model_len=MAX_MODEL_LEN)
@@ -151,8 +124,8 @@ async def check_refusals(engine: AsyncEngine) -> None:
         await engine.score(["water " * 60], documents, uncut, RequestOptions(max_passages=20))
 
 
-async def test_cross_encoder_scores_the_best_passage(save: Callable[[str], Path]) -> None:
-    async with started(save("BertForSequenceClassification")) as engine:
+async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
+    async with started(save_bert("BertForSequenceClassification", num_labels=1, initializer_range=0.3)) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 5 - 3 - 1)
         hopeless = await engine.score(["water " * 60], [LONG], CUT, RequestOptions(max_passages=5))
         cut = await engine.score(["water " * 60], [LONG], CUT)
@@ -162,7 +135,7 @@ async def test_cross_encoder_scores_the_best_passage(save: Callable[[str], Path]
         await check_refusals(engine)
 
 
-async def test_embedding_model_scores_the_best_passage(save: Callable[[str], Path]) -> None:
-    async with started(save("BertModel")) as engine:
+async def test_embedding_model_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
+    async with started(save_bert(initializer_range=0.3)) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
         await check_refusals(engine)

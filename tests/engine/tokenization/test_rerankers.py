@@ -255,27 +255,6 @@ async def test_prompt_stays_whole_beside_a_long_query(published: Publish) -> Non
                 await engine.score(["a"], ["water " * 900], PoolingParams())
 
 
-async def test_converted_checkpoint_keeps_its_head_and_gets_the_prompt(
-    published: Publish, save: Callable[..., Path], small_tokenizer: Any
-) -> None:
-    mxbai = published("mxbai")
-    config = {"num_labels": 1, "tie_word_embeddings": False}
-    folder = save("mxbai-rerank-base-v2-seq", "Qwen2ForSequenceClassification", small_tokenizer, **config)
-    source = mxbai.model
-    target = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    target.model.load_state_dict(source.model.state_dict())
-    false, true = (small_tokenizer.convert_tokens_to_ids(answer) for answer in mxbai.answers)
-    target.score.weight.copy_(source.lm_head.weight[true] - source.lm_head.weight[false])
-    target.save_pretrained(folder)
-    async with serving(mxbai.folder) as engine:
-        expected = await engine.score([QUERY], DOCUMENTS, PoolingParams())
-    async with serving(folder) as engine:
-        assert engine.info.classifier_tokens == ()
-        converted = await engine.score([QUERY], DOCUMENTS, PoolingParams())
-    assert converted.num_tokens == expected.num_tokens
-    assert np.abs(converted.scores - expected.scores).max() < 1e-5
-
-
 async def test_overrides_make_a_reranker_of_any_language_model(published: Publish) -> None:
     helium = published("helium")
     overrides = {

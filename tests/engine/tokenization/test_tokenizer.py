@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -251,32 +250,6 @@ async def test_text_above_the_read_limit_is_refused_or_cut(pool: TokenizerPool, 
     assert len(pair) <= 32
 
 
-LONGEST_WORD = 1_000
-WORDS = st.lists(st.integers(1, 1_500), min_size=1, max_size=12).flatmap(
-    lambda lengths: st.lists(st.sampled_from(" \n"), min_size=len(lengths), max_size=len(lengths)).map(
-        lambda spaces: "".join("a" * length + space for length, space in zip(lengths, spaces, strict=True))
-    )
-)
-
-
-@given(WORDS, st.integers(1, 6_000), st.booleans())
-def test_bounded_text_ends_between_words(text: str, num_chars: int, keeps_end: bool) -> None:
-    part = bounded(text, num_chars, keeps_end=keeps_end)
-    if len(text) <= num_chars:
-        assert part is text
-        return
-    if keeps_end:
-        assert text.endswith(part)
-        start = len(text) - num_chars
-        spaces = [place for place in range(start, min(start + LONGEST_WORD, len(text))) if text[place] in " \n"]
-        assert len(text) - len(part) == (spaces[0] if spaces else start)
-    else:
-        assert text.startswith(part)
-        places = range(max(num_chars - LONGEST_WORD, 0), num_chars)
-        spaces = [place for place in places if text[place] in " \n"]
-        assert len(part) == (spaces[-1] if spaces else num_chars)
-
-
 @pytest.mark.parametrize(
     ("text", "num_chars", "keeps_end", "expected"),
     [
@@ -319,7 +292,7 @@ def sentencepiece_like(template: str) -> Tokenizer:
 
 
 def byte_level(end: str) -> Tokenizer:
-    """A tokenizer like that of Qwen3-Embedding, whose template ends each text with `end`."""
+    """A tokenizer like that of Qwen3-Embedding. Its template adds `end` to each text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
