@@ -57,7 +57,7 @@ def test_trained_decoder_gives_equal_vectors_on_both_kernels(model_folder: Calla
     np.testing.assert_allclose(*rows, rtol=0, atol=5e-6)
 
 
-def test_a_prompt_has_many_forms(llm: LLM) -> None:
+def test_prompt_may_be_text_ids_or_dict(llm: LLM) -> None:
     (text,) = llm.embed("a dam")
     ids = llm.encode("a dam", pooling_task="token_embed")
     assert ids[0].num_tokens == text.num_tokens == 4
@@ -137,20 +137,6 @@ def test_class_probabilities_equal_transformers(minilm_folder: Path, tmp_path: P
             np.testing.assert_allclose(output.outputs.probs, logits.softmax(0), atol=1e-5)
             np.testing.assert_array_equal(row, output.outputs.probs)
             assert output.outputs.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-
-
-def test_overrides_make_a_reranker_of_a_language_model(minilm_folder: Path, tmp_path: Path) -> None:
-    config = transformers.Qwen3Config(**SIZES, vocab_size=30522, num_key_value_heads=2, head_dim=16)
-    folder = with_tokenizer(transformers.Qwen3ForCausalLM(config), tmp_path / "reranker", minilm_folder)
-    overrides = {
-        "architectures": ["Qwen3ForSequenceClassification"],
-        "classifier_from_token": ["no", "yes"],
-        "is_original_qwen3_reranker": True,
-    }
-    with LLM(model=str(folder), runner="pooling", hf_overrides=overrides, device="cpu", dtype="float32") as llm:
-        outputs = llm.score(["What?", "Who?"], ["A dam.", "A lock."])
-    assert all(0 < output.outputs.score < 1 for output in outputs)
-    assert outputs[0].outputs.score != outputs[1].outputs.score
 
 
 def test_settings_reach_the_engine(minilm_folder: Path) -> None:

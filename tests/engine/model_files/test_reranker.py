@@ -189,9 +189,9 @@ def test_sentence_transformers_files_override_the_name(false: int | None, method
     assert info.score_template is None
     assert info.pair_chat == PairChat(is_structured=True, arguments={"add_generation_prompt": True})
     assert info.max_model_len == 40
-    asked = resolve(tmp_path / "Qwen3-Reranker", score_template=PARTS)
-    assert asked.pair_chat is None
-    assert asked.score_template is not None
+    overridden = resolve(tmp_path / "Qwen3-Reranker", score_template=PARTS)
+    assert overridden.pair_chat is None
+    assert overridden.score_template is not None
 
 
 @pytest.mark.parametrize(

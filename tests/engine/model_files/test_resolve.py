@@ -291,9 +291,9 @@ def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
     }
     write(tmp_path, files)
     assert resolve(tmp_path).max_model_len == 30
-    for asked in (10, 40):
-        info = resolve(tmp_path, max_model_len=asked)
-        assert (info.max_model_len, info.sources["max_model_len"]) == (asked, "--max-model-len")
+    for limit in (10, 40):
+        info = resolve(tmp_path, max_model_len=limit)
+        assert (info.max_model_len, info.sources["max_model_len"]) == (limit, "--max-model-len")
     with pytest.raises(ModelLoadError, match=r"--max-model-len is 41.* 40 tokens"):
         resolve(tmp_path, max_model_len=41)
     # hf_overrides stand above config.json, here for a table of positions that was extended by hand.

@@ -116,14 +116,6 @@ async def test_splade_equals_sentence_transformers(engine: AsyncEngine, splade: 
         await engine.sparse_embed(TEXTS, PoolingParams(normalize=True))
 
 
-async def test_splade_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
-    together = (await engine.sparse_embed(TEXTS * 3, PARAMS)).vectors
-    alone = await asyncio.gather(*(engine.sparse_embed([text], PARAMS) for text in TEXTS))
-    for i, vector in enumerate(together):
-        difference = dense(vector, 100) - dense(alone[i % len(TEXTS)].vectors[0], 100)
-        assert np.abs(difference).max() < 1e-5
-
-
 def m3_outputs(folder: str, text: str) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
     """Returns the outputs of FlagEmbedding's M3Embedder: CLS, token weights by id, and vectors without CLS."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -89,8 +89,8 @@ def mxbai_ids(tokenizer: Any, query: str, document: str, instruction: str | None
 
     before, separator, task = encode(MXBAI_BEFORE), encode("\n"), encode(MXBAI_TASK)
     after = encode("<|im_end|>\n<|im_start|>assistant\n")
-    asked = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
-    pair = encode(asked) + separator + encode(f"document: {document}")
+    given = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
+    pair = encode(given) + separator + encode(f"document: {document}")
     fixed = len(before) + len(separator) + len(task) + len(after)
     return before + pair[: limit - fixed if limit else None] + separator + task + after
 
@@ -326,11 +326,11 @@ async def test_instruction_replaces_that_of_the_query_prompt(save: Callable[...,
     texts = [document for document in DOCUMENTS if document]
     options = RequestOptions(instruction=INSTRUCTION)
     async with serving(folder) as engine:
-        own, asked = [await engine.score([QUERY], texts, PoolingParams(), o) for o in (RequestOptions(), options)]
+        own, changed = [await engine.score([QUERY], texts, PoolingParams(), o) for o in (RequestOptions(), options)]
         queries = await engine.embed([f"Instruct: {INSTRUCTION}\nQuery:{QUERY}"], PoolingParams(normalize=True))
         documents = await engine.embed(texts, PoolingParams(normalize=True))
-    assert np.abs(asked.scores - documents.embeddings @ queries.embeddings[0]).max() < 1e-5
-    assert np.abs(asked.scores - own.scores).max() > 1e-4
+    assert np.abs(changed.scores - documents.embeddings @ queries.embeddings[0]).max() < 1e-5
+    assert np.abs(changed.scores - own.scores).max() > 1e-4
     (folder / "config_sentence_transformers.json").write_text("{}")
     async with serving(folder) as engine:
         with pytest.raises(InvalidRequestError, match="takes no instruction"):
