@@ -26,15 +26,6 @@ def test_world_readable_or_writable_file_is_refused(tmp_path: Path, name: str, m
     again.close()
 
 
-def test_linked_secret_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    DataDir(folder).close()
-    (folder / "secret").rename(tmp_path / "secret")
-    (folder / "secret").symlink_to(tmp_path / "secret")
-    with pytest.raises(UsageError, match=r"--data-dir: .*secret is a link; remove it"):
-        DataDir(folder)
-
-
 def test_database_of_another_version_is_refused(tmp_path: Path) -> None:
     settings, file = ServerSettings(data_dir=tmp_path), tmp_path / "penstock.db"
     tmp_path.chmod(0o700)

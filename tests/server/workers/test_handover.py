@@ -9,7 +9,7 @@ import pytest
 from penstock.server.workers import handover
 from penstock.server.workers.handover import COUNT_BYTES, Acceptor, ConnectionSender
 
-from ...waiting import turns, until
+from ...waiting import until
 
 
 class Process:
@@ -79,16 +79,6 @@ async def test_process_with_the_fewest_connections_gets_the_next(server: Server,
         server.connect()
     await until(lambda: sum(num_open()) == 30)
     assert [len(process.receive()) for process in processes] == [0, 6, 0]
-
-
-async def test_connections_wait_for_the_first_process(server: Server, resources) -> None:
-    server.connect(b"hello")
-    await turns()
-    process = Process(resources)
-    server.acceptor.add(process.sender)
-    await until(lambda: process.sender.num_open == 1)
-    (connection,) = process.receive()
-    assert connection.recv(100) == b"hello"
 
 
 async def test_ended_and_full_processes_get_no_connections(server: Server, resources) -> None:

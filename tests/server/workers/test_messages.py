@@ -66,18 +66,6 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
     other.channel.send(WorkerListening())  # ignored: the other end has closed
 
 
-async def test_message_in_single_bytes_is_received() -> None:
-    ours, theirs = socket.socketpair()
-    end = End(theirs)
-    for byte in encoded(GetModel(7)):
-        ours.send(bytes([byte]))
-        await turns(3)
-    await until(lambda: end.received)
-    assert end.received == [GetModel(7)]
-    ours.close()
-    await until(end.has_ended.is_set)
-
-
 async def test_closed_channel_handles_no_further_messages() -> None:
     class ClosingEnd(End):
         def receive(self, message: FromWorker) -> None:
