@@ -1,4 +1,4 @@
-"""Which backend a kernel takes by the device that its input lies on."""
+"""Kernels choose their backend by device, dtype and width."""
 
 from __future__ import annotations
 
@@ -24,22 +24,12 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         yield found
 
 
-def test_kernels_with_products_run_from_ampere_on(capability: tuple[int, int]) -> None:
+def test_capability_and_triton_choose_the_backend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 3, device=DEVICE)
+    assert backends.choose(None, x) == "triton"
     assert backends.choose(None, x, has_products=True) == ("triton" if capability >= (8, 0) else "torch")
-
-
-def test_kernels_without_products_run_on_any_gpu(capability: tuple[int, int]) -> None:
-    assert backends.choose(None, torch.zeros(2, 3, device=DEVICE)) == "triton"
-
-
-def test_a_backend_that_is_asked_for_is_taken(capability: tuple[int, int]) -> None:
-    assert backends.choose("triton", torch.zeros(2, 3, device=DEVICE), has_products=True) == "triton"
-
-
-def test_without_triton_torch_is_taken(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.choose("triton", x, has_products=True) == "triton"
     monkeypatch.setattr(backends, "has_triton", lambda: False)
-    x = torch.zeros(2, 3, device=DEVICE)
     assert backends.choose(None, x) == backends.choose(None, x, has_products=True) == "torch"
 
 
@@ -48,8 +38,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", ["ssd", "maxsim", "grouped_linear", "grouped_linear of odd widths"])
-def test_before_ampere_kernels_with_products_run_in_torch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their triton kernels would be launched otherwise, which nothing here can run."""
+def test_kernel_with_products_runs_in_torch_before_ampere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability_of", lambda device: (7, 5))
     monkeypatch.setattr(grouped_linear, "capability_of", lambda device: (7, 5))
     monkeypatch.setattr(backends, "has_triton", lambda: True)
@@ -86,7 +75,7 @@ def test_before_ampere_kernels_with_products_run_in_torch(kernel: str, monkeypat
     ],
     ids=str,
 )
-def test_grouped_products_take_torch_where_it_does_not_wait(
+def test_grouped_linear_uses_torch_if_it_does_not_wait(
     capability: tuple[int, int],
     dtype: torch.dtype,
     width: int,
@@ -103,5 +92,5 @@ def test_grouped_products_take_torch_where_it_does_not_wait(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_of_a_cpu_run_in_torch(dtype: torch.dtype) -> None:
+def test_grouped_linear_on_a_cpu_uses_torch(dtype: torch.dtype) -> None:
     assert grouped_linear._choose(torch.zeros(3, 5, dtype=dtype), torch.zeros(2, 7, 5, dtype=dtype)) == "torch"

@@ -16,7 +16,7 @@ ROWS_AND_RECURRENCES = ("norm", "gated", "rotary", "recurrent")
 @pytest.mark.parametrize(
     ("kernels", "chosen", "least"),
     [
-        (("attention", "recorded_batches"), "triton", 90),
+        (("attention", "recorded_batches"), "triton", 75),
         (("grouped_linear", "maxsim", "pooling"), "triton", 130),
         (ROWS_AND_RECURRENCES, QUICK, 100),
         pytest.param(ROWS_AND_RECURRENCES, "triton", 140, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""kernels/maxsim: every backend against the reference, and the edges that sums rely on."""
+"""maxsim equals its reference on every backend."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_backend_equals_reference(
         assert document_lens[n] or not actual[n].any()
 
 
-def test_strided_rows_and_maxima_below_zero(place: Place) -> None:
+def test_strided_rows_with_negative_maxima(place: Place) -> None:
     backend, device = place
     both = make((20,), 96, torch.float32, device).abs()
     queries, documents = both[:4, :48], -both[4:, 48:]
@@ -70,7 +70,7 @@ def test_nan_stays_with_its_document(place: Place) -> None:
     assert out.isnan().tolist() == [[False] * 3, [True] * 3, [False] * 3]
 
 
-def test_torch_path_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_torch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, documents = (make((n,), 24, torch.float32, torch.device("cpu")) for n in (5, 61))
     lengths = {"query_lens": (5,), "document_lens": (9, 0, 30, 2, 20), "query_of": (0,) * 5}
     expected = maxsim(queries, documents, **lengths, backend="reference")
@@ -79,7 +79,7 @@ def test_torch_path_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close("maxsim", expected, maxsim(queries, documents, **lengths, backend="torch"), TOLERANCE)
 
 
-def test_nothing_to_compare() -> None:
+def test_no_documents_or_queries_give_no_scores() -> None:
     rows = make((4,), 8, torch.float32, torch.device("cpu"))
     assert maxsim(rows, rows[:0], query_lens=(4,), document_lens=(), query_of=()).shape == (0, 4)
     assert maxsim(rows[:0], rows, query_lens=(0,), document_lens=(4,), query_of=(0,)).shape == (1, 0)
@@ -97,7 +97,7 @@ def test_nothing_to_compare() -> None:
         ({"backend": "cuda"}, "backend must be one of"),
     ],
 )
-def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> None:
+def test_invalid_argument_is_named(change: dict[str, object], message: str) -> None:
     rows = torch.ones(4, 8)
     arguments = {"queries": rows, "documents": rows, "query_lens": (4,), "document_lens": (2, 2), "query_of": (0, 0)}
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""kernels/pooling: the reference against formulas, every backend against the reference."""
+"""pool equals its reference on every backend; the reference equals the formulas."""
 
 import itertools
 import math
@@ -29,28 +29,31 @@ LIBRARY_PLACES = [] if IS_INTERPRETED else [Place(isa, "cpu") for isa in ISAS]
 ALL_PLACES = [*PLACES, LIBRARY_PLACES]
 
 
-class Chosen(NamedTuple):
-    """What `pool` is told, and where the tensors lie."""
+class Target(NamedTuple):
+    """Options of `pool`, and the device of its tensors."""
 
     options: dict[str, Any]
     device: str
 
 
 @pytest.fixture(params=every_place([*PLACES, *LIBRARY_PLACES]))
-def place(request: pytest.FixtureRequest) -> Iterator[Chosen]:
+def place(request: pytest.FixtureRequest) -> Iterator[Target]:
     """A backend and a device that it runs on, or the C library for an instruction set."""
     backend, device = request.param
     if backend not in ISAS:
-        yield Chosen({"backend": backend}, device)
+        yield Target({"backend": backend}, device)
         return
     try:
         machine = Machine(1, isa=backend)
     except CpuKernelError as error:
         pytest.skip(str(error))
     with machine:
-        yield Chosen({"machine": machine}, device)
+        yield Target({"machine": machine}, device)
 
 
+ignores_warnings = pytest.mark.filterwarnings(  # numpy warns in the interpreter
+    "ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
 every_place_and = partial(every_pair, indirect=["place"], place=ALL_PLACES)
 
 
@@ -58,30 +61,25 @@ def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
     return inputs.weights if kind == "weighted" else None
 
 
-def pool_one_by_formula(rows: Tensor, kind: PoolingKind, skip: int, weights: list[float]) -> list[float]:
+def pool_by_formula(rows: Tensor, kind: PoolingKind, skip: int, weights: list[float]) -> list[float]:
     """One sequence, one number at a time, in Python's double precision."""
-    length, width = rows.shape
-    kept = range(skip, length)
+    indices = range(skip, len(rows))
+    if not indices:
+        return [0.0] * rows.shape[1]
     values = rows.double().tolist()
-    pooled = []
-    for d in range(width):
-        column = [values[i][d] for i in kept]
-        if not column:
-            pooled.append(0.0)
-        elif kind == "cls":
-            pooled.append(column[0])
-        elif kind == "last":
-            pooled.append(column[-1])
-        elif kind == "max":
-            pooled.append(max(column))
-        elif kind == "mean":
-            pooled.append(math.fsum(column) / len(column))
-        elif kind == "mean_sqrt_len":
-            pooled.append(math.fsum(column) / math.sqrt(len(column)))
-        else:
-            w = [i + 1 for i in kept] if kind == "weighted_mean" else [weights[i] for i in kept]
-            pooled.append(math.fsum(a * b for a, b in zip(w, column, strict=True)) / max(math.fsum(w), 1e-9))
-    return pooled
+    columns = [[values[i][d] for i in indices] for d in range(rows.shape[1])]
+    if kind == "cls":
+        return [column[0] for column in columns]
+    if kind == "last":
+        return [column[-1] for column in columns]
+    if kind == "max":
+        return [max(column) for column in columns]
+    w = [1.0] * len(indices)
+    divisor = {"mean": float(len(indices)), "mean_sqrt_len": math.sqrt(len(indices))}.get(kind, 0.0)
+    if not divisor:
+        w = [i + 1.0 for i in indices] if kind == "weighted_mean" else [weights[i] for i in indices]
+        divisor = max(math.fsum(w), 1e-9)
+    return [math.fsum(a * b for a, b in zip(w, column, strict=True)) / divisor for column in columns]
 
 
 @every_pair(case=QUICK_CASES, kind=POOLING_KINDS)
@@ -91,7 +89,7 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
     bounds = inputs.cu_seqlens.tolist()
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         skip = int(inputs.skip_tokens[n])
-        row = pool_one_by_formula(inputs.hidden_states[start:end], kind, skip, inputs.weights[start:end].tolist())
+        row = pool_by_formula(inputs.hidden_states[start:end], kind, skip, inputs.weights[start:end].tolist())
         row = row[: int(inputs.dimensions[n])]
         if inputs.normalize[n]:
             norm = max(math.sqrt(math.fsum(x * x for x in row)), 1e-12)
@@ -110,16 +108,16 @@ def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None
     assert_close("pooled", expected, actual, 1e-6)
 
 
-def knows(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
+def is_supported(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:
     """The library pools float32 only; the interpreter takes milliseconds for a row."""
     if place.backend in ISAS:
         return dtype == torch.float32
     return not IS_INTERPRETED or (case.is_quick and dtype != torch.float16)
 
 
-@every_place_and(knows, case=POOLING_CASES, kind=POOLING_KINDS, dtype=FLOAT_DTYPES)
-def test_backend_equals_reference(place: Chosen, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
-    chosen, device = place
+@every_place_and(is_supported, case=POOLING_CASES, kind=POOLING_KINDS, dtype=FLOAT_DTYPES)
+def test_backend_equals_reference(place: Target, case: PoolingCase, kind: PoolingKind, dtype: torch.dtype) -> None:
+    target, device = place
     inputs = make_pooling_inputs(case, dtype, device)
     everything = {"dimensions": inputs.dimensions, "normalize": inputs.normalize, "skip_tokens": inputs.skip_tokens}
     width = -(-case.hidden_size // 2)
@@ -127,133 +125,107 @@ def test_backend_equals_reference(place: Chosen, case: PoolingCase, kind: Poolin
     cut_by_sequence = {"dimensions": inputs.dimensions, "max_dimensions": width, "normalize": True}
     for options in (everything, cut_and_cast) if IS_INTERPRETED else ({}, everything, cut_and_cast, cut_by_sequence):
         arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
-        expected = pool(*arguments, weights=weights_of(kind, inputs), backend="reference", **options)
-        actual = pool(*arguments, weights=weights_of(kind, inputs), **chosen, **options)
+        options = options | {"weights": weights_of(kind, inputs)}
+        expected = pool(*arguments, **options, backend="reference")
+        actual = pool(*arguments, **options, **target)
         assert actual.dtype == options.get("out_dtype", torch.float32)
         assert actual.device == inputs.hidden_states.device
         assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
 
 
 @every_place_and(kind=POOLING_KINDS)
-def test_sequences_without_rows_give_zeros(place: Chosen, kind: PoolingKind) -> None:
-    chosen, device = place
+def test_sequences_without_rows_give_zeros(place: Target, kind: PoolingKind) -> None:
+    options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (0, 2, 3, 0), 60), device=device)
+    options = options | {"normalize": True, "weights": weights_of(kind, inputs)}
     skip = torch.tensor([0, 0, 7, 5], dtype=torch.int32, device=device)
-    rows = pool(
-        inputs.hidden_states,
-        inputs.cu_seqlens,
-        kind,
-        skip_tokens=skip,
-        normalize=True,
-        weights=weights_of(kind, inputs),
-        **chosen,
-    )
+    rows = pool(inputs.hidden_states, inputs.cu_seqlens, kind, skip_tokens=skip, **options)
     assert rows[[0, 2, 3]].eq(0).all()
     assert rows[1].ne(0).all()
 
 
-# The interpreter computes with numpy, which warns.
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@ignores_warnings
 @every_place_and(kind=POOLING_KINDS, poison=[float("nan"), float("inf")])
-def test_poisoned_sequence_touches_no_other(place: Chosen, kind: PoolingKind, poison: float) -> None:
-    chosen, device = place
-    case = PoolingCase("", (5, 3, 1, 4), 60)
-    clean = make_pooling_inputs(case, device=device)
-    dirty = make_pooling_inputs(case, device=device)
-    dirty.hidden_states[5:8] = poison
-    options = {"normalize": True, "weights": weights_of(kind, clean)} | chosen
-    expected = pool(clean.hidden_states, clean.cu_seqlens, kind, **options)
-    actual = pool(dirty.hidden_states, dirty.cu_seqlens, kind, **options)
+def test_nan_stays_in_its_sequence_and_column(place: Target, kind: PoolingKind, poison: float) -> None:
+    options, device = place
+    inputs = make_pooling_inputs(PoolingCase("", (5, 3, 1, 4), 60), device=device)
+    arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
+    options = options | {"weights": weights_of(kind, inputs)}
+    expected = pool(*arguments, normalize=True, **options)
+    clean = inputs.hidden_states.clone()
+    inputs.hidden_states[5:8] = poison
+    actual = pool(*arguments, normalize=True, **options)
     assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
     assert actual[1].isnan().all()
+    inputs.hidden_states.copy_(clean)
+    inputs.hidden_states[{"cls": 5, "last": 7}.get(kind, 6), 7] = float("nan")
+    assert pool(*arguments, **options).isnan().nonzero().tolist() == [[1, 7]]
 
 
 @every_place_and(kind=POOLING_KINDS)
-def test_one_nan_in_a_row_is_kept(place: Chosen, kind: PoolingKind) -> None:
-    chosen, device = place
-    inputs = make_pooling_inputs(PoolingCase("", (3,), 60), device=device)
-    row = {"cls": 0, "last": 2}.get(kind, 1)
-    inputs.hidden_states[row, 7] = float("nan")
-    pooled = pool(inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), **chosen)
-    assert pooled[0].isnan().nonzero().flatten().tolist() == [7]
-
-
-@every_place_and(kind=POOLING_KINDS)
-def test_strided_rows_and_rows_past_the_batch(place: Chosen, kind: PoolingKind) -> None:
-    chosen, device = place
+def test_strides_and_rows_after_the_batch_are_skipped(place: Target, kind: PoolingKind) -> None:
+    options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 0, 12), 60), device=device)
-    buffer = torch.full((30, 100), float("nan"), device=device)
-    buffer[:17, :60] = inputs.hidden_states
-    weights = None
-    if kind == "weighted":
-        weights = torch.full((30,), float("nan"), device=device)
-        weights[:17] = inputs.weights
-    expected = pool(
-        inputs.hidden_states, inputs.cu_seqlens, kind, weights=weights_of(kind, inputs), backend="reference"
-    )
-    actual = pool(buffer[:, :60], inputs.cu_seqlens, kind, weights=weights, **chosen)
+    wide = torch.full((30, 100), float("nan"), device=device)
+    wide[:17, :60] = inputs.hidden_states
+    weights = torch.full((30,), float("nan"), device=device)
+    weights[:17] = inputs.weights
+    cu_seqlens = inputs.cu_seqlens
+    expected = pool(inputs.hidden_states, cu_seqlens, kind, weights=weights_of(kind, inputs), backend="reference")
+    actual = pool(wide[:, :60], cu_seqlens, kind, weights=weights if kind == "weighted" else None, **options)
     assert_close("pooled", expected, actual, TOLERANCE[torch.float32])
 
 
-# The interpreter computes with numpy, which warns.
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@ignores_warnings
 @every_place_and(kind=POOLING_KINDS, size=[1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
-def test_rows_of_any_size_are_normalised_as_by_the_reference(place: Chosen, kind: PoolingKind, size: float) -> None:
-    chosen, device = place
-    inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=device)
+def test_norms_of_rows_of_any_size_equal_reference(place: Target, kind: PoolingKind, size: float) -> None:
+    inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=place.device)
     arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
     options = {"normalize": True, "weights": weights_of(kind, inputs)}
     expected = pool(*arguments, **options, backend="reference")
-    assert_close("pooled", expected, pool(*arguments, **options, **chosen), TOLERANCE[torch.float32])
+    assert_close("pooled", expected, pool(*arguments, **options, **place.options), TOLERANCE[torch.float32])
 
 
-# The interpreter computes with numpy, which warns.
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@ignores_warnings
 @every_place_and(weight=[0.0, -1.0, 1e-20, float("inf"), float("nan")])
-def test_weights_of_any_value_do_as_in_the_reference(place: Chosen, weight: float) -> None:
-    chosen, device = place
+def test_weights_of_any_value_equal_reference(place: Target, weight: float) -> None:
+    options, device = place
     inputs = make_pooling_inputs(PoolingCase("", (5, 3, 12), 60), device=device)
     inputs.weights[5:8] = weight
     arguments = (inputs.hidden_states, inputs.cu_seqlens, "weighted")
     expected = pool(*arguments, weights=inputs.weights, backend="reference")
-    actual = pool(*arguments, weights=inputs.weights, **chosen)
+    actual = pool(*arguments, weights=inputs.weights, **options)
     for row in range(3):
         assert_close(f"row {row}", expected[row], actual[row], TOLERANCE[torch.float32])
 
 
 @every_pair(indirect=["place"], place=TRITON_PLACES, kind=POOLING_KINDS)
-def test_cutting_a_long_sequence_changes_nothing(
-    place: Chosen, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
+def test_splitting_a_long_sequence_changes_nothing(
+    place: Target, kind: PoolingKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = place.device
     from penstock.kernels.pooling import _triton
 
     monkeypatch.setattr(_triton, "BLOCK_ROWS", 16)
-    inputs = make_pooling_inputs(PoolingCase("", (2, 40, 16, 0), 60), device=device)
+    inputs = make_pooling_inputs(PoolingCase("", (2, 40, 16, 0), 60), device=place.device)
     arguments = (inputs.hidden_states, inputs.cu_seqlens, kind)
     weights = weights_of(kind, inputs)
     expected = pool(*arguments, weights=weights, backend="reference")
-    cut = pool(*arguments, weights=weights, backend="triton", max_seqlen=40)
-    assert_close("cut", expected, cut, TOLERANCE[torch.float32])
-    # A bound within one block: a program walks the whole sequence.
-    whole = pool(*arguments, weights=weights, backend="triton", max_seqlen=1)
-    assert torch.equal(cut, whole)
+    split = pool(*arguments, weights=weights, backend="triton", max_seqlen=40)
+    assert_close("split", expected, split, TOLERANCE[torch.float32])
+    # With a bound of one block, one program pools the whole sequence.
+    assert torch.equal(split, pool(*arguments, weights=weights, backend="triton", max_seqlen=1))
 
 
-def test_width_beyond_one_program_takes_torch(device: torch.device) -> None:
+def test_width_of_several_programs_uses_torch(device: torch.device) -> None:
     inputs = make_pooling_inputs(PoolingCase("", (2, 3), 8200), device=device)
     expected = pool(inputs.hidden_states, inputs.cu_seqlens, "mean", backend="reference")
     assert_close("pooled", expected, pool(inputs.hidden_states, inputs.cu_seqlens, "mean"), 1e-6)
-
-
-def test_no_sequences(device: torch.device) -> None:
-    hidden = torch.ones(0, 8, device=device)
-    assert pool(hidden, make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
+    assert pool(inputs.hidden_states[:0], make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
 
 
 @needs_triton
 @pytest.mark.gpu
-def test_cuda_takes_triton_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_uses_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.kernels.pooling import _triton
 
     calls = []
@@ -287,7 +259,7 @@ CU_SEQLENS = make_cu_seqlens((1, 3))
         ({"backend": "cuda"}, "backend must be one of"),
     ],
 )
-def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
+def test_invalid_argument_is_named(changes: dict[str, object], message: str) -> None:
     arguments = {"hidden_states": HIDDEN, "cu_seqlens": CU_SEQLENS, "pooling": "mean"} | changes
     with pytest.raises(ValueError, match=message):
         pool(**arguments)
