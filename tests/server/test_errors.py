@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import httpx
 import openai as openai_sdk
-import orjson
 import pytest
 
 from penstock.engine.protocol import errors
@@ -184,15 +183,6 @@ async def test_request_cancelled_by_shutdown_is_a_503(client, engine) -> None:
     assert engine.was_cancelled
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "application/json", "application/json; charset=utf-8", "application/x+json"]
-)
-async def test_json_media_types_are_accepted(client: httpx.AsyncClient, content_type: str | None) -> None:
-    headers = {} if content_type is None else {"content-type": content_type}
-    response = await client.post("/v1/embeddings", content=orjson.dumps({"input": "a"}), headers=headers)
-    assert response.status_code == 200
-
-
 async def test_many_wrong_fields_make_a_short_message(client: httpx.AsyncClient) -> None:
     body = {"input": 5, "model": 1, "dimensions": "x", "normalize": "perhaps", "encoding_format": "z"}
     message = check_envelope(await client.post("/v1/embeddings", json=body))["message"]
@@ -213,7 +203,7 @@ async def test_long_values_and_names_are_cut_in_messages(client: httpx.AsyncClie
         ("/" + LONG, {}),
     ):
         response = await client.post(path, json=body)
-        assert 400 <= response.status_code < 400
+        assert 400 <= response.status_code < 500
         assert len(response.json()["message"]) < 400
 
 

@@ -157,6 +157,7 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
     [
         *((path, [("content-type", "application/json; charset=utf-8")], 200) for path in ("/embed", "/api/embed")),
         *((path, NO_TYPE, 200) for path in ("/v1/embeddings", "/embed", "/api/embed")),
+        ("/v1/embeddings", [("content-type", "application/x+json")], 200),
         *((path, FORM_TYPE, 415) for path in ("/v1/embeddings", "/embed", "/pooling")),
         *(("/api/embed", media, 200) for media in (FORM_TYPE, TEXT_TYPE)),
         *(("/api/embed", media + OWN_PAGE, 200) for media in (NO_TYPE, FORM_TYPE)),

@@ -28,7 +28,7 @@ NO_BYTE = "The body came too slowly: no byte has passed for 60 s."
 
 
 class Transfer:
-    """A connection whose client has sent or read `progress(seconds)` bytes."""
+    """A connection with `progress(seconds)` bytes sent or read by its client."""
 
     client_text = "10.0.0.1"
 

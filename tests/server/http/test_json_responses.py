@@ -202,12 +202,12 @@ async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncCl
         hold(self, scope, size, **options)
 
     monkeypatch.setattr(AdmissionController, "hold_response", record)
-    for path, body, written, kept in SIZES:
+    for path, body, written, held in SIZES:
         reserved.clear()
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
         sizes = (sum(size.written for size in reserved), sum(size.kept for size in reserved))
-        assert sizes == (written, kept), (path, body)
+        assert sizes == (written, held), (path, body)
 
 
 async def test_too_large_response_is_refused_before_the_forward(client: httpx.AsyncClient, engine, monkeypatch) -> None:

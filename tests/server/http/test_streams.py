@@ -19,7 +19,7 @@ def transport() -> Mock:
 
 @pytest.fixture
 def writer(transport: Mock) -> ResponseWriter:
-    """A writer whose response has started."""
+    """Returns a writer after the start of a response."""
     writer = ResponseWriter(transport, transport.end)
     begin(writer)
     return writer

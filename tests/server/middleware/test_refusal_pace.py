@@ -14,7 +14,7 @@ from penstock.server.middleware.load_shedding import LONGEST_S, PER_TICK, TICK_S
 
 
 class Clock:
-    """An event loop whose time the test sets."""
+    """An event loop with a time set by the test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

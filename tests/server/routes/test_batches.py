@@ -39,7 +39,7 @@ async def create(client: httpx.AsyncClient, file_id: str, **fields: object) -> h
 
 
 async def start(client: httpx.AsyncClient, lines: list[Any], **fields: object) -> dict[str, Any]:
-    """Uploads lines and creates a batch of them."""
+    """Uploads lines and creates a batch."""
     response = await create(client, (await upload(client, jsonl(lines))).json()["id"], **fields)
     assert response.status_code == 200, response.text
     return response.json()
@@ -93,7 +93,7 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
 
 
 async def test_refused_lines_are_in_the_error_file(client) -> None:
-    lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="nobody"), embedding(4, bad=1)]
+    lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="unknown"), embedding(4, bad=1)]
     lines.append(embedding(5, encoding_format="bytes"))
     batch = await finished(client, await start(client, lines))
     assert batch["status"] == "completed"
@@ -105,7 +105,7 @@ async def test_refused_lines_are_in_the_error_file(client) -> None:
         "line-4": 400,
         "line-5": None,
     }
-    assert "'nobody'" in errors["line-3"]["response"]["body"]["error"]["message"]
+    assert "'unknown'" in errors["line-3"]["response"]["body"]["error"]["message"]
     assert errors["line-5"]["error"]["code"] == "unsupported_answer"
     assert len(await content(client, batch["output_file_id"])) == 1
 

@@ -154,16 +154,6 @@ async def test_request_for_text_is_refused_with_the_routes(client: httpx.AsyncCl
     assert "/v1/embeddings" in error["message"]
 
 
-async def test_list_of_models_needs_no_key(serving, engine, folder: Path) -> None:
-    async with serving(engine, api_key="secret") as client:
-        assert (await client.get("/api/tags")).status_code == 200
-        assert (await client.get("/api/version")).status_code == 200
-        for path in ("/api/embed", "/api/show"):
-            response = await client.post(path, json={"model": "alias", "input": "a"})
-            assert response.status_code == 401
-            assert isinstance(response.json()["error"], str)
-
-
 async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path) -> None:
     async def start():
         await asyncio.sleep(0.1)

@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.server.routes.pages import ETAG, PAGE, content_security_policy, page_of, prefers_html
+from penstock.server.routes.pages import ETAG, PAGE, page_of, prefers_html
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
@@ -105,15 +105,6 @@ async def test_page_is_served_while_the_engine_starts(client: httpx.AsyncClient,
     assert (await client.get("/")).status_code == 503
 
 
-async def test_page_needs_no_key(serving, engine) -> None:
-    async with serving(engine, api_key=("secret-key",)) as client:
-        assert (await client.get("/", headers=HTML)).content == PAGE
-        assert (await client.get("/")).status_code == 200
-        assert (await client.head("/")).status_code == 200
-        assert (await client.post("/", headers=HTML, json={"inputs": "a"})).status_code == 401
-    assert not engine.calls
-
-
 async def test_page_has_security_headers_and_an_etag(client: httpx.AsyncClient) -> None:
     headers = (await client.get("/", headers=HTML)).headers
     policy = dict(entry.split(" ", 1) for entry in headers["content-security-policy"].split("; "))
@@ -142,10 +133,6 @@ async def test_browser_with_a_cached_page_gets_304(client: httpx.AsyncClient) ->
         assert (response.status_code, response.content) == (304, b"")
         assert response.headers["etag"] == ETAG
     assert (await client.get("/", headers={**HTML, "if-none-match": '"other"'})).content == PAGE
-
-
-def test_policy_has_the_hashes_of_the_page() -> None:
-    assert content_security_policy(PAGE) != content_security_policy(PAGE.replace(b'"use strict"', b'"use sloppy"'))
 
 
 def test_page_loads_nothing_from_other_hosts() -> None:

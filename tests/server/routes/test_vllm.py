@@ -29,7 +29,7 @@ def pooled(answer: dict[str, Any], num_rows: int) -> list[Any]:
 
 
 NULLS = ("task", "truncate_prompt_tokens", "dimensions", "mm_processor_kwargs", "padding", "embed_dtype", "endianness")
-# What clients send, and the task of the engine.
+# Bodies of clients with the task of the engine.
 POOLING = [
     ("mteb", {"model": "alias", "input": ["one two", "three"]}, "embed"),
     ("token embed", {"model": "alias", "input": ["one two", "three"], "task": "token_embed"}, "token_embed"),
@@ -141,13 +141,6 @@ async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engin
     assert (params.use_activation, params.dimensions) == (False, 8)
     assert (params.truncate_prompt_tokens, params.truncation_side) == (-1, "left")
     assert (options.prompt_name, options.add_special_tokens) == ("query", False)
-
-
-async def test_too_large_response_is_refused(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 40)
-    response = await client.post("/pooling", json={"input": ["a", "b"], "task": "token_embed"})
-    assert response.status_code == 400
-    assert "about 576 bytes; the limit is 40" in response.json()["message"]
 
 
 # (messages, texts that are embedded)
