@@ -64,47 +64,33 @@ def keys(width: int, num_bytes: int) -> bytes:
 
 
 PROSE = b"It is 5 o'clock, and the gate holds the water; the pipe, which is old, carries it away. "
-TABLE = rb"{\"a\":[1,2,3],\"b\":\"x, y\"},"
 IGNORED = b'{"input":"a","user":'
 INPUT = b'{"input":['
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "ignored []": ("/v1/embeddings", lambda: filled(IGNORED + b"[", b"[],", b"]}")),
-    "unknown []": ("/v1/embeddings", lambda: filled(b'{"input":"a","zzz":[', b"[],", b"]}")),
     "documents {}": ("/rerank", lambda: filled(b'{"query":"a","documents":[', b"{},", b"]}")),
     "input [5] in 900 kB": ("/v1/embeddings", lambda: filled(INPUT, b"[5],", b"]}", 900_000)),
     "input texts": ("/v1/embeddings", lambda: filled(INPUT, b'"a",', b"]}")),
     "input objects": ("/v1/embeddings", lambda: filled(INPUT, b'{"text":"a"},', b"]}")),
-    "pairs": ("/predict", lambda: filled(b'{"inputs":[', b'["a","b"],', b"]}")),
     "deep input": ("/v1/embeddings", lambda: b'{"input":' + b"[" * (LARGEST // 2) + b"]" * (LARGEST // 2) + b"}"),
     "deep ignored": ("/v1/embeddings", lambda: filled(IGNORED + b"[", b"[" * 900 + b"]" * 900 + b",", b"]}", MIB)),
-    "deep objects": (
-        "/v1/embeddings",
-        lambda: filled(IGNORED + b"[", b'{"a":' * 500 + b"1" + b"}" * 500 + b",", b"]}"),
-    ),
     "many keys": ("/v1/embeddings", lambda: keys(7, LARGEST)),
-    "many keys in 900 kB": ("/v1/embeddings", lambda: keys(7, 900_000)),
     "long keys": ("/v1/embeddings", lambda: keys(1_000_000, LARGEST)),
     "floats": ("/v1/embeddings", lambda: filled(INPUT, b"1.7976931348623157e-300,", b"]}")),
     "one number": ("/v1/embeddings", lambda: filled(b'{"input":', b"7", b"}")),
-    "null": ("/v1/embeddings", lambda: filled(INPUT, b"null,", b"]}")),
     "blanks": ("/v1/embeddings", lambda: filled(b'{"input":"a"', b" ", b"}")),
     "one text": ("/embed", lambda: filled(b'{"inputs":"', PROSE, b'"}')),
     "one text of escapes": ("/embed", lambda: filled(b'{"inputs":"', b"\\u00e9", b'"}')),
-    "one text of backslashes": ("/embed", lambda: filled(b'{"inputs":"', b"\\\\", b'"}')),
-    "one text of emoji": ("/embed", lambda: filled(b'{"inputs":"', "😀".encode(), b'"}')),
     "texts": ("/embed", lambda: filled(b'{"inputs":[', b'"' + PROSE * 190 + b'",', b"]}")),
-    "texts of JSON": ("/embed", lambda: filled(b'{"inputs":[', b'"' + TABLE * 550 + b'",', b"]}")),
     "1,000,000 ids": ("/v1/embeddings", lambda: json.dumps({"input": [list(range(1000, 1512))] * 2048}).encode()),
     "900,000 ids in one list": ("/detokenize", lambda: json.dumps({"tokens": [1000] * 900_000}).encode()),
     "chats": ("/v1/embeddings", lambda: filled(b'{"messages":[[', b'{"role":"user","content":"a"},', b"]]}")),
-    "admitted lists": ("/v1/embeddings", lambda: IGNORED + b"[[" + b"[]," * 220_000 + b"1]]}"),
     "admitted objects": ("/v1/embeddings", lambda: IGNORED + b"[[" + b'{"a":1},' * 105_000 + b"1]]}"),
     "admitted floats": ("/v1/embeddings", lambda: IGNORED + b"[[" + b"1.7976931348623157e-300," * 1_990_000 + b"1]]}"),
     "admitted keys": (
         "/score",
         lambda: b'{"text_1":"a","text_2":"b","chat_template_kwargs":' + keys(7, 2_000_000) + b"}",
     ),
-    "admitted ids": ("/v1/embeddings", lambda: INPUT + b"[5.0,6,7.0]," * 4_000 + b"[5]]}"),
     "no end": ("/v1/embeddings", lambda: filled(INPUT, b'"' + PROSE * 190 + b'",', b"")),
     "no JSON": ("/v1/embeddings", lambda: b"x" * LARGEST),
 }
