@@ -52,7 +52,7 @@ def test_signal_drains_requests_and_leaves_nothing(number: int, launch, default_
     assert not any(map(exists, children))
     assert not list(folder.iterdir())
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    assert sum(signal.Signals(number).name in line["message"] for line in lines) == 1
+    assert sum("SIGHUP" in line["message"] for line in lines) == (number == signal.SIGHUP)
     (budget,) = (line for line in lines if "max_num_batched_tokens is 64" in line["message"])
     assert (budget["logger"], budget["level"]) == ("penstock.engine", "warning")
 
