@@ -49,16 +49,6 @@ def test_rerank_scores_are_sentence_transformers_cosines(v1, v2, truth) -> None:
         assert answer.meta.billed_units.search_units == 1
 
 
-def test_rerank_options_are_applied(v1, v2) -> None:
-    objects = [{"text": document} for document in DOCUMENTS]
-    answer = v1.rerank(model=MODEL, query=QUERY, documents=objects, top_n=2, return_documents=True)
-    assert [item.document.text for item in answer.results] == [DOCUMENTS[1], DOCUMENTS[3]]
-    assert answer.meta.api_version.version == "1"
-    answer = v2.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=99, max_tokens_per_doc=5)
-    assert len(answer.results) == len(DOCUMENTS)
-    assert answer.meta.api_version.version == "2"
-
-
 def test_long_documents_are_cut_or_read_in_passages(v1) -> None:
     filled = 4 * (256 - 3)  # four passages
     documents = ["bread " * filled + "The gate holds back the water.", "A song about the sea."]
@@ -84,13 +74,6 @@ def test_embeddings_of_all_types_equal_sentence_transformers(v1, v2, truth) -> N
     differing = np.bitwise_count(np.packbits(vectors > 0, axis=1) ^ np.array(found.ubinary, np.uint8))
     assert differing.sum() <= 2  # a component at 0 may be rounded either way
     np.testing.assert_array_equal(np.array(found.binary) + 128, found.ubinary)
-
-
-def test_client_batches_run_together(v1, truth) -> None:
-    texts = [f"text number {i}" for i in range(250)]
-    answer = v1.embed(texts=texts, model=MODEL, embedding_types=["float"])
-    np.testing.assert_allclose(answer.embeddings.float_, truth(texts), atol=1e-5)
-    assert answer.texts == texts
 
 
 def test_classify_uses_examples(v1) -> None:

@@ -34,22 +34,9 @@ def test_vectors_equal_sentence_transformers(client, truth) -> None:
     assert long.shape == (1, 384)
 
 
-def test_errors_have_the_message(client) -> None:
-    with pytest.raises(hub.errors.HfHubHTTPError, match=r"maximum context length is 256 tokens.*truncate to true"):
-        client.feature_extraction("water " * 600, truncate=False)
-    with pytest.raises(hub.errors.HfHubHTTPError, match="prompt_name is 'x'"):
-        client.feature_extraction("a", prompt_name="x")
-
-
 def test_similarities_are_cosines(client, truth) -> None:
     vectors = truth([QUERY, *TEXTS])
     np.testing.assert_allclose(client.sentence_similarity(QUERY, TEXTS), vectors[1:] @ vectors[0], atol=1e-5)
-
-
-def test_endpoint_info_describes_the_model(client) -> None:
-    info = client.get_endpoint_info()
-    assert (info["model_type"], info["max_input_length"]) == ({"embedding": {"pooling": "mean"}}, 256)
-    assert client.health_check()
 
 
 def test_rerank_of_texts_is_sorted_by_cosine(http: httpx.Client, truth) -> None:
