@@ -31,9 +31,9 @@ def client(launch, default_model, gate: Gate, tmp_path_factory):
         yield client
 
 
-def jsonl(texts: list[str], url: str = "/v1/embeddings") -> io.BytesIO:
+def jsonl(texts: list[str]) -> io.BytesIO:
     lines = [
-        {"custom_id": f"line-{i}", "method": "POST", "url": url, "body": {"model": MODEL, "input": text}}
+        {"custom_id": f"line-{i}", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": text}}
         for i, text in enumerate(texts)
     ]
     return io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
@@ -110,10 +110,3 @@ def test_cancelled_batch_keeps_its_answers(client, gate: Gate) -> None:
     assert sorted(names) == sorted(f"line-{i}" for i in range(3000))
     with pytest.raises(openai.ConflictError, match="cancelled"):
         client.batches.cancel(batch.id)
-
-
-def test_batch_with_a_wrong_url_fails(client) -> None:
-    batch = ended(client, create(client, jsonl(["a"], url="/v1/rerank")))
-    assert batch.status == "failed"
-    (error,) = batch.errors.data
-    assert (error.code, error.line, error.param) == ("mismatched_url", 1, "url")
