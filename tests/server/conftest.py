@@ -95,6 +95,7 @@ class FakeEngine:
         self.was_cancelled = False
         self.is_closed = False
         self.num_chars_read = 0
+        self.special_tokens: list[bool] = []
 
     @property
     def is_full(self) -> bool:
@@ -206,6 +207,7 @@ class FakeEngine:
         return [renderer.render(conversation, options) for conversation in conversations]
 
     async def tokenize(self, texts, *, add_special_tokens=True, on_count=None):
+        self.special_tokens.append(add_special_tokens)
         self.num_chars_read += sum(map(len, texts))
         if on_count is not None:
             on_count(sum(len(text.split()) for text in texts))
@@ -225,6 +227,7 @@ class FakeEngine:
         ]
 
     async def detokenize(self, batches, *, skip_special_tokens=True):
+        self.special_tokens.append(not skip_special_tokens)
         return [" ".join(f"t{token_id}" for token_id in ids) for ids in batches]
 
     def host_bytes(self) -> int:

@@ -21,6 +21,7 @@ STARTING = {
     "/embed": {"inputs": "a"},
     "/pooling": {"input": "a"},
     "/tokenize": {"prompt": "a"},
+    "/reset_prefix_cache": {},
     "/v1/models": None,
     "/info": None,
 }
@@ -87,7 +88,7 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
         await may_load.wait()
         return engine
 
-    app = create_app([ServedModel(("a", "b"), start)], ServerSettings())
+    app = create_app([ServedModel(("a", "b"), start)], ServerSettings(operator_routes=True))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,

@@ -74,6 +74,8 @@ async def test_routes_answer_401_without_a_key_unless_listed_as_open(full_app: A
 async def test_admin_routes_accept_the_admin_key_only(full_app: Application) -> None:
     admin = {route.path for _, route in requests_of(full_app) if route.access is Access.ADMIN_KEY}
     assert admin == {"/models/load", "/models/unload"}
+    lasting = {route.path for _, route in requests_of(full_app) if not route.ends_with_client}
+    assert lasting == admin | {"/v1/batches"}
     for path in admin:
         assert await status_of(full_app, "POST", path, "user") == 401
         assert await status_of(full_app, "POST", path, "admin") == 400  # no body

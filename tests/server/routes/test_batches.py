@@ -286,7 +286,7 @@ async def test_lists_have_pages(client) -> None:
     page = (await client.get("/v1/files", params={"limit": 3, "order": "asc", "after": page["last_id"]})).json()
     assert ([file["id"] for file in page["data"]], page["has_more"]) == (ids[2:], False)
     assert (await client.get("/v1/files", params={"purpose": "batch_output"})).json()["data"] == []
-    for query in ({"limit": 0}, {"after": "file-none"}, {"order": "up"}):
+    for query in ({"limit": 0}, {"limit": 10_001}, {"after": "file-none"}, {"order": "up"}):
         response = await client.get("/v1/files", params=query)
         assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(query)))
     page = (await client.get("/v1/files", params={"purpose": "batch"})).json()
@@ -331,6 +331,8 @@ async def test_33rd_unfinished_batch_of_an_owner_is_refused(client, engine) -> N
     responses = [await create(client, file["id"]) for _ in range(33)]
     assert [response.status_code for response in responses] == [200] * 32 + [429]
     assert responses[-1].headers["retry-after"] == "60"
+    page = (await client.get("/v1/batches")).json()
+    assert (len(page["data"]), page["has_more"]) == (20, True)
     engine.gate.set()
 
 

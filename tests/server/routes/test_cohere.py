@@ -227,6 +227,8 @@ async def test_v1_client_tokenizes_and_detokenizes(v1, engine, offline: bool) ->
     answer = await v1.tokenize(text="one red gate", model=MODEL, offline=offline)
     assert answer.tokens == (await engine.tokenize(["one red gate"]))[0]
     assert answer.token_strings == [f"t{token_id}" for token_id in answer.tokens]
+    if not offline:
+        assert engine.special_tokens[-3::2] == [False, True]  # without special tokens, but with their names
     back = await v1.detokenize(tokens=answer.tokens, model=MODEL, offline=offline)
     assert back.text == " ".join(answer.token_strings)
     assert (answer.meta.api_version.version, back.meta.api_version.version) == ("1", "1")

@@ -173,6 +173,10 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
         assert answer.json()["total_duration"] > answer.json()["load_duration"]
         left = datetime.fromisoformat((await loaded())[0]["expires_at"]) - datetime.now(UTC)
         assert 5300 < left.total_seconds() <= 5400
+        (entry,) = app.state.context.models.entries
+        entry.last_used_s -= 1000
+        left = datetime.fromisoformat((await loaded())[0]["expires_at"]) - datetime.now(UTC)
+        assert 4300 < left.total_seconds() <= 4400
         await client.post("/api/embeddings", json={"model": "m", "prompt": "a", "keep_alive": -1})
         assert (await loaded())[0]["expires_at"].startswith("2999")
         await client.post("/api/embed", json={"model": "m", "input": "a", "keep_alive": 1e12})

@@ -71,6 +71,18 @@ async def test_pooling_runs_the_task_of_the_model(serving, make_engine, kind: st
             assert (engine.calls[-1][0], engine.calls[-1][1][-1].priority) == (task, 4)
 
 
+def test_step_fields_reach_the_pooling_params() -> None:
+    body = vllm.PoolingRequest(input="a", step_tag_id=3, returned_token_ids=[1, 2])
+    params = body.pooling_params()
+    assert (params.step_tag_id, params.returned_token_ids) == (3, (1, 2))
+
+
+async def test_bytes_of_many_inputs_are_refused(client: httpx.AsyncClient, engine) -> None:
+    response = await client.post("/pooling", json={"input": ["a"] * 513, "encoding_format": "bytes"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
+    assert not engine.calls
+
+
 async def test_class_scores_are_not_quantized(serving, make_engine) -> None:
     async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
         response = await client.post("/pooling", json={"input": "a", "encoding_format": "int8"})
@@ -212,8 +224,12 @@ async def test_tokenize_and_detokenize_return_tokens_and_text(client: httpx.Asyn
     assert (await client.post("/tokenize", json=body)).status_code == 200
     assert engine.calls[-1] == ("tokenize_details", (["one"], False))
     assert (await client.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
+    for adds in (True, False):
+        await client.post("/tokenize", json={"prompt": "one", "add_special_tokens": adds})
+        assert engine.special_tokens[-1] is adds
     answer = (await client.post("/detokenize", json={"model": "alias", "tokens": [5, 6]})).json()
     assert answer == {"prompt": "t5 t6"}
+    assert engine.special_tokens[-1] is True
     assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
 
 
