@@ -126,6 +126,7 @@ def test_legacy_pooling_keys_are_read_in_order(tmp_path: Path) -> None:
     }
     info = resolve(write(tmp_path, files))
     assert info.prompts == {"query": "query: "}
+    assert info.sources["prompts"] == "config_sentence_transformers.json"
     assert [p.value for p in info.sequence_pooling] == ["CLS", "MAX", "MEAN", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "LAST"]
     assert (info.embedding_size, info.include_prompt) == (6 * 32, False)
 

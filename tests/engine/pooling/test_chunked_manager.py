@@ -270,22 +270,6 @@ def test_rows_are_pooled_on_the_device_of_the_manager(strategy: str) -> None:
     assert manager.finalize("a").device.type == "meta"
 
 
-def test_batch_that_is_not_committed_changes_nothing() -> None:
-    manager = ChunkedPoolingManager(WIDTH, strategy="mean")
-    for size in (20, 7):
-        metadata = describe([40], chunk_sizes=[size], seq_ids=["a"])
-        manager.schedule(metadata)
-        assert metadata.cursors[0].start == 0
-        done, _ = manager.process_batch(metadata, rows(size), None, [0])
-        assert (done, manager.get_pending_count()) == ([], 0)
-    manager.commit(metadata)
-    assert manager.get_pending_count() == 1
-    assert manager.cancel("a")
-    metadata = describe([7], seq_ids=["a"])
-    manager.schedule(metadata)
-    assert metadata.cursors == {}
-
-
 def test_process_batch_equals_process_chunk() -> None:
     together, alone = (ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last")) for _ in range(2))
     hidden = {name: rows(65, seed) for seed, name in enumerate("abc")}

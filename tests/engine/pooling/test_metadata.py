@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.pooling import PoolerFactory, PoolingCursor, PoolingMetadata, PoolingStrategy
@@ -39,31 +38,6 @@ def test_batch_of_chunks_records_their_spans() -> None:
     assert not PoolingMetadata.for_batch(batch, params, seq_ids="abc").is_partial
     with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
         PoolingMetadata.for_batch(batch, params, seq_ids="abc", prompt_lens=[7])
-
-
-def test_select_describes_some_sequences() -> None:
-    metadata = describe([2, 3, 1], token_ids=torch.arange(6), skip_tokens=torch.tensor([1, 0, 2], dtype=torch.int32))
-    rows, part = metadata.select([0, 2])
-    assert isinstance(rows, np.ndarray)
-    assert rows.tolist() == [0, 1, 5]
-    assert (part.seq_lens, part.cu_seqlens.tolist()) == ((2, 1), [0, 2, 3])
-    assert part.token_ids is not None
-    assert part.skip_tokens is not None
-    assert (part.token_ids.tolist(), part.skip_tokens.tolist()) == ([0, 1, 5], [1, 2])
-    assert [metadata.select(i)[0] for i in ([0, 1, 2], [1, 2], [])] == [slice(0, 6), slice(2, 6), slice(0, 0)]
-
-
-def test_select_new_only_leaves_out_repeated_rows() -> None:
-    metadata = describe([6, 3, 9], chunk_sizes=[4, 3, 5], chunk_starts=[0, 0, 2], token_ids=torch.arange(12))
-    assert metadata.chunks is not None
-    metadata.chunks.num_pooled[:] = [1, 0, 8]
-    rows, part = metadata.select([0, 1, 2], new_only=True)
-    assert isinstance(rows, np.ndarray)
-    assert rows.tolist() == [1, 2, 3, 4, 5, 6]
-    assert part.token_ids is not None
-    assert (part.seq_lens, part.token_ids.tolist()) == ((3, 3, 0), [1, 2, 3, 4, 5, 6])
-    assert metadata.select([0, 1, 2])[1].seq_lens == (4, 3, 5)
-    assert metadata.get_incomplete_indices() == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,11 @@ async def test_text_above_the_read_limit_is_refused_or_cut(pool: TokenizerPool, 
     assert len(pair) <= 32
 
 
+async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) -> None:
+    (pair,) = await pool.encode_pairs([("the", "fox" + " " * 300_000)], Truncation(max_num_tokens=32))
+    assert len(pair) == 5
+
+
 @pytest.mark.parametrize(
     ("text", "num_chars", "keeps_end", "expected"),
     [
