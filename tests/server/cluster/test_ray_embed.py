@@ -27,7 +27,7 @@ TEXTS = [f"Row {row}: a gate holds the water of a pool. " * (1 + row % 9) for ro
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two files, whose row groups do not match the shards."""
+    """Two files. Their row groups and the shards differ in size."""
     folder = tmp_path / "in"
     folder.mkdir()
     table = pa.table({"id": range(NUM_ROWS), "text": TEXTS})

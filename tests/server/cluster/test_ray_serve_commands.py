@@ -88,7 +88,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture
 def serve_models(ray_serve: Serve):
-    """Run the command for models of these names."""
+    """Serve models by their names."""
     module = importlib.import_module(f"{PACKAGE}.ray_serve")
 
     def run(*names: str, **settings: Any) -> None:
