@@ -34,6 +34,12 @@ from .helpers import (
     written,
 )
 
+USAGE = {
+    "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens": 0,
+    "output_tokens_details": {"reasoning_tokens": 0},
+}
+
 
 @pytest.mark.parametrize("seconds", [3599.7, 3600])
 async def test_unanswered_lines_fail_when_the_window_ends(running, clock, seconds: float) -> None:
@@ -95,11 +101,19 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(
                 await batches.cancel(batch.id, "me")
             routes.gate.set()
             batch = await until_status(batches, batch, status)
+    for file in (batch.output_id, batch.error_id):
+        if (tmp_path / "killed" / "files" / file).exists():
+            with (tmp_path / "killed" / "files" / file).open("ab") as torn:
+                torn.write(b'{"custom_id')
     caplog.set_level(logging.INFO, "penstock.server")
     async with running(routes, tmp_path / "killed") as batches:
         assert f"{batch.id} continues: 3 of 3 lines are done" in caplog.messages
         restarted = await until_status(batches, batch, status)
         assert (restarted.num_completed, restarted.num_failed) == (batch.num_completed, batch.num_failed)
+        assert restarted.shown()["usage"] == USAGE | {
+            "input_tokens": batch.num_tokens,
+            "total_tokens": batch.num_tokens,
+        }
         assert written(batches, restarted) == written(batches, batch)
 
 

@@ -187,6 +187,20 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
 
 
+async def test_first_start_takes_the_running_engine_process(tmp_path: Path, monkeypatch) -> None:
+    processes = []
+
+    async def start(*_: object, process: object, **__: object) -> None:
+        processes.append(process)
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    process, plans = Mock(), [plan(model(tmp_path / name), name) for name in ("a", "b")]
+    first, second = served_models(plans, ServerSettings(), 2, process)
+    for served in (first, first, second):
+        await served.start()
+    assert processes == [process, None, None]
+
+
 def tiers(settings: ServerSettings) -> list[str]:
     cache = serve.open_cache(settings)
     if cache is None:

@@ -8,7 +8,7 @@ from penstock.engine.protocol.setting import parse_size, shown_size
 from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli
 from penstock.server.commands.settings_text import reference_page
-from penstock.server.settings import EmbedSettings, InfoSettings, ServerSettings, declared_settings
+from penstock.server.settings import DeclaredSetting, EmbedSettings, InfoSettings, ServerSettings, declared_settings
 
 HERE = Path(__file__).parent
 COMMANDS = {
@@ -40,12 +40,21 @@ def plain(default: object) -> object:
     return list(default) if isinstance(default, tuple) else default
 
 
+def pinned(declared: DeclaredSetting, flags: list[str]) -> dict[str, object]:
+    found: dict[str, object] = {"words": flags, "default": plain(declared.default)}
+    bounds = [declared.setting.least, declared.setting.above, declared.setting.most]
+    if bounds != [None, None, None]:
+        found["bounds"] = bounds
+    if declared.is_secret:
+        found["secret"] = True
+    return found
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_flags_and_defaults_are_as_pinned(command: str) -> None:
+def test_flags_defaults_and_bounds_are_as_pinned(command: str) -> None:
     declared, flags = declared_settings(COMMANDS[command]), flags_of(command)
     assert flags.keys() == declared.keys()
-    found = {name: {"words": flags[name], "default": plain(declared[name].default)} for name in declared}
-    assert found == PINNED[command]
+    assert {name: pinned(each, flags[name]) for name, each in declared.items()} == PINNED[command]
 
 
 def test_reference_page_is_up_to_date() -> None:
