@@ -1,4 +1,4 @@
-"""The references of packed and paged attention: one sequence after the other in float32, with the mask written out."""
+"""References of packed and paged attention in float32, one sequence at a time, with an explicit mask."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ def _attend(
     relative_bias: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """The rows [L, H, K] of one sequence, or of its last L tokens, over all J keys of it; J = L with a bias."""
+    """Attention of the last L tokens of a sequence to its J keys: [L, H, K]. With a bias, J = L."""
     length, num_keys = len(q_LHK), len(k_JGK)
     group_size = q_LHK.shape[1] // k_JGK.shape[1]
     k_HJK, v_HJK = (x.float().transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k_JGK, v_JGK))

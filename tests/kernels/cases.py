@@ -31,7 +31,7 @@ POOLING_CASES = (
     PoolingCase("all_empty", (0, 0), 60, is_quick=True),
 )
 
-# Timed, not tested for equality: what a server pools at once.
+# For benchmarks only.
 POOLING_BENCH_CASES = (
     PoolingCase("query", (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20), 384),
     PoolingCase("mixed", tuple(range(8, 200, 6)), 384),
@@ -67,7 +67,7 @@ def make_pooling_inputs(
         hidden_states=torch.randn(num_tokens, case.hidden_size, generator=generator).to(dtype).to(device),
         cu_seqlens=make_cu_seqlens(case.seq_lens, device),
         weights=torch.rand(num_tokens, generator=generator).to(device),
-        # Here and there more than the sequence has.
+        # Some are longer than their sequence.
         skip_tokens=torch.where(lengths > 4, skips, skips // 2).int().to(device),
         dimensions=torch.randint(1, case.hidden_size + 1, (num_seqs,), generator=generator).int().to(device),
         normalize=torch.randint(0, 2, (num_seqs,), generator=generator).bool().to(device),
@@ -213,7 +213,7 @@ SSD_CASES = (
     SsdCase("all_empty", (0, 0), 2, 4, 1, 8, is_quick=True),
 )
 
-# Timed, not tested for equality: the sizes of mamba-130m and mamba2-130m.
+# For benchmarks only: the sizes of mamba-130m and mamba2-130m.
 SSM_BENCH_SEQ_LENS = {
     "one_2048": (2048,),
     "equal_64": (64,) * 32,
@@ -234,7 +234,7 @@ class ConvInputs:
 def make_conv_inputs(
     case: ConvCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> ConvInputs:
-    """The same numbers at every call; x is a chunk of a wider tensor, as a model's projection gives it."""
+    """The same numbers at every call; x is a part of a wider tensor, as in a model."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.channels)
 
     def normal(*shape: int) -> Tensor:
@@ -283,7 +283,7 @@ def make_scan_inputs(
 
 
 def make_ssd_inputs(case: SsdCase, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> SsmInputs:
-    """The same numbers at every call; x, b and c are chunks of one tensor, as a model's convolution gives them."""
+    """The same numbers at every call; x, b and c are parts of one tensor, as in a model."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.num_heads)
     num_rows, inner, groups = sum(case.seq_lens), case.num_heads * case.head_size, case.num_groups * case.state_size
     xbc = torch.randn(num_rows, inner + 2 * groups, generator=generator).to(dtype).to(device)
@@ -302,7 +302,7 @@ def make_ssd_inputs(case: SsdCase, dtype: torch.dtype = torch.float32, device: t
 
 
 def _make_steps(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Step sizes from 1e-4 to 1 as trained models have them, and some of 0, 10 and 50."""
+    """Step sizes from 1e-4 to 1 as in trained models, and some steps of 0, 10 and 50."""
     steps = 10 ** (-4 * torch.rand(shape, generator=generator))
     kind = torch.randint(0, 40, shape, generator=generator)
     for which, value in enumerate((0.0, 10.0, 50.0)):
@@ -338,7 +338,7 @@ PAGED_CASES = (
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """Caches hold NaN wherever no token of a chunk's sequence is."""
+    """Slots of the caches without a token hold NaN."""
 
     q: Tensor
     k_cache: Tensor
@@ -350,7 +350,7 @@ class PagedInputs:
 
 
 def make_block_table(num_blocks: int, is_scattered: bool, first: int = 1) -> Tensor:
-    """[num_blocks], int32: neighbours from `first` on, or every other place of a range, in disorder."""
+    """[num_blocks], int32: consecutive blocks from `first`, or every other block in random order."""
     if not is_scattered:
         return torch.arange(first, first + num_blocks, dtype=torch.int32)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks))
@@ -395,7 +395,7 @@ PAGED_BENCH_CASES = (
 
 @dataclass(frozen=True)
 class RotaryCase:
-    """Tokens whose heads of q and k turn."""
+    """Tokens with heads of q and k that are rotated."""
 
     name: str
     num_tokens: int
@@ -408,7 +408,7 @@ class RotaryCase:
 
 @dataclass(frozen=True)
 class RotaryInputs:
-    """Q, k and v in rows of a wider tensor; caches hold NaN; every third token is not stored."""
+    """Q, k and v are part of a wider tensor. Caches hold NaN. Every third token is not stored."""
 
     qkv: Tensor
     cos: Tensor

@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: fresh memory holds NaN, and results are compared by a stated tolerance."""
+"""Fixtures of kernel tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .parameters import PLACES, Place, every_place
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills new memory with NaN, so that a test sees an element that a kernel did not write."""
+    """Fills new memory with NaN, so that an element without a result fails the test."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters of kernel tests: the places where kernels run, and cases that cover every pair of values."""
+"""Backends and devices of kernel tests, and cases that cover every pair of values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
@@ -13,7 +13,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: str(dtype)[6:])
 
-# triton without a GPU only where its interpreter is on: see interpreter.py.
+# See interpreter.py.
 interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1 from the start")
 
 
@@ -46,10 +46,10 @@ def every_pair(
     """Parametrizes a test with cases in which every pair of values of two parameters occurs.
 
     Args:
-        is_possible: Whether a combination makes sense, by parameter names; no other is tested.
+        is_possible: Whether a combination is tested, by parameter names.
         indirect: Parameters that are fixtures.
-        values: Of each parameter. A `place` is combined with all pairs of the others, so that a machine without a GPU
-            tests them all; a list of places shares them.
+        values: Values of each parameter. Each `place` gets all pairs of the other parameters, so that a machine
+            without a GPU tests all of them. Places in a list share the pairs.
     """
     names = list(values)
     if "place" in values:
@@ -65,7 +65,7 @@ def every_pair(
 
 
 def covering(is_possible: Callable[..., bool], values: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yields possible cases until every possible pair has occurred: each time the case with the most new pairs."""
+    """Yields cases until every possible pair has occurred. Each case has the most new pairs."""
     possible = []
     for choice in product(*(range(len(options)) for options in values.values())):
         case = {name: values[name][index] for name, index in zip(values, choice, strict=True)}

@@ -54,7 +54,7 @@ def test_backend_equals_reference(place: Place, kind: NormKind, size: tuple[int,
     backend, device = place
     num_rows, width = size
     x, residual = (random_rows(num_rows, width, dtype, device, seed) for seed in range(2))
-    kept = x.clone(), residual.clone()
+    copies = x.clone(), residual.clone()
     options = {"norm": make_norm(kind, width, dtype, device), "residual": residual, "return_sum": True}
     expected, expected_sum = add_norm(x, **options, backend="reference")
     normed, sum_ = add_norm(x, **options, backend=backend)
@@ -63,8 +63,8 @@ def test_backend_equals_reference(place: Place, kind: NormKind, size: tuple[int,
     assert (normed.dtype, sum_.dtype) == (dtype, dtype)
     assert_close("normed", expected, normed, TOLERANCE[dtype])
     assert_close("sum", expected_sum, sum_, TOLERANCE[dtype])
-    assert torch.equal(x, kept[0])
-    assert torch.equal(residual, kept[1])
+    assert torch.equal(x, copies[0])
+    assert torch.equal(residual, copies[1])
 
 
 @every_pair(place=PLACES, kind=["layer", "rms"], bias=[True, False], residual=[True, False], return_sum=[True, False])

@@ -28,7 +28,7 @@ def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: An
 
 
 class ArrayModel(PackedModel):
-    """An ArrayEncoder whose inputs and outputs are tensors. They share memory with its arrays."""
+    """An ArrayEncoder with tensors as inputs and outputs. They share memory with its arrays."""
 
     def __init__(self, encoder: ArrayEncoder) -> None:
         self._encoder = encoder

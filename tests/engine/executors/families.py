@@ -174,7 +174,7 @@ PLAIN = chosen("llama", "mistral-window", "qwen2", "qwen3", "gemma", "gemma2", "
 
 
 def on_executors(cases, not_on_cpu=()):
-    """Parametrizes (executor, family, config); models whose ids are in `not_on_cpu` run on torch only."""
+    """Parametrizes (executor, family, config); models in `not_on_cpu` (ids) run on torch only."""
     values = [
         pytest.param(executor, *case.values, id=f"{executor}-{case.id}")
         for executor in ("torch", "cpu")

@@ -1,4 +1,4 @@
-"""Decoders whose sequences run in chunks, for the tests and for fuzz.py."""
+"""Runs sequences in chunks, for tests and fuzz.py."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from .specs import Floats, Texts
 
 
 class ChunkedDecoder:
-    """Sequences in chunks, whose pages lie all over a memory that is full of NaN."""
+    """Runs sequences in chunks with random pages of a memory full of NaN."""
 
     def __init__(self, decoder: CpuEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
         numbers = np.random.default_rng(2)
@@ -24,7 +24,7 @@ class ChunkedDecoder:
         self.rows: list[list[Floats]] = [[] for _ in texts.lengths]
 
     def step(self, chunks: list[tuple[int, int, int]]) -> None:
-        """Runs (sequence, first token, end) in one batch; a whole sequence keeps nothing."""
+        """Runs chunks (sequence, first token, end) in one batch. Nothing of a whole sequence is stored."""
         width = max(len(pages) for pages in self.pages_of)
         tables, slots, ids = np.full((len(chunks), width), -7, np.int32), [], []
         for line, (number, first, end) in zip(tables, chunks, strict=True):
@@ -52,7 +52,7 @@ class ChunkedDecoder:
         return np.concatenate([part for parts in self.rows for part in parts])
 
     def run(self, size: int) -> Floats:
-        """Runs all in chunks of at most `size` tokens; sequence n enters at step n."""
+        """Runs all sequences in chunks of at most `size` tokens; sequence n starts in step n."""
         done, step = [0] * len(self.rows), 0
         while any(at < length for at, length in zip(done, self.texts.lengths, strict=True)):
             step += 1

@@ -1,6 +1,6 @@
-"""Forwards, products and pooling of random sizes, for a library that watches itself: python -m kernels.cpu.fuzz.
+"""Runs forwards, products and pooling of random sizes with a sanitized library: python -m kernels.cpu.fuzz.
 
-Run with tests/ on PYTHONPATH. Computes alone: whether the numbers are right is what the other tests ask.
+Run it with tests/ on PYTHONPATH. Other tests check the results.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from .specs import DECODERS, LONGEST, SHAPES, make_spec, make_texts, ways
 
 
 def main() -> None:
-    """Runs so many rounds on each instruction set that is here."""
+    """Runs rounds on each instruction set of this processor."""
     parser = argparse.ArgumentParser()
     parser.add_argument("library", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
-    """Each shape on lanes of its own, with no more memory than it needs, in each format: short texts first."""
+    """Runs each shape in each format on a new machine. Short texts come first, so that memory is small."""
     for shape, form in itertools.product(SHAPES, Format):
         with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
             if form not in machine.formats:
@@ -65,7 +65,7 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
 
 
 def decode(library: Path, isa: str, numbers: np.random.Generator) -> None:
-    """As `encode`, whole and in chunks over pages."""
+    """As `encode`, with whole sequences and with chunks."""
     for shape, form in itertools.product(DECODERS, Format):
         with Machine(int(numbers.integers(1, 6)), isa=isa, library=library) as machine:
             if form not in machine.formats:
@@ -79,13 +79,13 @@ def decode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                 if shape.window is not None and shape.window[1] == 0:
                     chunked = ChunkedDecoder(decoder, spec, texts, int(numbers.integers(1, 40)))
                     if not np.array_equal(rows, chunked.run(int(numbers.integers(1 if most < 9 else 60, 300)))):
-                        raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}: not what the whole gives")
+                        raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}: chunks differ from the whole")
                 if not np.isfinite(rows).all():
                     raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {texts.lengths}: not finite")
 
 
 def multiply(machine: Machine, numbers: np.random.Generator) -> None:
-    """Products of all formats and activations, gated and not; among the numbers some that are not finite."""
+    """Products of all formats and activations, with some NaN and inf."""
     for form in machine.formats:
         for activation in Activation:
             for gated in (False, True):
@@ -100,7 +100,7 @@ def multiply(machine: Machine, numbers: np.random.Generator) -> None:
 
 
 def pool(machine: Machine, numbers: np.random.Generator) -> None:
-    """All kinds over sequences of which some are empty, and rows of which some are not finite."""
+    """All kinds of pooling, with some empty sequences, NaN and inf."""
     for kind in range(7):
         for width in numbers.integers(1, 200, 6).tolist():
             lengths = numbers.integers(0, 90, 7).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Reference of kernels/cpu: an encoder in plain torch and float64, one sequence and one head after the other."""
+"""Reference of kernels/cpu: an encoder in plain torch and float64, one sequence and one head at a time."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ FUNCTIONS = {
 
 
 def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[Tensor, Tensor]:
-    """What CpuEncoder returns, in float64; of the formats the rounding of the weights alone."""
+    """Results of CpuEncoder in float64. Only the weights are rounded to the format."""
     rows, weights = [], []
     for number, length in enumerate(texts.lengths):
         text = texts[number]
@@ -77,7 +77,7 @@ def _attend(x_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, for
             reach = layer.bias.shape[1] // 2
             scores_LL = scores_LL + _doubles(layer.bias)[head][distance_LL + reach]
         probabilities_LL = scores_LL.masked_fill(~is_seen_LL, -torch.inf).softmax(1)
-        # A query that sees nothing gets nothing.
+        # A query without visible keys gets zeros.
         probabilities_LL = probabilities_LL.masked_fill(~is_seen_LL, 0.0)
         attended.append(probabilities_LL @ v[:, kv_head])
         weights.append(probabilities_LL[0])

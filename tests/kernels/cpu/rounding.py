@@ -1,4 +1,4 @@
-"""What the formats of kernels/cpu round, done again in numpy."""
+"""Rounding of the formats of kernels/cpu in numpy."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def product_in_doubles(x_RD: Floats, weight_ND: Floats, bias_N: Floats | None, f
     """x W^T + b, rounded as a format does and then exact.
 
     Returns:
-        The product [R, N], and the sum of the absolute values of what it adds up, which its error is measured by.
+        The product [R, N] and the sum of the absolute values of its terms, which bounds the error.
     """
     rows, weights = x_RD, weight_ND
     if form is Format.INT8:

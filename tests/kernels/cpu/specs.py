@@ -1,4 +1,4 @@
-"""Encoders of random weights, most with one layer: every option of the native kernels, in the shapes of models."""
+"""Random encoders, most with one layer, that cover every option of the C library."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ Floats = NDArray[np.float32]
 
 
 def ways(machine: Machine) -> list[tuple[Format, Format]]:
-    """Formats of products and of attention that go together, as far as a machine has them."""
+    """Formats of products and of attention that this machine has."""
     pairs = [
         (Format.F32, Format.F32),
         (Format.BF16, Format.F32),
@@ -24,7 +24,7 @@ def ways(machine: Machine) -> list[tuple[Format, Format]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an encoder is made of; the options are those of EncoderSpec and LayerSpec."""
+    """Sizes and options of EncoderSpec and LayerSpec."""
 
     name: str
     head_size: int = 32
@@ -178,7 +178,7 @@ class Texts:
 
 
 def make_texts(lengths: list[int], seed: int = 0, hides: bool = False) -> Texts:
-    """Random ids; with `hides`, tokens at the end of each sequence are attended to by none."""
+    """Random ids; with `hides`, no token attends to the last tokens of each sequence."""
     numbers = np.random.default_rng(seed)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     ids = numbers.integers(0, VOCABULARY, starts[-1])

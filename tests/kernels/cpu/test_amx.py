@@ -1,4 +1,4 @@
-"""AMX, emulated in C where the processor has none; tiles that are not set up end the process there."""
+"""AMX products and attention, emulated in C if the processor has no AMX."""
 
 import ctypes
 import math
@@ -19,7 +19,7 @@ Opener = Callable[[int], Machine]
 
 @pytest.fixture
 def amx(request: pytest.FixtureRequest) -> Opener:
-    """Opens AMX on so many lanes."""
+    """Opens a machine with AMX and this number of lanes."""
     try:
         Machine(1, isa="amx").close()
     except CpuKernelError:
@@ -39,8 +39,8 @@ def avx512() -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("num_in", [2, 4, 30, 32, 34, 64, 68, 312, 384])
-def test_products_are_those_of_avx512(amx: Opener, avx512: Machine, num_in: int) -> None:
-    """In int8 to the bit, as whole numbers are summed; bfloat16 is summed in another order."""
+def test_products_equal_avx512(amx: Opener, avx512: Machine, num_in: int) -> None:
+    """int8 sums integers, so all bits are equal; bfloat16 sums in another order."""
     numbers = np.random.default_rng(num_in)
     with amx(1) as tiles:
         for num_out in (1, 31, 33, 96):
@@ -58,7 +58,7 @@ def test_products_are_those_of_avx512(amx: Opener, avx512: Machine, num_in: int)
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[7]], ids=lambda shape: shape.name)
-def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form: Format) -> None:
+def test_bits_do_not_depend_on_batch_and_lanes(amx: Opener, shape, form: Format) -> None:
     spec, texts = make_spec(shape), make_texts([1, 2, 16, 17, 33, 64, 90, 200])
     with amx(1) as machine:
         encoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
@@ -73,7 +73,7 @@ def test_the_same_to_the_bit_in_any_batch_on_any_lanes(amx: Opener, shape, form:
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("shape", [DECODERS[1], DECODERS[2]], ids=lambda shape: shape.name)
-def test_chunks_of_decoders_give_the_whole_to_the_bit(amx: Opener, shape, form: Format) -> None:
+def test_chunks_equal_the_whole_bit_for_bit(amx: Opener, shape, form: Format) -> None:
     spec, texts = make_spec(shape), make_texts([1, 2, 33, 300])
     with amx(2) as machine:
         decoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
@@ -97,8 +97,7 @@ def test_attention_fills_the_tiles(shape: Shape, amx_model: Path) -> None:
             assert count.value - before == per_head * shape.num_heads * shape.num_layers, f"{length} tokens"
 
 
-def test_any_thread_may_call(amx: Opener) -> None:
-    """Each has tiles of its own, for as long as a call takes."""
+def test_every_thread_may_run_forwards(amx: Opener) -> None:
     texts = make_texts([40, 3])
     with amx(2) as machine, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         encoder = CpuEncoder(machine, make_spec(SHAPES[0]), Format.DOT)
@@ -108,14 +107,12 @@ def test_any_thread_may_call(amx: Opener) -> None:
         assert np.array_equal(first, second)
 
 
-def test_every_machine_multiplies_right(machine: Machine) -> None:
+def test_self_check_accepts_every_machine(machine: Machine) -> None:
     assert multiplies_right(machine)
 
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
-def test_a_product_that_is_wrong_in_one_place_is_seen(
-    form: Format, amx: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_self_check_detects_one_wrong_value(form: Format, amx: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     product = Machine.product
 
     def wrong(self, packed, x_RD, add=None):

@@ -1,4 +1,4 @@
-"""Building the library: without a compiler, with one that fails, and the messages about a library that does not fit."""
+"""Builds of the library, and errors of missing compilers and wrong libraries."""
 
 import os
 import platform
@@ -23,13 +23,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
-def test_no_compiler(no_compiler: None, tmp_path: Path) -> None:
+def test_missing_compiler_is_named(no_compiler: None, tmp_path: Path) -> None:
     with pytest.raises(NoCompilerError, match="no C compiler: install gcc, clang or the package ziglang"):
         build(tmp_path / "library.so")
     assert not list(tmp_path.iterdir())
 
 
-def test_no_code_for_the_machine(tmp_path: Path) -> None:
+def test_unsupported_machine_is_named(tmp_path: Path) -> None:
     with pytest.raises(NoCompilerError, match="no native kernels for riscv64, only for x86_64, aarch64"):
         build(tmp_path / "library.so", machine="riscv64")
 
@@ -43,7 +43,7 @@ def test_no_code_for_the_machine(tmp_path: Path) -> None:
         (" ", "CC names no compiler"),
     ],
 )
-def test_one_line_says_why_there_are_none(
+def test_failed_build_prints_one_line(
     compiler: str, cause: str, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     monkeypatch.setenv("CC", compiler and (shutil.which(compiler, path="/usr/bin:/bin") or compiler))
@@ -56,8 +56,7 @@ def test_one_line_says_why_there_are_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_as_a_command_without_a_compiler(tmp_path: Path) -> None:
-    """A copy, so that the library of this checkout stays."""
+def test_command_without_compiler_prints_one_line(tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(build_module.SOURCES, copied / "csrc")
     for name in ("build.py", "_abi.py"):
@@ -73,7 +72,7 @@ def test_as_a_command_without_a_compiler(tmp_path: Path) -> None:
 
 
 @needs_gcc
-def test_a_failure_leaves_the_older_library(
+def test_failed_build_keeps_the_older_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sources = tmp_path / "csrc"
@@ -93,7 +92,7 @@ def test_a_failure_leaves_the_older_library(
 
 
 @needs_gcc
-def test_a_stranger_is_refused(tmp_path: Path) -> None:
+def test_other_shared_library_is_refused(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input="int something_else;", text=True, check=True)
@@ -101,17 +100,16 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
         Machine(1, library=library)
 
 
-def test_a_library_from_other_sources_is_refused(
+def test_library_from_other_sources_is_refused(
     widest: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of this checkout, in which the word for its sources is another one; a build that fails does not praise it."""
-    word = digest()
-    assert word is not None
+    of_sources = digest()
+    assert of_sources is not None
     monkeypatch.setenv("CC", "/nowhere/cc")
     main()
     assert "the one that is there stays" in capsys.readouterr().out
     library = tmp_path / "library.so"
-    library.write_bytes(build_module.LIBRARY.read_bytes().replace(word.encode(), b"0" * 16))
+    library.write_bytes(build_module.LIBRARY.read_bytes().replace(of_sources.encode(), b"0" * 16))
     monkeypatch.setattr(build_module, "LIBRARY", library)
     with pytest.raises(CpuKernelError, match="built from other sources; build it again: make native"):
         Machine(1, library=library)
@@ -120,7 +118,7 @@ def test_a_library_from_other_sources_is_refused(
 
 
 @pytest.mark.parametrize("name", ["csrc/api.c", "csrc/new.h", "_abi.py", "build.py"])
-def test_the_word_changes_with_every_source(name: str, tmp_path: Path) -> None:
+def test_digest_changes_with_every_source(name: str, tmp_path: Path) -> None:
     here = build_module.SOURCES.parent
     shutil.copytree(build_module.SOURCES, tmp_path / "csrc")
     for file in ("_abi.py", "build.py"):
@@ -131,14 +129,14 @@ def test_the_word_changes_with_every_source(name: str, tmp_path: Path) -> None:
     assert digest(tmp_path) not in (digest(), None)
 
 
-def test_without_sources_there_is_no_word(tmp_path: Path) -> None:
+def test_digest_without_sources_is_none(tmp_path: Path) -> None:
     assert digest(tmp_path) is None
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "api.c").touch()
     assert digest(tmp_path) is None
 
 
-def test_other_files_are_refused_as_library(widest: Machine, tmp_path: Path) -> None:
+def test_truncated_library_is_refused(widest: Machine, tmp_path: Path) -> None:
     whole = build_module.LIBRARY.read_bytes()
     library = tmp_path / "library.so"
     for size in (0, 10):
@@ -147,12 +145,12 @@ def test_other_files_are_refused_as_library(widest: Machine, tmp_path: Path) -> 
             Machine(1, library=library)
 
 
-def test_no_library(tmp_path: Path) -> None:
+def test_missing_library_is_named(tmp_path: Path) -> None:
     with pytest.raises(CpuKernelError, match="not built: `make native` builds them where a C compiler is"):
         Machine(1, library=tmp_path / "library.so")
 
 
-def test_an_instruction_set_that_is_not_here(widest: Machine) -> None:
+def test_unknown_instruction_set_is_refused(widest: Machine) -> None:
     with pytest.raises(CpuKernelError, match="this processor has not avx1024"):
         Machine(1, isa="avx1024")
 
@@ -179,7 +177,7 @@ FORMATS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
 @pytest.mark.parametrize("isa", FLAGS)
-def test_instruction_sets_are_those_that_the_kernel_lists(isa: str, widest: Machine) -> None:
+def test_instruction_sets_follow_cpuinfo(isa: str, widest: Machine) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     try:
@@ -192,7 +190,7 @@ def test_instruction_sets_are_those_that_the_kernel_lists(isa: str, widest: Mach
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
-def test_the_best_instruction_set_is_taken(widest: Machine) -> None:
+def test_best_instruction_set_is_used(widest: Machine) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     assert widest.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])

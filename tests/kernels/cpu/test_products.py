@@ -1,18 +1,18 @@
-"""Products: every format on every instruction set against float64, the same to the bit for any number of rows."""
+"""Products equal float64 in every format, and do not depend on the number of rows."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from penstock.kernels.cpu import Activation, CpuKernelError, Format, Machine
 
+from .reference import FUNCTIONS
 from .rounding import product_in_doubles
 from .specs import Floats
 
-# Of the sum of what is added up, absolutely: float32 sums in order.
+# Share of the sum of the absolute terms.
 TOLERANCE = 5e-7
 ROUGH = (Format.DOT, Format.INT8)
 WIDTHS = (1, 2, 3, 17, 48, 312, 384)
@@ -23,7 +23,7 @@ def normal(numbers: np.random.Generator, *shape: int) -> Floats:
 
 
 @pytest.mark.parametrize("num_in", WIDTHS)
-def test_equals_float64(machine: Machine, num_in: int) -> None:
+def test_product_equals_float64(machine: Machine, num_in: int) -> None:
     for form in machine.formats:
         numbers = np.random.default_rng(num_in)
         options = itertools.cycle(itertools.product((True, False), repeat=2))
@@ -41,7 +41,7 @@ def test_equals_float64(machine: Machine, num_in: int) -> None:
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (3, 17), (48, 312), (312, 48), (384, 70)])
-def test_the_same_to_the_bit_for_any_number_of_rows(machine: Machine, num_in: int, num_out: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_rows(machine: Machine, num_in: int, num_out: int) -> None:
     for form in machine.formats:
         numbers = np.random.default_rng(7)
         x, weight, bias = normal(numbers, 400, num_in), normal(numbers, num_out, num_in), normal(numbers, num_out)
@@ -54,9 +54,8 @@ def test_the_same_to_the_bit_for_any_number_of_rows(machine: Machine, num_in: in
 
 
 @pytest.mark.parametrize("activation", [Activation.GELU, Activation.SILU], ids=lambda activation: activation.name)
-def test_gated(machine: Machine, activation: Activation) -> None:
+def test_gated_product_equals_float64(machine: Machine, activation: Activation) -> None:
     for form in machine.formats:
-        function = {Activation.GELU: F.gelu, Activation.SILU: F.silu}[activation]
         numbers = np.random.default_rng(3)
         for num_in, width in itertools.product((4, 17, 48), WIDTHS):
             num_rows = int(numbers.integers(1, 71))
@@ -69,7 +68,7 @@ def test_gated(machine: Machine, activation: Activation) -> None:
             packed = machine.pack(weight, bias, form, activation=activation, gated=True)
             assert packed.width == width
             sums, size = product_in_doubles(x, weight, bias, Format(packed.struct.format))
-            gate = function(torch.from_numpy(sums[:, :width])).numpy()
+            gate = FUNCTIONS[activation](torch.from_numpy(sums[:, :width])).numpy()
             actual = machine.product(packed, x, add)
             # The slope of both functions is at most 1.2. They err by 1e-6, if nothing is rounded to 8 bits.
             limit = TOLERANCE * (1.2 * size[:, :width] * np.abs(sums[:, width:]) + size[:, width:] * np.abs(gate))
@@ -77,20 +76,9 @@ def test_gated(machine: Machine, activation: Activation) -> None:
             assert (np.abs(actual - (gate * sums[:, width:] + add)) <= limit).all(), f"{form.name}: {num_in} to {width}"
 
 
-FUNCTIONS = {
-    Activation.NONE: lambda x: x,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
-    Activation.RELU: F.relu,
-    Activation.SILU: F.silu,
-    Activation.TANH: torch.tanh,
-}
-
-
 @pytest.mark.parametrize("activation", Activation, ids=lambda activation: activation.name)
 def test_activations_equal_torch(machine: Machine, activation: Activation) -> None:
-    """Within 1e-6 of the function or, where it is small, of its argument up to 1."""
+    """The error is at most 1e-6 of the function, or of its argument up to 1 if the function is small."""
     sizes = np.geomspace(1e-38, 3e38, 2001, dtype=np.float32)
     fine = np.linspace(-20, 20, 4001, dtype=np.float32)
     x = np.concatenate([fine, sizes, -sizes, np.float32([0.0, -0.0, np.inf, -np.inf, np.nan])])
@@ -106,7 +94,7 @@ def test_activations_equal_torch(machine: Machine, activation: Activation) -> No
     assert not wrong.any(), list(zip(x[wrong][:5], actual[wrong, 0][:5], exact[wrong][:5], strict=True))
 
 
-def test_rows_that_are_not_finite_touch_no_other(machine: Machine) -> None:
+def test_nan_stays_in_its_row(machine: Machine) -> None:
     for form in machine.formats:
         numbers = np.random.default_rng(5)
         x, weight = normal(numbers, 40, 48), normal(numbers, 70, 48)
@@ -121,8 +109,8 @@ def test_rows_that_are_not_finite_touch_no_other(machine: Machine) -> None:
             assert not np.isfinite(actual[[3, 17]]).any(), form.name
 
 
-def test_int8_holds_rows_of_any_size(machine: Machine) -> None:
-    """Within the resolution of 8 bits: a hundredth of the largest value, here of all sums."""
+def test_int8_keeps_rows_of_any_size(machine: Machine) -> None:
+    """The error is within the resolution of 8 bits, a hundredth of the largest value."""
     if Format.INT8 not in machine.formats:
         pytest.skip(f"{machine.isa} has no INT8")
     for size in (0.0, 1e-44, 1e-38, 1e-30, 1e30, 1e35):
@@ -137,7 +125,7 @@ def test_int8_holds_rows_of_any_size(machine: Machine) -> None:
         assert (np.abs(actual - exact) <= limit).all(), size
 
 
-def test_a_weight_that_is_nan_stays_nan(machine: Machine) -> None:
+def test_nan_weight_gives_nan(machine: Machine) -> None:
     for form in machine.formats:
         weight = np.ones((4, 4), np.float32)
         weight[1, 2] = np.nan
@@ -146,7 +134,7 @@ def test_a_weight_that_is_nan_stays_nan(machine: Machine) -> None:
         assert np.isfinite(result[:, [0, 2, 3]]).all(), form
 
 
-def test_wrong_arguments_are_refused(widest: Machine) -> None:
+def test_invalid_argument_is_named(widest: Machine) -> None:
     packed = widest.pack(np.ones((3, 4), np.float32), None, Format.F32)
     with pytest.raises(ValueError, match=r"x must be \[R, 4\], got \[2, 5\]"):
         widest.product(packed, np.ones((2, 5), np.float32))

@@ -1,4 +1,4 @@
-"""The library compiled to watch itself, through forwards, products and pooling of random sizes (fuzz.py)."""
+"""Sanitizers find no error in forwards, products and pooling of random sizes (fuzz.py)."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from penstock.kernels.cpu.build import NoCompilerError
 
 TESTS = Path(__file__).resolve().parents[2]
 
-# The optimiser hides nothing from the sanitizers at -O1, and is done in half the time.
+# -O1 halves the time to compile.
 ADDRESSES = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1", "-O1")
 THREADS = ("-fsanitize=thread", "-g1", "-O1")
 
@@ -39,13 +39,13 @@ def fuzz(library: Path, variables: dict[str, str], *options: str) -> subprocess.
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("flags", [ADDRESSES, THREADS], ids=["addresses", "threads"])
-def test_nothing_is_found(
+def test_sanitizers_find_no_error(
     flags: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build_amx_model: Callable[..., Path],
 ) -> None:
-    """Reads of foreign or unwritten memory, undefined behaviour, and races between lanes."""
+    """Invalid reads, undefined behaviour, and races between lanes."""
     preload = runtime("libasan.so" if flags is ADDRESSES else "libtsan.so")
     monkeypatch.setenv("CC", "gcc")
     try:
@@ -54,7 +54,7 @@ def test_nothing_is_found(
         pytest.skip(str(error))
     variables = {
         "LD_PRELOAD": preload,
-        # Python frees little at its end. Fresh memory holds NaN: what is read before it is written is seen in the rows.
+        # Python frees little at its end. New memory holds NaN, so that a read before a write shows in the rows.
         "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1000000000",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",

@@ -65,7 +65,7 @@ class Runners:
         self.on_torch = ModelRunner(info, TOKENIZER, load_model(info), load_dense(info), config, maps)
 
     def batch(self, params: Sequence[PoolingParams], inputs: Sequence[TokenizedInput] | None = None) -> Batch:
-        """One chunk for each input; the parameters repeat from the start if there are fewer of them."""
+        """One chunk for each input; a short list of parameters repeats."""
         inputs = self.inputs if inputs is None else inputs
         chunks = []
         for i, prompt in enumerate(inputs):
@@ -75,7 +75,7 @@ class Runners:
         return chunks
 
     def compare(self, *params: PoolingParams, inputs: Sequence[TokenizedInput] | None = None) -> None:
-        """Runs one batch for each of the parameters, and one batch with all of them."""
+        """Runs a batch for each element of `params`, and a batch with all elements."""
         for own in [[one] for one in params] + [list(params)]:
             batch = self.batch(own, inputs)
             assert_same(self.arrays.execute(batch), self.on_torch.execute(batch))

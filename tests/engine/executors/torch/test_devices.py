@@ -27,7 +27,7 @@ ARCHITECTURES = chosen(
     *("mamba", "falcon-mamba", "mamba2", "jamba", "bamba", "granite"),
 )
 ARCHITECTURES.append(pytest.param("Albert", ENCODER_SIZES | {"embedding_size": 64}, id="albert-transformers"))
-# Flash attention takes heads of these sizes. Widths are multiples of 16 bytes as in real models.
+# Head sizes for flash attention. Widths are multiples of 16 bytes as in real models.
 SIZES = {"hidden_size": 128, "dim": 128, "intermediate_size": 256, "hidden_dim": 256, "embedding_size": 64}
 SIZES |= {"max_position_embeddings": 514, "head_dim": 64, "sliding_window": 24, "state_size": 16, "mamba_d_state": 16}
 SIZES |= {"num_heads": 4, "mamba_n_heads": 4, "mamba_d_head": 64}
