@@ -22,7 +22,7 @@ CHUNK_SIZES = (256, 2048)
 def main() -> None:
     """Measures one causal sequence: whole, and in chunks over neighbouring and over scattered blocks."""
     args = parse_arguments(__doc__)
-    require_green_tests("test_attention.py", "test_paged_attention.py")
+    require_green_tests("test_attention.py")
     cases = load_cases()
     rows = []
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from penstock.kernels.ssd import ssd
 def main() -> None:
     """Measures whole sequences without states, as a model without a cache runs them, in microseconds per true token."""
     args = parse_arguments(__doc__)
-    require_green_tests("test_causal_conv1d.py", "test_selective_scan.py", "test_ssd.py")
+    require_green_tests("test_recurrent.py")
     cases = load_cases()
     rows = []
     with torch.inference_mode():

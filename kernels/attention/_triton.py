@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 # Tiles by the width of a head, a power of two: a table instead of trials in traffic.
 # A warp group of Hopper (4 warps) multiplies 64 rows at once, so 64 rows want 4 warps and 128 rows 8. Larger tiles read
 # keys and values less often and need more registers: none is known to spill for the shapes of models on sm_80 and
-# sm_90; test_attention_compiled.py lists a spread of it.
+# sm_90; test_compiled.py lists a spread of it.
 
 # Without tensor cores; ptxas spills to get by with 72 or 80 registers, if let:
 _EXACT = {
