@@ -6,7 +6,6 @@ adaptive size, other requests beside them, preemption, and the prefix cache.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.cpu_kernels import load_array_encoder
@@ -39,11 +37,10 @@ from penstock.engine.protocol.messages import (
     RequestFailed,
     StepResults,
     SubmitRequest,
-    decode_to_core,
 )
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import RequestOptions, TokenizedInput
+from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
 from penstock.kernels.cpu import CpuForward, CpuKernelError, Machine
@@ -187,8 +184,7 @@ class Client:
         self.cache_use = CacheUse()
         self._parts: dict[int, list[np.ndarray]] = {}
         self._pending: set[int] = set()
-        self.on_message = self._receive
-        self.core = EngineCore(config, lambda m, f: self.on_message(m, f), lambda c: loaded.runner(c, pooling, stream))
+        self.core = EngineCore(config, self._receive, lambda c: loaded.runner(c, pooling, stream))
         self.core.load()
         self.max_in_flight = 0
         self.core._runner.set_wakeup_fd(self.core._waker.fd)
@@ -310,44 +306,6 @@ def test_chunked_token_rows_equal_whole_rows(client: Callable[..., Client], chun
     expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
     assert [len(rows) for rows in expected] == [*SHORT, *LONG]
     assert_same(run(client(chunk_size=chunk_size, prefixes=True), inputs, PoolingTask.TOKEN_EMBED), expected)
-
-
-@pytest.mark.parametrize("chunk_size", [7, None])
-async def test_dispatcher_joins_parts_of_token_rows(
-    loaded: Loaded, client: Callable[..., Client], chunk_size: int | None
-) -> None:
-    inputs = texts([90, 5, 34, 85, 1, 70])
-    expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
-    tight = client(chunk_size=chunk_size, kv_cache_memory=memory_for_one(loaded), max_num_seqs=MAX_NUM_SEQS)
-    dispatcher = Dispatcher(max_queued_tokens=10_000)
-    num_parts = 0
-
-    def receive(message: FromCore, frames: list[Frame]) -> None:
-        nonlocal num_parts
-        assert isinstance(message, StepResults)
-        num_parts += sum(len(block.request_ids) for block in message.blocks)
-        dispatcher.replicas[0].receive(message, frames)
-
-    async def ask(*places: int, priority: int) -> list[np.ndarray]:
-        async with dispatcher.open(RequestOptions(priority=priority)) as request:
-            tokens = [TokenizedInput(np.asarray(inputs[place], np.int32)) for place in places]
-            answers = await request.run(tokens, tight.params[PoolingTask.TOKEN_EMBED])
-            return [rows for answer in answers for rows in answer.values()]
-
-    tight.on_message = receive
-    dispatcher.replicas[0].connect(lambda first, frames: tight.core.receive(decode_to_core(first), *frames))
-    tasks = [asyncio.create_task(ask(0, 1, 2, priority=1))]
-    for step in range(1000):
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        if step == 5:
-            tasks.append(asyncio.create_task(ask(3, 4, 5, priority=0)))
-            continue
-        if all(task.done() for task in tasks):
-            break
-        tight.core.step()
-    assert num_parts > 2 * len(inputs)
-    assert_same([rows for task in tasks for rows in task.result()], expected)
 
 
 def memory_for_one(loaded: Loaded) -> int:

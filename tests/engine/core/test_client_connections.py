@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import resource
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -204,46 +200,22 @@ def test_client_that_disconnects_before_attach_is_ignored(server: Server) -> Non
     first.close()
 
 
-@pytest.fixture
-def open_files() -> Iterator[list[int]]:
-    """Descriptors that exhaust the limit of open files of this process."""
-    gc.collect()  # a collection during the test would close files of earlier tests
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files: list[int] = []
-    try:
-        highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64 + highest, limits[1]))
-        with suppress(OSError):
-            while True:
-                files.append(os.dup(1))
-        yield files
-    finally:
-        for descriptor in files:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_listener_pauses_while_no_file_can_be_opened(
-    server: Server,
-    open_files: list[int],
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_listener_pauses_while_no_connection_can_be_accepted(
+    server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waker_module, "time", SimpleNamespace(monotonic=clock))
-    for _ in range(4):
-        os.close(open_files.pop())
     first = server.connect()
+    listener = server.connections._listener
+    server.connections._listener = Mock(wraps=listener, accept=Mock(side_effect=OSError("too many open files")))
     other = Client(server.address)
     other.send(Attach(4), ClientMessage(4), frame=b"")
-    open_files.append(os.dup(1))
     server.handle()
-    assert "cannot connect" in caplog.text
+    assert "cannot connect: too many open files" in caplog.text
     assert server.waker.poll() == []  # the listener costs no time in the steps of the model
     first.send(ClientMessage(0), frame=b"")
     server.handle()
     server.core.receive.assert_called_once()
-    os.close(open_files.pop())
+    server.connections._listener = listener
     clock.now_s += 60.0
     server.handle(2)
     assert server.core.receive.call_count == 2

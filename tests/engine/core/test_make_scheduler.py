@@ -30,7 +30,7 @@ def make(
 
 def test_device_memory_limits_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     device = DeviceLimits(max_tokens=700)
-    for sequence_pool, max_model_len in ((SequencePool(), 512), (pool(1000), 4096)):
+    for sequence_pool, max_model_len in ((SequencePool(), 512), (SequencePool(), 700), (pool(1000), 4096)):
         scheduler, info = make(sequence_pool, max_model_len, device=device)
         assert (scheduler.token_budget, info.max_model_len) == (700, max_model_len)
     assert not caplog.records

@@ -136,6 +136,17 @@ def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyP
     assert [(time.chunk_tokens, time.whole_tokens) for time in runner.take_times()] == [(0, 2), (3, 2)]
 
 
+def test_forgotten_sequence_has_no_pooling_state() -> None:
+    runner = make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=MIB))
+    sequence = chunk_of(1, 2, 3).sequence
+    sequence.is_long = True
+    sequence.allocation = runner.sequence_pool.allocate((1, 0), 3)
+    runner.begin([PrefillChunk(sequence, 0, 2)])
+    assert runner._chunks.get_pending_count() == 1
+    runner.forget([sequence])
+    assert runner._chunks.get_pending_count() == 0
+
+
 # Forwards in flight
 
 

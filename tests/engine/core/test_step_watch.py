@@ -16,8 +16,10 @@ from penstock.engine.core.step_watch import Step, StepWatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
+from penstock.engine.scheduling import PrefillChunk
 
 from ...hanging import HANGING_TEXT, Where, write_hanging_forwards
+from ..scheduling.records import make_request
 from .fake_runner import CoreDriver, FakeRunner
 
 PARAMS = PoolingParams()
@@ -32,6 +34,13 @@ def watch() -> StepWatch:
 def num_looks(watch: StepWatch, limit: int = 1000) -> int:
     """Returns the number of looks before a step exceeds its limit."""
     return next(number for number in range(limit + 1) if watch.look() is not None)
+
+
+def test_step_names_the_size_of_its_forward() -> None:
+    chunk = PrefillChunk(make_request(1, [8]).sequences[0], 3, 8)
+    assert str(Step.of([chunk])) == "A forward of 5 tokens in 1 sequence"
+    assert str(Step.of([chunk, chunk])) == "A forward of 10 tokens in 2 sequences"
+    assert str(Step()) == "A step without a forward"
 
 
 def test_step_is_reported_at_its_limit(watch: StepWatch) -> None:
@@ -111,13 +120,15 @@ def test_time_of_a_stopped_process_does_not_count(watch: StepWatch) -> None:
     assert watch.limit_s(Step(1, 100)) == 30
 
 
-def test_thread_reports_a_hanging_step_once() -> None:
+def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) -> None:
     reasons: list[str] = []
     reported = threading.Event()
     watch = StepWatch(0.1, lambda reason: (reasons.append(reason), reported.set())[0])
     with watch.running(), watch.during(Step(1, 5)):
         assert reported.wait(30)
     assert len(reasons) == 1
+    assert f"{reasons[0]} (10 times the longest forward so far" in caplog.text
+    assert "in test_thread_reports_a_hanging_step_once" in caplog.text
     assert "step-watch" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
+from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer, register_markers
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
@@ -91,3 +93,12 @@ def test_reranker_without_a_prompt_logs_a_warning(
     info = resolve_model(EngineConfig(model=str(tmp_path)))
     load_tokenizer(replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=tokens))
     assert ("has no prompt for pairs" in caplog.text) is is_warned
+
+
+def test_known_markers_become_single_tokens() -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "[unused0]": 1, "[Q]": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = LoadedTokenizer(backend=backend, class_name="", settings={}, special_tokens_map={})
+    register_markers(tokenizer, Mock(markers=("[unused0]", "[Q] of a query", "[other]")))
+    assert backend.encode("[unused0] [Q] a").ids == [1, 2, 0]
+    assert backend.encode("[other]").ids == [0, 0, 0]
