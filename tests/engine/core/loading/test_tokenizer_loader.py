@@ -15,7 +15,8 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer, regist
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import ModelKind, TokenizerSpec
+from penstock.engine.protocol.model_info import ModelKind, RecipeTokens, TokenizerSpec
+from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
@@ -102,3 +103,20 @@ def test_known_markers_become_single_tokens() -> None:
     register_markers(tokenizer, Mock(markers=("[unused0]", "[Q] of a query", "[other]")))
     assert backend.encode("[unused0] [Q] a").ids == [1, 2, 0]
     assert backend.encode("[other]").ids == [0, 0, 0]
+
+
+def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, word_level(3), 10)
+    info = replace(resolve_model(EngineConfig(model=str(tmp_path))), sources={"multi_vector": "config.json"})
+
+    def find(token: str | None, *skip_words: str) -> RecipeTokens:
+        expansion = None if token is None else QueryExpansion(length=8, token=token)
+        recipe = MultiVector(expansion=expansion, skip_words=skip_words)
+        return load_tokenizer(replace(info, multi_vector=recipe)).recipe_tokens
+
+    assert find("text", ".") == RecipeTokens(expansion_id=5, skip_ids=(9,))
+    assert not caplog.records
+    assert find(None, ";", ".") == RecipeTokens(skip_ids=(9,))
+    assert "no tokens of the vocabulary, so left in documents: ;" in caplog.text
+    with pytest.raises(UnsupportedModelError, match=r"with the token '\[none\]' \(config.json\)"):
+        find("[none]")
