@@ -17,7 +17,7 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLimits, DeviceMemoryError, EndedForward
-from penstock.engine.core.warm_up import GpuWarmUp, LargestBatch, SampleBatches, largest_batch, run_all_kinds
+from penstock.engine.core.warm_up import GpuWarmUp, LargestBatch, SampleBatches, largest_batch, run_all_kinds, warm_up
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -161,6 +161,23 @@ def test_sample_batches_have_token_types_and_prompts(uses_token_types: bool, inc
     assert prompt.num_prompt_tokens == (0 if include_prompt else 1)
 
 
+def test_warm_up_runs_every_task_without_activation() -> None:
+    tasks = (PoolingTask.CLASSIFY, PoolingTask.EMBED, PoolingTask.SCORE)
+    ran: list[tuple[PoolingTask | None, bool | None, int]] = []
+
+    def execute(chunks: Sequence[PrefillChunk]) -> BatchOutputs:
+        for chunk in chunks:
+            params = chunk.sequence.request.params
+            ran.append((params.task, params.use_activation, chunk.num_tokens))
+        return BatchOutputs.of(len(chunks), [])
+
+    info = replace(model(max_model_len=4), tasks=tasks, labels=("a", "b"))
+    warm_up(info, replace(TOKENIZER, sample_ids=(5, 6, 7, 8, 9)), execute)
+    assert [(task, length) for task, _, length in ran] == [(tasks[0], 4), (tasks[0], 4), (tasks[1], 4)]
+    assert [use_activation for _, use_activation, _ in ran][:2] == [False, False]
+    assert ran[2][1] is not False
+
+
 def test_refill_runs_large_batches_and_two_small_ones_at_once(caplog: pytest.LogCaptureFixture) -> None:
     events: list[tuple[str, int]] = []
 
@@ -181,8 +198,8 @@ def test_refill_runs_large_batches_and_two_small_ones_at_once(caplog: pytest.Log
         return RecordedForward(num_tokens)
 
     samples = SampleBatches(model(), TOKENIZER)
-    warm_up = GpuWarmUp(model(), samples, begin, SchedulerConfig(max_num_seqs=4), Gauge(), None)
-    warm_up.refill(DeviceLimits(max_tokens=1000))
+    gpu_warm_up = GpuWarmUp(model(), samples, begin, SchedulerConfig(max_num_seqs=4), Gauge(), None)
+    gpu_warm_up.refill(DeviceLimits(max_tokens=1000))
     large = [("begin", 1000), ("end", 1000)] * len(samples.default_params())
     assert events == [*large, ("begin", 64), ("begin", 64), ("end", 64), ("end", 64)]
     assert "out of memory beside CUDA graphs with 1000 tokens: the graphs have it" in caplog.text

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from penstock.engine.core.loading.tokenizer_files import LoadedTokenizer
-from penstock.engine.core.loading.tokenizer_loader import load_tokenizer, register_markers
+from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
@@ -22,8 +20,8 @@ WORDS = ["One", "short", "text", "to", "begin", "with", "."]
 
 
 def word_level(first_id: int, *, unknown: str | None = None) -> Tokenizer:
-    """One token for each word of the sample text, and <s> (id 1) before each text."""
-    vocabulary = {"<unk>": 0, "<s>": 1} if unknown is None else {}
+    """One token for each word of the sample text, <s> (id 1) before each text, and the marker [Q] (id 2)."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "[Q]": 2} if unknown is None else {}
     vocabulary |= {word: first_id + i for i, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown or "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -86,6 +84,14 @@ def test_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
+def test_known_marker_becomes_a_single_token(tmp_path: Path) -> None:
+    load(tmp_path, word_level(3), 10)
+    info = resolve_model(EngineConfig(model=str(tmp_path)))
+    for markers, expected in (((), [1, 0, 0, 0, 5]), (("[Q] of a query", "[none]"), [1, 2, 5])):
+        spec = load_tokenizer(replace(info, multi_vector=MultiVector(markers=markers)))
+        assert Tokenizer.from_str(spec.json).encode("[Q] text").ids == expected
+
+
 @pytest.mark.parametrize(("tokens", "is_warned"), [((), False), ((5, 6), True)])
 def test_reranker_without_a_prompt_logs_a_warning(
     tokens: tuple[int, ...], is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -94,15 +100,6 @@ def test_reranker_without_a_prompt_logs_a_warning(
     info = resolve_model(EngineConfig(model=str(tmp_path)))
     load_tokenizer(replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=tokens))
     assert ("has no prompt for pairs" in caplog.text) is is_warned
-
-
-def test_known_markers_become_single_tokens() -> None:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "[unused0]": 1, "[Q]": 2}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = LoadedTokenizer(backend=backend, class_name="", settings={}, special_tokens_map={})
-    register_markers(tokenizer, Mock(markers=("[unused0]", "[Q] of a query", "[other]")))
-    assert backend.encode("[unused0] [Q] a").ids == [1, 2, 0]
-    assert backend.encode("[other]").ids == [0, 0, 0]
 
 
 def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
