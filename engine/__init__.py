@@ -1,4 +1,4 @@
-"""The engine: text or token ids in, numpy arrays out. Knows no HTTP; this face of it knows no torch.
+"""The engine converts text or token ids to numpy arrays; this package imports torch only in the engine process.
 
 engine = await AsyncEngine.start(EngineConfig(model="path/or/hub-id"))
 result = await engine.embed(["some text"], PoolingParams())
@@ -51,7 +51,7 @@ __all__ = [
     "TokenizedText",
 ]
 
-_HOMES: Final = {
+_MODULES: Final = {
     "LLM": ".llm",
     "AsyncEngine": ".async_engine",
     "CacheConfig": ".protocol.config",
@@ -75,7 +75,7 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first asked for: the command line shows its help without loading the engine."""
-    if name not in _HOMES:
+    """Imports a name on first use, so that the command line can show its help without loading the engine."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -14,7 +14,7 @@ from .client.combined import CombinedEmbedder
 from .client.core_supervisor import EngineState
 from .client.dispatcher import Dispatcher
 from .client.engine_process import EngineProcess
-from .client.replica_group import ReplicaFigures, ReplicaGroup, replica_configs
+from .client.replica_group import ReplicaGroup, ReplicaStatus, replica_configs
 from .client.scoring import PairScorer, check_embeds, check_labels, few_shot_classes, zero_shot_classes
 from .client.shared_engine import EngineClient
 from .client.stats import DispatcherStats
@@ -159,7 +159,7 @@ class AsyncEngine:
         return self._group.places
 
     @property
-    def replicas(self) -> list[ReplicaFigures]:
+    def replicas(self) -> list[ReplicaStatus]:
         """Each replica where there are several; empty for one."""
         return self._group.replicas
 

@@ -1,4 +1,4 @@
-"""The engine for code without asyncio: calls that return when all is done, as vLLM's class of this name has them.
+"""The engine for code without asyncio, with the interface of the class LLM of vLLM.
 
 with LLM("path/or/hub-id") as llm:
     vectors = [output.outputs.embedding for output in llm.embed(["A gate holds the water.", "A pipe carries it."])]
@@ -32,7 +32,7 @@ from .protocol.results import ClassificationOutput, EmbeddingOutput, PoolingOutp
 from .protocol.tasks import PoolingTask
 
 _SLICE: Final = 256
-"""Inputs of one request to the engine: enough for full batches, few enough for a progress bar that moves."""
+"""Inputs of one request to the engine: enough for full batches, and few enough for frequent progress."""
 _IN_FLIGHT: Final = 2
 
 Output = TypeVar("Output")
@@ -43,7 +43,7 @@ Params = PoolingParams | Sequence[PoolingParams]
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for callers that have none."""
+    """An event loop in its own thread, for callers without one."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -51,7 +51,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs `work` on the loop and waits for it; an interrupt of the wait cancels it.
+        """Runs `work` on the loop and returns its result; an interrupted wait cancels it.
 
         Raises:
             EngineUnavailableError: The thread has ended.
@@ -74,21 +74,21 @@ class LoopThread:
 
 
 class LLM:
-    """A model and the engine process behind it. Safe to use from several threads.
+    """A model with its engine process. Several threads may use it at the same time.
 
     Args:
         model: Local folder or hub id.
-        runner: As in vLLM, where "pooling" chooses what every model here is.
-        hf_overrides: Values laid over the model's config.json.
-        pooler_config: How token rows become an answer: a PoolerConfig, or its fields.
-        enforce_eager: As in vLLM: no CUDA graphs, as `cuda_graphs=False`.
-        log_level: Least severe level that the engine process logs.
-        **settings: Further fields of EngineConfig, such as `dtype`, `max_model_len` and `trust_remote_code`.
+        runner: Exists for vLLM; both values mean the same, because all models of penstock are pooling models.
+        hf_overrides: Values that replace those of config.json.
+        pooler_config: Pooling settings as a PoolerConfig or as its fields.
+        enforce_eager: Turns CUDA graphs off, as `cuda_graphs=False` does.
+        log_level: Lowest level that the engine process logs.
+        **settings: Other fields of EngineConfig, such as `dtype`, `max_model_len` and `trust_remote_code`.
 
     Raises:
-        ModelLoadError: The model cannot be served; the message says why.
+        ModelLoadError: The model cannot be loaded; the message has the reason.
         ValueError: A setting has a wrong value.
-        TypeError: EngineConfig has no such setting.
+        TypeError: EngineConfig has no setting of that name.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class LLM:
         **settings: Any,
     ) -> None:
         if runner not in ("auto", "pooling"):
-            raise ValueError(f"runner is {runner!r}; every model here is a pooling model: 'auto' or 'pooling'.")
+            raise ValueError(f"runner is {runner!r}; it must be 'auto' or 'pooling'.")
         if enforce_eager:
             settings["cuda_graphs"] = False
         pooler = pooler_config or PoolerConfig()
         pooler = pooler if isinstance(pooler, PoolerConfig) else PoolerConfig.from_dict(pooler)
         config = EngineConfig(model=model, hf_overrides=hf_overrides or {}, pooler_config=pooler, **settings)
-        # Nobody else waits behind this caller, who waits for all of it.
+        # The caller waits for all results and there are no other callers, so that no wait is too long.
         scheduler = replace(config.scheduler, max_queue_s=math.inf)
         self._loop = LoopThread()
         try:
@@ -133,17 +133,17 @@ class LLM:
         prompt_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """Embeds each input into one vector.
+        """Returns one vector for each input.
 
         Args:
             prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of these.
-            pooling_params: Width, norm, truncation; one for all inputs, or one for each.
-            truncate_prompt_tokens: Tokens. Cuts every input; see PoolingParams.
-            prompt_name: Named prompt of the model to put before every text.
-            use_tqdm: Show a progress bar for long lists.
+            pooling_params: Parameters for all inputs, or a list with those of each input.
+            truncate_prompt_tokens: Maximum number of tokens of every input; see PoolingParams.
+            prompt_name: Name of the model's prompt that is added before every text.
+            use_tqdm: Whether to show a progress bar for long lists.
 
         Raises:
-            EngineError: A kind of it says what is wrong with the request, or what befell the engine.
+            EngineError: The request is wrong or the engine failed; the subclass names the reason.
         """
         options = RequestOptions(prompt_name=prompt_name)
 
@@ -162,7 +162,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Gives every input a score for each class of the model. Arguments and errors: see `embed`."""
+        """Returns a score for each class of the model, for every input; arguments and errors as in `embed`."""
 
         async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[ClassificationOutput]]:
             result = await self._engine.classify(texts, params)
@@ -182,16 +182,16 @@ class LLM:
         instruction: str | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Scores pairs, 1 to 1, 1 to N or N to N; see AsyncEngine.score for how. The rest: see `embed`."""
+        """Scores pairs of texts, 1 to 1, 1 to N or N to N, as AsyncEngine.score does; other arguments as in `embed`."""
         left = [queries] if isinstance(queries, str) else list(queries)
         right = [documents] if isinstance(documents, str) else list(documents)
-        check_sides(left, right)  # before they are sliced
+        check_sides(left, right)  # before the lists are split
         params = _params(pooling_params, truncate_prompt_tokens)
         options = RequestOptions(instruction=instruction)
 
-        async def call(places: list[int]) -> list[PoolingRequestOutput[ScoringOutput]]:
-            own = left if len(left) == 1 else [left[place] for place in places]
-            result = await self._engine.score(own, [right[place] for place in places], params, options)
+        async def call(indices: list[int]) -> list[PoolingRequestOutput[ScoringOutput]]:
+            own = left if len(left) == 1 else [left[index] for index in indices]
+            result = await self._engine.score(own, [right[index] for index in indices], params, options)
             rows = zip(result.scores.tolist(), result.num_tokens, strict=True)
             return [PoolingRequestOutput(ScoringOutput(score), num_tokens) for score, num_tokens in rows]
 
@@ -206,10 +206,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Answers a task with its numbers: embed, classify, token_embed or token_classify. The rest: see `embed`.
+        """Returns the arrays of a task: embed, classify, token_embed or token_classify; other arguments as in `embed`.
 
         Raises:
-            InvalidRequestError: `pooling_task` is none of these, or None and the model has none of them.
+            InvalidRequestError: `pooling_task` is another task, or it is None and the model supports none of these.
         """
 
         async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -230,17 +230,17 @@ class LLM:
         return self._run_each(call, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def close(self) -> None:
-        """Stops the engine process. May be called twice; calls after it fail."""
+        """Stops the engine process; later calls of other methods fail."""
         self._close()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Returns this object."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Stops the engine process."""
         self.close()
 
     def _task(self, name: str | None) -> PoolingTask:
@@ -262,22 +262,23 @@ class LLM:
         truncate_prompt_tokens: int | None,
         use_tqdm: bool,
     ) -> list[Output]:
-        """Runs inputs with parameters for all of them, or with those of each: equal ones together."""
+        """Runs inputs that have the same parameters together."""
         inputs = _inputs(prompts)
         each = [params] * len(inputs) if params is None or isinstance(params, PoolingParams) else list(params)
         if len(each) != len(inputs):
             raise InvalidRequestError(
-                f"There are {len(each)} pooling_params for {len(inputs)} inputs; give one for all, or one for each.",
+                f"There are {len(each)} pooling_params for {len(inputs)} inputs; "
+                "pooling_params must be a single object or a list with one for each input.",
                 param="pooling_params",
             )
-        places: dict[PoolingParams, list[int]] = {}
-        for place, own in enumerate(each):
-            places.setdefault(_params(own, truncate_prompt_tokens), []).append(place)
+        groups: dict[PoolingParams, list[int]] = {}
+        for index, own in enumerate(each):
+            groups.setdefault(_params(own, truncate_prompt_tokens), []).append(index)
         outputs: dict[int, Output] = {}
-        for own, alike in places.items() or [(PoolingParams(), [])]:
-            done = self._run(partial(call, own), [inputs[place] for place in alike], use_tqdm)
-            outputs.update(zip(alike, done, strict=True))
-        return [outputs[place] for place in range(len(inputs))]
+        for own, indices in groups.items() or [(PoolingParams(), [])]:
+            done = self._run(partial(call, own), [inputs[index] for index in indices], use_tqdm)
+            outputs.update(zip(indices, done, strict=True))
+        return [outputs[index] for index in range(len(inputs))]
 
     def _run(self, call: Call[Output], inputs: Sequence[Any], use_tqdm: bool) -> list[Output]:
         if not inputs:
@@ -296,7 +297,7 @@ def _params(params: PoolingParams | None, truncate_prompt_tokens: int | None) ->
 
 
 def _inputs(prompts: Prompt | Sequence[Prompt]) -> list[Text]:
-    """Returns the inputs of a call, one for each answer. Raises InvalidRequestError for what is none."""
+    """Returns the inputs as a list; raises InvalidRequestError if one has a wrong type."""
     if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int)):
         return [_input(prompts, 0)]
     return [_input(prompt, index) for index, prompt in enumerate(prompts)]
@@ -311,21 +312,22 @@ def _input(prompt: Any, index: int) -> Text:
     if isinstance(given, Sequence | np.ndarray) and all(isinstance(i, int | np.integer) for i in given):
         return [int(i) for i in given]
     raise InvalidRequestError(
-        f"Input {index} is {str(prompt)[:60]!r}; give a text, token ids, or an object with prompt or prompt_token_ids.",
+        f"Input {index} is {str(prompt)[:60]!r}; it must be a text, token ids, or an object with prompt or "
+        "prompt_token_ids.",
         param="input",
     )
 
 
 async def in_slices(call: Call[Output], inputs: Sequence[Any], *, shows_progress: bool) -> list[Output]:
-    """Runs slices of the inputs, the next one while one runs, and returns their outputs in order.
+    """Runs the inputs in slices, two at a time, and returns the outputs in order.
 
     Args:
         call: Returns an output for each input of a slice.
-        inputs: Inputs to run, any number.
-        shows_progress: Show a bar where there is more than one slice.
+        inputs: All inputs.
+        shows_progress: Whether to show a progress bar for more than one slice.
 
     Raises:
-        EngineError: Of the first slice that fails; the others are cancelled.
+        EngineError: A slice failed; the other slices are cancelled.
     """
     is_hidden = not shows_progress or len(inputs) <= _SLICE
     outputs: list[Output] = []
@@ -351,5 +353,5 @@ async def _slice(call: Call[Output], inputs: Sequence[Any], start: int) -> list[
         return await call(list(inputs[start : start + _SLICE]))
     except EngineError as error:
         if start:
-            error.add_note(f"Inputs are counted from {start} on, where this part of the list begins.")
+            error.add_note(f"The numbers of inputs in this message begin at input {start} of the list.")
         raise

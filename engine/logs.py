@@ -1,6 +1,6 @@
-"""Log lines for people (console) or for machines (json), alike in the server and in the engine process.
+"""Log lines in the formats console and json, for the server and the engine process.
 
-No secret and no input text is ever logged.
+Secrets and input texts are never logged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, Final, TextIO
 
 import orjson
 
-_MOST_WAITING: Final = 4096
-"""Lines that may wait to be written. Further lines are lost and counted."""
+_MAX_WAITING: Final = 4096
+"""Maximum number of lines in the queue; more lines are lost and counted."""
 _GATHER_S: Final = 0.01
 """Seconds to collect lines before a write: waking the thread for each line would double the cost of a line."""
-_PATIENCE_S: Final = 1.0
-"""Seconds to wait at exit for a reader that does not read."""
+_EXIT_WAIT_S: Final = 1.0
+"""Seconds to wait at exit for the reader of the lines."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the record's `fields`, and an exception if there is one."""
+    """Formats a record as one line of JSON: time, level, logger, message, its `fields`, and its exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of `record`."""
+        """Returns the line for `record`."""
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -43,10 +43,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines in order from its own thread: a reader that has stopped reading does not block callers.
+    """Writes lines in order from its own thread, so that callers do not wait for a slow reader.
 
-    The thread runs until the process ends: other libraries close every handler when they configure theirs, and continue
-    to log.
+    The thread runs until the process ends, because other libraries close all handlers when they configure logging, and
+    then continue to log.
 
     Args:
         stream: A file with a descriptor, such as sys.stderr.
@@ -58,18 +58,18 @@ class BackgroundHandler(logging.Handler):
         self._waiting: list[str] = []
         self._num_dropped = 0
         self._is_writing = False
-        self._changed = threading.Condition()  # its lock is reentrant: signal handlers log, too
+        self._changed = threading.Condition()  # its lock is reentrant, because signal handlers also log
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queues the line of `record`, if there is room."""
+        """Adds the line for `record` to the queue, or drops it if the queue is full."""
         try:
-            line = self.format(record)  # now: its arguments may change
-        except Exception:  # noqa: BLE001 - whatever a caller's arguments raise
+            line = self.format(record)  # now, because its arguments may change
+        except Exception:  # noqa: BLE001 - arguments of a caller may raise anything
             self.handleError(record)
             return
         with self._changed:
-            if len(self._waiting) == _MOST_WAITING:
+            if len(self._waiting) == _MAX_WAITING:
                 self._num_dropped += 1
                 return
             self._waiting.append(line)
@@ -77,25 +77,25 @@ class BackgroundHandler(logging.Handler):
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits at most a second until all lines are written. The logging module calls it when the process ends."""
+        """Waits at most a second until all lines are written; logging calls it when the process ends."""
         self.wait_written()
 
     def wait_written(self) -> bool:
-        """Waits like `flush`. Returns whether all lines are written."""
+        """Waits as `flush` does and returns whether all lines are written."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, _PATIENCE_S)
+            return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, _EXIT_WAIT_S)
 
     def _write_all(self) -> None:
-        """Writes queued lines until the process ends. Runs in the thread."""
+        """Writes the lines of the queue until the process ends."""
         num_lost = 0
         while True:
             lines, num_dropped = self._take()
-            num_lost += num_dropped + sum(number for piece, number in self._pieces(lines) if not self._write(piece))
+            num_lost += num_dropped + sum(count for block, count in self._blocks(lines) if not self._write(block))
             if num_lost and self._write(self._encoded(self._notice(num_lost))):
                 num_lost = 0
 
     def _take(self) -> tuple[list[str], int]:
-        """Waits for lines. Returns them and the number of lines dropped after them."""
+        """Waits for lines; returns them and the number of lines that were dropped after them."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -107,33 +107,33 @@ class BackgroundHandler(logging.Handler):
             self._waiting, self._num_dropped = [], 0
             return lines, num_dropped
 
-    def _pieces(self, lines: Sequence[str]) -> Iterator[tuple[bytes, int]]:
-        """Yields pieces of lines and their number of lines. A pipe takes a piece in one write.
+    def _blocks(self, lines: Sequence[str]) -> Iterator[tuple[bytes, int]]:
+        """Yields blocks of lines, with the number of lines, that fit into one write to a pipe.
 
-        So other processes cannot write between its lines. Each write also releases the interpreter's lock, and getting
-        it back from a busy thread takes 5 ms.
+        Other processes cannot write between the lines of a block. Fewer writes are also faster: each one releases the
+        lock of the interpreter, and getting it back from a busy thread takes 5 ms.
         """
-        piece, number = b"", 0
+        block, count = b"", 0
         for line in map(self._encoded, lines):
-            if piece and len(piece) + len(line) > PIPE_BUF:
-                yield piece, number
-                piece, number = b"", 0
-            piece, number = piece + line, number + 1
-        yield piece, number
+            if block and len(block) + len(line) > PIPE_BUF:
+                yield block, count
+                block, count = b"", 0
+            block, count = block + line, count + 1
+        yield block, count
 
     def _encoded(self, line: str) -> bytes:
         return f"{line}\n".encode(self._stream.encoding, "backslashreplace")
 
-    def _write(self, piece: bytes) -> bool:
-        """Writes lines. Returns whether they could be written.
+    def _write(self, block: bytes) -> bool:
+        """Writes lines and returns whether that was possible.
 
-        Writes to the descriptor: a blocked write would hold the lock of the stream's buffer and block the exit of the
-        process.
+        It writes to the descriptor, because a blocked write to the stream would hold the lock of its buffer and block
+        the exit of the process.
         """
         try:
-            while piece:
-                piece = piece[os.write(self._stream.fileno(), piece) :]
-        except (OSError, ValueError):  # the reader has gone, the disk is full, or the stream is closed
+            while block:
+                block = block[os.write(self._stream.fileno(), block) :]
+        except (OSError, ValueError):  # the reader has ended, the disk is full, or the stream is closed
             return False
         return True
 
@@ -147,21 +147,21 @@ def flush_logs() -> bool:
     """Waits at most a second until all logged lines are written.
 
     Returns:
-        Whether they are. If not, stderr has no reader, and writing to it directly would block.
+        Whether all lines are written. If not, stderr has no reader, and writing to it directly would block.
     """
     handlers = logging.getLogger().handlers
     return all(each.wait_written() for each in handlers if isinstance(each, BackgroundHandler))
 
 
 def configure_logging(level: str, line_format: str) -> None:
-    """Sends all loggers, those of libraries too, to stderr, without waiting for its reader.
+    """Sends the lines of all loggers, including those of libraries, to stderr, without waiting for its reader.
 
     Args:
         level: Lowest level that is logged, such as "info".
         line_format: "console" or "json".
     """
     stderr: dict[str, Any] = {"class": "logging.NullHandler"}
-    if sys.stderr is not None:  # Python has None for what was closed
+    if sys.stderr is not None:  # None if stderr was closed
         stderr = {"()": BackgroundHandler, "stream": sys.stderr, "formatter": line_format}
     logging.config.dictConfig(
         {

@@ -1,1 +1,1 @@
-"""The weights in a model's folder: files of named tensors, and checked views of them, without torch."""
+"""Reads the weights in the folder of a model, without torch."""

@@ -1,8 +1,8 @@
-"""The files of a folder that hold its tensors: one, or shards with an index; and the header of a safetensors file.
+"""Weight files of a model folder: one file, or shards with an index.
 
-The caller opens them. The header shows damage before anything is loaded. The format of safetensors (0.8): 8 bytes,
-little-endian, the length of a header; the header, a JSON object of {name: {dtype, shape, data_offsets}}; then the
-tensors. Offsets count from the end of the header.
+The header of a safetensors file (0.8) is checked before a tensor is loaded. Such a file has 8 bytes with the length of
+the header, little-endian; the header, a JSON object {name: {dtype, shape, data_offsets}}; and the tensors, whose
+offsets begin at the end of the header.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..protocol.errors import ModelLoadError, WeightError
 logger = logging.getLogger("penstock.engine")
 
 WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin")
-# A mapped file is let go after this many bytes, so that pages already converted leave memory.
+# A mapped file is closed after this number of bytes, to free the pages that were already read.
 _REMAP_BYTES: Final = 32 << 20
-# Names of checkpoints converted from TensorFlow, and of those that came with the papers on Mamba.
+# Names in checkpoints from TensorFlow and in the original checkpoints of Mamba.
 _OLD_NAMES: Final = {
     ".LayerNorm.gamma": ".LayerNorm.weight",
     ".LayerNorm.beta": ".LayerNorm.bias",
@@ -37,12 +37,12 @@ class Stored(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its axes."""
+        """Size of each axis."""
         ...
 
 
@@ -51,27 +51,27 @@ StoredT_co = TypeVar("StoredT_co", bound=Stored, covariant=True)
 
 
 class TensorFile(Protocol[StoredT_co]):
-    """One open file."""
+    """An open weight file."""
 
     def keys(self) -> Iterable[str]:
-        """Names of the tensors."""
+        """Returns the names of the tensors."""
         ...
 
     def get_tensor(self, name: str) -> StoredT_co:
-        """Returns one tensor, whose memory may belong to the file; raises KeyError where it holds none."""
+        """Returns a tensor, whose memory may belong to the file; raises KeyError if there is none of that name."""
         ...
 
 
 OpenFile = Callable[[Path], TensorFile[StoredT]]
-"""Opens a file; raises WeightError where it cannot be read."""
+"""Opens a file; raises WeightError if it cannot be read."""
 
 
 class Checkpoint(Generic[StoredT]):
-    """The tensors of a folder, read one at a time. Holds no tensor itself.
+    """Reads the tensors of a folder one at a time and keeps none.
 
     Args:
-        files: Tensor name in the file to the file that holds it.
-        open_file: Opens one of them.
+        files: The file of each tensor, by name of the tensor.
+        open_file: Opens a file.
     """
 
     def __init__(self, files: Mapping[str, Path], open_file: OpenFile[StoredT]) -> None:
@@ -84,37 +84,37 @@ class Checkpoint(Generic[StoredT]):
         self._bytes_read = 0
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of that name exists."""
+        """Whether there is a tensor of that name."""
         return name in self._files
 
     def read(self, name: str) -> StoredT:
-        """Returns the tensor as stored; the memory belongs to the mapped file, which a large one may hold alone.
+        """Returns the stored tensor, whose memory belongs to the mapped file.
 
         Raises:
-            WeightError: The file is damaged, or lacks a tensor of its index.
+            WeightError: The file is damaged, or does not have a tensor of its index.
         """
         self._used.add(name)
         path, stored_name = self._files[name]
         try:
             tensor = self._file(path).get_tensor(stored_name)
         except KeyError as error:
-            raise WeightError(f"{path} does not hold {stored_name!r}, which the index says it does.") from error
+            raise WeightError(f"{path} does not contain {stored_name!r}, although the index lists it.") from error
         self._bytes_read += tensor.nbytes
         if self._bytes_read > _REMAP_BYTES:
             self.close()
         return tensor
 
     def tell_unused(self, name: str) -> None:
-        """Logs the tensors that a model of that name has not read, at debug level."""
+        """Logs the tensors that were not read, with level debug; `name` is the name of the model."""
         if unused := self.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", name, len(unused), ", ".join(unused))
 
     def unused(self) -> list[str]:
-        """Returns the names of the tensors that have not been read."""
+        """Returns the names of the tensors that were not read."""
         return sorted(self._files.keys() - self._used)
 
     def close(self) -> None:
-        """Lets go of the mapped file."""
+        """Closes the mapped file as soon as no tensor uses it."""
         self._open, self._bytes_read = None, 0
 
     def _file(self, path: Path) -> TensorFile[StoredT]:
@@ -126,10 +126,12 @@ class Checkpoint(Generic[StoredT]):
 
 @contextmanager
 def open_checkpoint(folder: Path, open_file: OpenFile[StoredT]) -> Iterator[Checkpoint[StoredT]]:
-    """Opens the weights of a folder: safetensors before pytorch_model.bin, whole or in shards.
+    """Opens the weights of a folder: safetensors, or else pytorch_model.bin, in one file or in shards.
+
+    Adds the folder to the message of a WeightError that is raised inside.
 
     Raises:
-        WeightError: There are none, or a file is missing or damaged. One that is raised inside gets the folder's name.
+        WeightError: There are no weights, or a file is missing or damaged.
     """
     checkpoint = Checkpoint(_find_tensors(folder, open_file), open_file)
     try:
@@ -143,11 +145,7 @@ def open_checkpoint(folder: Path, open_file: OpenFile[StoredT]) -> Iterator[Chec
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Returns the files that hold the tensors of a folder.
-
-    Raises:
-        WeightError: See open_checkpoint.
-    """
+    """Returns the weight files of a folder; raises WeightError as open_checkpoint does."""
     for name in WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():
@@ -158,7 +156,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Checks the first bytes of all weight files of a folder. A folder without weights passes.
+    """Checks the first bytes of all weight files of a folder, which may have none.
 
     Raises:
         WeightError: A file is damaged or missing; see check_file and indexed_files.
@@ -170,30 +168,30 @@ def check_weights(folder: Path) -> None:
 
 
 def indexed_files(index: Path) -> dict[str, str]:
-    """Returns the names of files in an index of shards, by tensor; none leads out of the folder.
+    """Returns the file name of each tensor in an index of shards.
 
-    Names are judged, and not where they lead: the files of a hub's snapshot are links to a folder beside it.
+    Links to files outside the folder are allowed, because a snapshot from the hub consists of such links.
 
     Raises:
-        WeightError: One does, or the index is damaged.
+        WeightError: The index is damaged, or has a file name that is not inside the folder.
     """
     try:
         files = read_object(index).get("weight_map")
     except ModelLoadError as error:
         raise WeightError(error.message) from error
     if not isinstance(files, dict) or not files:
-        raise WeightError(f"{index} is damaged: its weight_map must be an object that names a file for each tensor.")
+        raise WeightError(f"{index} is damaged: its weight_map must be an object with a file name for each tensor.")
     for tensor, file in files.items():
         if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
             raise WeightError(
-                f"{index} puts the tensor {tensor!r} into the file {file!r}, which is not inside the model's folder; "
-                "files must be named relative to it."
+                f"{index} lists the file {file!r} for the tensor {tensor!r}, which is not inside the folder of the "
+                "model; file names must be relative to the folder."
             )
     return files
 
 
 def _find_tensors(folder: Path, open_file: OpenFile[StoredT]) -> dict[str, Path]:
-    """Returns the file of every tensor in the folder."""
+    """Returns the file of each tensor in the folder."""
     for name in WEIGHT_FILES:
         path, index = folder / name, folder / f"{name}.index.json"
         if path.is_file():
@@ -210,32 +208,32 @@ def _find_tensors(folder: Path, open_file: OpenFile[StoredT]) -> dict[str, Path]
 def _no_weights(folder: Path) -> WeightError:
     for path in (folder / name for name in WEIGHT_FILES):
         if path.is_dir():
-            return WeightError(f"{path} is a folder; it must be a file of weights.")
+            return WeightError(f"{path} is a folder; it must be a weight file.")
         if path.is_symlink():
             return WeightError(f"{path} is a link to a file that does not exist; download the model again.")
     return WeightError(
-        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards of either."
+        f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin nor an index of shards of them."
     )
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Returns the file of every tensor that an index of shards lists."""
+    """Returns the file of each tensor in an index of shards."""
     files = indexed_files(index)
     missing = sorted(file for file in set(files.values()) if not _is_file(index.parent / file))
     if missing:
-        raise WeightError(f"{index} lists files that are not there: {', '.join(missing)}.")
+        raise WeightError(f"{index} lists files that do not exist: {', '.join(missing)}.")
     return {tensor: index.parent / file for tensor, file in files.items()}
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is too long for any file
+    except OSError:  # the name is too long
         return False
 
 
 def _modern_name(name: str) -> str:
-    """Returns the name under which today's transformers would store the tensor."""
+    """Returns the current name of a tensor in transformers."""
     dotted = f".{name}"
     for old, new in _OLD_NAMES.items():
         if dotted.endswith(old):
@@ -243,18 +241,18 @@ def _modern_name(name: str) -> str:
     return name
 
 
-_MOST_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors library."""
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors library."""
 
 
 class TensorEntry(NamedTuple):
     """A tensor in the header of a safetensors file.
 
     Attributes:
-        type_name: Such as "F32".
-        shape: Its axes.
-        start: Offset of its first byte in the file.
-        stop: Offset behind its last byte.
+        type_name: Type, for example "F32".
+        shape: Size of each axis.
+        start: Offset of the first byte in the file.
+        stop: Offset after the last byte.
     """
 
     type_name: str
@@ -294,9 +292,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             begin = _LENGTH_BYTES + size
             if begin > num_bytes:
-                raise ValueError(f"its header would be {size} bytes long, but the file has {num_bytes}")
-            if size > _MOST_HEADER_BYTES:
-                raise ValueError(f"its header is {size} bytes long; the limit is {_MOST_HEADER_BYTES}")
+                raise ValueError(f"its header would have {size} bytes, but the file has {num_bytes}")
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes; the limit is {_MAX_HEADER_BYTES}")
             entries = _entries(file.read(size), begin)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -311,7 +309,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _entries(text: bytes, begin: int) -> dict[str, TensorEntry]:
-    """Returns the tensors that a header lists. Raises ValueError for a damaged header."""
+    """Returns the tensors in a header; raises ValueError if it is damaged."""
     try:
         header = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError:
@@ -329,7 +327,7 @@ def _entry(name: str, value: Any, begin: int) -> TensorEntry:
     try:
         type_name, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
     except (IndexError, KeyError, TypeError, ValueError):
-        raise ValueError(f"its header does not give dtype, shape and data_offsets of {name!r}") from None
+        raise ValueError(f"its header does not have dtype, shape and data_offsets of {name!r}") from None
     is_list = isinstance(shape, list) and isinstance(type_name, str)
     if not is_list or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or stop < start:
         raise ValueError(f"its header is damaged at {name!r}: {type_name} {shape} at {start} to {stop}")

@@ -1,4 +1,4 @@
-"""Views of a checkpoint below a prefix, whose tensors are checked as they are read; safetensors files as arrays."""
+"""Views of a checkpoint, which check the tensors that they read; and safetensors files as numpy arrays."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .files import StoredT, StoredT_co, TensorEntry, read_header, tensor_files
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
-# Rows of a table that are cast at a time, so that the copy stays small.
+# Rows of a table to convert at once; a larger number would need more memory.
 _BLOCK_ROWS: Final = 4096
 _BF16_INFINITY: Final = np.uint16(0x7F80)
 _BF16_NAN: Final = np.uint16(0x7FC0)
-# numpy has no bfloat16: wherever weights are arrays, uint16 holds it.
+# numpy has no bfloat16; weights in arrays use uint16 instead.
 _TYPES: Final[dict[str, np.dtype[Any]]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -39,23 +39,23 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {
 
 
 class TensorSource(Protocol[StoredT_co]):
-    """Where tensors come from: a checkpoint on disk."""
+    """Source of tensors, such as a checkpoint on disk."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of that name exists."""
+        """Whether there is a tensor of that name."""
         ...
 
     def read(self, name: str) -> StoredT_co:
-        """Returns the tensor as it is stored, on the CPU; the memory may belong to the file."""
+        """Returns the stored tensor on the CPU, whose memory may belong to the file."""
         ...
 
 
 class WeightView(ABC, Generic[StoredT]):
-    """Shared by the views of every library; they are dataclasses, and have these fields.
+    """The tensors of a checkpoint whose names begin with a prefix; the base of one dataclass for each library.
 
     Attributes:
         source: The checkpoint.
-        prefix: Put before every name, such as "bert.encoder.".
+        prefix: Prefix of all names, for example "bert.encoder.".
     """
 
     __slots__ = ()
@@ -66,21 +66,23 @@ class WeightView(ABC, Generic[StoredT]):
     @staticmethod
     @abstractmethod
     def are_finite(values: StoredT) -> bool:
-        """Whether a tensor of any type holds neither NaN nor inf."""
+        """Whether a tensor has neither NaN nor infinite values."""
 
     def scope(self, name: str) -> Self:
-        """Returns the view below `name`; "" is this view itself."""
+        """Returns a view with `name` added to the prefix, or this view if it is empty."""
         return replace(self, prefix=f"{self.prefix}{name}.") if name else self  # type: ignore[type-var]
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists."""
+        """Whether there is a tensor of that name."""
         return self.prefix + name in self.source
 
     def scope_of(self, name: str, prefixes: Sequence[str]) -> Self:
-        """Returns the first of `prefixes` below which `name` exists: checkpoints are saved with and without a head.
+        """Returns the view of the first of `prefixes` that has the tensor `name`.
+
+        The prefixes differ between checkpoints that were saved with and without a head.
 
         Raises:
-            WeightError: It exists below none of them.
+            WeightError: No prefix has the tensor.
         """
         for prefix in prefixes:
             scoped = self.scope(prefix)
@@ -90,10 +92,10 @@ class WeightView(ABC, Generic[StoredT]):
         raise WeightError(f"The checkpoint has no weight {candidates}.")
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredT:
-        """Returns a tensor as it is stored.
+        """Returns the stored tensor.
 
         Raises:
-            WeightError: It is missing or has another shape.
+            WeightError: The tensor is missing or has another shape.
         """
         full_name = self.prefix + name
         if full_name not in self.source:
@@ -101,39 +103,33 @@ class WeightView(ABC, Generic[StoredT]):
         stored = self.source.read(full_name)
         if tuple(stored.shape) != shape:
             raise WeightError(
-                f"The weight {full_name!r} has the shape {list(stored.shape)}; "
-                f"the configuration asks for {list(shape)}."
+                f"The weight {full_name!r} has the shape {list(stored.shape)}; the configuration needs {list(shape)}."
             )
         return stored
 
     def check_finite(self, name: str, stored: StoredT) -> None:
-        """Refuses NaN and inf. A forward need not show them: attention, tanh and softmax make numbers of them.
+        """Checks for NaN and infinite values, which attention, tanh and softmax may hide in a forward.
 
         Raises:
-            WeightError: It holds some.
+            WeightError: The tensor has such values.
         """
         if not self.are_finite(stored):
             raise WeightError(
-                f"The weight {self.prefix + name!r} holds NaN or inf: its file is damaged, or was saved by a training "
-                "that failed; download the model again, or serve another."
+                f"The weight {self.prefix + name!r} has NaN or infinite values: its file is damaged, or its training "
+                "failed; download the model again, or serve another."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayWeights(WeightView[Array]):
-    """A view of arrays; uint16 is bfloat16. Returned arrays may be memory of the file.
-
-    Attributes:
-        source: The checkpoint.
-        prefix: See WeightView.
-    """
+    """Weights as arrays, with uint16 for bfloat16; the memory of an array may belong to the file."""
 
     source: TensorSource[Array]
     prefix: str = ""
 
     @staticmethod
     def are_finite(values: Array) -> bool:
-        """See WeightView. Nearly always the sum alone tells, which is quick."""
+        """See WeightView; nearly always the sum is enough, which is fast."""
         if values.dtype == np.uint16:
             return not bool((values & _BF16_INFINITY == _BF16_INFINITY).any())
         if values.dtype.kind != "f":
@@ -142,29 +138,29 @@ class ArrayWeights(WeightView[Array]):
             return bool(np.isfinite(values.sum(dtype=np.float32)) or np.isfinite(values).all())
 
     def floats(self, name: str, *shape: int) -> Floats:
-        """Reads one tensor in float32.
+        """Returns a tensor in float32.
 
         Raises:
-            WeightError: It is missing, has another shape, or holds NaN or inf.
+            WeightError: The tensor is missing, or has another shape, or has NaN or infinite values.
         """
         stored = self.stored(name, shape)
         self.check_finite(name, stored)
         return as_floats(stored)
 
     def table(self, name: str, *shape: int) -> Array:
-        """Reads a table whose single rows a forward looks up, as it is stored; errors are those of `floats`.
+        """Returns an embedding table as it is stored; raises as `floats` does.
 
-        NaN and inf are let pass: they cost the inputs that read their row alone, and rows that no text reaches are
-        known to hold some.
+        The table may have NaN and infinite values: they affect only inputs that read their row, and there are models
+        with such values in rows that no text reads.
         """
         return self.stored(name, shape)
 
 
 def as_floats(values: Array) -> Floats:
-    """Returns values of any type in float32, contiguous and aligned; a copy only where they are not."""
+    """Returns values of any type as contiguous, aligned float32, copied only if necessary."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(over="ignore"):  # inf, which the warm-up finds
+    with np.errstate(over="ignore"):  # the warm-up finds infinite values
         return np.require(values, np.float32, ["C", "A"])
 
 
@@ -172,8 +168,8 @@ def cast_table(table: Array, dtype: str) -> Array:
     """Returns a copy of a table in float32, or in bfloat16 as uint16, rounded to nearest even.
 
     Args:
-        table: As stored.
-        dtype: Of the model: float32 keeps float32, the others take bfloat16.
+        table: The stored table.
+        dtype: Type of the model; types other than float32 use bfloat16.
     """
     is_bfloat16 = dtype != "float32"
     if table.dtype == np.uint16 and is_bfloat16:
@@ -186,14 +182,14 @@ def cast_table(table: Array, dtype: str) -> Array:
 
 
 def _rounded(values: Floats) -> NDArray[np.uint16]:
-    """Returns float32 as bfloat16."""
+    """Returns float32 values as bfloat16 in uint16."""
     bits = values.view(np.uint32)
     nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), _BF16_NAN, nearest)
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in the file."""
+class _ArrayEntry(NamedTuple):
+    """Type, shape and offset of a tensor in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -201,37 +197,34 @@ class _Place(NamedTuple):
 
 
 class ArrayFile:
-    """Maps a safetensors file. Its arrays keep the mapping alive, and nothing else does.
-
-    Args:
-        path: The file.
+    """A mapped safetensors file, which stays open as long as one of its arrays exists.
 
     Raises:
-        WeightError: It cannot be read, is damaged, or holds a type that numpy has not.
+        WeightError: The file cannot be read, is damaged, or has a type that numpy does not support.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            self._places = {name: _place(name, entry) for name, entry in read_header(path).items()}
+            self._entries = {name: _array_entry(name, entry) for name, entry in read_header(path).items()}
             with path.open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise WeightError(f"{path} cannot be read: {error}") from error
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
-        return list(self._places)
+        """Returns the names of the tensors."""
+        return list(self._entries)
 
     def get_tensor(self, name: str) -> Array:
-        """Returns one tensor; read-only, and uint16 where it is bfloat16."""
-        dtype, shape, start = self._places[name]
+        """Returns a read-only tensor, with uint16 for bfloat16."""
+        dtype, shape, start = self._entries[name]
         return np.frombuffer(self._memory, dtype, math.prod(shape), start).reshape(shape)
 
 
 def holds_arrays(folder: Path) -> bool:
-    """Whether the weights of a folder can be read as arrays: as safetensors, in types that numpy has.
+    """Whether the weights of a folder are safetensors with types that numpy supports.
 
-    Missing and damaged files count as arrays: reading them raises the error.
+    The result is True for missing and damaged files, so that reading them raises the error.
     """
     try:
         files = tensor_files(folder)
@@ -247,17 +240,16 @@ def holds_arrays(folder: Path) -> bool:
 
 
 class _UnknownTypeError(ValueError):
-    """The header names a type that numpy has not."""
+    """The header has a type that numpy does not support."""
 
 
-def _place(name: str, entry: TensorEntry) -> _Place:
-    """Returns the place of one tensor. Raises ValueError where it is no array of numpy, or has another size."""
+def _array_entry(name: str, entry: TensorEntry) -> _ArrayEntry:
+    """Converts a header entry; raises ValueError if numpy does not support the type or the size is wrong."""
     dtype = _TYPES.get(entry.type_name)
     if dtype is None:
-        raise _UnknownTypeError(f"{name!r} has the type {entry.type_name!r}, which numpy has not")
+        raise _UnknownTypeError(f"{name!r} has the type {entry.type_name!r}, which numpy does not support")
     if entry.stop - entry.start != math.prod(entry.shape) * dtype.itemsize:
         raise ValueError(
-            f"{name!r} does not fit into its place: {entry.type_name} {list(entry.shape)} in "
-            f"{entry.stop - entry.start} bytes"
+            f"the size of {name!r} is wrong: {entry.type_name} {list(entry.shape)} in {entry.stop - entry.start} bytes"
         )
-    return _Place(dtype, entry.shape, entry.start)
+    return _ArrayEntry(dtype, entry.shape, entry.start)

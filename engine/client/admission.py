@@ -1,16 +1,16 @@
 """Admits requests to the queue, or refuses them while the engine is not ready or the queue is full.
 
-The queue has two limits: its tokens, and the seconds that they take at the measured speed. The queued work decides, and
+The queue has two limits: its tokens, and the seconds that they take at the measured speed. Only the queued work counts,
 not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and small
 requests do not keep a large one out for ever.
 
 API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
 admitted below its share: the limit divided by the keys that have requests in the queue. A key that arrives is therefore
 never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
-second key, 1/3 for the third, and so on, until the borrowed tokens have been answered. The last request of each key
-comes on top of that, as the size of a new request does not count.
+second key, 1/3 for the third, and so on, until the borrowed tokens have been processed, and by the last request of each
+key.
 
-With a cache of vectors a full engine still answers texts that are in it; LookupRateLimit bounds the cost.
+A full engine still answers texts from the vector cache; LookupRateLimit bounds the cost.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from ..protocol.shared_resource import Rejection, SharedResource
 from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE: Final = 1 / 16
-"""Share of the limit in seconds for which one request counts at most. Small requests run beside a larger request, so
-they do not wait for all of it."""
+"""One request counts for at most this share of the limit in seconds, because small requests run beside it."""
 _FEW_LARGE: Final = 8
-"""Requests above `_LARGE` that are admitted however long they take. They fill half of the queue; small requests use the
-other half."""
+"""Number of requests above `_LARGE` that are always admitted. They fill half of the queue; small requests use the other
+half."""
 _RATE_CHANGE: Final = 0.02
-"""Change of the drain rate from which on the requests in the queue are counted anew: which of them are large, and for
-how much they count."""
+"""Relative change of the drain rate that triggers a recount of the work and of the large requests in the queue."""
 _LOOKUPS_PER_S: Final = 150.0
-"""Fruitless lookups of short texts: less than a tenth of a core."""
+"""Failed lookups of short texts. They take less than a tenth of a core."""
 _TOKENS_PER_LOOKUP: Final = 250
 """Tokenizing this many tokens takes as long as all other work for a request."""
 
 
 class LookupRateLimit:
-    """Limits fruitless cache lookups while the queue is full. Belongs to one event loop.
+    """Limits failed cache lookups while the queue is full. Belongs to one event loop.
 
-    A lookup reads and tokenizes the body. A request that is refused after its lookup uses up an allowance. Without
-    allowance, requests are refused unread. Requests whose texts are all cached cost nothing.
+    A lookup reads and tokenizes the body. A request that is refused after its lookup uses up the allowance; a complete
+    cache hit does not. Without allowance, requests are refused before their bodies are read.
 
     Args:
         clock_s: Monotonic time.
@@ -56,12 +54,12 @@ class LookupRateLimit:
 
     @property
     def is_spent(self) -> bool:
-        """Whether requests have to be refused unread."""
+        """Whether requests must be refused before their bodies are read."""
         self._refill()
         return self._left < 1
 
     def spend(self, num_tokens: int) -> None:
-        """Counts a refused request, with the tokens that were looked up."""
+        """Counts a refused request and the tokens of its lookup."""
         self._refill()
         self._left -= 1 + num_tokens / _TOKENS_PER_LOOKUP
 
@@ -75,7 +73,7 @@ class Admission:
     """Counts the tokens in the queue and refuses requests while it is full. Belongs to one event loop.
 
     Args:
-        stats: Keeps `num_requests`, `num_tokens` and `num_refused_total`.
+        stats: Gets `num_requests`, `num_tokens` and `num_refused_total`.
         max_tokens: Tokens in the queue at which the queue is full.
         max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
         rates: The drain rate of each replica.
@@ -83,8 +81,8 @@ class Admission:
 
     Attributes:
         stats: Metrics of this process.
-        closed_because: Why every request is refused; None while the engine works.
-        closed_reason: The reason that metrics count meanwhile.
+        closed_because: Message for every request while the engine is not ready; None while it is.
+        closed_reason: Reason in metrics while the engine is not ready.
         lookups: Bounds cache lookups while the queue is full.
     """
 
@@ -107,7 +105,7 @@ class Admission:
         self._tokens = SharedResource(
             max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RefusalReason.QUEUE_TOKENS, share=share
         )
-        # Tokens again, with at most `_largest` of each request; the limit follows the drain rate.
+        # Tokens, at most `_largest` of each request. The limit follows the drain rate.
         self._work = SharedResource(
             max_tokens, "the queue", "seconds of work", flag, full=in_time, share=share, shown=self._seconds
         )
@@ -120,7 +118,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine works and its queue is full: `check` then refuses clients that have their share."""
+        """Whether the engine is ready and its queue is full: `check` then refuses clients that hold their share."""
         if self.closed_because is not None:
             return False
         return self._tokens.is_full or (self._takes_too_long() and self._work.is_full)
@@ -132,30 +130,30 @@ class Admission:
         return 0.0 if math.isnan(rate) else self._tokens.used / rate
 
     def check(self, client: str = "") -> None:
-        """Refuses a request that cannot be taken now; `client` is "" where clients are not told apart.
+        """Raises an error if a new request of a client cannot be accepted. The client "" stands for all clients.
 
         Raises:
             EngineUnavailableError: The engine is not ready.
-            EngineOverloadedError: The queue is full; the error says when to come back.
+            EngineOverloadedError: The queue is full. `retry_after_s` is set.
         """
         self.check_open()
         self._check_capacity(client)
 
     def check_open(self) -> None:
-        """Refuses a request whose texts may be cached. Raises EngineUnavailableError while the engine is not ready."""
+        """Raises EngineUnavailableError while the engine is not ready. Does not check the queue."""
         if self.closed_because is not None:
             raise EngineUnavailableError(self.closed_because, reason=self.closed_reason)
 
     def enter(self, num_tokens: int, client: str = "") -> None:
-        """Counts a request from now on. After `check` has admitted it, it is taken even if the engine has closed since.
+        """Adds a request to the queue. The state of the engine is not checked again after `check`.
 
         Raises:
-            InvalidRequestError: It is larger than any request may be.
-            EngineOverloadedError: The queue is full; the error says when to come back.
+            InvalidRequestError: The request has more tokens than one request may have.
+            EngineOverloadedError: The queue is full. `retry_after_s` is set.
         """
         if num_tokens > self._max_request_tokens:
             raise InvalidRequestError(
-                f"The request has {num_tokens} tokens; the server takes at most {self._max_request_tokens} at once. "
+                f"The request has {num_tokens} tokens; a request may have at most {self._max_request_tokens}. "
                 "Split it into smaller requests.",
                 param="input",
             )
@@ -169,7 +167,7 @@ class Admission:
         self._count(client, num_tokens, -1)
 
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
-        """Raises EngineOverloadedError for a request of a client that has its share of a full queue."""
+        """Raises EngineOverloadedError if the queue is full and the client holds its share."""
         rejection = self._tokens.rejection(client)
         if rejection is None and self._takes_too_long():
             rejection = self._work.rejection(client)
@@ -186,7 +184,7 @@ class Admission:
         )
 
     def _large_rejection(self, client: str, num_new: int) -> Rejection | None:
-        """Returns why a request of `num_new` tokens does not fit beside other large requests; None if it does."""
+        """Returns the Rejection of a request of `num_new` tokens because of other large requests, or None."""
         rejection = self._large.rejection(client)
         if rejection is None:
             return None
@@ -194,17 +192,14 @@ class Admission:
             f"{rejection.message} Requests of more than {self._largest} tokens are large; yours has {num_new}. Split "
             "it into smaller requests."
         )
-        num_to_leave = self._tokens.used * rejection.excess // self._large.used  # tokens of large requests, about
-        return rejection._replace(message=message, excess=num_to_leave)
+        excess = self._tokens.used * rejection.excess // self._large.used  # an estimate in tokens
+        return rejection._replace(message=message, excess=excess)
 
     def _takes_too_long(self) -> bool:
-        """Returns whether all tokens in the queue take more than `max_queue_s`. Updates the limit of the work.
-
-        Two forwards are never too much: they do not show the rate.
-        """
-        if self._tokens.used <= 2 * self.stats.token_budget:
+        """Returns whether all tokens in the queue take more than `max_queue_s`. Updates the limit of the work."""
+        if self._tokens.used <= 2 * self.stats.token_budget:  # too few to measure the rate
             return False
-        in_time = self._max_queue_s * total_rate(self._rates)  # nan, which is never less, without a rate
+        in_time = self._max_queue_s * total_rate(self._rates)  # without a rate nan, which is not less than the limit
         if not in_time < self._tokens.limit:
             return False
         self._work.limit = math.ceil(in_time)

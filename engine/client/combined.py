@@ -31,7 +31,7 @@ class CombinedEmbedder:
         info: The model.
         encoder: Encodes its inputs.
         dispatcher: Runs the inputs.
-        recipe_tokens: The tokens of a multi-vector model's recipe.
+        recipe_tokens: Token ids of a multi-vector model.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CombinedEmbedder:
         first, *others = wanted = [task for task in _TASKS if task in tasks]
         if others and self._info.is_causal:
             raise UnsupportedTaskError(
-                f"{self._info.name} reads long inputs in chunks, which give one output at a time; ask for one.",
+                f"{self._info.name} is a causal model, which returns one output per request; request one output.",
                 param="outputs",
             )
         for task in others:
@@ -70,7 +70,7 @@ class CombinedEmbedder:
             own.verify(task, self._info)
         params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
         async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
-            whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # not in windows: only embeddings can be averaged
+            whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
             token_ids = self._token_ids(tokenized, params) if PoolingTask.TOKEN_EMBED in wanted else None
             if token_ids is not None:

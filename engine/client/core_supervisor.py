@@ -48,10 +48,10 @@ class CoreClient(Protocol):
     """Receives the events of a core, such as a Replica."""
 
     def connect(self, send: Send) -> None:
-        """The core can serve. `send` sends messages to it."""
+        """Called when the core is ready. `send` sends messages to it."""
 
     def disconnect(self, reason: str) -> None:
-        """The core has ended."""
+        """Called when the core has ended."""
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
         """Handles a message of the loaded core: StepResults, RequestFailed or PrefixCacheCleared."""
@@ -60,7 +60,8 @@ class CoreClient(Protocol):
 class CoreSupervisor:
     """Starts one core, connects it to its client, and restarts it when it dies. Belongs to one event loop.
 
-    Requests in a dying core fail with EngineUnavailableError. They are not run again: one of them may have killed it.
+    Requests in a dead core fail with EngineUnavailableError. They are not run again, because one of them may have
+    killed the core.
 
     Args:
         config: The model to serve.
@@ -97,7 +98,7 @@ class CoreSupervisor:
         self._is_ending = False
 
     async def start(self) -> ModelReady:
-        """Starts a core and waits until it can serve. Raises ModelLoadError where the model cannot be served."""
+        """Starts a core and waits until it is ready. Raises ModelLoadError if the model cannot be served."""
         self._ready = asyncio.get_running_loop().create_future()
         core = self._core = self._make_core()
         try:
@@ -114,9 +115,9 @@ class CoreSupervisor:
         return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
     def hold(self, info: ModelInfo) -> None:
-        """Fixes the properties of the first loaded model for later processes: vectors must not change.
+        """Pins folder, dtype and arithmetic of the loaded model for later processes, so that vectors do not change.
 
-        This includes the folder: a hub id or a link may point to other files later, and the tokenizer must match.
+        A hub id or a link may point to other files later.
         """
         config = replace(
             self._start_message.config,
@@ -137,7 +138,7 @@ class CoreSupervisor:
 
     @property
     def address(self) -> str | None:
-        """Where other clients connect; None if there is no core, or it runs in this process."""
+        """Path of the core's socket; None if there is no core, or it runs in this process."""
         return self._core.address if isinstance(self._core, ProcessCore) else None
 
     async def close(self) -> None:
@@ -179,7 +180,7 @@ class CoreSupervisor:
         if not self._ready.done():
             self._ready.set_exception(MachineError(f"The model could not be loaded: {reason}."))
         elif self.state is EngineState.READY:
-            logger.error("%s; it is started again.", reason)
+            logger.error("%s; restarting it.", reason)
             self._enter(EngineState.STARTING)
             self._restarting = asyncio.create_task(self._restart())
 
@@ -191,10 +192,10 @@ class CoreSupervisor:
             try:
                 await self.start()
             except (ModelLoadError, OSError) as error:
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("the engine could not be restarted: %s", error)
             else:
                 self.num_restarts += 1
                 return
             if attempt + 1 == _MAX_RESTARTS:
-                logger.critical("the engine is down after %d attempts; they go on.", _MAX_RESTARTS)
+                logger.critical("the engine is down after %d attempts to restart it; attempts continue.", _MAX_RESTARTS)
                 self._enter(EngineState.DEAD)

@@ -1,4 +1,4 @@
-"""An engine process as its parent sees it: its socket, start, end and memory. running_core.py sends it messages.
+"""Starts and ends an engine process and creates its socket. running_core.py sends it messages.
 
 Imports few modules, so that a server can start the engine process, which may import torch, before the server's own
 imports.
@@ -26,15 +26,14 @@ _MAX_PATH: Final = 103
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 SOCKET: Final = "engine"
 """Name of the socket."""
-_ROOM: Final = len(f"/{SOCKET}")
 
 
 class SocketFolder(NamedTuple):
-    """Where the socket is.
+    """Folder of the socket.
 
     Attributes:
         path: Path of the folder, in this process and in a child that inherits the descriptors.
-        descriptors: Open files that a child must inherit under the same number, so that `path` means the folder.
+        descriptors: Descriptors that a child must inherit under the same number, because `path` may contain one.
     """
 
     path: str
@@ -45,15 +44,15 @@ class SocketFolder(NamedTuple):
 def socket_folder() -> Iterator[SocketFolder]:
     """Creates a temporary folder that only this user can enter, and removes it at the end.
 
-    The path of a socket has at most 107 bytes; TMPDIR may be longer. A folder with a long path is opened, and named by
-    its descriptor below /proc. An abstract socket would be open to every user of the machine.
+    The path of a socket has at most 107 bytes; TMPDIR may be longer. A long path is replaced by the path of an open
+    descriptor below /proc. An abstract socket would be open to every user of the machine.
 
     Raises:
-        OSError: It cannot be created, or its path is too long and there is no /proc.
+        OSError: The folder cannot be created, or its path is too long and there is no /proc.
     """
     folder = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
     try:
-        if folder.isascii() and len(folder) + _ROOM <= _MAX_PATH:
+        if folder.isascii() and len(f"{folder}/{SOCKET}") <= _MAX_PATH:
             yield SocketFolder(folder, ())
             return
         if not _DESCRIPTORS.is_dir():
@@ -96,11 +95,11 @@ class EngineProcess:
                 listener.bind(self.address)
                 listener.listen(_MOST_WAITING)
                 descriptor = listener.fileno()
-                self._process = subprocess.Popen(  # noqa: S603 - nothing of it comes from outside
+                self._process = subprocess.Popen(  # noqa: S603 - no argument comes from a user
                     (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.address, str(descriptor)),
                     stdin=other_end.fileno(),
                     pass_fds=(descriptor, *folder.descriptors),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the server, which then stops the core
+                    start_new_session=True,  # only the server gets Ctrl-C of a terminal; it then stops the core
                 )
             self.pid = self._process.pid
             self._resources = resources.pop_all()
@@ -112,7 +111,7 @@ class EngineProcess:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Waits until it has ended; returns its exit code. Belongs to one event loop."""
+        """Waits for the end of the process and returns its exit code. Belongs to one event loop."""
         if self._ended is None:
             loop = asyncio.get_running_loop()
             self._ended = loop.create_future()
@@ -126,11 +125,11 @@ class EngineProcess:
             status = Path(f"/proc/{self.pid}/status").read_text("ascii", "replace")
         except OSError:
             return 0
-        held = next((line for line in status.splitlines() if line.startswith("RssAnon:")), None)
-        return 0 if held is None else int(held.split()[1]) * 1024
+        line = next((line for line in status.splitlines() if line.startswith("RssAnon:")), None)
+        return 0 if line is None else int(line.split()[1]) * 1024
 
     def kill(self) -> None:
-        """Ends it at once, unless it has ended."""
+        """Kills the process, unless it has ended."""
         self._process.kill()
 
     def close(self) -> None:

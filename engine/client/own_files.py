@@ -1,9 +1,8 @@
-"""Checks the owner and mode of files that outlive the process before they are used, and creates their secret.
+"""Checks owner and mode of persistent files before they are used, and creates their secret.
 
-Another user of the machine may have made a folder before this server did, or may write to it. Only this user and root
-can make a file of this user, or change its mode. So each file is checked when it is opened, and its folder must not let
-every user replace files. Rights of a group were granted by this user or by root, as Kubernetes does with volumes at
-every start (fsGroup), and are accepted.
+Another user of the machine may have created the folder first, or may write to it. Only this user and root can create a
+file of this user or change its mode. So each file is checked when it is opened, and its folder must not let every user
+replace files. Group permissions are accepted: this user or root granted them, for example Kubernetes (fsGroup).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _ELSEWHERE: Final = "or name another folder"
 
 
 def check_folder(folder: Path) -> None:
-    """Raises PermissionError for a folder in which other users may replace files; `strerror` says what to do.
+    """Raises PermissionError if other users may replace files of a folder. `strerror` contains the remedy.
 
-    The folder may belong to root, or to a user that gives a group of this process the right to write.
+    The folder may belong to root, or to a user that lets a group of this process write.
     """
     status = folder.stat()
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
@@ -34,12 +33,12 @@ def check_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raises PermissionError for a link, a file of another user, or a world-writable file, as check_folder does."""
+    """Raises PermissionError for a link, a file of another user, or a world-writable file."""
     _check(path, path.lstat(), stat.S_IWOTH)
 
 
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int = stat.S_IWOTH) -> int:
-    """Opens a file after the checks of check_own. A new file is for this user alone.
+    """Opens a file after the checks of check_own. A new file gets mode 0600.
 
     Args:
         path: Path of the file.
@@ -50,7 +49,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int 
         Its descriptor.
 
     Raises:
-        OSError: It cannot be opened, or fails a check.
+        OSError: The file cannot be opened, or fails a check.
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)  # opening a pipe would block
@@ -70,7 +69,7 @@ def secret_of(folder: Path) -> bytes:
     """Returns the secret of a folder; creates it if it is missing or incomplete. The caller holds the folder's lock.
 
     Raises:
-        OSError: It cannot be read or written, or other users may have read or written it.
+        OSError: The secret cannot be read or written, or other users may have read or written it.
     """
     path = folder / "secret"
     try:

@@ -1,4 +1,4 @@
-"""The replicas of one engine: where each runs, and their common state. Each is kept alive by its own supervisor."""
+"""The replicas of one engine: the device or cores of each, their supervisors, and their common state."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .stats import DispatcherStats
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     """Returns the configuration of each replica; only `config` if one replica has the whole machine.
 
-    On a CPU each gets cores of its own, if possible of one NUMA node, and all get the same number of threads, because
-    the results of torch may depend on it. Replicas that share a memory divide the part for caches.
+    On a CPU each replica gets its own cores, if possible of one NUMA node. All get the same number of threads, because
+    the results of torch may depend on it. Replicas on one device divide the memory for caches.
 
     Raises:
-        ModelLoadError: There is no such place, or too little of it; the message names the flags.
+        ModelLoadError: A device does not exist, or has too few cores. The message names the flags.
     """
     devices = _devices(config)
     if len(devices) == 1 and not config.devices:
         return [config]
     if config.in_process and len(devices) > 1:
-        raise ModelLoadError("--in-process has one engine; several replicas, each a process, are for a server without.")
+        raise ModelLoadError("--in-process supports one replica; remove it to run several replicas.")
     config = replace(config, data_parallel=None, devices=())
     counts = Counter(devices)
     if any(each.startswith("cuda") for each in devices):
         return [replace(config, device=each, num_engines=config.num_engines * counts[each]) for each in devices]
     num_usable, nodes = usable_cores(), cores_by_node()
     if len(devices) > num_usable:
-        raise ModelLoadError(f"{len(devices)} replicas need as many cores, and this process may use {num_usable}.")
+        raise ModelLoadError(f"{len(devices)} replicas need {len(devices)} cores; this process may use {num_usable}.")
     parts = [part for device, count in counts.items() for part in divided(_cores_of(device, nodes, count), count)]
     num_engines = config.num_engines * len(parts)
     num_threads = config.num_threads or max(min(num_usable // num_engines, *map(len, parts)), 1)
@@ -50,7 +50,7 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
 
 
 def place_of(config: EngineConfig) -> str:
-    """Returns where a replica runs, in words: `cuda:1`, or `cores 0-3,8-11`."""
+    """Returns the placement of a replica as text: `cuda:1`, or `cores 0-3,8-11`."""
     if config.cores is None:
         return config.device
     runs = [list(run) for _, run in itertools.groupby(enumerate(sorted(config.cores)), lambda pair: pair[1] - pair[0])]
@@ -59,9 +59,9 @@ def place_of(config: EngineConfig) -> str:
 
 
 def divided(cores: Sequence[Core], count: int) -> list[tuple[int, ...]]:
-    """Divides cores into `count` parts of about the same size and returns their processors.
+    """Divides cores into `count` groups of about the same size and returns their CPU numbers.
 
-    Neighbours stay together, and so do the processors of one core, unless there are fewer cores than parts.
+    A group has adjacent cores. The CPU numbers of one core stay together, unless there are fewer cores than groups.
     """
     if len(cores) < count:
         cores = [(processor,) for core in cores for processor in core]
@@ -74,7 +74,7 @@ def _devices(config: EngineConfig) -> tuple[str, ...]:
     count = config.data_parallel
     if config.devices:
         if config.device != "auto":
-            raise ModelLoadError(f"--devices says where replicas run; leave --device {config.device} out.")
+            raise ModelLoadError(f"--devices replaces --device; remove --device {config.device}.")
         num_devices = len(config.devices)
         if (count or num_devices) % num_devices:
             raise ModelLoadError(f"--data-parallel is {count}; it must be a multiple of the {num_devices} --devices.")
@@ -82,7 +82,7 @@ def _devices(config: EngineConfig) -> tuple[str, ...]:
     if count is None or count == 1:
         return (config.device,)
     if config.device.startswith("cuda:"):
-        raise ModelLoadError(f"--device {config.device} is one device; name those of {count} replicas with --devices.")
+        raise ModelLoadError(f"--device {config.device} is one device; name {count} devices with --devices.")
     is_cuda = config.device == "cuda" or (config.device == "auto" and may_have_gpu())
     return tuple(f"cuda:{number}" for number in range(count)) if is_cuda else ("cpu",) * count
 
@@ -93,12 +93,12 @@ def _cores_of(device: str, nodes: dict[int, list[Core]], count: int) -> list[Cor
     if kind != "numa":
         return list(itertools.chain.from_iterable(nodes.values()))
     cores = nodes.get(int(number), [])
-    num_there = sum(map(len, cores))
-    if not num_there:
-        there = ", ".join(f"numa:{node}" for node in nodes)
-        raise ModelLoadError(f"--devices: this process may use no core of {device}, but some of {there}.")
-    if num_there < count:
-        raise ModelLoadError(f"--devices: {count} replicas need as many cores of {device}, and there are {num_there}.")
+    num_cpus = sum(map(len, cores))
+    if not num_cpus:
+        usable = ", ".join(f"numa:{node}" for node in nodes)
+        raise ModelLoadError(f"--devices: this process may not use the cores of {device}; it may use {usable}.")
+    if num_cpus < count:
+        raise ModelLoadError(f"--devices: {count} replicas on {device} need {count} cores; it has {num_cpus}.")
     return cores
 
 
@@ -108,24 +108,24 @@ CLOSED_BECAUSE: Final = {
     EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
     EngineState.DEAD: "The engine is down. Please try again later or elsewhere.",
 }
-"""The message of a refusal in each state. With several replicas the first state that one of them has counts."""
+"""Error message in each state. The state of several replicas is the first one in this table that a replica has."""
 
 
 def close_admission(admission: Admission, state: EngineState) -> None:
-    """Lets an admission refuse every request while an engine in this state takes none."""
+    """Makes `admission` refuse requests, unless `state` is READY."""
     admission.closed_because = CLOSED_BECAUSE[state]
     is_ending = state is EngineState.DRAINING
     admission.closed_reason = RefusalReason.DRAINING if is_ending else RefusalReason.ENGINE_NOT_READY
 
 
-class ReplicaFigures(NamedTuple):
+class ReplicaStatus(NamedTuple):
     """One of several replicas.
 
     Attributes:
         place: Its device or cores, such as "cuda:1".
         state: State of its engine process.
-        num_restarts: How often its dead core was replaced.
-        stats: Counters, and the numbers of its requests and tokens.
+        num_restarts: Number of restarts of its core.
+        stats: Its counters, and its numbers of requests and tokens.
     """
 
     place: str
@@ -141,11 +141,11 @@ class ReplicaGroup:
         configs: Configuration of each replica; see replica_configs.
         dispatcher: Has as many replicas.
         log_level: Level of the cores' logs.
-        log_format: Their form, "console" or "json".
+        log_format: Format of the cores' logs, "console" or "json".
         process: An engine process that has been started already, for the first replica.
 
     Attributes:
-        state: Where the engine is in its life: ready while one replica is.
+        state: State of the engine: READY while one replica is ready.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class ReplicaGroup:
         self._follow()
 
     async def start(self) -> ModelReady:
-        """Starts all replicas and waits until they can serve. The first one decides the dtype and arithmetic of all.
+        """Starts all replicas and waits until they are ready. The first one decides the dtype and arithmetic of all.
 
-        Returns the message of the replica with the smallest maximum length; the others are equal otherwise.
+        Returns the message of the replica with the smallest max_model_len; the messages are equal otherwise.
 
         Raises:
-            ModelLoadError: The model cannot be served; none is left then.
+            ModelLoadError: The model cannot be served. All replicas are stopped then.
         """
         if (cache := self._dispatcher.cache) is not None:
             cache.expect(self._configs[0].model)
@@ -203,32 +203,32 @@ class ReplicaGroup:
 
     @property
     def num_restarts(self) -> int:
-        """How often a dead core was replaced."""
+        """Number of restarts of all cores."""
         return sum(supervisor.num_restarts for supervisor in self._supervisors)
 
     @property
     def places(self) -> list[str]:
-        """Where each replica runs, in words; empty where the only one has all of the machine."""
+        """Placement of each replica as text, such as "cores 0-7". Empty if there is one replica on all cores."""
         is_bound = len(self._configs) > 1 or self._configs[0].cores is not None
         return [place_of(config) for config in self._configs] if is_bound else []
 
     @property
-    def replicas(self) -> list[ReplicaFigures]:
-        """Each replica where there are several; empty for one."""
+    def replicas(self) -> list[ReplicaStatus]:
+        """Status of each replica; empty if there is only one."""
         stats = self._dispatcher.stats.replicas
         if not stats:
             return []
         return [
-            ReplicaFigures(place_of(config), supervisor.state, supervisor.num_restarts, own)
+            ReplicaStatus(place_of(config), supervisor.state, supervisor.num_restarts, own)
             for config, supervisor, own in zip(self._configs, self._supervisors, stats, strict=True)
         ]
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that the cores' processes hold for themselves; 0 where that is not known."""
+        """Returns the private memory of the cores' processes in bytes; 0 if unknown."""
         return sum(supervisor.host_bytes() for supervisor in self._supervisors)
 
     def drain(self) -> None:
-        """Marks the engine as ending, so that its cores are not replaced any more."""
+        """Marks the engine as ending: dead cores are no longer replaced."""
         for supervisor in self._supervisors:
             supervisor.drain()
 
@@ -244,7 +244,7 @@ class ReplicaGroup:
         close_admission(self._dispatcher.admission, self.state)
         if (cache := self._dispatcher.cache) is None or self._loaded is None:
             return
-        if EngineState.STARTING in states:  # one loads the model again
+        if EngineState.STARTING in states:
             cache.expect(self._loaded.folder)
         elif set(states) == {EngineState.READY}:
             cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)

@@ -39,14 +39,14 @@ OnMessage = Callable[[FromCore, list[Frame]], None]
 OnExit = Callable[[str], None]
 
 _STOP_TIMEOUT_S: Final = 5.0
-"""Seconds that a core gets to finish its step before it is killed."""
+"""Seconds until a core that does not finish its step is killed."""
 _MUTE_S: Final = 5.0
-"""Seconds after which a core that has closed its connection but goes on is killed."""
+"""Seconds until a core that has closed its connection but still runs is killed."""
 _KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait for the end of a killed core."""
 _NUM_BEATS: Final = 10
-"""Unanswered questions after which a process counts as hung. Questions are counted instead of seconds: a machine that
-sleeps, or a stopped client, sends none meanwhile, and finds the answers when it continues."""
+"""Unanswered pings after which a process counts as hung. Pings are counted instead of seconds, because a suspended
+machine or a stopped client sends no pings, and finds the answers when it continues."""
 
 
 class Heartbeat:
@@ -56,26 +56,26 @@ class Heartbeat:
 
     Args:
         timeout_s: Seconds without an answer after which the process counts as hung.
-        ask: Sends a question.
-        on_silence: Called once, when it hangs.
+        ping: Sends a ping.
+        on_silence: Called once, when the process hangs.
     """
 
-    def __init__(self, timeout_s: float, ask: Callable[[], None], on_silence: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, ping: Callable[[], None], on_silence: Callable[[], None]) -> None:
         self._interval_s = timeout_s / _NUM_BEATS
-        self._ask = ask
+        self._ping = ping
         self._on_silence = on_silence
         self._num_unanswered = 0
 
     async def run(self) -> None:
-        """Asks until there is no answer any more."""
+        """Sends pings until the process no longer answers."""
         while self._num_unanswered < _NUM_BEATS:
             self._num_unanswered += 1
-            self._ask()
+            self._ping()
             await asyncio.sleep(self._interval_s)
         self._on_silence()
 
     def answered(self) -> None:
-        """Notes an answer."""
+        """Resets the count of unanswered pings."""
         self._num_unanswered = 0
 
 
@@ -83,17 +83,17 @@ class CoreLink:
     """The connection of a client to an engine in another process. Belongs to one event loop.
 
     Args:
-        address: Where the core takes connections.
+        address: Path of the socket of the core.
         on_message: Called for every message of the core.
-        on_unreadable: Called once when a message cannot be read (the log says why), or when the core has closed the
-            connection but its process goes on.
+        on_unreadable: Called once when a message cannot be read, which is logged, or when the core has closed the
+            connection but its process still runs.
 
     Attributes:
-        on_message: The argument. May be replaced.
+        on_message: Called for every message of the core; may be replaced.
         connection: The connection.
 
     Raises:
-        OSError: The core has gone.
+        OSError: The core has ended.
     """
 
     def __init__(self, address: str, on_message: OnMessage, on_unreadable: Callable[[], None]) -> None:
@@ -112,9 +112,9 @@ class CoreLink:
         """Handles all messages that have arrived."""
         try:
             for message, frames in self.connection.receive():
-                if self.connection.fileno() >= 0:  # else the handler of the last message has closed it
+                if self.connection.fileno() >= 0:  # the handler of the last message may have closed it
                     self.on_message(decode_from_core(message), frames)
-        except EOFError:  # `_watch` reports the end of the process and closes this; a process that stays is mute
+        except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
             self._loop.remove_reader(self._descriptor)
             self._timer = self._timer or self._loop.call_later(_MUTE_S, self._on_unreadable)
         except Exception:
@@ -123,7 +123,7 @@ class CoreLink:
             self._on_unreadable()
 
     def close(self) -> None:
-        """Closes it. May be called twice."""
+        """Closes the connection. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
         if self.connection.fileno() >= 0:
@@ -132,7 +132,7 @@ class CoreLink:
 
 
 class ProcessCore:
-    """A core in a process of its own. All methods belong to the event loop.
+    """A core in its own process. All methods belong to the event loop.
 
     Args:
         start: The first message: the model to serve.
@@ -160,7 +160,7 @@ class ProcessCore:
         self._resources = contextlib.ExitStack()
         self._closing = False
         self._has_ended = False
-        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ask, self._give_up)
+        self._heartbeat = Heartbeat(start.config.hang_timeout_s, self._ping, self._kill_hung)
 
     async def start(self) -> None:
         """Starts the core; ModelReady or LoadFailed follows. Raises OSError if no process can be started."""
@@ -171,13 +171,13 @@ class ProcessCore:
             self._resources.callback(self._link.close)
             self._link.send(self._start)
         loop = asyncio.get_running_loop()
-        loop.add_reader(process.lifeline, self._hear_lifeline, process.lifeline)
+        loop.add_reader(process.lifeline, self._receive_pong, process.lifeline)
         self._resources.callback(loop.remove_reader, process.lifeline)
         self._tasks = [asyncio.create_task(self._watch(process))]
 
     @property
     def address(self) -> str | None:
-        """Where other clients connect; None before there is a process."""
+        """Path of the core's socket; None before the start."""
         return None if self._process is None else self._process.address
 
     @property
@@ -187,13 +187,13 @@ class ProcessCore:
         return self._link.connection.send
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that the process holds for itself; 0 where the system does not say."""
+        """Returns the private memory of the process in bytes; 0 if unknown."""
         return self._process.host_bytes() if self._process is not None else 0
 
     async def close(self) -> None:
-        """Stops the core and waits until it is gone. May be called twice.
+        """Stops the core and waits for its end. May be called twice.
 
-        A process that does not end in time is killed. If it hangs in a driver even then, it is left behind.
+        Kills a process that does not end in time. Does not wait longer for a process that hangs in a driver.
         """
         if self._closing:
             return
@@ -221,12 +221,12 @@ class ProcessCore:
             except TimeoutError:
                 logger.critical("the engine process %d was killed and does not end; it is left behind.", process.pid)
 
-    def _ask(self) -> None:
+    def _ping(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # an unanswered question, too
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # counts as unanswered, too
                 self._process.lifeline.send(b"\0")
 
-    def _hear_lifeline(self, lifeline: socket.socket) -> None:
+    def _receive_pong(self, lifeline: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):
             if lifeline.recv(_NUM_BEATS):
                 self._heartbeat.answered()
@@ -258,8 +258,8 @@ class ProcessCore:
                 reason += ", as a step exceeded its time limit"
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 
-    def _give_up(self) -> None:
-        """Gives up a process that does not answer. Its end is not awaited: a driver may hold it for ever."""
+    def _kill_hung(self) -> None:
+        """Kills a process that does not answer. Does not wait for its end: a driver may hold it for ever."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -289,11 +289,11 @@ class ThreadCore:
         self._has_ended = asyncio.Event()  # or is stuck
 
     async def start(self) -> None:
-        """Starts the core; ModelReady or LoadFailed follows as a message. Raises MachineError if none can be made."""
+        """Starts the core; ModelReady or LoadFailed follows. Raises MachineError if the core cannot be created."""
         loop = asyncio.get_running_loop()
 
         def send(message: FromCore, frames: list[Frame]) -> None:
-            if self._is_stuck:  # another core has replaced it
+            if self._is_stuck:  # another core has replaced this one
                 return
             if isinstance(message, LoadResult):
                 loop.call_soon_threadsafe(self._on_load, message)
@@ -302,7 +302,7 @@ class ThreadCore:
 
         def run() -> None:
             try:
-                # Here, as torch takes a second to import: not on the event loop.
+                # Imported in the thread, because importing torch would block the event loop for a second.
                 from ..core.core import EngineCore
                 from ..core.load_runner import load_runner
 
@@ -348,9 +348,9 @@ class ThreadCore:
         return 0
 
     async def close(self) -> None:
-        """Stops the core and waits for the step that runs now. May be called twice.
+        """Stops the core and waits for the running step. May be called twice.
 
-        A thread whose step exceeds its time limit is left behind.
+        Does not wait for a thread that is stuck in a step.
         """
         self._closing = True
         if self._core is None or self._thread is None:

@@ -23,7 +23,7 @@ from .vector_cache.keys import is_kept
 Texts = Sequence[str]
 Array = NDArray[np.float32]
 _SCALE = 20.0
-"""Factor on cosines before the softmax over labels: the inverse temperature that sentence-transformers trains with."""
+"""Factor on cosines before the softmax over labels: the inverse temperature of sentence-transformers' training."""
 
 
 def check_sides(left: Texts, right: Texts) -> None:
@@ -129,7 +129,7 @@ class PairScorer:
     async def _score_late(
         self, request: OpenRequest, left: Texts, right: Texts, params: PoolingParams, options: RequestOptions
     ) -> ScoreResult:
-        """Scores by MaxSim. Queries run first; documents are then compared where they are computed."""
+        """Scores by MaxSim. Queries run first; the engine process then compares the documents with them."""
         recipe = self._info.multi_vector
         assert recipe is not None, "only multi-vector models are scored late"
         of_query = params.clone(is_query=True)
@@ -153,14 +153,13 @@ class PairScorer:
         return ScoreResult(np.array(scores, np.float32), _count_pairs(map(len, documents), own_lengths))
 
     def _query_options(self, options: RequestOptions) -> RequestOptions:
-        """Puts the request's instruction into the model's query prompt, or takes that prompt as it is."""
+        """Returns options with the model's query prompt, with the request's instruction if it has one."""
         if not options.instruction:
             return self._named_prompt(QUERY_PROMPTS, options)
         names = (*QUERY_PROMPTS, self._info.default_prompt_name or "")
         return replace(options, prompt=instructed_prompt(self._info, names, options.instruction))
 
     def _document_options(self, options: RequestOptions) -> RequestOptions:
-        """Takes the model's document prompt."""
         return self._named_prompt(DOCUMENT_PROMPTS, options)
 
     def _named_prompt(self, names: Sequence[str], options: RequestOptions) -> RequestOptions:
@@ -171,7 +170,7 @@ class PairScorer:
 
 
 def _count_pairs(documents: Iterable[int], queries: Iterable[int]) -> list[int]:
-    """Returns the tokens of each pair; a query that several pairs share counts at the first of them."""
+    """Returns the tokens of each pair. A query that several pairs share counts once, at its first pair."""
     return [document + query for document, query in itertools.zip_longest(documents, queries, fillvalue=0)]
 
 
@@ -197,7 +196,7 @@ def zero_shot_scores(inputs: Array, labels: Array) -> Array:
 def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int], num_labels: int) -> Array:
     """Returns [N, C] probabilities of N inputs given labelled examples.
 
-    A label stands where the mean of its examples points (nearest class mean; Snell, Swersky, Zemel, "Prototypical
+    The vector of a label is the mean of its examples (nearest class mean; Snell, Swersky, Zemel, "Prototypical
     Networks", 2017, with cosine in place of the Euclidean distance).
 
     Args:
@@ -212,7 +211,7 @@ def few_shot_scores(inputs: Array, examples: Array, example_labels: Sequence[int
 
 
 def check_labels(labels: Collection[str], field: str) -> None:
-    """Raises InvalidRequestError, which names `field`, for fewer than two labels or a repeated label."""
+    """Raises InvalidRequestError for fewer than two labels or a repeated label. `field` names the labels."""
     if len(set(labels)) < 2:
         raise InvalidRequestError(f"{field} must name at least two different labels.", param=field)
     if len(set(labels)) != len(labels):
@@ -220,10 +219,10 @@ def check_labels(labels: Collection[str], field: str) -> None:
 
 
 def check_embeds(info: ModelInfo) -> None:
-    """Raises UnsupportedTaskError unless a model embeds, so that inputs can be compared with labels or examples."""
+    """Raises UnsupportedTaskError for a model without embeddings, which labels and examples need."""
     if PoolingTask.EMBED not in info.tasks:
         raise UnsupportedTaskError(
-            f"{info.name} is a {info.kind.value} with classes of its own; labels and examples need an embedding model.",
+            f"{info.name} is a {info.kind.value} with its own classes; labels and examples need an embedding model.",
             param="labels",
         )
 
@@ -237,9 +236,9 @@ def zero_shot_classes(embedded: EmbeddingResult, labels: Sequence[str]) -> Class
 def few_shot_classes(embedded: EmbeddingResult, example_labels: Sequence[str]) -> ClassResult:
     """Classifies inputs given labelled examples; `embedded` holds the inputs, then the examples."""
     inputs, examples = _split(embedded, len(example_labels))
-    places = {label: place for place, label in enumerate(dict.fromkeys(example_labels))}
-    scores = few_shot_scores(inputs, examples, [places[label] for label in example_labels], len(places))
-    return ClassResult(scores, tuple(places), _count_inputs(embedded.num_tokens, len(inputs)))
+    columns = {label: column for column, label in enumerate(dict.fromkeys(example_labels))}
+    scores = few_shot_scores(inputs, examples, [columns[label] for label in example_labels], len(columns))
+    return ClassResult(scores, tuple(columns), _count_inputs(embedded.num_tokens, len(inputs)))
 
 
 def _count_inputs(num_tokens: list[int], num_inputs: int) -> list[int]:

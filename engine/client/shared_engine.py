@@ -15,7 +15,7 @@ from .core_supervisor import CoreSupervisor, EngineState
 from .dispatcher import Dispatcher
 from .engine_process import EngineProcess
 from .replica import Send
-from .replica_group import ReplicaFigures, close_admission
+from .replica_group import ReplicaStatus, close_admission
 from .running_core import CoreLink
 from .stats import DispatcherStats
 
@@ -40,21 +40,21 @@ class EngineClient:
     """Connects a dispatcher to the engine process. Belongs to one event loop.
 
     Args:
-        number: Number of this client; unique among all clients that the engine ever had.
+        number: Number of this client; never used by another client of the engine.
         dispatcher: Has one replica, which gets the engine's results.
         on_unreadable: Called when a message of the engine cannot be read.
 
     Attributes:
         state: State of the engine process.
-        num_restarts: Number of times that this client connected to another engine process.
-        places: As of ReplicaGroup; empty, because the supervising process reports it.
-        replicas: As places.
+        num_restarts: Number of reconnections to a new engine process.
+        places: See ReplicaGroup; empty, because the supervising process reports it.
+        replicas: Empty, like places.
     """
 
     def __init__(self, number: int, dispatcher: Dispatcher, on_unreadable: Callable[[], None]) -> None:
         self.num_restarts = 0
         self.places: list[str] = []
-        self.replicas: list[ReplicaFigures] = []
+        self.replicas: list[ReplicaStatus] = []
         self._has_connected = False
         self._number = number
         self._dispatcher = dispatcher
@@ -64,12 +64,12 @@ class EngineClient:
         self._enter(EngineState.STARTING)
 
     def follow(self, status: EngineStatus) -> None:
-        """Connects to a new engine process, and fails the requests of a process that has ended."""
+        """Applies a status: connects to a new engine process, and fails the requests of one that has ended."""
         if status.address != self._address:
             if self._address is not None:
                 self._disconnect(status.reason)
             if status.address is not None and not self._connect(status.address):
-                self._enter(EngineState.STARTING)  # until its supervisor reports that it has ended
+                self._enter(EngineState.STARTING)  # until the supervisor reports a new process
                 return
         self._enter(status.state)
 
@@ -129,8 +129,8 @@ class EngineServer:
         ready: The first ModelReady message of the engine.
         status: For the EngineClients of the HTTP processes.
         queue_s: Always 0: the HTTP processes count the queued requests.
-        places: As of ReplicaGroup; empty, because there is one replica.
-        replicas: As places.
+        places: See ReplicaGroup; empty, because there is one replica.
+        replicas: Empty, like places.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class EngineServer:
         process: EngineProcess | None = None,
     ) -> None:
         self.places: list[str] = []
-        self.replicas: list[ReplicaFigures] = []
+        self.replicas: list[ReplicaStatus] = []
         self.queue_s = 0.0
         self.ready: ModelReady | None = None
         self.status = EngineStatus(EngineState.STARTING)
@@ -181,7 +181,7 @@ class EngineServer:
         return self.ready
 
     def host_bytes(self) -> int:
-        """Returns the bytes of memory that the engine process holds; see AsyncEngine.host_bytes."""
+        """Returns the private memory of the engine process in bytes; 0 if unknown."""
         return self._supervisor.host_bytes()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -194,11 +194,11 @@ class EngineServer:
         await self._supervisor.close()
 
     def connect(self, send: Send) -> None:
-        """The engine can serve."""
+        """See CoreClient."""
         self._is_connected = True
 
     def disconnect(self, reason: str) -> None:
-        """The engine process has ended."""
+        """See CoreClient."""
         self._is_connected, self._reason = False, reason
         self._publish()
 
@@ -217,7 +217,7 @@ class EngineServer:
         is_lost = self.state is EngineState.READY and not self._is_connected
         state = EngineState.STARTING if is_lost else self.state
         address = self._supervisor.address if self._is_connected else None
-        # The path goes through an open file of this process: other processes reach it through this process's number.
+        # The path may contain a descriptor of this process. Other processes reach it through this process's id.
         shown = address and address.replace("/proc/self/", f"/proc/{os.getpid()}/")
         status = EngineStatus(state, shown, "" if address else self._reason)
         if status != self.status:

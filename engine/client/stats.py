@@ -45,8 +45,8 @@ class DispatcherStats:
         num_tokens: Tokens under way.
         num_waiting: Sequences that waited in the engine at the last step.
         num_waiting_tokens: Their tokens.
-        token_budget: The most tokens in one forward, at the last step; 0 before the first.
-        num_batched_tokens_total: Tokens that went through the model.
+        token_budget: Token limit of one forward, at the last step; 0 before the first.
+        num_batched_tokens_total: Tokens processed by the model.
         num_steps_total: Forwards.
         step_s_total: Seconds of all forwards.
         num_refused_total: Requests refused because the queue was full.
@@ -54,7 +54,7 @@ class DispatcherStats:
         step_seqs: Sequences of the forwards.
         step_seconds: Seconds of the forwards.
         step_fill: Tokens of the forwards divided by their token budgets, 0 to 1.
-        cache_use: Latest use of the memory of prompts that run in chunks; None for models that run them whole.
+        cache_use: Latest memory use of prompts that run in chunks; None for models that run prompts whole.
         replicas: Counters of each replica; empty if there is only one.
         vectors: Counters of the cache of embeddings; None without a cache.
     """
@@ -86,10 +86,10 @@ class DispatcherStats:
         self.num_requests -= 1
         self.num_tokens -= num_tokens
         if not self.num_requests:
-            self.num_waiting = self.num_waiting_tokens = 0  # no step may follow that reports it
+            self.num_waiting = self.num_waiting_tokens = 0  # there may be no further step that reports it
 
     def count_refusal(self) -> None:
-        """Counts a request that was refused."""
+        """Counts a refused request."""
         self.num_refused_total += 1
 
     def count(self, message: StepResults) -> None:
@@ -98,7 +98,7 @@ class DispatcherStats:
         load = message.load
         if load is not None:
             self.token_budget = load.token_budget
-        if load is not None and self.num_requests:  # else all are cancelled, and no step may follow
+        if load is not None and self.num_requests:  # without requests there may be no further step
             self.num_waiting, self.num_waiting_tokens = load.num_waiting, load.num_waiting_tokens
         if not message.num_tokens:
             return
@@ -112,7 +112,7 @@ class DispatcherStats:
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
     def count_of(self, replica: DispatcherStats, message: StepResults) -> None:
-        """Counts a step of one of several replicas, for it and for all."""
+        """Counts a step of one of several replicas, in its own counters and in these."""
         replica.count(message)
         self.count(message)
         self.num_waiting = sum(each.num_waiting for each in self.replicas)
@@ -152,7 +152,7 @@ class DrainRate:
 
     Attributes:
         tokens_per_s: nan until it is measured.
-        is_live: It can run requests.
+        is_live: The replica can run requests.
     """
 
     __slots__ = ("_seconds", "_tokens", "is_live", "tokens_per_s")
@@ -160,7 +160,7 @@ class DrainRate:
     def __init__(self) -> None:
         self.is_live = False
         self.tokens_per_s = math.nan
-        # Of past forwards. Their sums make the rate, not the mean of their rates: slow ones take most of the time.
+        # Weighted sums over past forwards. The rate is their quotient, because slow forwards take most of the time.
         self._tokens = self._seconds = 0.0
 
     def follow(self, num_tokens: int, seconds: float) -> None:
@@ -171,9 +171,9 @@ class DrainRate:
 
 
 def total_rate(rates: Sequence[DrainRate]) -> float:
-    """Returns the tokens a second of all running replicas; nan until one is measured.
+    """Returns the tokens per second of all running replicas; nan before the first measurement.
 
-    A replica without a measurement counts as the mean of the others. If none runs, all count: they will restart.
+    A replica without a measurement counts as the mean of the others. If no replica runs, all count: they will restart.
     """
     if len(rates) == 1:
         return rates[0].tokens_per_s

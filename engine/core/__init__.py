@@ -1,1 +1,1 @@
-"""The engine process: its loop, the runner of the model, and what is loaded into it."""
+"""The engine process: its loop, the runners, and the loading of models."""

@@ -1,4 +1,4 @@
-"""Runs tokenized inputs through the C library and numpy: a Runner without torch, which takes a second to import."""
+"""The Runner of models on the CPU with the C library and numpy. Does not import torch, which takes a second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import Allocation, PrefillChunk, QueuedSequence
 from .device.memory import HostMemory
-from .device.sequence_memory import KvPlaces
+from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -33,8 +33,8 @@ class ArrayForward:
     """A forward of the C library; see Forward.
 
     Attributes:
-        running: The forward on the lanes.
-        outputs: Waits for the forward and pools its rows, once.
+        running: Handle of the forward in the C library.
+        outputs: Waits for the forward and pools its rows; called once.
     """
 
     running: CpuForward
@@ -47,15 +47,15 @@ class ArrayForward:
 
 
 class ArrayRunner(PoolingRunner[Floats]):
-    """A Runner of an encoder or a decoder on a CPU. `load` makes one of a model that runs as arrays.
+    """Runs an encoder or a decoder on a CPU. See Runner.
 
     Args:
-        info: The model, on the CPU.
-        tokenizer: For the clients.
-        encoder: With its weights.
-        config: Limits of the pool.
-        dense: The Dense modules that follow the pooling.
-        maps: Heads for single tokens; None for none.
+        info: The model.
+        tokenizer: Tokenizer, sent to the clients.
+        encoder: The model with its weights.
+        config: Model and limits.
+        dense: The Dense modules after the pooling.
+        maps: Token heads; None if the model has none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._encoder = encoder
         self._pages: Pages | None = None
         self._times: list[ForwardTime] = []
-        self._ended_s = 0.0  # the last forward
+        self._ended_s = 0.0  # end of the last forward
         if encoder.cache_spec is not None and self._keeps_chunks():
             self._reserve_pages()
 
@@ -82,9 +82,9 @@ class ArrayRunner(PoolingRunner[Floats]):
         """Loads a model.
 
         Args:
-            info: On the CPU, in its type; see choose_kernels.
+            info: The model, with the device and dtype that choose_kernels has set.
             machine: The C library.
-            config: What to serve.
+            config: Model and limits.
 
         Raises:
             ModelLoadError: The model cannot be served.
@@ -106,14 +106,14 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._encoder.machine.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
-        """See Runner. Waits for sequences that hold pages: if one is cancelled, others may get its pages at once."""
+        """See Runner. Waits for batches with pages: another sequence may get the pages of a cancelled one at once."""
         began_s = time.perf_counter()
         chunk_tokens = num_chunk_tokens(chunks)
         try:
             if not in_chunks(chunks):
                 return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
-            assert self._pages is not None, "only a runner with pages gives sequences memory"
-            past = Past(self._pages, *KvPlaces.of(chunks, self._pages.page_size))
+            assert self._pages is not None, "only a runner with pages runs chunks"
+            past = Past(self._pages, *KvSlots.of(chunks, self._pages.page_size))
             batch = PackedArrays.build([c.tokens for c in chunks], [c.start for c in chunks], past)
             if chunk_tokens:
                 self._meter.begin()
@@ -130,7 +130,7 @@ class ArrayRunner(PoolingRunner[Floats]):
             warm_up(self.info, self.tokenizer, self.execute)
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """See Runner. Decoders have no states to save."""
+        """See Runner. Does nothing: models on the CPU have no recurrent states."""
 
     def take_times(self) -> list[ForwardTime]:
         """See Runner."""
@@ -155,15 +155,15 @@ class ArrayRunner(PoolingRunner[Floats]):
             raise DeviceMemoryError(str(error)) from error
         self._chunks.commit(metadata)
         now_s = time.perf_counter()
-        # If forwards overlap, each counts for the time since the last one ended.
+        # The time of overlapping forwards counts from the end of the previous one.
         self._times.append(ForwardTime(chunk_tokens, whole_tokens, now_s - max(began_s, self._ended_s)))
         self._ended_s = now_s
         return outputs
 
     def _reserve_pages(self) -> None:
-        """Reserves memory for sequences in chunks. They run one batch after another, each on all lanes."""
+        """Reserves memory for sequences in chunks. Batches then run one after another, each on all lanes."""
         spec, itemsize = self._encoder.cache_spec, self._encoder.page_itemsize
-        assert spec is not None, "a decoder"
+        assert spec is not None, "only decoders have pages"
         plan = self._make_pool(spec, itemsize, self._gauge.available())
         if plan is None:
             return

@@ -1,4 +1,4 @@
-"""Connections of the engine process to its clients: passes their messages to the core and sends each its results."""
+"""Connections of the engine process to its clients: passes their messages to the core and sends them results."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ _Part = tuple[FromCore, list[Frame]]
 
 
 class ClientConnections:
-    """Used on the device thread only. The first client is number 0 and gets the messages that are for no other client.
+    """The connections of all clients. Used on the device thread only.
+
+    The first client is number 0. It also gets the messages that concern no particular client.
 
     Args:
         listener: Socket where clients connect. This object closes it.
-        waker: Wakes the device thread when a client has sent something.
+        waker: Wakes the device thread when a client has sent data.
     """
 
     def __init__(self, listener: socket.socket, waker: Waker) -> None:
@@ -57,7 +59,7 @@ class ClientConnections:
         """Waits for client 0 and returns its first message.
 
         Raises:
-            EOFError: The client disconnected before it sent one.
+            EOFError: The client disconnected before it sent a message.
             TypeError: The first message is not Start.
         """
         stream, _ = self._listener.accept()
@@ -71,7 +73,7 @@ class ClientConnections:
         return start
 
     def serve(self, core: EngineCore) -> None:
-        """Passes messages to a core from now on. Errors are raised in the callbacks that `Waker.wait` returns."""
+        """Starts to pass messages to a core. Errors are raised in the callbacks that `Waker.wait` returns."""
         self._core = core
         if self._early:
             self._receive(self._connections[0])
@@ -97,9 +99,9 @@ class ClientConnections:
             stream, _ = self._listener.accept()
         except BlockingIOError:  # the client has disconnected again
             return
-        except OSError as error:  # for example too many open files; the connected clients are served on
+        except OSError as error:  # for example too many open files; connected clients are not affected
             logger.error("an engine client cannot connect: %s", error)
-            self._waker.pause(self._listener, _PAUSE_S)  # it stays readable and would cost time in every step
+            self._waker.pause(self._listener, _PAUSE_S)  # the listener stays readable and would wake every step
             return
         self._watch(MessageConnection(stream))
 
@@ -122,7 +124,7 @@ class ClientConnections:
             elif isinstance(message, Stop):
                 self._core.stop()
             else:
-                raise TypeError(f"{type(message).__name__} cannot come now")
+                raise TypeError(f"unexpected message {type(message).__name__}")
 
     def _disconnect(self, connection: MessageConnection) -> None:
         """Cancels the requests of a client that has disconnected."""
@@ -134,9 +136,9 @@ class ClientConnections:
 
 
 def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
-    """Returns the part of a message that each client gets, by number.
+    """Splits a message by client. Returns the part of each client, by client number.
 
-    A client gets the metrics of the steps that have rows for it; client 0 gets those of all steps.
+    A client gets the metrics of steps with results for it. Client 0 gets the metrics of all steps.
     """
     if isinstance(message, RequestFailed | PrefixCacheCleared):
         return {client_number_of(message.request_id): (message, frames)}
@@ -145,10 +147,10 @@ def split(message: FromCore, frames: list[Frame]) -> dict[int, _Part]:
     blocks: dict[int, list[ResultBlock]] = {0: []}
     finished: dict[int, list[tuple[int, float, float]]] = {}
     for block in unpack_results(message, frames):
-        places: dict[int, list[int]] = {}
-        for place, request_id in enumerate(block.request_ids):
-            places.setdefault(client_number_of(request_id), []).append(place)
-        for client, own in places.items():
+        positions: dict[int, list[int]] = {}
+        for position, request_id in enumerate(block.request_ids):
+            positions.setdefault(client_number_of(request_id), []).append(position)
+        for client, own in positions.items():
             blocks.setdefault(client, []).append(block.pick(own))
     for request in message.finished:
         finished.setdefault(client_number_of(request[0]), []).append(request)

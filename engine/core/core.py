@@ -1,8 +1,8 @@
 """The loop of the engine: receives requests, forms batches while the device is busy, sends results.
 
-Runs on one device thread, in a process of its own (worker.py) or in the client's. Knows nothing about HTTP, sockets or
-text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. A chunk of a long
-sequence for which memory was short runs again in smaller chunks.
+Runs on one device thread, in its own process (worker.py) or in the client's process. Knows nothing about HTTP, sockets
+or text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory is too
+short for a chunk of a long sequence, it runs again in smaller chunks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .waker import Waker
 logger = logging.getLogger("penstock.engine")
 
 _MAX_BUDGETS_IN_FLIGHT: Final = 2
-"""Token budgets. The next batch begins while the last sequences of the one before it run."""
+"""Limit of the tokens of running batches, in token budgets: the next batch starts before the current one has ended."""
 
 Send = Callable[[FromCore, list[Frame]], None]
 Collected = tuple[list[PrefillChunk], BatchOutputs]
@@ -63,13 +63,13 @@ Collected = tuple[list[PrefillChunk], BatchOutputs]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningBatch:
-    """A batch whose forward was started and whose results were not sent yet.
+    """A batch between the start of its forward and the sending of its results.
 
     Attributes:
         batch: Batch from the scheduler.
         forward: Forward of its chunks.
-        started_s: Seconds, of time.monotonic.
-        step: Measures how long it has run.
+        started_s: Start in seconds, of time.monotonic.
+        step: Measures the time of the forward.
         ran_alone: Whether no other batch ran when it was started.
     """
 
@@ -83,15 +83,16 @@ class RunningBatch:
 class EngineCore:
     """Owns the scheduler and the model runner.
 
-    `receive` and `stop` may be called from any thread; `run` is the device thread, or whoever calls `load` and `step`.
+    `receive` and `stop` may be called from any thread, all other methods from the device thread, which calls `run`, or
+    `load` and `step`.
 
     Args:
         config: Model and limits.
         send: Called on the device thread with each message for the client.
         load_runner: Loads the model, on the device thread.
-        on_ready: Called on the device thread when the model is loaded, before the client receives Ready.
-        waker: Wakes the device thread. It may watch sockets, whose callbacks the device thread then calls.
-        on_stuck: Called once, on a thread of its own, if a step exceeds its time limit; see StepWatch.
+        on_ready: Called on the device thread when the model is loaded, before ModelReady is sent.
+        waker: Wakes the device thread. If it watches sockets, the device thread calls their callbacks.
+        on_stuck: Called once, on another thread, if a step exceeds its time limit; see StepWatch.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class EngineCore:
         self._send = send
         self._on_ready = on_ready
         self._load_runner = load_runner
-        self._lock = threading.Lock()  # of the scheduler, and of what follows
+        self._lock = threading.Lock()  # guards the scheduler and the three flags below
         self._waker = waker or Waker()
         self._watch = StepWatch(config.step_timeout_s, on_stuck)
         self._scheduler: Scheduler
@@ -118,10 +119,10 @@ class EngineCore:
         self._stopping = False
         self._wants_work = False  # the device thread sleeps and would start a batch for a new request
         self._has_released = False  # a cancellation freed memory; the next step must report it
-        self._found_nothing = False  # the last batch was empty although sequences wait for one that runs
+        self._found_nothing = False  # the last batch was empty because all waiting sequences wait for a running one
 
     def run(self) -> None:
-        """Loads the model, sends Ready, then serves until `stop`. Sends LoadFailed and returns if loading fails."""
+        """Loads the model and serves until `stop`. Sends LoadFailed and returns if loading fails."""
         try:
             self.load()
         except ModelLoadError as error:
@@ -141,7 +142,7 @@ class EngineCore:
                     self._runner.set_wakeup_fd(None)
 
     def load(self) -> None:
-        """Loads the model and sends Ready.
+        """Loads the model and sends ModelReady.
 
         Raises:
             ModelLoadError: The model cannot be served.
@@ -153,7 +154,7 @@ class EngineCore:
         )
         if info.adapters:
             logger.warning(
-                "%s comes with LoRA adapters (%s; %s), and none is applied: its vectors are those of the base weights.",
+                "%s has LoRA adapters (%s; %s). They are not applied: its vectors are those of the base weights.",
                 *(info.name, ", ".join(info.adapters), info.sources.get("adapters")),
             )
         block_size = None if sequence_pool.prefixes is None else self._config.cache.kv_block_size
@@ -187,13 +188,13 @@ class EngineCore:
             return not is_last
 
     def receive(self, message: ClientMessage, frame: Frame) -> None:
-        """Handles a message of a client: new requests, cancellations, and orders to clear the prefix cache.
+        """Handles a message of a client: new requests, cancellations, and requests to clear the prefix cache.
 
         Raises:
             ValueError: The frame does not hold the inputs of the requests.
         """
         now_s = time.monotonic()
-        # Built before the lock is taken: the block keys of long inputs take time.
+        # Built without the lock, because the block keys of long inputs take time.
         requests = [self._build_request(each, now_s) for each in unpack_client_message(message, frame)]
         with self._lock:
             for request in requests:
@@ -219,7 +220,7 @@ class EngineCore:
         self._waker.wake()
 
     def stop(self) -> None:
-        """Makes `run` return after the batches that run now."""
+        """Makes `run` return after the running batches."""
         self._stopping = True
         self._waker.wake()
 
@@ -241,8 +242,7 @@ class EngineCore:
     def _can_begin(self) -> bool:
         """Whether a batch should be started now. The caller holds the lock.
 
-        A batch that would wait on the device behind another one saves only the time between the two. That pays for
-        large batches.
+        Queueing a batch on a busy device only saves the pause between two batches, so only large batches are queued.
         """
         scheduler = self._scheduler
         would_wait = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
@@ -252,7 +252,7 @@ class EngineCore:
     def _fits_another(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock.
 
-        A batch with chunks may if the device keeps the order of batches: the chunks of a prompt build on each other.
+        The chunks of a prompt build on each other, so batches with chunks overlap only if the device keeps their order.
         """
         if not self._running:
             return True
@@ -263,9 +263,9 @@ class EngineCore:
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
 
     def _begin_batch(self) -> None:
-        """Schedules a batch and starts its forward, if there is one to start and the device has capacity.
+        """Schedules a batch and starts its forward, if there is work and the device has capacity.
 
-        The next chunks of its prompts may follow while it runs.
+        The next chunks of its prompts may be scheduled while it runs.
         """
         with self._lock:
             if not self._can_begin():
@@ -286,7 +286,7 @@ class EngineCore:
             except DeviceLostError:
                 raise
             except Exception as error:  # noqa: BLE001 - `_run_parts` finds the sequences that caused it
-                clear_frames(error.__traceback__)  # its frames hold tensors of the forward
+                clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
                 forward = EndedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
         self._watch.in_flight.append(step)
@@ -295,7 +295,7 @@ class EngineCore:
                 self._scheduler.allow_next_chunks(batch)
 
     def _finish(self, running: RunningBatch) -> None:
-        """Waits for a batch and sends its results. Batches with chunks are finished in the order of their start."""
+        """Waits for a batch and sends its results. Batches with chunks are finished in order."""
         while running.batch.num_long and self._running[0] is not running:
             self._finish(self._running[0])
         self._running.remove(running)
@@ -317,7 +317,7 @@ class EngineCore:
         self._deliver(running.batch, finished, running.started_s, ended_s)
 
     def _cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
-        """Ends a request. Later results of it are dropped. The caller holds the lock."""
+        """Ends a request and drops its later results. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, uncache=uncache)
         self._found_nothing = False
         self._has_released |= request is not None and not self._runner.sequence_pool.is_empty
@@ -329,29 +329,29 @@ class EngineCore:
         self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
     def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Saves the states of a preempted sequence: until the next forward its memory still holds them."""
+        """Saves the states of a preempted sequence before the next forward overwrites them."""
         try:
             self._runner.preempt(sequence, allocation)
         except DeviceLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
+        except Exception as error:  # noqa: BLE001 - an error of one request must not end the loop
             self._fail(sequence, error)
 
     def _run_parts(self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool = True) -> list[Collected]:
         """Runs the halves of a failed batch, so that only the failing sequences fail. Returns the outputs.
 
-        A batch that ran out of memory beside other batches runs again alone first.
+        A batch that ran out of memory beside other batches first runs again alone.
         """
         if isinstance(failure, DeviceLostError):
             raise failure  # concerns all requests: the process ends and is replaced
-        clear_frames(failure.__traceback__)  # its frames hold tensors of the forward, which the next ones need
+        clear_frames(failure.__traceback__)  # the frames refer to tensors; the next forwards need their memory
         followed = [chunk for chunk in chunks if chunk in chunk.sequence.earlier_chunks]
-        if followed:  # later chunks that run already build on these
+        if followed:  # later chunks of the same prompts are already running
             for chunk in followed:
                 self._fail(chunk.sequence, failure)
             return self._run_again([chunk for chunk in chunks if chunk not in followed])
         if isinstance(failure, DeviceMemoryError):
-            if not ran_alone:  # the other batches held the memory
+            if not ran_alone:
                 while self._running:
                     self._finish(self._running[0])
                 return self._run_again(chunks)
@@ -402,8 +402,8 @@ class EngineCore:
         num_seqs = sum(len(chunks) for chunks, _ in collected)
         with self._lock:
             for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in collected):
-                message = f"The model gave values that are not finite for input {sequence.index}."
-                # Also ends its other sequences of this batch. Their blocks may be wrong: the prefix cache drops them.
+                message = f"The model returned NaN or infinite values for input {sequence.index}."
+                # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, uncache=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
             blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
@@ -418,7 +418,7 @@ class EngineCore:
             load = step_load(self._scheduler, num_seqs, batch.num_left)
             self._has_released = False
         headers, frames = pack_results(blocks)
-        # The times of overlapping batches must add up to the time of the device: each counts from the end of the last.
+        # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
         step_s = 0.0
         if num_tokens:
             step_s, self._ended_s = ended_s - max(started_s, self._ended_s), ended_s
@@ -431,8 +431,8 @@ class RequestBuilder:
     Args:
         info: The model.
         block_size: Tokens of a block of the prefix cache; None without a cache.
-        seed: Makes block keys differ between models. The namespace of a request is added to it, so that the latency of
-            a request does not reveal the prefixes that other API keys have sent.
+        seed: Text that makes block keys differ between models. The namespace of a request is appended, so that the
+            latency of a request does not reveal prefixes sent with other API keys.
     """
 
     def __init__(self, info: ModelInfo, block_size: int | None, seed: str) -> None:
@@ -440,9 +440,9 @@ class RequestBuilder:
         self._seed = seed.encode()
         self._pools_last_row = info.sequence_pooling == (PoolingType.LAST,)
 
-    def build(self, asked: SubmitRequest, now_s: float) -> Request:
-        """Returns the request, with one sequence per input. `now_s`: Seconds, monotonic time of its arrival."""
-        request_id, params, inputs, priority, timeout_s, client, namespace = asked
+    def build(self, submitted: SubmitRequest, now_s: float) -> Request:
+        """Returns the request, with one sequence per input. `now_s`: seconds, monotonic time of its arrival."""
+        request_id, params, inputs, priority, timeout_s, client, namespace = submitted
         deadline_s = None if timeout_s is None else now_s + timeout_s
         # If only the last row is pooled, the prefix cache may replace the rows before it.
         needs_last_row = self._pools_last_row and params.task not in (
@@ -471,21 +471,21 @@ def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterato
 
     Args:
         chunks: Chunks that ran together.
-        outputs: Outputs of these chunks.
+        outputs: Their outputs.
     """
-    for place in np.flatnonzero(~outputs.is_finite).tolist():
-        sequence = chunks[place].sequence
-        if sequence.is_in_flight(chunks[place]):
+    for index in np.flatnonzero(~outputs.is_finite).tolist():
+        sequence = chunks[index].sequence
+        if sequence.is_in_flight(chunks[index]):
             yield sequence
 
 
 def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s: float) -> list[ResultBlock]:
-    """Maps batch outputs back to requests and skips cancelled ones. Records when the first forward of a request began.
+    """Maps batch outputs back to requests and skips cancelled ones. Records the start of a request's first forward.
 
     Args:
         chunks: Chunks that ran together.
-        outputs: Outputs of these chunks.
-        started_s: Seconds, of time.monotonic, when their forward began.
+        outputs: Their outputs.
+        started_s: Start of their forward in seconds, of time.monotonic.
     """
     are_live = [chunk.sequence.is_in_flight(chunk) for chunk in chunks]
     for chunk, is_live in zip(chunks, are_live, strict=True):
@@ -494,25 +494,25 @@ def results_of(chunks: Sequence[PrefillChunk], outputs: BatchOutputs, started_s:
             request.started_s = started_s
     blocks = []
     for block in outputs.blocks:
-        places = range(len(chunks)) if block.indices is None else block.indices
-        own = [chunks[place] for place in places]
+        indices = range(len(chunks)) if block.indices is None else block.indices
+        own = [chunks[index] for index in indices]
         results = ResultBlock(
             block,
             [chunk.sequence.request.request_id for chunk in own],
             [chunk.sequence.index for chunk in own],
             [chunk.end == chunk.sequence.num_tokens for chunk in own],
         )
-        blocks.append(results.pick([i for i, place in enumerate(places) if are_live[place]]))
+        blocks.append(results.pick([position for position, index in enumerate(indices) if are_live[index]]))
     return [results for results in blocks if results.request_ids]
 
 
 def step_load(scheduler: Scheduler, num_seqs: int, num_left: int) -> StepLoad:
-    """Returns the metrics of a step and of the queue behind it.
+    """Returns the metrics of a step and of the waiting sequences.
 
     Args:
         scheduler: The caller holds its lock.
         num_seqs: Sequences that ran.
-        num_left: Sequences that found no place in the batch.
+        num_left: Waiting sequences that did not fit into the batch.
     """
     waiting = scheduler.waiting
     budget = scheduler.chunk_sizes.forward_tokens(scheduler.token_budget)

@@ -1,10 +1,9 @@
-"""CUDA graphs: forwards of small batches are recorded once per bucket and replayed with one launch.
+"""CUDA graphs: forwards of small batches are captured once per bucket and replayed with one launch.
 
-A recorded forward has as many rows as its bucket, and attention has programs for as many sequences of the bucket's
-longest length. Its kernels read tensors that never move: ids, positions and types of the rows, and the borders of the
-sequences. A batch is copied to their front. The remaining rows are token 0 at position 0, and the remaining borders
-equal the last one, so the remaining sequences are empty. Only attention and pooling mix rows, and both stay within a
-sequence: the values of the remaining rows, NaN included, are never read.
+A captured forward has the rows and sequences of its bucket. Its kernels read tensors at fixed addresses: ids, positions
+and types of the rows, and the boundaries of the sequences. A batch is copied to their front. The other rows are padding
+with token 0 at position 0, and the other boundaries equal the last one, so the other sequences are empty. Only
+attention and pooling mix rows, and both stay within a sequence: padding rows, NaN included, are never read.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from .warm_up import SampleBatches
 logger = logging.getLogger("penstock.engine")
 
 _MAX_TOKENS: Final = 4096
-"""Tokens. Launching the kernels of larger batches one by one takes less time than the device needs to run them."""
+"""Tokens. The kernels of larger batches take longer to run than to launch one by one."""
 _TOKENS: Final = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _SEQS: Final = (8, 32, 128, 512)
 _MIN_MEAN: Final = 4
-"""Tokens. Lower bound of the average sequence of a bucket, which limits its number of sequences."""
+"""Tokens. Minimum of the mean sequence length of a bucket, which limits its number of sequences."""
 _SPREAD: Final = 16
-"""Longest sequence of a bucket divided by the average one. Many programs of empty sequences take time."""
+"""Longest sequence of a bucket divided by the mean. A larger ratio launches too many programs of empty sequences."""
 _MIN_LONGEST: Final = 128
-"""Tokens: a tile of attention. Shorter limits save nothing."""
+"""Tokens: a tile of attention. A shorter limit saves no time."""
 _SIZES_TRIED: Final = 3
-"""A batch of many short sequences may need a bucket with more tokens than the smallest that holds its tokens."""
+"""Number of sizes to search for a bucket. A batch of many short sequences may need more than the smallest size."""
 _TOLERANCE: Final = 0.05
-"""Allowed difference of a replay, relative to the largest value. Matrix products of another size round differently."""
+"""Allowed difference of a replay, relative to the largest value: matrix products of other sizes round differently."""
 
 
 class Bucket(NamedTuple):
-    """A size of recorded forwards.
+    """Size of a captured forward.
 
     Attributes:
         num_tokens: Rows.
-        num_seqs: Sequences, empty ones included.
-        max_seqlen: Tokens of the longest sequence that fits.
+        num_seqs: Sequences, including empty ones.
+        max_seqlen: Most tokens of a sequence.
     """
 
     num_tokens: int
@@ -82,9 +81,9 @@ class Buckets:
         return [bucket for size in reversed(self._sizes) for bucket in reversed(self._by_size[size])]
 
     def find(self, num_tokens: int, num_seqs: int, max_seqlen: int) -> Bucket | None:
-        """Returns the smallest bucket for a batch; None if there is none of about its size."""
-        place = bisect_left(self._sizes, num_tokens)
-        for size in self._sizes[place : place + _SIZES_TRIED]:
+        """Returns the smallest bucket for a batch; None if no bucket of about its size fits."""
+        first = bisect_left(self._sizes, num_tokens)
+        for size in self._sizes[first : first + _SIZES_TRIED]:
             for bucket in self._by_size[size]:
                 if num_seqs <= bucket.num_seqs:
                     return bucket if max_seqlen <= bucket.max_seqlen else None
@@ -92,10 +91,10 @@ class Buckets:
 
 
 def _buckets_of(num_tokens: int, max_model_len: int, max_num_seqs: int) -> list[Bucket]:
-    """Returns the buckets of `num_tokens` tokens, those with few sequences first. Each can hold all the tokens."""
+    """Returns the buckets of `num_tokens` tokens, ordered by number of sequences."""
     found = []
-    for place, num_seqs in enumerate(_SEQS):
-        if place and (num_seqs * _MIN_MEAN > num_tokens or _SEQS[place - 1] >= max_num_seqs):
+    for index, num_seqs in enumerate(_SEQS):
+        if index and (num_seqs * _MIN_MEAN > num_tokens or _SEQS[index - 1] >= max_num_seqs):
             break
         longest = max(_SPREAD * num_tokens // num_seqs, _MIN_LONGEST)
         bucket = Bucket(num_tokens, num_seqs, min(longest, num_tokens, max_model_len))
@@ -105,16 +104,16 @@ def _buckets_of(num_tokens: int, max_model_len: int, max_num_seqs: int) -> list[
 
 
 class Recorder(Protocol):
-    """Records functions on one device."""
+    """Captures functions on one device."""
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Runs a function and records the kernels that it launches.
+        """Runs a function and captures the kernels that it launches.
 
         Args:
-            run: Reads tensors that never move and launches the same kernels whatever they hold.
+            run: Reads tensors at fixed addresses. The launched kernels must not depend on their values.
 
         Returns:
-            A function that launches the kernels again, and the tensor that they write.
+            A function that launches the kernels again, and their output tensor.
 
         Raises:
             RuntimeError: The function waits for the device, memory is short, or the device is lost.
@@ -127,7 +126,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share memory: a replay must not begin before the result of the last one was read.
+    """Captures CUDA graphs. They share memory: read the result of a replay before the next replay starts.
 
     Args:
         device: A CUDA device.
@@ -142,14 +141,14 @@ class CudaRecorder:
         """See Recorder."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
-            # A failed recording may leave its stream current; this context restores the right one.
+            # A failed capture may leave its stream current; this context restores the previous one.
             with torch.cuda.stream(current):
                 self._stream.wait_stream(current)
                 with torch.cuda.stream(self._stream):
-                    run()  # compiles kernels and allocates workspaces, which must not happen while recording
+                    run()  # compiles kernels and allocates workspaces, which must not happen during the capture
                 current.wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
-                # thread_local: other threads of this process may use CUDA meanwhile.
+                # thread_local: other threads of this process may use CUDA during the capture.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = run()
         return graph.replay, out
@@ -160,19 +159,20 @@ class CudaRecorder:
 
 
 class _Graph(NamedTuple):
-    """A recorded forward."""
+    """A captured forward."""
 
     replay: Callable[[], None]
     hidden_states: Tensor  # [bucket.num_tokens, D]
 
 
 class ForwardGraphs:
-    """Runs an encoder: small batches replay a recorded forward, others run the model.
+    """Runs an encoder: small batches replay a captured forward, others run the model.
 
     Args:
-        model: Its forward depends only on the rows and borders of a batch and does not wait for the device.
+        model: The encoder. Its forward depends only on the rows and boundaries of a batch and does not wait for the
+            device.
         recorder: Recorder for the model's device.
-        buckets: Sizes to record.
+        buckets: Sizes to capture.
         device: Device of the model.
     """
 
@@ -188,12 +188,12 @@ class ForwardGraphs:
 
     @torch.inference_mode()
     def record(self, make_batch: Callable[[Sequence[int]], PackedBatch]) -> int:
-        """Records every bucket and compares a replay of another batch with the model.
+        """Captures every bucket and compares a replay of another batch with the model.
 
-        If recording fails or a replay differs, no graph is kept and a warning is logged.
+        If a capture fails or a replay differs, logs a warning and discards all graphs.
 
         Args:
-            make_batch: Makes a batch of sequences of these lengths.
+            make_batch: Builds a batch of sequences with the given lengths.
 
         Returns:
             The number of graphs.
@@ -209,8 +209,8 @@ class ForwardGraphs:
                     raise RuntimeError(f"a replay of {bucket.num_tokens} tokens differs from the forward")
         except RuntimeError as error:
             self._graphs.clear()
-            # torch raises the same kind of error for a forward that cannot be recorded and for a lost device. On a lost
-            # device this forward fails, too.
+            # torch raises the same type of error for a failed capture and for a lost device. On a lost device this
+            # forward fails, too.
             self._model.forward(make_batch([1]))
             self._recorder.wait()
             logger.warning("small batches run without CUDA graphs: %s", str(error).partition("\n")[0])
@@ -250,8 +250,8 @@ class ForwardGraphs:
         return graph.hidden_states[: batch.num_tokens]
 
     def _fill(self, bucket: Bucket, batch: PackedBatch) -> None:
-        """Copies a batch to the front of the recorded inputs and clears the rest. Does not wait for the device."""
-        num_tokens, num_borders = batch.num_tokens, len(batch.seq_lens) + 1
+        """Copies a batch to the front of the captured inputs and clears the rest. Does not wait for the device."""
+        num_tokens, num_boundaries = batch.num_tokens, len(batch.seq_lens) + 1
         rows, cu_seqlens = self._rows[:, : bucket.num_tokens], self._cu_seqlens[: bucket.num_seqs + 1]
         for row, values in zip(rows, (batch.input_ids, batch.positions, batch.token_type_ids), strict=True):
             if values is None:
@@ -259,13 +259,13 @@ class ForwardGraphs:
             else:
                 row[:num_tokens].copy_(values)
         rows[:, num_tokens:].zero_()
-        cu_seqlens[:num_borders].copy_(batch.cu_seqlens)
-        cu_seqlens[num_borders:].fill_(num_tokens)
+        cu_seqlens[:num_boundaries].copy_(batch.cu_seqlens)
+        cu_seqlens[num_boundaries:].fill_(num_tokens)
 
     def _is_right(self, bucket: Bucket, make_batch: Callable[[Sequence[int]], PackedBatch]) -> bool:
-        """Whether a replay equals the forward, and a sequence has the same bits whatever follows it.
+        """Whether a replay equals the forward, and a sequence has the same bits alone and in a batch.
 
-        The bits would differ if the graph had recorded the lengths.
+        The bits differ if the graph has captured the lengths.
         """
         lengths = _other_lens(bucket)
         batch = make_batch(lengths)
@@ -277,7 +277,7 @@ class ForwardGraphs:
 
 
 def _other_lens(bucket: Bucket) -> list[int]:
-    """Returns lengths that differ from the recorded ones and leave rows and sequences of a bucket empty."""
+    """Returns lengths that differ from the captured ones and leave rows and sequences of a bucket empty."""
     lengths: list[int] = []
     for i in range(bucket.num_seqs - 1):
         length = min(2 * i + 3, bucket.max_seqlen)
@@ -290,12 +290,12 @@ def _other_lens(bucket: Bucket) -> list[int]:
 def record_forwards(
     model: PackedModel, info: ModelInfo, samples: SampleBatches, device: torch.device, limits: SchedulerConfig
 ) -> ForwardGraphs | None:
-    """Returns the recorded forwards of small batches; None on a CPU, or if the model cannot be recorded.
+    """Returns the captured forwards of small batches; None on a CPU, or if the model does not support capture.
 
     Args:
         model: The model with its weights.
         info: Its description.
-        samples: Makes batches for it.
+        samples: Builds batches for the model.
         device: Device of the model.
         limits: Limits of a batch.
     """
@@ -311,6 +311,6 @@ def record_forwards(
 
 
 def small_batches(info: ModelInfo, limits: SchedulerConfig) -> Buckets:
-    """Returns the bucket sizes to record."""
+    """Returns the bucket sizes to capture."""
     max_tokens = min(limits.token_budget(info.device), _MAX_TOKENS)
     return Buckets(max_tokens, info.max_model_len, limits.seqs(info.device))

@@ -1,4 +1,4 @@
-"""What the machine, or the container on it, has to give: memory and processors."""
+"""Memory and processors that the machine, or its container, gives this process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 Core = tuple[int, ...]
-"""The processors of one core: one, or those that share it."""
+"""The CPU numbers of one core: several with hyper-threading."""
 
-# Any of them is there where a driver of GPUs that torch knows may be: NVIDIA's, that of WSL or of Tegra, and AMD's.
-_GPU_MARKS: Final = tuple(
+# One of these exists on a machine with a GPU driver that torch supports: NVIDIA, WSL, Tegra or AMD.
+_GPU_PATHS: Final = tuple(
     map(Path, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd"))
 )
 
 
 def may_have_gpu() -> bool:
-    """Whether torch might find a GPU; it is not imported to say so. Never False where there is one that it can use."""
-    if sys.platform == "linux" and not any(mark.exists() for mark in _GPU_MARKS):
+    """Whether torch might find a GPU, without importing torch. False only if there is no usable GPU."""
+    if sys.platform == "linux" and not any(path.exists() for path in _GPU_PATHS):
         return False
-    from importlib import metadata  # tens of ms
+    from importlib import metadata  # the import takes tens of milliseconds
 
     try:
         return not metadata.version("torch").endswith("+cpu")
@@ -41,12 +41,12 @@ def may_have_gpu() -> bool:
 
 
 def available_memory() -> int:
-    """Returns the Bytes that could be allocated on the host now: no more than the container may still take."""
+    """Returns the bytes that can be allocated on the host now, within the limit of the container."""
     return min([_host_memory(), *_cgroup_memory()])
 
 
 def _host_memory() -> int:
-    """Bytes that the kernel can give without swapping; half of the memory where it does not say."""
+    """Returns the bytes available without swapping; half of the memory if the kernel does not report them."""
     if _MEMINFO.is_file():
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -55,7 +55,7 @@ def _host_memory() -> int:
 
 
 def _cgroup_memory() -> list[int]:
-    """Bytes that are left of the memory limit of each control group that this process is in (v1 or v2)."""
+    """Returns the bytes left of the memory limit of each control group of this process (v1 or v2)."""
     left = []
     for folder in _cgroups("memory"):
         is_v2 = (folder / "memory.max").is_file()
@@ -66,32 +66,32 @@ def _cgroup_memory() -> list[int]:
         except FileNotFoundError:
             continue  # the root of the tree has no limit
         if limit != "max":
-            # Files that were read, such as the weights, count as used until somebody needs the memory.
+            # Cached file pages, such as those of the weights, count as used, but the kernel frees them when needed.
             files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             left.append(max(int(limit) - int(used) + files, 0))
     return left
 
 
 def _cgroups(controller: str) -> list[Path]:
-    """Folders of the control groups that bound a thing for this process, from its own to the outermost in sight."""
+    """Returns the folders of this process's control groups for a controller, from the innermost to the outermost."""
     own = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()] if _OWN_CGROUPS.is_file() else []
     folders = []
     for number, controllers, path in own:
         if number == "0" or controller in controllers.split(","):
             root = _CGROUPS if number == "0" else _CGROUPS / controller
             group = root / path.lstrip("/")
-            # In a container the mount shows the own group as the root, whatever its name outside is.
+            # A container sees its own group as the root, although its path names the group outside.
             folders += [f for f in (group, *group.parents) if f.is_relative_to(root)] if group.is_dir() else [root]
     return folders
 
 
 def usable_cores() -> int:
-    """Returns the processors that this process may use, by its affinity and by the quota of the container."""
+    """Returns the number of processors that this process may use: its affinity and the quota of its container."""
     return min([len(_usable_processors()), *(max(math.ceil(quota), 1) for quota in _cgroup_cores())])
 
 
 def cores_by_node() -> dict[int, list[Core]]:
-    """Returns the cores that this process may use, by NUMA node; where the system knows none, all are of node 0."""
+    """Returns the cores that this process may use, by NUMA node. All belong to node 0 if the system has no nodes."""
     usable = _usable_processors()
     nodes = {int(folder.name[4:]): _listed(folder / "cpulist") & usable for folder in _NODES.glob("node[0-9]*")}
     nodes = {number: nodes[number] for number in sorted(nodes) if nodes[number]} or {0: usable}
@@ -99,10 +99,10 @@ def cores_by_node() -> dict[int, list[Core]]:
 
 
 def pin(processors: Collection[int]) -> None:
-    """Keeps the threads of this process, and those that they start, on these processors, where the system has a say.
+    """Pins the threads of this process, and threads that they start later, to processors. Linux only.
 
     Raises:
-        OSError: None of them may be used.
+        OSError: The process may use none of the processors.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -116,7 +116,7 @@ def _usable_processors() -> set[int]:
 
 
 def _cores(processors: set[int]) -> list[Core]:
-    """Returns the cores that some processors belong to, with no others, in the order of their first ones."""
+    """Groups processors by core, ordered by the first processor of each core."""
     cores: dict[Core, None] = {}
     for processor in sorted(processors):
         siblings = _listed(_PROCESSORS / f"cpu{processor}" / "topology" / "thread_siblings_list") & processors
@@ -125,20 +125,20 @@ def _cores(processors: set[int]) -> list[Core]:
 
 
 def _listed(file: Path) -> set[int]:
-    """Reads a list of the kernel's, such as `0-3,8`; empty where there is no such file."""
+    """Reads a list of numbers in the kernel's format, such as `0-3,8`; empty if the file does not exist."""
     text = file.read_text().strip() if file.is_file() else ""
     spans = [part.partition("-") for part in text.split(",") if part]
     return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
 
 
 def threads_of(config: EngineConfig) -> int:
-    """Returns the threads that an engine computes with: those that it is told, or its part of the cores."""
+    """Returns the number of compute threads of an engine: `num_threads`, or its share of the cores."""
     return config.num_threads or max(usable_cores() // config.num_engines, 1)
 
 
 def _cgroup_cores() -> list[float]:
-    """Processors' worth of time that each control group with a quota gives this process (v1 or v2)."""
-    given = []
+    """Returns the CPU quota of each control group of this process in processors (v1 or v2)."""
+    quotas = []
     for folder in _cgroups("cpu"):
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -147,5 +147,5 @@ def _cgroup_cores() -> list[float]:
         else:
             continue  # the root of the tree has no quota
         if quota not in ("max", "-1"):
-            given.append(int(quota) / int(period))
-    return given
+            quotas.append(int(quota) / int(period))
+    return quotas

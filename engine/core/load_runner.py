@@ -14,25 +14,24 @@ from .loading.load_errors import needs_torch
 from .runner import Runner
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Both names of torch, the newer one first. It reads them when CUDA is first used."""
+"""Both names of torch's variable, the newer one first. torch reads them when CUDA is first used."""
 _FUSION_VARIABLE: Final = "TRITON_DEFAULT_FP_FUSION"
-"""Whether triton fuses multiply and add. Triton 3.9 does by default, and warns that later versions will not."""
+"""Whether triton fuses multiply and add. Triton 3.9 does so by default, and warns that later versions will not."""
 
 
 def load_runner(config: EngineConfig) -> Runner:
-    """Loads the model that a configuration names.
+    """Loads the model of a configuration into a runner. Pins the process to `config.cores` if they are set.
 
-    Torch selects the device if there may be a GPU. The C library runs the models that it supports on a CPU. Pins the
-    process to `config.cores` if they are set.
+    torch selects the device if there may be a GPU. On a CPU the C library runs the models that it supports.
 
     Raises:
-        ModelLoadError: The model cannot be served, or needs torch where that is not installed.
+        ModelLoadError: The model cannot be served, or needs torch, which is not installed.
     """
     if config.cores is not None:
         pin(config.cores)
     info, name = resolve_model(config), config.name or config.model
     device, dtype = "cpu", "float32" if config.dtype == "auto" else config.dtype
-    why = f"--device {config.device} is torch's"
+    why = f"--device {config.device} needs it"
     if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
         _let_segments_grow()
         os.environ.setdefault(_FUSION_VARIABLE, "1")
@@ -53,7 +52,7 @@ def load_runner(config: EngineConfig) -> Runner:
 def _let_segments_grow() -> None:
     """Enables expandable segments in torch's CUDA allocator, unless the operator configured the allocator.
 
-    Batches differ in size. With fixed segments, free segments that are too small for the next batch waste memory.
+    Batches differ in size, and fixed segments that are too small for the next batch would waste memory.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""Sizes the scheduler for a loaded model: the budget of a forward, what counts as long, and the longest input."""
+"""Builds the scheduler for a loaded model: token budget, chunk size, and the longest input."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .runner import DeviceLimits
 logger = logging.getLogger("penstock.engine")
 
 _MIN_CHUNK: Final = 16
-"""Tokens. Chunks are not made smaller if memory runs short: each forward has a fixed cost."""
+"""Tokens of the smallest chunk when memory is short, because each forward has a fixed cost."""
 _MAX_RETRIES: Final = 8
-"""Times in a row that a chunk may run out of memory. Each retry is about half as long."""
+"""Consecutive times that a chunk may run out of memory. Each retry is about half as long."""
 
 
 def make_scheduler(
@@ -27,11 +27,11 @@ def make_scheduler(
     num_lanes: int = 1,
     device: DeviceLimits | None = None,
 ) -> tuple[Scheduler, ModelInfo]:
-    """Returns the scheduler, and the model with the longest input that can run.
+    """Returns the scheduler, and the model info with the final max_model_len.
 
     Args:
         config: Limits.
-        info: The model as loaded.
+        info: The loaded model.
         sequence_pool: Memory of sequences that run in chunks.
         num_lanes: See Scheduler.
         device: Limits of the device; None if unknown.
@@ -43,7 +43,7 @@ def make_scheduler(
     if not is_cut:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
             logger.warning(
-                "max_num_batched_tokens is %d, but one sequence may have %d tokens; the budget is raised to that.",
+                "max_num_batched_tokens is %d, but one sequence may have %d tokens; the token budget is raised to it.",
                 budget,
                 info.max_model_len,
             )
@@ -52,7 +52,7 @@ def make_scheduler(
         budget = device.max_tokens
         if not is_cut and budget < info.max_model_len:
             logger.warning(
-                "max_model_len is %d, but one forward finds memory for %d tokens: inputs are limited to that.",
+                "max_model_len is %d, but the memory holds a forward of %d tokens: inputs are limited to it.",
                 info.max_model_len,
                 budget,
             )
@@ -61,7 +61,7 @@ def make_scheduler(
     info = _limited(info, sequence_pool.capacity_tokens, budget)
     chunk_size = limits.chunk_size
     if chunk_size is not None and chunk_size > budget:
-        logger.warning("chunk_size is %d, but a forward has %d tokens; chunks have no more.", chunk_size, budget)
+        logger.warning("chunk_size is %d, but a forward has %d tokens; chunk_size is lowered.", chunk_size, budget)
         chunk_size = budget
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
@@ -82,7 +82,7 @@ def make_scheduler(
 
 
 def _limited(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
-    """Returns the model with no longer inputs than the pool can hold or one forward can run."""
+    """Lowers max_model_len to the sequences that fit into the pool or into one forward."""
     if not capacity or max(capacity, budget) >= info.max_model_len:
         return info
     logger.warning(

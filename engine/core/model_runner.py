@@ -1,4 +1,4 @@
-"""Runs tokenized inputs on torch."""
+"""The Runner of models on torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
 
-_MOST_UNDER_WAY: Final = 2
-"""Forwards: the running one and the next."""
+_MAX_FORWARDS: Final = 2
+"""Forwards that are queued on the device: the running one and the next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +50,8 @@ class DeviceForward:
 
     Attributes:
         copy: The copy of its outputs to the host.
-        ended: The event behind that copy.
-        watch: The thread that waits for `ended`.
+        ended: The event after the copy.
+        watch: Waits for `ended` in a thread.
     """
 
     copy: OutputCopy
@@ -66,25 +66,25 @@ class DeviceForward:
             return self.ended.is_reached
 
     def outputs(self) -> BatchOutputs:
-        """See Forward. Raises DeviceLostError only: errors of a request are raised by Runner.begin."""
+        """See Forward. Raises only DeviceLostError: Runner.begin raises the errors of a request."""
         with device_errors():
             self.ended.wait()
         return self.copy.arrived()
 
 
 class ModelRunner(PoolingRunner[torch.Tensor]):
-    """A Runner on torch. `load` makes one from an EngineConfig.
+    """Runs a model on torch. See Runner.
 
     Args:
-        info: The model, on its device.
-        tokenizer: For the clients.
-        model: With its weights.
-        dense: The Dense modules that follow the pooling.
-        config: Limits of the pool.
-        maps: Heads for single tokens; None for none.
-        gauge: Measures the largest forward before the memory of chunks is sized. None: on a GPU its own memory, on a
-            CPU no such forward runs.
-        stream: Of the forwards; None for that of the model's device.
+        info: The model with its resolved device.
+        tokenizer: Tokenizer, sent to the clients.
+        model: The model with its weights.
+        dense: The Dense modules after the pooling.
+        config: Model and limits.
+        maps: Token heads; None if the model has none.
+        gauge: Measures the largest forward before the memory of chunks is sized. None: the gauge of a GPU; no
+            measurement on a CPU.
+        stream: Stream of the forwards; None: the stream of the model's device.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         self._stream = stream or stream_of(self._device)
         self._clock = ForwardClock(self._stream)
         self._watch = EventWatcher(self._device)
-        self._under_way: deque[DeviceEvent] = deque()  # ends of forwards
+        self._in_flight: deque[DeviceEvent] = deque()  # ends of forwards
         self._samples = SampleBatches(info, tokenizer)
         self._gpu_warm_up: GpuWarmUp | None = None
         self._graphs: ForwardGraphs | None = None
@@ -115,11 +115,11 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     def load(cls, info: ModelInfo, config: EngineConfig) -> ModelRunner:
         """Loads a model.
 
-        Makes its device the current one of the calling thread. The same thread must run the forwards.
+        Makes the model's device the current device of the calling thread. The same thread must run the forwards.
 
         Args:
-            info: The model, on its device; see choose_kernels.
-            config: What to serve.
+            info: The model with its resolved device; see choose_kernels.
+            config: Model and limits.
 
         Raises:
             ModelLoadError: The model cannot be served.
@@ -137,18 +137,18 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     @property
     def can_begin(self) -> bool:
-        """See Runner. The device has the next forward before it has ended one."""
+        """See Runner. The next forward is queued while one runs."""
         with device_errors():
-            while self._under_way and self._under_way[0].is_reached:
-                self._under_way.popleft()
-        return len(self._under_way) < _MOST_UNDER_WAY
+            while self._in_flight and self._in_flight[0].is_reached:
+                self._in_flight.popleft()
+        return len(self._in_flight) < _MAX_FORWARDS
 
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner."""
         self._watch.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
-        """See Runner. On CUDA the batch is packed, and all that it needs asked for, while others may run."""
+        """See Runner. On CUDA returns after queueing the work, while earlier forwards may run."""
         with device_errors():
             return self._begin(chunks)
 
@@ -182,13 +182,13 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
                 if self._gpu_warm_up is not None and self._model.is_recordable:
                     self._gpu_warm_up.refill(self.limits)
             if self._gpu_warm_up is not None:
-                self.take_times()  # most of the time was compilation
+                self.take_times()  # discards them: they include compilation
 
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
         cache = None
         if in_chunks(chunks):
-            assert self._memory is not None, "only a runner with memory for chunks gives sequences some"
+            assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
         if cache is None:
@@ -213,7 +213,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             self._meter.end(batch.num_tokens)  # torch counts allocations when they are requested
         if isinstance(result, BatchOutputs):
             return EndedForward(result)
-        self._under_way.append(ended)
+        self._in_flight.append(ended)
         self._watch.add(ended)
         return DeviceForward(result, ended, self._watch)
 
@@ -221,8 +221,8 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         """Reserves the memory of sequences in chunks: a share of the memory that the largest forward leaves free.
 
         Raises:
-            DeviceMemoryError: There is too little memory even for a small forward.
-            ModelLoadError: There is too little for the chunks that `kv_cache_memory` asks for.
+            DeviceMemoryError: Memory is too short even for a small forward.
+            ModelLoadError: `kv_cache_memory` is too small for one sequence.
         """
         config = self._config
         spec = self._model.cache_spec if self._keeps_chunks() else None
@@ -244,7 +244,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         self.take_times()
 
     def _reserve_chunks(self, spec: CacheSpec, num_free: int) -> None:
-        """Reserves the memory of sequences in chunks, if it holds at least one; see `_make_pool`."""
+        """Reserves the memory of sequences in chunks, if at least one fits; see `_make_pool`."""
         dtype = torch_dtype(self.info.dtype)
         plan = self._make_pool(spec, dtype.itemsize, num_free)
         if plan is not None:
@@ -256,6 +256,6 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
 @contextmanager
 def _load_errors(info: ModelInfo) -> Iterator[None]:
-    """As load_errors, also for shortages of memory that only torch's message shows."""
+    """Like load_errors, but also recognises torch's out-of-memory errors."""
     with load_errors(info), device_errors():
         yield

@@ -1,4 +1,4 @@
-"""The interface between the loop and the two runners, and the steps that they share. Plain Python without torch."""
+"""The interface between the loop and the two runners, and their shared code. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _HALF_TYPES: Final = ("bfloat16", "float16")
 
 
 class DeviceMemoryError(Exception):
-    """A forward found too little memory. It changed nothing, and a smaller one may succeed."""
+    """A forward ran out of memory and changed nothing. A smaller one may succeed."""
 
 
 class DeviceLostError(Exception):
-    """The device has failed. The process must end, and a new one replaces it."""
+    """The device has failed. The process must end; a new one replaces it."""
 
 
 class ForwardTime(NamedTuple):
     """The time of a finished forward.
 
     Attributes:
-        chunk_tokens: Tokens of chunks of long sequences.
+        chunk_tokens: Tokens in chunks of long sequences.
         whole_tokens: Other tokens.
         seconds: Seconds on the device.
     """
@@ -47,8 +47,8 @@ class DeviceLimits(NamedTuple):
     """The limits of a device.
 
     Attributes:
-        memory: Bytes; None if the device uses the memory of the host.
-        max_tokens: Tokens for which one forward has found memory; None if that was not measured.
+        memory: Bytes of device memory; None if the device uses the memory of the host.
+        max_tokens: Tokens of the largest forward that fits into memory; None if it was not measured.
     """
 
     memory: int | None = None
@@ -72,13 +72,13 @@ class Runner(Protocol):
     """One model on one device. Used by one thread at a time.
 
     Attributes:
-        info: The model, on its device.
-        tokenizer: For the client of the engine.
+        info: The model with its resolved device.
+        tokenizer: Tokenizer, sent to the clients.
         sequence_pool: Memory of the sequences that run in chunks.
         num_lanes: Parts of the device that run forwards independently.
-        keeps_order: Forwards run one after the other, in the order in which they were started. Several chunks of one
-            prompt may then be under way, and their memory may already be given to forwards that start later.
-        limits: Of the device.
+        keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one prompt may then be
+            in flight, and later forwards may reuse the memory of a cancelled one.
+        limits: Limits of the device.
     """
 
     info: ModelInfo
@@ -89,7 +89,7 @@ class Runner(Protocol):
     limits: DeviceLimits = DeviceLimits()
 
     def warm_up(self) -> None:
-        """Runs one small batch, on a GPU one of every kind, so that no request waits for one-time work.
+        """Runs a small batch, and on a GPU a batch of every kind, so that no request waits for one-time work.
 
         Raises:
             ModelLoadError: The model returns NaN or inf.
@@ -97,21 +97,21 @@ class Runner(Protocol):
 
     @property
     def can_begin(self) -> bool:
-        """Whether a forward may start beside those under way, because a part of the device is or will soon be idle."""
+        """Whether a forward may start beside those in flight, because a part of the device is or will soon be idle."""
         ...
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """Sets the file descriptor that is written to when a forward ends or `can_begin` becomes true; None for none.
+        """Sets the file descriptor to write to when a forward ends or `can_begin` becomes true; None: no descriptor.
 
-        The runner no longer writes to the previous one after this call.
+        After this call the runner does not write to the previous descriptor.
         """
         ...
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
-        """Starts a forward: as `execute`, but may return before its end. Raises the errors of `execute`.
+        """Starts a forward. Like `execute`, but may return before the forward ends.
 
-        Pooling states and cursors are already those after the forward. If `keeps_order`, the next chunks of the same
-        sequences may start at once. Otherwise forwards under way hold whole sequences only.
+        Pooling states and cursors already include the forward. If `keeps_order`, the next chunks of the same sequences
+        may start at once. Otherwise only forwards of whole sequences overlap.
         """
         ...
 
@@ -133,13 +133,13 @@ class Runner(Protocol):
         return self.begin(chunks).outputs()
 
     def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Saves the SSM states of a sequence that loses its memory. Raises the errors of `execute`."""
+        """Saves the SSM states of a preempted sequence. Raises the errors of `execute`."""
 
     def forget(self, sequences: Sequence[QueuedSequence]) -> None:
         """Drops the pooling states and saved SSM states of sequences that have ended or were cancelled."""
 
     def free_tokens(self) -> int | None:
-        """Returns the tokens of a forward for which the device has memory now; None if that is not known."""
+        """Returns the tokens of the largest forward that fits into the free memory; None if unknown."""
 
     def take_times(self) -> list[ForwardTime]:
         """Returns the times of the forwards that have ended since the last call."""
@@ -166,13 +166,13 @@ class EndedForward:
 
 
 class PoolingRunner(Runner, Generic[R]):
-    """The steps that the runners of arrays and of tensors share: sizes of memory, descriptions of batches, states.
+    """Base class of the two runners: memory sizes, pooling metadata and pooling states.
 
     Args:
-        info: The model, on its device.
-        tokenizer: For the clients.
-        pooler: Of the model.
-        config: Limits of the pool.
+        info: The model with its resolved device.
+        tokenizer: Tokenizer, sent to the clients.
+        pooler: Pooler of the model.
+        config: Model and limits.
         gauge: Measures the memory of the device.
     """
 
@@ -205,7 +205,7 @@ class PoolingRunner(Runner, Generic[R]):
         return self._meter.free_tokens()
 
     def _make_pool(self, spec: CacheSpec, itemsize: int, num_free: int) -> PoolPlan | None:
-        """Makes the pool of sequences in chunks: a share of `num_free` Bytes, or the size that the operator gives."""
+        """Creates the pool of sequences in chunks: `kv_cache_memory` bytes, or a share of `num_free` bytes."""
         config = self._config
         num_bytes = config.cache.kv_cache_memory
         if num_bytes is None:
@@ -224,7 +224,7 @@ class PoolingRunner(Runner, Generic[R]):
     def _describe(
         self, chunks: Sequence[PrefillChunk], batch: PackedBatch | PackedArrays, *, in_chunks: bool
     ) -> PoolingMetadata:
-        """Describes a batch for the pooler. `in_chunks`: whether a sequence holds memory."""
+        """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
         sequences = [chunk.sequence for chunk in chunks]
         params = [sequence.request.params for sequence in sequences]
         metadata = PoolingMetadata.for_batch(batch, params)
@@ -242,10 +242,10 @@ class PoolingRunner(Runner, Generic[R]):
 
 
 def in_chunks(chunks: Sequence[PrefillChunk]) -> bool:
-    """Whether a sequence of a batch holds memory.
+    """Whether a sequence of a batch has an allocation.
 
     Raises:
-        ValueError: A chunk lost its memory before it ran: it was cancelled, and the others run again.
+        ValueError: A chunk has no allocation because its request was cancelled. The other chunks can run again.
     """
     if any(chunk.sequence.is_long and chunk.sequence.allocation is None for chunk in chunks):
         raise ValueError("a chunk lost its memory before it ran")
@@ -253,12 +253,12 @@ def in_chunks(chunks: Sequence[PrefillChunk]) -> bool:
 
 
 def num_chunk_tokens(chunks: Sequence[PrefillChunk]) -> int:
-    """Returns the tokens of chunks of long sequences."""
+    """Returns the number of tokens in chunks of long sequences."""
     return sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_long)
 
 
 def _token_bytes(info: ModelInfo) -> int:
-    """Estimates the Bytes of a token of a forward: the rows of a layer and of its MLP."""
-    inner = info.config.get("intermediate_size")  # a list where layers differ
+    """Estimates the bytes per token of a forward: the rows of a layer and of its MLP."""
+    inner = info.config.get("intermediate_size")  # a list if layers differ
     width = 8 * info.hidden_size + 4 * (inner if isinstance(inner, int) and inner > 0 else 4 * info.hidden_size)
     return width * (2 if info.dtype in _HALF_TYPES else 4)

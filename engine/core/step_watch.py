@@ -15,31 +15,31 @@ from ..scheduling import PrefillChunk
 
 logger = logging.getLogger("penstock.engine")
 
-_LOOKS: Final = 10
-"""Looks of the watching thread in the shortest limit."""
+_CHECKS_PER_LIMIT: Final = 10
+"""Checks of the watching thread within the smallest limit."""
 _FACTOR: Final = 10
-"""A forward on one lane may take this many times the duration of the longest one before it."""
+"""A forward on one lane may take this many times as long as the longest one before it."""
 _SHOWN_FRAMES: Final = 6
-"""Innermost calls of the engine thread that the log shows."""
+"""Innermost stack frames of the engine thread in the log."""
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A call that the engine thread makes, or a forward in flight.
+    """A call of the engine thread, or a forward in flight.
 
     Attributes:
         num_seqs: Sequences of its forward; 0 for a call without a forward.
         num_tokens: Tokens of its forward.
-        num_looks: Times that the watching thread has found it unfinished.
+        num_checks: Checks of the watching thread that found it unfinished.
     """
 
     num_seqs: int = 0
     num_tokens: int = 0
-    num_looks: int = 0
+    num_checks: int = 0
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk]) -> Step:
-        """Returns the step that runs a forward of these chunks."""
+        """Returns the step of a forward over chunks."""
         return cls(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
 
     def __str__(self) -> str:
@@ -49,23 +49,23 @@ class Step:
 
 
 class StepWatch:
-    """Measures how long the current call of the engine thread, and each forward in flight, has run.
+    """Measures the running time of the engine thread's current call and of each forward in flight.
 
-    The limit of a forward is 10 times the longest forward so far, and at least `least_s`. It grows with the number of
-    tokens where a forward has more of them than any before it. With several lanes it is as many times larger: the
-    longest forward may have run on all lanes, and the next one gets a single lane while the others are busy. Time is
-    counted in looks of the watching thread, so a process that was stopped, or a machine that slept, exceeds no limit.
+    The limit of a forward is 10 times the longest forward so far, and at least `least_s`. It grows in proportion to the
+    tokens for a forward with more tokens than all earlier ones. With several lanes the limit is multiplied by their
+    number: the longest forward may have run on all lanes, and the next one may get a single lane. Time is counted in
+    checks of the watching thread, so that a stopped process or a suspended machine exceeds no limit.
 
-    All methods but `look` belong to the engine thread.
+    All methods but `check` belong to the engine thread.
 
     Args:
-        least_s: Seconds. The smallest limit; 0 switches the watch off.
+        least_s: Seconds. The smallest limit; 0 disables the watch.
         on_stuck: Called once, on the watching thread, with a sentence that names the step.
 
     Attributes:
-        in_flight: Steps of forwards that have begun and have not been collected, in the order in which they began.
-        in_order: Whether the device runs them one after another, so that only the first of them makes progress.
-        num_lanes: Parts of the device that run forwards by themselves; see Runner.
+        in_flight: Steps of forwards that have started and were not collected, in order.
+        in_order: Whether the device runs forwards one after another, so that only the first one makes progress.
+        num_lanes: See Runner.
     """
 
     def __init__(self, least_s: float, on_stuck: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ class StepWatch:
         self.in_order = True
         self.num_lanes = 1
         self._least_s = least_s
-        self._interval_s = least_s / _LOOKS
+        self._interval_s = least_s / _CHECKS_PER_LIMIT
         self._on_stuck = on_stuck
         self._current: Step | None = None
         self._longest_s = 0.0
@@ -98,7 +98,7 @@ class StepWatch:
             yield
         finally:
             if outer is not None:
-                outer.num_looks = 0
+                outer.num_checks = 0
             self._current = outer
 
     @contextmanager
@@ -116,11 +116,8 @@ class StepWatch:
                 thread.join()
 
     def record(self, step: Step, seconds: float) -> None:
-        """Learns from a forward that has ended, and took this many seconds, how long the next ones may take.
-
-        Seconds in which the process was stopped do not count: the watching thread has not looked meanwhile.
-        """
-        self._longest_s = max(self._longest_s, min(seconds, (step.num_looks + 1) * self._interval_s))
+        """Records the duration of a forward that has ended. Time in which the process was stopped does not count."""
+        self._longest_s = max(self._longest_s, min(seconds, (step.num_checks + 1) * self._interval_s))
         self._most_tokens = max(self._most_tokens, step.num_tokens)
 
     def limit_s(self, step: Step) -> float:
@@ -130,27 +127,26 @@ class StepWatch:
 
     @property
     def _factor(self) -> int:
-        """A forward may take this many times the duration of the longest one before it."""
         return _FACTOR * self.num_lanes
 
-    def look(self) -> str | None:
-        """Counts one more interval for the steps that run; returns a sentence if one has exceeded its limit."""
+    def check(self) -> str | None:
+        """Adds an interval to the running steps. Returns a sentence if a step has exceeded its limit."""
         current, watched = self._current, []
         if current is not None:
             watched.append(current)
-        if current is None or not current.num_looks:  # else the engine thread itself makes no progress
+        if current is None or not current.num_checks:  # otherwise the engine thread itself makes no progress
             in_flight = self.in_flight[:1] if self.in_order else self.in_flight[:]
             watched += [step for step in in_flight if step is not current]
         for step in watched:
-            step.num_looks += 1
-            seconds, limit_s = (step.num_looks - 1) * self._interval_s, self.limit_s(step)
+            step.num_checks += 1
+            seconds, limit_s = (step.num_checks - 1) * self._interval_s, self.limit_s(step)
             if seconds >= limit_s:
                 return f"{step} has not ended for {seconds:g} s; its limit is {limit_s:.3g} s"
         return None
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            if (reason := self.look()) is not None:
+            if (reason := self.check()) is not None:
                 logger.critical(
                     "%s (%d times the longest forward so far, at least --step-timeout-s). The engine thread is in:\n%s",
                     reason,

@@ -21,13 +21,13 @@ class HasDescriptor(Protocol):
 
 
 class Waker:
-    """Lets one thread sleep until another wakes it, or until a watched file is readable.
+    """Lets one thread sleep until another thread wakes it or a watched file is readable.
 
-    Wake-ups are level-triggered: several wake-ups before a wait count as one. Code outside of Python wakes the thread
-    by writing to `fd`. All methods but `wake` belong to the thread that waits.
+    Wake-ups are level-triggered: several wake-ups before a wait count as one. C code wakes the thread by writing to
+    `fd`. All methods but `wake` belong to the waiting thread.
 
     Attributes:
-        fd: Descriptor to write to; it never blocks.
+        fd: Non-blocking descriptor to write to.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Waker:
             os.write(self.fd, b"\0")
 
     def watch(self, file: HasDescriptor, on_readable: Callable[[], None]) -> None:
-        """Wakes the thread also when `file` is readable; `wait` then returns `on_readable`."""
+        """Also wakes the thread when `file` is readable; `wait` then returns `on_readable`."""
         self._selector.register(file, selectors.EVENT_READ, on_readable)
 
     def ignore(self, file: HasDescriptor) -> None:
@@ -58,7 +58,7 @@ class Waker:
         self._selector.unregister(file)
 
     def pause(self, file: HasDescriptor, seconds: float) -> None:
-        """Ignores a watched file for some seconds. `wait` may return nothing when they are over."""
+        """Ignores a watched file for some seconds. `wait` may return an empty list at the end of the pause."""
         key = self._selector.unregister(file)
         self._paused.append((time.monotonic() + seconds, file, key.data))
 
@@ -87,7 +87,7 @@ class Waker:
         return callbacks
 
     def _resume(self) -> float | None:
-        """Watches files again whose pause is over. Returns the seconds until the next pause ends; None for none."""
+        """Watches paused files again after their pause. Returns the seconds until the next pause ends, or None."""
         now_s, paused = time.monotonic(), self._paused
         self._paused = [entry for entry in paused if entry[0] > now_s]
         for until_s, file, on_readable in paused:

@@ -1,9 +1,9 @@
-"""What runs before the first request.
+"""Warm-up: batches that run before the first request.
 
 Every model runs one batch with all its tasks. A GPU also runs the largest batch, to measure its memory, and a batch of
-every kind that requests can cause: triton compiles a kernel when it first meets a kind of argument (up to seconds), and
-cuBLAS loads another kernel for each range of sizes. The kind of a batch depends on its tasks, its longest sequence (the
-tile sizes, and whether work is split), its number of tokens, and whether sequences continue earlier chunks.
+every kind of request: triton compiles a kernel for each new kind of arguments (up to seconds), and cuBLAS loads another
+kernel for each range of sizes. The kind of a batch depends on its tasks, its longest sequence (which selects tile sizes
+and split work), its number of tokens, and whether sequences continue earlier chunks.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger("penstock.engine")
 _CLASS_TASKS: Final = (PoolingTask.CLASSIFY, PoolingTask.SCORE, PoolingTask.TOKEN_CLASSIFY)
 _TASKS_WITH_DIMENSIONS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _MIN_BATCH: Final = 64
-"""Tokens. A model whose forward of this size finds no memory cannot be served."""
+"""Tokens. A model cannot be served if memory is too short for a forward of this size."""
 _GRAPH_BATCH: Final = 64
 """Tokens of a batch that replays a CUDA graph, if there is one."""
 _TILES: Final = (16, 32, 64, 128, 256, 512)
-"""Rows that one program of some kernel takes."""
+"""Tile sizes of kernels in rows."""
 _SPLIT: Final = 256
-"""Rows. Pooling splits longer sequences, which takes other kernels."""
+"""Rows. Pooling splits longer sequences, with other kernels."""
 _SHORT: Final = 8
 """Tokens of a short text."""
 _CHUNKS: Final = (_SHORT, 64, 320)
-"""Tokens of chunks. They select the tiles of attention and, from `_SPLIT` on, how chunks are pooled."""
+"""Tokens of chunks. They select the tiles of attention. Chunks above `_SPLIT` are pooled by other kernels."""
 _PROGRESS_S: Final = 5.0
 """Seconds between two log lines."""
 
 
 class SampleBatches:
-    """Makes batches of any lengths and tasks for one model.
+    """Builds batches of any lengths and tasks for one model.
 
     Args:
         info: The model.
@@ -60,12 +60,12 @@ class SampleBatches:
         self._info = info
         self._ids = np.array(tokenizer.sample_ids, np.int32)
         self._has_types = tokenizer.uses_token_types
-        # `score` runs as one of the others. A model with no other task runs `score` itself.
+        # `score` runs as another task, unless it is the only one.
         self._tasks: list[PoolingTask] = [task for task in info.tasks if task is not PoolingTask.SCORE]
         self._tasks = self._tasks or list(info.tasks)
 
     def all_params(self) -> list[PoolingParams]:
-        """Returns all parameters that select different kernels: every task, normalization and some dimensions."""
+        """Returns all parameters that select different kernels: every task, normalisation and some dimensions."""
         info = self._info
         found = self.default_params()
         widths = [w for w in (info.matryoshka_dimensions or (info.embedding_size // 2,)) if w < info.embedding_size]
@@ -81,7 +81,7 @@ class SampleBatches:
         return [PoolingParams().resolved(task, self._info) for task in self._tasks]
 
     def batch(self, lengths: Sequence[int], params: Sequence[PoolingParams]) -> list[PrefillChunk]:
-        """Returns whole sequences in ascending length, which take their parameters from `params` in rotation."""
+        """Returns whole sequences in ascending length. Sequence i gets `params[i % len(params)]`."""
         return [
             PrefillChunk(self.sequence(i, length, params[i % len(params)]), 0, length)
             for i, length in enumerate(sorted(lengths))
@@ -102,10 +102,10 @@ def warm_up(
 ) -> None:
     """Runs one batch with every task; see Runner.warm_up.
 
-    Classes are computed as logits: an activation might hide values that are not finite.
+    Computes classes as logits, because an activation may hide infinite values.
 
     Raises:
-        WeightError: The model gives NaN or inf.
+        WeightError: The model returns NaN or inf.
     """
     tokens = TokenizedInput(np.array(tokenizer.sample_ids[-info.max_model_len :], np.int32))
     first, *others = info.tasks
@@ -122,19 +122,19 @@ def warm_up(
         ]
     )
     if not outputs.is_finite.all():
-        found = f"{info.name} answers a plain text with values that are not finite; naming the weights to blame"
-        with needs_torch(found, "it reads them in their own type"):
-            from .loading.weights_loader import not_finite_error  # imports torch, which few starts need
+        found = f"{info.name} returns NaN or infinite values for a plain text; the search for damaged weights"
+        with needs_torch(found, "it reads weights of every dtype"):
+            from .loading.weights_loader import not_finite_error  # imports torch
 
         raise not_finite_error(info)
 
 
 class GpuWarmUp:
-    """The warm-up of a runner on a GPU: finds its limits, compiles kernels, and lets torch allocate its memory.
+    """The warm-up of a runner on a GPU: finds its limits, compiles kernels, and makes torch allocate its memory.
 
     Args:
-        info: The model, on its device.
-        samples: Makes batches for it.
+        info: The model with its resolved device.
+        samples: Builds batches for the model.
         begin: Starts a batch.
         config: Limits of a batch.
         gauge: Measures the memory of the device.
@@ -158,13 +158,13 @@ class GpuWarmUp:
         self._memory = memory
 
     def find_limits(self, *, is_whole: bool) -> tuple[DeviceLimits, int]:
-        """Runs the largest forward. Returns the limits, and the bytes that it takes.
+        """Runs the largest forward. Returns the limits, and the peak bytes of the forward.
 
         Args:
-            is_whole: Whether every input runs whole, however long.
+            is_whole: Whether inputs of every length run whole.
 
         Raises:
-            DeviceMemoryError: There is too little memory even for a small one.
+            DeviceMemoryError: Memory is too short even for a small forward.
         """
         budget = self._config.token_budget(self._info.device, self._memory)
         if is_whole:
@@ -177,7 +177,7 @@ class GpuWarmUp:
             max_num_seqs=self._config.seqs(self._info.device),
         )
         logger.info(
-            "a forward of %d tokens takes %d MiB beside the weights", largest.num_tokens, largest.num_bytes >> 20
+            "a forward of %d tokens uses %d MiB in addition to the weights", largest.num_tokens, largest.num_bytes >> 20
         )
         return DeviceLimits(memory=self._memory, max_tokens=largest.num_tokens), largest.num_bytes
 
@@ -201,8 +201,8 @@ class GpuWarmUp:
     def refill(self, limits: DeviceLimits) -> None:
         """Runs the largest batches, and two small ones at once, so that torch allocates its memory again.
 
-        torch returns its cached memory to the driver before it records a CUDA graph, pinned memory too. Requests would
-        wait for the allocation.
+        Before torch captures a CUDA graph, it returns its cached memory, pinned memory too, to the driver. Without this
+        call requests would wait for the allocation.
 
         Args:
             limits: Result of `find_limits`.
@@ -212,7 +212,7 @@ class GpuWarmUp:
         for lengths in largest_shapes(limits.max_tokens, self._info.max_model_len, max_num_seqs):
             try:
                 self._run_default(lengths)
-            except DeviceMemoryError as error:  # requests lower the budget if this happens to them
+            except DeviceMemoryError as error:  # the scheduler lowers the budget if requests run out of memory
                 logger.warning("out of memory beside CUDA graphs with %d tokens: %s", sum(lengths), error)
         small = [min(_GRAPH_BATCH, self._info.max_model_len, limits.max_tokens)]
         params = self._samples.default_params()[:1]
@@ -228,11 +228,11 @@ class GpuWarmUp:
 
 
 class LargestBatch(NamedTuple):
-    """The largest forward that runs.
+    """The largest forward that fits into memory.
 
     Attributes:
-        num_tokens: Its tokens, however they are divided into sequences.
-        num_bytes: Peak memory of the forward in bytes, beside the memory used before and after it.
+        num_tokens: Tokens of the forward.
+        num_bytes: Peak memory of the forward in bytes, in addition to the memory in use before it.
     """
 
     num_tokens: int
@@ -245,9 +245,9 @@ def largest_batch(
     """Runs the largest batches, and smaller ones if memory is too short for them.
 
     Args:
-        run: Runs a batch of sequences of these lengths.
+        run: Runs a batch of sequences with the given lengths.
         gauge: Measures the memory of the device.
-        num_tokens: Wanted tokens of a forward.
+        num_tokens: Tokens of the first attempt.
         longest: Tokens of the longest sequence.
         max_num_seqs: Sequences of the largest forward.
 
@@ -297,7 +297,7 @@ def run_all_kinds(
     """Runs a batch of every kind and logs the progress.
 
     Args:
-        samples: Makes the batches.
+        samples: Builds the batches.
         run: Runs a batch.
         sequence_pool: Memory of sequences that run in chunks.
         token_budget: Tokens of the largest forward.
@@ -338,7 +338,7 @@ def _all_kinds(
                 yield samples.batch(fitting, [params])
             yield samples.batch(_fit(fitting * 2, token_budget, max_num_seqs), samples.all_params())
     num_tokens = 1
-    while num_tokens <= token_budget:  # matrix products of every size, with long sequences and with short ones
+    while num_tokens <= token_budget:  # matrix products of every size, with long and with short sequences
         for length in (min(longest, num_tokens), min(_SHORT, longest, num_tokens)):
             lengths = [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
             yield samples.batch(_fit(lengths, token_budget, max_num_seqs), samples.default_params()[:1])
@@ -359,7 +359,7 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
 def _chunked(
     samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[PrefillChunk]]:
-    """Yields three chunks of a sequence for every task and size; the second beside a whole sequence if two may run."""
+    """Yields three chunks of a sequence for every task and size, the second one with a whole sequence if it fits."""
     for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
         if size < 1 or not sequence_pool.can_hold(3 * size):
             continue

@@ -2,9 +2,9 @@
 
     python -P -m penstock.engine.core.worker ADDRESS DESCRIPTOR
 
-The parent listens at ADDRESS, in a folder that nothing else uses, and passes the socket as an open file. The first
-connection is the parent's, and the first message Start. Other clients may connect later (Attach). Standard input is a
-socket: the process echoes the bytes that the parent writes there, and ends when the parent closes it.
+The parent listens at ADDRESS, in a folder of its own, and passes the DESCRIPTOR of the socket. The first connection is
+the parent's, and its first message is Start. Other clients may connect later (Attach). Standard input is a socket: the
+process echoes the bytes of the parent, and ends when the parent closes it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .waker import Waker
 logger = logging.getLogger("penstock.engine")
 
 _COLLECT_AFTER: Final = 50_000
-"""New objects before a garbage collection. Objects of requests are freed without the collector; with Python's default
-of 700, collections took as long as the rest of the loop."""
+"""New objects before a garbage collection. With Python's default of 700, collections take as long as the rest of the
+loop, although reference counts free the objects of requests."""
 _LINGER_S: Final = 2.0
 _HEARTBEAT_BYTES: Final = 64
-"""More than the parent writes before it gives up."""
+"""More than the unanswered heartbeats of the parent."""
 
 
 def main() -> None:
@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def _freeze() -> None:
-    """Excludes the objects made during loading from garbage collections, which would take tens of ms.
+    """Excludes the objects of loading from garbage collections, which would take tens of milliseconds.
 
-    Returns free memory to the system: glibc keeps about 10 MB otherwise.
+    Also returns free memory to the system, because glibc keeps about 10 MB.
     """
     gc.collect()
     gc.freeze()
@@ -69,7 +69,7 @@ def _freeze() -> None:
 
 
 def _end_stuck(reason: str) -> None:
-    """Ends the process, whose engine thread is stuck. If a driver prevents that, the heartbeat stops, too."""
+    """Ends the process because its engine thread is stuck. If a driver blocks the exit, the heartbeat stops, too."""
     flush_logs()
     os._exit(STUCK_EXIT_CODE)
 
@@ -77,7 +77,7 @@ def _end_stuck(reason: str) -> None:
 def _echo_heartbeats(address: Path) -> None:
     """Echoes the parent's heartbeats and ends the process when the parent has ended.
 
-    A killed parent leaves its socket and the socket's folder behind. This removes both.
+    Then removes the socket and its folder, which a killed parent leaves behind.
     """
     folder = address.parent.resolve()  # the address may be a link
     lifeline = sys.stdin.fileno()

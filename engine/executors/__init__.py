@@ -1,1 +1,1 @@
-"""Run models: on the CPU as arrays with the C library, and on torch."""
+"""Executors of ModelSpecs: on the CPU with the C library, and with torch."""

@@ -1,1 +1,1 @@
-"""Model families: each turns config.json into a ModelSpec, which the executors run. Without torch."""
+"""Model families. Each converts config.json to a ModelSpec, which the executors run. Does not import torch."""

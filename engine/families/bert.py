@@ -1,4 +1,4 @@
-"""BERT and its relatives: the encoder of the original Transformer, with norms after the sums.
+"""BERT and its variants: the encoder of the original Transformer, with norms after the residual sums.
 
 Source: Devlin et al., BERT (arXiv 1810.04805); Liu et al., RoBERTa (1907.11692); Clark et al., ELECTRA (2003.10555);
 Sanh et al., DistilBERT (1910.01108). Defaults are those of transformers 5.23.
@@ -31,7 +31,7 @@ from .spec import (
 )
 
 _KIND: Final = "full_attention"
-# BERT's value -> DistilBERT's key of config.json; the others it fixes.
+# BERT's key -> DistilBERT's key in config.json. The other values are constants.
 _DISTILBERT_KEYS: Final = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -44,7 +44,7 @@ _DISTILBERT_KEYS: Final = {
 
 
 class BlockNames(NamedTuple):
-    """Names of the weights of a layer."""
+    """Weight names of a layer."""
 
     q: str
     k: str
@@ -57,7 +57,7 @@ class BlockNames(NamedTuple):
 
 
 class VocabularyNames(NamedTuple):
-    """Names of the weights of a masked language model's head."""
+    """Weight names of a masked language model's head."""
 
     dense: str
     norm: str
@@ -72,15 +72,15 @@ LM_HEAD: Final = VocabularyNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig:
-    """BERT, which the others differ from by a line.
+    """BERT. The other families override a few values.
 
     Attributes:
-        base_prefix: Below which checkpoints with a head keep the encoder.
-        blocks_name: Below which the encoder keeps its layers.
-        block_names: Weights of a layer.
-        head_names: Of the sequence head: its hidden layer, its map to the classes, and the activation between them.
+        base_prefix: Prefix of the encoder's weights in checkpoints with a head.
+        blocks_name: Prefix of the layers within the encoder.
+        block_names: Weight names of a layer.
+        head_names: Sequence head: names of its hidden layer and its output layer, and the activation between them.
         is_head_below_base: Whether the hidden layer of the sequence head is below the prefix of the encoder.
-        vocabulary_names: Weights of the masked language model's head; None where the family has none.
+        vocabulary_names: Weight names of the masked language model's head; None if the family has none.
     """
 
     base_prefix: ClassVar[str] = "bert"
@@ -122,23 +122,23 @@ class BertConfig:
 
     @property
     def num_token_types(self) -> int:
-        """Rows for token types; 0 where the family has none."""
+        """Number of token types; 0 if the family has none."""
         return self.type_vocab_size
 
     @property
     def embedding_width(self) -> int:
-        """Width of the embeddings, which are projected to the model's where that is another."""
+        """Width of the embeddings. They are projected if the model's width differs."""
         return self.hidden_size
 
     @property
     def padding_id(self) -> int | None:
-        """Positions begin after the id of this token; None: they begin at 0."""
+        """Id of the padding token: positions begin at the id + 1. None: positions begin at 0."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobertaConfig(BertConfig):
-    """RoBERTa, XLM-RoBERTa and CamemBERT: positions begin at pad_token_id + 1; the head has a layer of its own."""
+    """RoBERTa, XLM-RoBERTa and CamemBERT: positions begin at pad_token_id + 1; the head has its own hidden layer."""
 
     base_prefix: ClassVar[str] = "roberta"
     head_names: ClassVar[tuple[str, str, str]] = ("classifier.dense", "classifier.out_proj", "tanh")
@@ -175,7 +175,7 @@ class ElectraConfig(BertConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilBertConfig(BertConfig):
-    """DistilBERT: half the layers, no token types and no pooler; BERT's values under keys of its own."""
+    """DistilBERT: half the layers, no token types and no pooler; other keys in config.json."""
 
     base_prefix: ClassVar[str] = "distilbert"
     blocks_name: ClassVar[str] = "transformer.layer"
@@ -209,15 +209,15 @@ class DistilBertConfig(BertConfig):
 
 
 def bert_spec(config: BertConfig, info: ModelInfo, relative_bias: RelativeBiasSpec | None = None) -> ModelSpec:
-    """Returns a model of these families.
+    """Returns the spec of a model of these families.
 
     Raises:
-        UnsupportedModelError: Positions are not learnt.
+        UnsupportedModelError: The model has other positions than a learned table.
     """
     if config.position_embedding_type != "absolute":
         raise UnsupportedModelError(
             f"position_embedding_type is {config.position_embedding_type!r}; "
-            "penstock and transformers 5 know 'absolute' alone."
+            "penstock and transformers 5 support only 'absolute'."
         )
     D, E, I = config.hidden_size, config.embedding_width, config.intermediate_size  # noqa: E741
     names, head_size = config.block_names, D // config.num_attention_heads

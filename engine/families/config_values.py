@@ -1,4 +1,4 @@
-"""Checks the values of config.json that a forward depends on, and puts them into a dataclass."""
+"""Checks the values of config.json for a forward, and returns them as a dataclass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,8 @@ _POSITIVE: Final = frozenset(
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "state_size", "conv_kernel", "expand"),
         *("num_heads", "n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_n_heads", "mamba_n_groups"),
-        *(
-            "mamba_d_head",
-            "mamba_dt_rank",
-            "time_step_rank",
-            "num_experts_per_tok",
-            "num_experts",
-            "expert_layer_period",
-            "attn_layer_period",
-        ),
+        *("mamba_d_head", "mamba_dt_rank", "time_step_rank", "num_experts_per_tok", "num_experts"),
+        *("expert_layer_period", "attn_layer_period"),
         *("sliding_window_pattern", "local_attention", "global_attn_every_n_layers", "relative_attention_num_buckets"),
     )
 )
@@ -35,7 +28,7 @@ _MOST: Final = 2**31 - 1
 def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> ConfigT:
     """Returns the dataclass filled from config.json. Missing keys keep the defaults of transformers.
 
-    A null is None if the field may be None, and the default otherwise.
+    null becomes None if the field may be None, otherwise the default.
 
     Args:
         cls: The dataclass.
@@ -43,15 +36,15 @@ def read_config(cls: type[ConfigT], values: Mapping[str, Any], keys: Mapping[str
         keys: Field name to the family's key; other fields keep their defaults. None: keys equal the field names.
 
     Raises:
-        ModelLoadError: A value has a wrong type, or is a size that no model can have.
+        ModelLoadError: A value has a wrong type, or is out of range.
     """
-    given = {}
+    arguments = {}
     for field in fields(cls):  # type: ignore[arg-type]
         kinds = [kind.partition("[")[0].strip() for kind in str(field.type).split("|")]
         key = field.name if keys is None else keys.get(field.name)
         if key is not None and key in values and ("None" in kinds or values[key] is not None):
-            given[field.name] = _checked(key, values[key], field.name, kinds)
-    return cls(**given)
+            arguments[field.name] = _checked(key, values[key], field.name, kinds)
+    return cls(**arguments)
 
 
 def _checked(key: str, value: Any, name: str, kinds: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
-"""The decoder that Llama, Mistral, Qwen, Gemma and Phi-3 share: pre-norm layers of attention and a gated MLP.
+"""The decoder of Llama, Mistral, Qwen, Gemma and Phi-3: pre-norm layers of attention and a gated MLP.
 
-A family overrides its differences in a subclass of DecoderConfig. The fields are the values of config.json with the
-defaults of transformers; the spec is built from the properties and class variables below them.
+A family is a subclass of DecoderConfig with its differences. The fields are the values of config.json with the defaults
+of transformers. `decoder_spec` builds the spec from the properties and class variables.
 
 Source: Touvron et al., LLaMA (arXiv 2302.13971), section 2.2.
 Shape letters: D model width, I inner width of the MLP, K head size.
@@ -31,27 +31,27 @@ from .spec import (
 
 FULL: Final = "full_attention"
 LOCAL: Final = "sliding_attention"
-# Scalings that count from the length that the model was trained on before it was stretched.
-_STRETCHED: Final = ("llama3", "longrope", "yarn")
+# Scalings with original_max_position_embeddings, the length of the training before the scaling.
+_SCALED_ROPE_TYPES: Final = ("llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The values that every family has.
+    """Values of config.json that every family has.
 
     Attributes:
-        qkv_names: The maps of q, k and v, or the one that gives all three.
-        gate_names: The maps of the gate and of the gated value, or the one for both.
-        down_name: The map back of the MLP.
-        mlp_prefix: Of these maps.
+        qkv_names: Weight names of q, k and v, or one name for all three.
+        gate_names: Weight names of the MLP's gate and up projections, or one name for both.
+        down_name: Weight name of the MLP's down projection.
+        mlp_prefix: Prefix of the MLP's weights.
         final_norm: Name of the norm after the last layer.
         mlp_norm: Name of the norm before the MLP.
-        post_norms: Names of the norms of the results of attention and MLP, before they are added; () for none.
+        post_norms: Names of the norms of the outputs of attention and MLP; () for none.
         has_qk_norm: Whether the heads of q and k are normalised.
-        norm_offset: Added to the stored weights of norms.
-        has_scaled_embedding: Whether embeddings are multiplied with the root of their width.
-        reads_bias: Whether attention_bias says that the maps of attention have biases; else they have none.
-        reads_window: Whether sliding_window counts where nothing else says which layers are local.
+        norm_offset: Offset added to the stored weights of norms.
+        has_scaled_embedding: Whether embeddings are multiplied with the square root of their width.
+        reads_bias: Whether attention_bias of config.json counts. Otherwise attention has no biases.
+        reads_window: Whether sliding_window of config.json makes all layers local.
     """
 
     vocab_size: int
@@ -96,7 +96,7 @@ class DecoderConfig:
         unknown = set(config.types) - {FULL, LOCAL}
         if unknown:
             raise UnsupportedModelError(
-                f"layer_types holds {', '.join(map(repr, sorted(unknown)))}; penstock knows {FULL!r} and {LOCAL!r}."
+                f"layer_types has {', '.join(map(repr, sorted(unknown)))}; penstock supports {FULL!r} and {LOCAL!r}."
             )
         return config
 
@@ -112,7 +112,7 @@ class DecoderConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Columns of a head that turn."""
+        """Rotated columns of a head."""
         return self.head_size
 
     @property
@@ -127,17 +127,17 @@ class DecoderConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Factor of the attention scores."""
         return float(self.head_size**-0.5)
 
     @property
     def softcap(self) -> float | None:
-        """Bound of the scores."""
+        """Soft cap of the attention scores; None: no cap."""
         return None
 
     @property
     def activation(self) -> str:
-        """Of the MLP."""
+        """Activation of the MLP."""
         return self.hidden_act
 
     @property
@@ -147,12 +147,12 @@ class DecoderConfig:
 
     @property
     def out_bias(self) -> bool:
-        """Whether the output projection of attention has one."""
+        """Whether the output projection of attention has a bias."""
         return self.reads_bias and self.attention_bias
 
     @property
     def gate_bias(self) -> bool:
-        """Whether the maps of the MLP have one."""
+        """Whether the projections of the MLP have biases."""
         return False
 
     @property
@@ -161,29 +161,29 @@ class DecoderConfig:
         return [LOCAL if self.sliding_window and self.reads_window else FULL] * self.num_hidden_layers
 
     def window(self, layer_type: str, *, is_causal: bool) -> tuple[int, int] | None:
-        """Returns how far a token of such a layer sees to the left and to the right; None for everything.
+        """Returns the attention window of a layer type, (left, right) tokens; None: no window.
 
-        transformers counts the token itself in a causal window, and not in one that looks both ways.
+        As in transformers, a causal sliding_window includes the token itself, and a bidirectional one does not.
         """
         if layer_type == FULL or self.sliding_window is None:
             return None
         return (self.sliding_window - 1, 0) if is_causal else (self.sliding_window, self.sliding_window)
 
     def rope(self, layer_type: str) -> RopeSpec:
-        """Returns the rotary positions of such a layer, from today's config.json or an older one.
+        """Returns the rotary positions of a layer type, from the current or the older keys of config.json.
 
         Raises:
-            UnsupportedModelError: Their scaling is not known.
+            UnsupportedModelError: The scaling is not known.
         """
         del layer_type
         values = self.rope_scaling or self.rope_parameters or {}
         return self.rope_spec(values, self.rope_theta or 10_000.0, self.original_max_position_embeddings)
 
     def rope_spec(self, values: Mapping[str, Any], theta: float, original_positions: int | None) -> RopeSpec:
-        """Returns the positions that one block of values describes; `theta` is for a block without its own."""
+        """Returns the rotary positions of an object of config.json. `theta` is the default of rope_theta."""
         rope_type = str(values.get("rope_type") or values.get("type") or "default")
         options = dict(values)
-        if rope_type in _STRETCHED and original_positions is not None:
+        if rope_type in _SCALED_ROPE_TYPES and original_positions is not None:
             options["original_max_position_embeddings"] = original_positions
         return RopeSpec(
             rope_type=rope_type,
@@ -198,7 +198,7 @@ class DecoderConfig:
         return NormSpec(name=name, size=size, eps=self.rms_norm_eps, is_rms=True, offset=self.norm_offset)
 
     def attention(self, *, is_causal: bool) -> AttentionSpec:
-        """Returns the attention that all layers share."""
+        """Returns the attention of all layers."""
         return AttentionSpec(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_kv_heads,
@@ -210,17 +210,17 @@ class DecoderConfig:
 
 
 def alternating(num_layers: int, every: int) -> list[str]:
-    """Returns local attention everywhere but in each `every`-th layer."""
+    """Returns layer types with full attention in every `every`-th layer, and local attention in the others."""
     return [LOCAL if (i + 1) % every else FULL for i in range(num_layers)]
 
 
 def decoder_reader(config_class: type[DecoderConfig]) -> Callable[[ModelInfo], ModelSpec]:
-    """Returns the `read` of a family."""
+    """Returns Family.read for a config class."""
     return lambda info: decoder_spec(config_class.read(info.config), info)
 
 
 def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
-    """Returns a model of these families."""
+    """Returns the spec of a model of these families."""
     D, I, K = config.hidden_size, config.inner_size, config.head_size  # noqa: E741
     width, kv_width = config.num_attention_heads * K, config.num_kv_heads * K
     after_attention, after_mlp = [config.norm(name, D) for name in config.post_norms] or (None, None)
@@ -272,12 +272,7 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
 
 
 def decoder_head(info: ModelInfo, size: int) -> HeadSpec | None:
-    """Returns `score`, one map of a row, or the head of a reranker that answers with a word.
-
-    Args:
-        info: The resolved model.
-        size: Width of its hidden states.
-    """
+    """Returns the classification head `score`, or the head of a generative reranker. `size`: model width."""
     if info.kind is ModelKind.EMBEDDING:
         return None
     if not info.classifier_tokens:
@@ -286,7 +281,7 @@ def decoder_head(info: ModelInfo, size: int) -> HeadSpec | None:
 
 
 def answer_head(info: ModelInfo, size: int, config: Mapping[str, Any]) -> AnswerSpec:
-    """Returns the head of a reranker that answers with a word; `config` says how its logits are scaled and capped."""
+    """Returns the head of a generative reranker. `config` has the scale and the soft cap of its logits."""
     return AnswerSpec(
         tokens=info.classifier_tokens,
         vocab_size=info.vocab_size,

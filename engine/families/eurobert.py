@@ -40,7 +40,7 @@ def _spec(info: ModelInfo) -> ModelSpec:
 
 
 def _pools_logits(architecture: str, config: Mapping[str, Any]) -> bool:
-    """Whether a classifier takes the mean of the logits of all tokens, not of their rows."""
+    """Whether the classifier averages the logits of all tokens, instead of their rows."""
     return architecture.endswith("ForSequenceClassification") and config.get("classifier_pooling", "late") == "late"
 
 

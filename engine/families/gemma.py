@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: norms that are stored less one; from 2 on, local layers between global ones and norms after each block.
+"""Gemma 1 to 3. Stored norm weights have an offset of 1. Gemma 2 and 3 have local layers, and norms after each block.
 
 Sources: Gemma (arXiv 2403.08295); Gemma 2 (2408.00118); Gemma 3 (2503.19786); Vera et al., EmbeddingGemma (2509.20354).
 """
@@ -15,7 +15,7 @@ from .spec import Family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Everything attends to everything; embeddings are scaled."""
+    """Gemma 1: no local layers; scaled embeddings."""
 
     vocab_size: int = 256_000
     hidden_size: int = 3072
@@ -30,17 +30,17 @@ class GemmaConfig(DecoderConfig):
     norm_offset: ClassVar[float] = 1.0
     has_scaled_embedding: ClassVar[bool] = True
     reads_bias: ClassVar[bool] = True
-    reads_window: ClassVar[bool] = False  # Gemma 1 knows none
+    reads_window: ClassVar[bool] = False
 
     @property
     def activation(self) -> str:
-        """The first files say "gelu" and mean its tanh approximation."""
+        """See DecoderConfig. "gelu" in the first files means its tanh approximation."""
         return "gelu_pytorch_tanh" if self.hidden_act == "gelu" else self.hidden_act
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """Every second layer is local; scores are capped."""
+    """Gemma 2: every second layer is local; attention scores are capped."""
 
     hidden_size: int = 2304
     intermediate_size: int = 9216
@@ -57,30 +57,30 @@ class Gemma2Config(GemmaConfig):
 
     @property
     def scale(self) -> float:
-        """Of a width that need not be the head's."""
+        """See DecoderConfig."""
         return float(self.query_pre_attn_scalar**-0.5)
 
     @property
     def softcap(self) -> float | None:
-        """As the file says."""
+        """See DecoderConfig."""
         return self.attn_logit_softcapping
 
     @property
     def activation(self) -> str:
-        """Under a key of its own; `hidden_act` of older files is not looked at, as in transformers."""
+        """See DecoderConfig. As in transformers, `hidden_act` of older files is ignored."""
         return self.hidden_activation
 
     @property
     def types(self) -> list[str]:
-        """Local first."""
+        """See DecoderConfig. The first layer is local."""
         return self.layer_types or alternating(self.num_hidden_layers, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
-    """Five local layers to each global one, with wavelengths of their own; heads are normalised instead of capped.
+    """Gemma 3: every sixth layer is global, with another rotary base; q and k are normalised instead of capped scores.
 
-    EmbeddingGemma looks both ways; its window is given as the sum of both.
+    EmbeddingGemma is bidirectional. Its sliding_window is the sum of both sides.
     """
 
     vocab_size: int = 262_208
@@ -92,23 +92,23 @@ class Gemma3Config(Gemma2Config):
 
     @property
     def softcap(self) -> float | None:
-        """None: transformers reads attn_logit_softcapping of Gemma 3 and leaves it alone."""
+        """See DecoderConfig. As in transformers, attn_logit_softcapping is ignored."""
         return None
 
     @property
     def types(self) -> list[str]:
-        """Local first."""
+        """See DecoderConfig. The first layer is local."""
         return self.layer_types or alternating(self.num_hidden_layers, self.sliding_window_pattern)
 
     def window(self, layer_type: str, *, is_causal: bool) -> tuple[int, int] | None:
         """See DecoderConfig."""
         if layer_type != FULL and self.sliding_window and self.use_bidirectional_attention and not is_causal:
             return (self.sliding_window // 2, self.sliding_window // 2)
-        # NOTE: not super(): slots make another class of this one than the one that super() would find.
+        # Not super(): a dataclass with slots is a new class, which super() without arguments does not know.
         return DecoderConfig.window(self, layer_type, is_causal=is_causal)
 
     def rope(self, layer_type: str) -> RopeSpec:
-        """See DecoderConfig; only global layers are stretched by older files."""
+        """See DecoderConfig. rope_scaling of older files applies to global layers only."""
         values = dict((self.rope_parameters or {}).get(layer_type) or {})
         if layer_type == FULL:
             values |= self.rope_scaling or {}

@@ -1,7 +1,7 @@
 """Decoders with attention in some layers and a Mamba recurrence in the others: Jamba, Bamba and Granite 4's hybrid.
 
-Jamba has attention without positions, and experts in place of some MLPs. In Bamba half of each head turns with the
-position. Granite scales its sums, and has experts beside a shared MLP.
+Jamba has attention without positions, and experts instead of some MLPs. Bamba rotates half of each head. Granite scales
+its residual sums, and has experts beside a shared MLP.
 
 Sources: Lieber et al., Jamba: A Hybrid Transformer-Mamba Language Model (arXiv 2403.19887); IBM, Princeton, CMU and
 UIUC, Bamba: Inference-Efficient Hybrid Mamba2 Model (2024); IBM, Granite 4.0 (2025). Defaults are those of
@@ -29,7 +29,7 @@ _RECURRENT: Final = ("mamba", "linear_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig(DecoderConfig, ABC):
-    """The values of config.json that every hybrid has."""
+    """Values of config.json that every hybrid has."""
 
     mamba_d_state: int
     mamba_d_conv: int = 4
@@ -45,7 +45,7 @@ class HybridConfig(DecoderConfig, ABC):
     @property
     @abstractmethod
     def attention_layers(self) -> frozenset[int]:
-        """Numbers of the layers that have attention."""
+        """Indices of the layers with attention."""
 
     @property
     @abstractmethod
@@ -74,7 +74,7 @@ class HybridConfig(DecoderConfig, ABC):
 
 
 def hybrid_reader(config_class: type[HybridConfig]) -> Callable[[ModelInfo], ModelSpec]:
-    """Returns the `read` of a family."""
+    """Returns Family.read for a config class."""
     return lambda info: _spec(config_class.read(info.config), info)
 
 
@@ -101,7 +101,7 @@ def _layer(config: HybridConfig, layer: LayerSpec, index: int) -> LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JambaConfig(HybridConfig):
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 65536
     hidden_size: int = 4096
@@ -148,7 +148,7 @@ class JambaConfig(HybridConfig):
         )
 
     def has_mlp(self, index: int) -> bool:
-        """See HybridConfig: experts stand in place of the MLP."""
+        """See HybridConfig. A layer has either an MLP or experts."""
         return self.num_experts == 1 or index % self.expert_layer_period != self.expert_layer_offset
 
     def experts(self, index: int) -> ExpertsSpec | None:
@@ -170,7 +170,7 @@ class JambaConfig(HybridConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2HybridConfig(HybridConfig):
-    """The values of config.json that hybrids of Mamba-2 have."""
+    """Values of config.json that hybrids with Mamba-2 have."""
 
     hidden_size: int = 4096
     rms_norm_eps: float = 1e-5
@@ -187,7 +187,7 @@ class Mamba2HybridConfig(HybridConfig):
         """See HybridConfig.
 
         Raises:
-            ModelLoadError: Sizes do not fit together.
+            ModelLoadError: The sizes are inconsistent.
         """
         inner_size, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
         head_size = inner_size // heads if isinstance(self.mamba_d_head, str) else self.mamba_d_head
@@ -213,7 +213,7 @@ class Mamba2HybridConfig(HybridConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BambaConfig(Mamba2HybridConfig):
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 128000
     intermediate_size: int = 14336
@@ -229,7 +229,7 @@ class BambaConfig(Mamba2HybridConfig):
 
     @property
     def rotary_size(self) -> int:
-        """See DecoderConfig; transformers fixes the share, whatever config.json says."""
+        """See DecoderConfig. As in transformers, config.json cannot change it."""
         return self.head_size // 2
 
     @property
@@ -240,7 +240,7 @@ class BambaConfig(Mamba2HybridConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteHybridConfig(Mamba2HybridConfig):
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 32000
     intermediate_size: int = 11008

@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it by their values: Mistral, Qwen2, Qwen3, Phi-3 and Phi-4-mini.
+"""Llama and the families that differ from it in a few values: Mistral, Qwen2, Qwen3, Phi-3 and Phi-4-mini.
 
 Sources: Grattafiori et al., The Llama 3 Herd of Models (arXiv 2407.21783); Jiang et al., Mistral 7B (2310.06825);
 Yang et al., Qwen2 (2407.10671) and Qwen3 (2505.09388); Zhang et al., Qwen3 Embedding (2506.05176); Abdin et al., Phi-3
@@ -18,7 +18,7 @@ from .spec import Family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Everything that attends to everything; biases on request."""
+    """Llama: no local layers; optional biases."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -27,17 +27,17 @@ class LlamaConfig(DecoderConfig):
     mlp_bias: bool = False
 
     reads_bias: ClassVar[bool] = True
-    reads_window: ClassVar[bool] = False  # whatever the file says
+    reads_window: ClassVar[bool] = False
 
     @property
     def gate_bias(self) -> bool:
-        """As the file says."""
+        """See DecoderConfig."""
         return self.mlp_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """Llama with the same window in every layer; null is none."""
+    """Mistral: the same window in every layer; null means no window."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -49,7 +49,7 @@ class MistralConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """A window in the upper layers on request; biases on q, k and v alone."""
+    """Qwen2: an optional window in the upper layers; biases on q, k and v."""
 
     vocab_size: int = 151_936
     hidden_size: int = 4096
@@ -62,12 +62,12 @@ class Qwen2Config(DecoderConfig):
 
     @property
     def qkv_bias(self) -> bool:
-        """Always in Qwen2, as the file says in Qwen3."""
+        """See DecoderConfig. Always True in Qwen2; attention_bias in Qwen3."""
         return self.attention_bias or not self.reads_bias
 
     @property
     def types(self) -> list[str]:
-        """Layers from `max_window_layers` on are local, unless the file lists them all."""
+        """See DecoderConfig. Without layer_types, the layers after `max_window_layers` are local."""
         if self.layer_types is not None:
             return self.layer_types
         first = self.max_window_layers if self.use_sliding_window and self.sliding_window else self.num_hidden_layers
@@ -76,7 +76,7 @@ class Qwen2Config(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Heads of a width of their own, normalised."""
+    """Qwen3: another head width; normalised heads of q and k."""
 
     head_dim: int | None = 128
     has_qk_norm: ClassVar[bool] = True
@@ -85,10 +85,7 @@ class Qwen3Config(Qwen2Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """q, k and v are one map, gate and value are one, and part of each head may stay unrotated.
-
-    The same window in every layer, where there is one.
-    """
+    """Phi-3: one weight for q, k and v, one for gate and up; a part of each head may be unrotated."""
 
     vocab_size: int = 32064
     hidden_size: int = 3072
@@ -102,13 +99,13 @@ class Phi3Config(DecoderConfig):
 
     @property
     def rotary_size(self) -> int:
-        """A share of the head."""
+        """See DecoderConfig."""
         values = self.rope_scaling or self.rope_parameters or {}
         share = values.get("partial_rotary_factor", self.partial_rotary_factor)
         return int(self.head_size * (1.0 if share is None else share))
 
     def rope_spec(self, values: Mapping[str, Any], theta: float, original_positions: int | None) -> RopeSpec:
-        """See DecoderConfig; the first files call LongRoPE "su" or "yarn"."""
+        """See DecoderConfig. LongRoPE is named "su" or "yarn" in the first files."""
         rope_type = values.get("rope_type") or values.get("type")
         if rope_type in ("su", "yarn"):
             values = {**values, "rope_type": "longrope"}

@@ -21,7 +21,7 @@ from .spec import EmbeddingSpec, Family, LayerSpec, Mamba2Spec, MambaSpec, Mixer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsmConfig(ABC):
-    """The values of config.json that all three families have."""
+    """Values of config.json that all three families have."""
 
     vocab_size: int
     hidden_size: int
@@ -41,7 +41,7 @@ class SsmConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig(SsmConfig):
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 50280
     hidden_size: int = 768
@@ -54,7 +54,7 @@ class MambaConfig(SsmConfig):
 
     @property
     def step_rank(self) -> int:
-        """Q."""
+        """Q; see MambaSpec."""
         rank = self.time_step_rank
         return math.ceil(self.hidden_size / 16) if isinstance(rank, str) else rank
 
@@ -81,7 +81,7 @@ class MambaConfig(SsmConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconMambaConfig(MambaConfig):
-    """Mamba whose mixers bring step, B and C to unit scale before the recurrence."""
+    """Falcon-Mamba: mixers normalise step, B and C before the recurrence."""
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -92,7 +92,7 @@ class FalconMambaConfig(MambaConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config(SsmConfig):
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 32768
     hidden_size: int = 4096
@@ -109,7 +109,7 @@ class Mamba2Config(SsmConfig):
         """See SsmConfig.
 
         Raises:
-            ModelLoadError: Sizes do not fit together.
+            ModelLoadError: The sizes are inconsistent.
         """
         if self.num_heads * self.head_dim != int(self.expand * self.hidden_size):
             raise ModelLoadError(
@@ -132,7 +132,7 @@ class Mamba2Config(SsmConfig):
 
 
 def ssm_reader(config_class: type[SsmConfig]) -> Callable[[ModelInfo], ModelSpec]:
-    """Returns the `read` of a family."""
+    """Returns Family.read for a config class."""
     return lambda info: _spec(read_config(config_class, info.config), info)
 
 
@@ -163,18 +163,18 @@ def _spec(config: SsmConfig, info: ModelInfo) -> ModelSpec:
 
 
 def require_causal(info: ModelInfo) -> None:
-    """Raises UnsupportedModelError for a recurrent model that is said to look both ways."""
+    """Raises UnsupportedModelError for a recurrent model that is configured as bidirectional."""
     if not info.is_causal:
         raise UnsupportedModelError(
-            f"{info.name} is said to look both ways ({info.sources['is_causal']}), but a recurrence only looks back."
+            f"{info.name} is configured as bidirectional ({info.sources['is_causal']}), but a recurrence is causal."
         )
 
 
 def read_step_limit(value: Any) -> tuple[float, float]:
-    """Returns the smallest and the largest step; transformers writes infinity as {"__float__": "Infinity"}.
+    """Returns the smallest and the largest step. transformers writes infinity as {"__float__": "Infinity"}.
 
     Raises:
-        ModelLoadError: They are not two numbers in order.
+        ModelLoadError: The value is not a list of two ascending numbers.
     """
     parts: list[Any] = list(value) if isinstance(value, list | tuple) else []
     try:

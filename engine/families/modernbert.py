@@ -36,7 +36,7 @@ _THETAS: Final = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModernBertConfig:
-    """The values of config.json that the forward depends on."""
+    """Values of config.json."""
 
     vocab_size: int = 50368
     hidden_size: int = 768
@@ -69,10 +69,10 @@ class ModernBertConfig:
 
 
 def rope_theta(config: Mapping[str, Any], layer_type: str) -> float:
-    """Returns the base of the rotary wavelengths of a layer type, from today's config.json or an older one.
+    """Returns the rotary base of a layer type, from the current or the older keys of config.json.
 
     Raises:
-        UnsupportedModelError: They are scaled.
+        UnsupportedModelError: The positions are scaled.
     """
     old_key, default = _THETAS[layer_type]
     parameters = (config.get("rope_parameters") or {}).get(layer_type) or {}
@@ -98,7 +98,7 @@ def _spec(info: ModelInfo) -> ModelSpec:
         LayerSpec(
             prefix=f"layers.{index}",
             kind=config.types[index],
-            attention_norm=norm(name="attn_norm") if index else None,  # the first layer's input comes normalised
+            attention_norm=norm(name="attn_norm") if index else None,  # embeddings.norm normalises the first input
             qkv=linear("attn.Wqkv", D, D, D, D, bias=config.attention_bias),
             attention_out=linear("attn.Wo", D, D, bias=config.attention_bias),
             mlp_norm=norm(name="mlp_norm"),

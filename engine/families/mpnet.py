@@ -1,4 +1,4 @@
-"""MPNet: BERT with a learnt bias of the scores by the distance between two tokens.
+"""MPNet: BERT with a learned bias of the attention scores by the distance between two tokens.
 
 Source: Song et al., MPNet (arXiv 2004.09297). The buckets of distances are those of T5 (Raffel et al., 1910.10683).
 """
@@ -16,14 +16,14 @@ from ..protocol.model_info import ModelInfo
 from .bert import LM_HEAD, BertConfig, BlockNames, VocabularyNames, bert_spec
 from .spec import Family, ModelSpec, RelativeBiasSpec
 
-# transformers takes these from no configuration.
+# Constants in transformers.
 _NUM_BUCKETS: Final = 32
 _MAX_DISTANCE: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MPNetConfig(BertConfig):
-    """MPNet: a learnt bias of the scores by the distance between two tokens, in buckets."""
+    """MPNet: a learned bias of the attention scores by the distance between two tokens, in buckets."""
 
     base_prefix: ClassVar[str] = "mpnet"
     block_names: ClassVar[BlockNames] = BlockNames(
@@ -45,7 +45,7 @@ class MPNetConfig(BertConfig):
 
     @property
     def padding_id(self) -> int:
-        """See BertConfig. transformers takes it from no configuration."""
+        """See BertConfig. A constant in transformers."""
         return 1
 
     @property
@@ -55,15 +55,15 @@ class MPNetConfig(BertConfig):
 
 
 def distance_buckets(ahead: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the bucket, int64, of each distance from a query to a key that lies so many tokens ahead.
+    """Returns the bucket, int64, of each distance. `ahead`: position of the key minus position of the query.
 
-    Half of the buckets are for keys after the query. In each half, near distances have one bucket each and far ones
-    share buckets that grow with the logarithm, up to _MAX_DISTANCE.
+    Half of the buckets are for keys after the query. In each half, short distances have one bucket each. Long distances
+    share buckets of logarithmic size, up to _MAX_DISTANCE.
     """
     half = _NUM_BUCKETS // 2
     num_exact = half // 2
     magnitude = np.abs(ahead)
-    # In float32, as transformers does; where a bucket begins it matters. Distance 0 is left out by the `where`.
+    # In float32 as in transformers, which decides the bounds of buckets. `np.where` excludes distance 0.
     logarithm = np.log(np.maximum(magnitude, 1) / num_exact).astype(np.float32)
     growth = logarithm / np.float32(math.log(_MAX_DISTANCE / num_exact))
     far = num_exact + (np.maximum(growth, 0) * (half - num_exact)).astype(np.int64)

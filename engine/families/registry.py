@@ -15,9 +15,9 @@ logger = logging.getLogger("penstock.engine")
 _MODULES: Final = (bert, eurobert, gemma, hybrid, llama, mamba, modernbert, mpnet)
 FAMILIES: Final[Mapping[str, Family]] = {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 """By the model_type of config.json."""
-# Class names of bare models: transformers' for any family, and that of Stanford's ColBERT.
+# Class names of models without a head: transformers' for any family, and Stanford's ColBERT.
 _BARE: Final = ("AutoModel", "HF_ColBERT")
-# A checkpoint saved with one of the other heads is loaded without it.
+# A checkpoint with another head is loaded without its head.
 _SUFFIXES: Final = (
     "Model",
     "ForSequenceClassification",
@@ -38,7 +38,7 @@ _ARCHITECTURES: Final[Mapping[str, Family]] = {
 
 
 def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:
-    """Whether the model is a class of its own that only looks like a known family: its config.json names its code."""
+    """Whether config.json names Python code for the model, and its class is not a known one."""
     return architecture not in _ARCHITECTURES and bool(config.get("auto_map"))
 
 
@@ -46,12 +46,12 @@ def find_family(architecture: str, model_type: str, config: Mapping[str, Any]) -
     """Returns the family of a model.
 
     Args:
-        architecture: Class name from config.json; "AutoModel" where it names none.
-        model_type: Of config.json; decides, as in transformers, where the class name is not known.
+        architecture: Class name from config.json; "AutoModel" if it has none.
+        model_type: model_type of config.json. As in transformers, it decides if the class name is not known.
         config: config.json.
 
     Raises:
-        UnsupportedModelError: No family knows the model.
+        UnsupportedModelError: The model belongs to no family.
     """
     family = _ARCHITECTURES.get(architecture)
     if family is None and model_type in FAMILIES and not has_own_code(architecture, config):
@@ -59,9 +59,7 @@ def find_family(architecture: str, model_type: str, config: Mapping[str, Any]) -
         if architecture not in _BARE:
             logger.warning("The architecture %r is not known; it is loaded as %sModel.", architecture, family.prefix)
     if family is None:
-        own_code = (
-            " It comes with code of its own, which --trust-remote-code would run." if config.get("auto_map") else ""
-        )
+        own_code = " It has its own Python code; --trust-remote-code runs it." if config.get("auto_map") else ""
         raise UnsupportedModelError(
             f"The architecture {architecture!r} (model_type {model_type!r}) is not known. "
             f"Known are {', '.join(sorted(FAMILIES))}.{own_code}"

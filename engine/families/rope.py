@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions, and how they are stretched for texts longer than those of the training.
+"""The frequencies of rotary positions, and their scalings for texts longer than in training.
 
 Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; Chen et al., Position Interpolation (2306.15595,
 "linear"); bloc97, NTK-aware scaling ("dynamic"); Peng et al., YaRN (2309.00071); Ding et al., LongRoPE (2402.13753);
@@ -26,8 +26,8 @@ class RopeSpec:
 
     Attributes:
         rope_type: Name of the scaling, as in config.json.
-        theta: Base of the wavelengths.
-        size: Columns of a head that turn.
+        theta: Base of the frequencies.
+        size: Rotated columns of a head.
         max_positions: max_position_embeddings of config.json.
         options: Other values of the scaling, under the names of config.json: factor, low_freq_factor, ...
 
@@ -42,24 +42,24 @@ class RopeSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks the type."""
+        """Checks rope_type."""
         if self.rope_type not in _SCALINGS:
             raise UnsupportedModelError(
-                f"rope_type is {self.rope_type!r}; penstock knows {', '.join(sorted(_SCALINGS))}."
+                f"rope_type is {self.rope_type!r}; penstock supports {', '.join(sorted(_SCALINGS))}."
             )
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies of a text depend on how long it is as a whole."""
+        """Whether the frequencies depend on the length of the whole text."""
         return self.rope_type in ("dynamic", "longrope")
 
     @property
     def original_positions(self) -> int:
-        """Tokens that the model was trained on before it was stretched."""
+        """Length of the training before the scaling, in tokens."""
         return int(self.options.get("original_max_position_embeddings") or self.max_positions)
 
     def stage(self, length: int) -> int:
-        """Returns one length that stands for all that share their frequencies with a text of `length` tokens."""
+        """Returns a key for the frequencies of a text of `length` tokens: a length with the same frequencies."""
         if self.rope_type == "dynamic":
             return max(length, self.max_positions)
         if self.rope_type == "longrope":
@@ -70,7 +70,7 @@ class RopeSpec:
         """Returns the angle per position of each pair of columns, [size / 2] float32, and the factor of cos and sin.
 
         Args:
-            length: Tokens of the whole text; only the types that depend on it look at it.
+            length: Tokens of the whole text; only used if `depends_on_length`.
         """
         return _SCALINGS[self.rope_type](self, length)
 
@@ -81,10 +81,10 @@ class RopeSpec:
         return np.concatenate([np.cos(angles_LJ), np.sin(angles_LJ)], axis=1) * np.float32(factor)
 
     def option(self, name: str) -> float:
-        """Returns a number that the type cannot do without.
+        """Returns a required number of `options`.
 
         Raises:
-            UnsupportedModelError: config.json has none.
+            UnsupportedModelError: The number is missing.
         """
         value = self.options.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -92,7 +92,7 @@ class RopeSpec:
         return float(value)
 
     def optional(self, name: str) -> float | None:
-        """Returns a number, or None where config.json has none."""
+        """Returns a number of `options`, or None if it is missing."""
         return None if self.options.get(name) is None else self.option(name)
 
 
@@ -117,29 +117,29 @@ def _linear(spec: RopeSpec, length: int) -> tuple[Floats, float]:
 
 
 def _dynamic(spec: RopeSpec, length: int) -> tuple[Floats, float]:
-    """A larger base for a text longer than the model was trained on, so that its slowest pair turns no further."""
+    """Increases the base for texts longer than in training, so that the slowest pair does not rotate further."""
     factor, ratio = spec.option("factor"), max(length, spec.max_positions) / spec.max_positions
     theta = spec.theta * (factor * ratio - (factor - 1)) ** (spec.size / (spec.size - 2))
     return _plain(spec, theta), 1.0
 
 
 def _llama3(spec: RopeSpec, length: int) -> tuple[Floats, float]:
-    """Slow pairs are divided by the factor, fast ones left, and those between interpolated."""
+    """Divides low frequencies by the factor, keeps high frequencies, and interpolates in between."""
     factor, low, high = (spec.option(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = _plain(spec)
     turns = spec.original_positions * frequencies / (2 * math.pi)
     share: Floats = ((turns - low) / (high - low)).clip(0, 1)
-    stretched = (1 - share) * frequencies / factor + share * frequencies
-    return stretched.astype(np.float32), 1.0
+    scaled = (1 - share) * frequencies / factor + share * frequencies
+    return scaled.astype(np.float32), 1.0
 
 
 def _yarn(spec: RopeSpec, length: int) -> tuple[Floats, float]:
-    """As llama3's, with a ramp over the pairs instead of their frequencies; cos and sin grow a little."""
+    """Like llama3, but interpolates over the index of the pairs, and scales cos and sin."""
     original = spec.original_positions
     factor = spec.optional("factor") or spec.max_positions / original
 
     def pair_of(turns: float) -> float:
-        """The pair that turns so often over the trained length."""
+        """Returns the index of the pair with `turns` rotations over the training length."""
         return spec.size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     first, last = pair_of(spec.optional("beta_fast") or 32.0), pair_of(spec.optional("beta_slow") or 1.0)
@@ -156,8 +156,8 @@ def _yarn(spec: RopeSpec, length: int) -> tuple[Floats, float]:
             attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
         else:
             attention_factor = _yarn_scale(factor, 1.0)
-    stretched = frequencies / factor * share + frequencies * (1 - share)
-    return stretched.astype(np.float32), attention_factor
+    scaled = frequencies / factor * share + frequencies * (1 - share)
+    return scaled.astype(np.float32), attention_factor
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
@@ -165,7 +165,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _longrope(spec: RopeSpec, length: int) -> tuple[Floats, float]:
-    """A divisor for every pair, found by search; one list for texts up to the trained length, one for longer ones."""
+    """Divides each frequency by a stored number: one list for texts up to the training length, one for longer texts."""
     original = spec.original_positions
     name = "long_factor" if length > original else "short_factor"
     divisors = spec.options.get(name)

@@ -1,6 +1,6 @@
-"""The description of a packed model: names and shapes of its weights, and how its layers use them.
+"""The description of a packed model: names and shapes of its weights, and the structure of its layers.
 
-A family returns a ModelSpec for config.json. The executors read the weights that it names, and run it.
+A family converts config.json to a ModelSpec. The executors read its weights and run it.
 
 Shape letters: V vocabulary, D model width, E embedding width, H heads of q, G heads of k and v, K head size.
 """
@@ -25,12 +25,12 @@ class NormSpec:
     """A LayerNorm or an RMSNorm.
 
     Attributes:
-        name: Of its weights, without ".weight"; None: its weights are 1.
+        name: Name of the weights without ".weight"; None: the weights are 1.
         size: Columns.
         eps: Added to the variance.
-        is_rms: An RMSNorm.
-        bias: Whether it has one; None: if the checkpoint holds one.
-        offset: Added to the stored weight.
+        is_rms: RMSNorm instead of LayerNorm.
+        bias: Whether it has a bias; None: if the checkpoint has one.
+        offset: Added to the stored weights.
     """
 
     name: str | None
@@ -46,13 +46,13 @@ class LinearSpec:
     """activation(x W^T + b). W may be stored in parts.
 
     Attributes:
-        names: Of the parts, from top to bottom, without ".weight".
+        names: Names of the parts, from top to bottom, without ".weight".
         in_features: Columns of W.
         rows: Rows of each part.
-        bias: Whether it has one; None: if the checkpoint holds one.
-        activation: Name as in config.json; None for none.
+        bias: Whether it has a bias; None: if the checkpoint has one.
+        activation: Name as in config.json; None: no activation.
         is_gated: The upper half of W is a gate: the result is activation(upper half) * lower half.
-        is_below_base: The names are below the prefix of the base model, as those of its layers are. Only heads differ.
+        is_below_base: Heads only: the names are below the prefix of the base model.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ def linear(
     is_gated: bool = False,
     is_below_base: bool = False,
 ) -> LinearSpec:
-    """Returns a linear map. `rows` holds the rows of each part. A single name is the name of all parts together."""
+    """Returns a LinearSpec. `rows`: rows of each part. A single name names all parts together."""
     names = (names,) if isinstance(names, str) else tuple(names)
     return LinearSpec(
         names=names,
@@ -99,15 +99,15 @@ class EmbeddingSpec:
         words: Name of the table [V, E].
         vocab_size: V.
         size: E.
-        is_scaled: Rows of `words` are multiplied with sqrt(E), which is rounded to the type of the model before.
-        scale: Rows of `words` are multiplied with it.
-        positions: Name of the table of learnt positions; None where there is none.
-        num_positions: Its rows.
-        token_types: Name of the table of token types; None where there is none.
-        num_token_types: Its rows; 0 for none.
+        is_scaled: Multiply rows of `words` with sqrt(E), rounded to the model's dtype.
+        scale: Factor of the rows of `words`.
+        positions: Name of the table of learned positions; None without a table.
+        num_positions: Rows of the table.
+        token_types: Name of the table of token types; None without a table.
+        num_token_types: Rows of the table; 0 without a table.
         padding_id: Positions begin at padding_id + 1, and do not count this token; None: they begin at 0.
-        norm: None where there is none.
-        projection: E to D; None where they are equal.
+        norm: Norm of the sum; None: no norm.
+        projection: Projection from E to D; None if they are equal.
     """
 
     words: str
@@ -133,8 +133,8 @@ class AttentionSpec:
         num_kv_heads: G; query head h reads key head h // (H / G).
         head_size: K.
         scale: Factor of the scores.
-        is_causal: Whether a token sees only itself and earlier ones.
-        softcap: c: scaled scores s become c * tanh(s / c); None for none.
+        is_causal: Whether a token attends only to itself and earlier tokens.
+        softcap: c: scaled scores s become c * tanh(s / c); None: no cap.
     """
 
     num_heads: int
@@ -146,17 +146,17 @@ class AttentionSpec:
 
     @property
     def kv_layer(self) -> KvLayerSpec:
-        """The keys and values that a cache keeps of every token."""
+        """The keys and values of a token in the cache."""
         return KvLayerSpec(self.num_kv_heads, self.head_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """The differences between the attention of global and local layers.
+    """The attention of one layer type, such as global or local.
 
     Attributes:
-        window: (left, right) tokens that a query sees beside its own; None sees all.
-        rope: Rotary positions; None for none.
+        window: (left, right) tokens that a query attends to beside itself; None: no window.
+        rope: Rotary positions; None: no rotary positions.
     """
 
     window: tuple[int, int] | None = None
@@ -165,18 +165,18 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """The mixer of Mamba: a convolution, and a recurrence whose step and matrices depend on the token.
+    """The mixer of Mamba: a convolution, and a recurrence with step and matrices computed from the token.
 
     Attributes:
-        prefix: Of the mixer, below its layer.
+        prefix: Prefix of the mixer within its layer.
         inner_size: C, channels of the recurrence.
         state_size: S.
         conv_width: W.
         step_rank: Q.
-        bias: Whether the outer projections have one.
-        conv_bias: Whether the convolution has one.
-        activation: After the convolution.
-        norms: Of step, B and C; () where there are none.
+        bias: Whether the outer projections have biases.
+        conv_bias: Whether the convolution has a bias.
+        activation: Activation after the convolution.
+        norms: Norms of step, B and C; () without norms.
     """
 
     prefix: str
@@ -197,20 +197,20 @@ class MambaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
-    """The mixer of Mamba-2, whose recurrence decays a whole head at once.
+    """The mixer of Mamba-2: a recurrence with one decay per head.
 
     Attributes:
-        prefix: Of the mixer, below its layer.
+        prefix: Prefix of the mixer within its layer.
         num_heads: Heads of the recurrence.
         head_size: P, channels of a head.
         num_groups: Groups of heads that share their B and C matrices.
         state_size: S.
         conv_width: W.
-        bias: Whether the outer projections have one.
-        conv_bias: Whether the convolution has one.
-        activation: After the convolution.
+        bias: Whether the outer projections have biases.
+        conv_bias: Whether the convolution has a bias.
+        activation: Activation after the convolution.
         step_limit: Smallest and largest step.
-        eps: Of the norm before the output projection.
+        eps: Epsilon of the norm before the output projection.
     """
 
     prefix: str
@@ -246,18 +246,18 @@ MixerSpec = MambaSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Gated MLPs. Each token goes through the best few.
+    """A mixture of experts: gated MLPs, of which each token uses the `top_k` with the highest router scores.
 
     Attributes:
-        router: Name of the map [experts, D] that rates them, without ".weight".
-        prefix: Of the experts, below the layer. The names of `up` and `down` are below it, and below the number of the
-            expert unless `is_stacked`.
-        is_stacked: The weights of all experts lie on top of each other.
-        up: The gated map of one expert, D to 2 * I.
-        down: The map back of one expert, I to D.
-        num_experts: Number of them.
-        top_k: Experts of a token.
-        renormalise: Whether the weights of a token's experts sum to 1, instead of those of all.
+        router: Name of the router's weight [experts, D], without ".weight".
+        prefix: Prefix of the experts within the layer. Then follow, unless `is_stacked`, the index of the expert, and
+            the names of `up` and `down`.
+        is_stacked: The weights of all experts are one tensor.
+        up: Gated projection of one expert, D to 2 * I.
+        down: Projection of one expert, I to D.
+        num_experts: Number of experts.
+        top_k: Experts per token.
+        renormalise: Whether the weights of a token's experts sum to 1. Otherwise the weights of all experts do.
     """
 
     router: str
@@ -275,20 +275,20 @@ class LayerSpec:
     """Attention or a recurrent mixer, then an MLP, experts, or both. All names are below `prefix`.
 
     Attributes:
-        prefix: Of the layer, below the base.
-        kind: Key of ModelSpec.kinds, of a layer with attention.
-        attention_norm: Before attention or the mixer, or after the sum; None for none.
-        mixer: In place of attention, which then has no maps; None for attention.
-        qkv: D to (H + 2 * G) * K.
-        query_norm: Of every head of q before the rotation, [K]; None for none.
-        key_norm: As `query_norm`, of k.
-        attention_out: H * K to D.
-        after_attention: Of the output of attention, before it is added; None for none.
-        mlp_norm: Before the MLP, or after its sum; None in a layer that has neither MLP nor experts.
-        mlp_in: The first map of the MLP; None where there is none.
-        mlp_out: Back to D.
-        experts: Their result is added to that of the MLP; None for none.
-        after_mlp: Of the output of the MLP, before it is added; None for none.
+        prefix: Prefix of the layer within the base model.
+        kind: Key of ModelSpec.kinds, for a layer with attention.
+        attention_norm: Norm before attention or the mixer, or after the residual sum; None: no norm.
+        mixer: Recurrent mixer; None for a layer with attention.
+        qkv: Projection from D to (H + 2 * G) * K.
+        query_norm: Norm of every head of q before the rotation, [K]; None: no norm.
+        key_norm: Like `query_norm`, for k.
+        attention_out: Projection from H * K to D.
+        after_attention: Norm of the output of attention before the residual sum; None: no norm.
+        mlp_norm: Norm before the MLP, or after the residual sum; None in a layer without MLP and experts.
+        mlp_in: First projection of the MLP; None without an MLP.
+        mlp_out: Second projection of the MLP, to D.
+        experts: Experts; their output is added to that of the MLP. None without experts.
+        after_mlp: Norm of the output of the MLP before the residual sum; None: no norm.
     """
 
     prefix: str
@@ -309,11 +309,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeBiasSpec:
-    """A learnt bias of the scores by the distance between two tokens.
+    """A learned bias of the attention scores by the distance between two tokens.
 
     Attributes:
-        name: Of the table [buckets, H], below the base.
-        num_buckets: Its rows.
+        name: Name of the table [buckets, H] within the base model.
+        num_buckets: Rows of the table.
         bucket_of: Returns the row, int64, of each distance from a query to a key.
     """
 
@@ -324,16 +324,16 @@ class RelativeBiasSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpec:
-    """A reranker's head: next-token logits of its answer tokens, from their rows of the output embedding.
+    """The head of a generative reranker: next-token logits of its answer tokens.
 
     Attributes:
-        tokens: One, or two: false and true.
+        tokens: One token, or two: false and true.
         vocab_size: V.
         size: D.
-        is_difference: There is one logit, true less false: its sigmoid is the softmax over the two.
-        is_tied: Whether the output embedding is the input's; None: if the checkpoint holds no output embedding.
+        is_difference: Return one logit, true minus false: its sigmoid is the softmax over the two.
+        is_tied: Whether the output embedding is the input embedding; None: if the checkpoint has no output embedding.
         scale: Factor of the logits.
-        softcap: c: scaled logits s become c * tanh(s / c); None for none.
+        softcap: c: scaled logits s become c * tanh(s / c); None: no cap.
     """
 
     tokens: tuple[int, ...]
@@ -350,10 +350,10 @@ class VocabularySpec:
     """The head of a masked language model: decoder(norm(dense(x))).
 
     Attributes:
-        dense: D to D, with its activation.
-        norm: After it.
-        decoder: Name of the map to the vocabulary; the word embedding where the checkpoint has none.
-        biases: Names of its bias; the first that the checkpoint holds counts.
+        dense: Projection from D to D, with its activation.
+        norm: Norm after `dense`.
+        decoder: Name of the projection to the vocabulary; the word embedding if the checkpoint has none.
+        biases: Possible names of its bias; the first one in the checkpoint is used.
     """
 
     dense: LinearSpec
@@ -363,15 +363,15 @@ class VocabularySpec:
 
 
 def no_vocabulary_head(info: ModelInfo) -> UnsupportedModelError:
-    """Returns the error for a checkpoint without the head that makes sparse vectors."""
+    """Returns the error for a sparse model with a checkpoint without a masked language model's head."""
     return UnsupportedModelError(
-        f"{info.name} makes sparse vectors from a masked language model, but its checkpoint holds no head of one that "
-        "penstock knows (BERT, RoBERTa, DistilBERT, MPNet, ModernBERT)."
+        f"{info.name} computes sparse vectors with a masked language model, but its checkpoint has no head of a masked "
+        "language model that penstock supports (BERT, RoBERTa, DistilBERT, MPNet, ModernBERT)."
     )
 
 
 HeadSpec = tuple[LinearSpec | NormSpec, ...] | AnswerSpec
-"""A classification head: maps and norms one after another, or the answer tokens of a reranker."""
+"""A classification head: a sequence of projections and norms, or the answer tokens of a reranker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,18 +382,18 @@ class ModelSpec:
         hidden_size: D.
         prefixes: Prefixes that the base model may have in a checkpoint, such as ("bert", "").
         embedding: The first hidden states.
-        attention: Shared by all layers with attention; None if no layer has any.
-        kinds: Kinds of attention, by name.
+        attention: Attention of all layers; None if no layer has attention.
+        kinds: Attention by layer type.
         layers: At least one.
-        is_pre_norm: Norms stand before attention and MLP; else after the sums.
-        is_decoder: Attention walks the keys in blocks, so that a prompt in chunks gives the same rows to the bit.
-        final_norm: After the last layer; None for none.
-        relative_bias: None for none.
-        residual_scale: Factor of the results of attention, mixer, MLP and experts before they are added.
-        has_float32_sum: The sum of the layers' results is float32 whatever the type of the model.
+        is_pre_norm: Norms are before attention and MLP; otherwise after the residual sums.
+        is_decoder: Attention processes the keys in blocks, so that chunks return the same bits as the whole prompt.
+        final_norm: Norm after the last layer; None: no norm.
+        relative_bias: Bias of the attention scores; None: no bias.
+        residual_scale: Factor of the outputs of attention, mixer, MLP and experts before the residual sums.
+        has_float32_sum: The residual sums are float32 in models of every dtype.
         head: Classification head; None in an embedding model.
-        scores_rows: The head of a sequence is one map of a row, and so scores the row of any token too.
-        vocabulary: Head of the masked language model that may be in the checkpoint; None: the family has none.
+        scores_rows: The classification head also scores single tokens.
+        vocabulary: Head of a masked language model, which the checkpoint may have; None: the family has none.
     """
 
     hidden_size: int
@@ -414,7 +414,7 @@ class ModelSpec:
 
     @property
     def cache_spec(self) -> CacheSpec | None:
-        """The layers whose states a sequence keeps from chunk to chunk; None if sequences cannot run in chunks."""
+        """The layers with keys and values or states; None if sequences cannot run in chunks."""
         if self.attention is not None and not self.attention.is_causal:
             return None
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
@@ -431,11 +431,11 @@ class Family:
     """A family of models with packed tokens.
 
     Attributes:
-        model_type: Of config.json.
-        prefix: Of the class names in transformers: "Bert" of "BertModel" and "BertForSequenceClassification".
-        read: Returns the spec of a resolved model, or raises ModelLoadError.
+        model_type: model_type of config.json.
+        prefix: Prefix of the class names in transformers, such as "Bert" of "BertModel".
+        read: Returns the spec of a resolved model. Raises ModelLoadError.
         architectures: Class names in transformers that do not begin with `prefix`.
-        leaves_out: Whether the model is one of a few that transformers has to run, by its architecture and config.json.
+        leaves_out: Whether transformers must run a model, by its architecture and config.json.
     """
 
     model_type: str

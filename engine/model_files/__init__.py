@@ -1,1 +1,1 @@
-"""What a model's folder says about it. Plain Python without torch."""
+"""Reads the files of a model's folder into a ModelInfo. Plain Python without torch."""

@@ -42,7 +42,7 @@ _TOWERS: Final = {
     "audio_config": "audio",
     "speech_config": "audio",
 }
-# Keys of models that read no text. A single one of them may have another meaning.
+# Keys of models for images or audio. One key alone may have another meaning.
 _OTHER_KEYS: Final = {
     "images": frozenset(("image_size", "num_channels", "patch_size", "image_mean")),
     "audio": frozenset(("num_mel_bins", "feat_extract_norm", "conv_kernel", "sampling_rate", "max_source_positions")),
@@ -68,18 +68,18 @@ _CONFIG_KEY: Final = "lora_adaptations"
 _KNOWN_FAMILIES: Final = {
     "jina_embeddings_v3": ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"),
 }
-"""Adapters of families that transformers has a class for. The config does not name them."""
+"""Adapters of families with a class in transformers. Their config.json does not name the adapters."""
 _TENSOR: Final = re.compile(rb'"[^"]*\blora_(?:embedding_)?[AB](?:\.([\w-]+))?[^"]*"')
 _UNNAMED: Final = "lora"
 _MOST_HEADER_BYTES: Final = 100_000_000
-"""As the safetensors library allows."""
+"""Limit of the safetensors library."""
 
 
 def resolve_architecture(draft: ModelDraft) -> None:
     """Resolves family, sizes, kind and tasks.
 
     Raises:
-        UnsupportedModelError: config.json does not say what the model is.
+        UnsupportedModelError: config.json does not describe a supported model.
     """
     config = draft.config
     model_type = config.get("model_type")
@@ -94,7 +94,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
     family = FAMILIES.get(model_type)
     packed = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
-    # BERT's line has variants under this key; Granite means something else by it.
+    # This key selects variants of BERT-like models; for Granite it has another meaning.
     is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
     packed = packed and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
@@ -113,7 +113,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     if packed and heads is not None and (type(heads) is not int or heads < 1):
         raise ModelLoadError(f"{source} of {draft.name} is {heads!r}; it must be a positive integer.")
     width = draft.fields["hidden_size"]
-    # Heads of decoders may have any width. Their weights are checked when they are loaded.
+    # The heads of decoders may have any width, which is checked when the weights are loaded.
     if packed and heads is not None and model_type not in DECODER_MODEL_TYPES and width % heads:
         raise ModelLoadError(f"{source} of {draft.engine.model} is {heads}; it must divide hidden_size, {width}.")
     draft.set("num_attention_heads", heads if type(heads) is int else 0, source or "default")
@@ -138,12 +138,9 @@ def resolve_architecture(draft: ModelDraft) -> None:
 
 
 def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
-    """Refuses a model that needs images or audio, as far as config.json tells.
+    """Raises UnsupportedModelError if config.json describes a model that needs images or audio.
 
-    A language model with image tokens also runs on text alone and is not refused.
-
-    Raises:
-        UnsupportedModelError: See above.
+    A language model with image tokens also runs on text alone and is accepted.
     """
     config = draft.config
     inputs = sorted({_TOWERS[key] for key in _TOWERS if isinstance(config.get(key), dict)})
@@ -154,12 +151,12 @@ def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
     if inputs and not reads_tokens:
         raise UnsupportedModelError(
             f"{draft.name} (model_type {draft.fields['model_type']!r}) reads {' and '.join(inputs)}; "
-            "penstock serves text models."
+            "penstock supports only text."
         )
 
 
 def _check_layers(draft: ModelDraft) -> None:
-    """Refuses an absurd number of layers, because libraries create lists of that length."""
+    """Raises ModelLoadError for a huge number of layers, because libraries create lists of that length."""
     for part in config_parts(draft.config):
         for key in _LAYER_KEYS:
             value = part.get(key)
@@ -212,13 +209,13 @@ def resolve_classes(draft: ModelDraft) -> None:
 
     Raises:
         UnsupportedModelError: penstock does not support the problem type or activation.
-        ModelLoadError: Broken class names, or a wrong setting of a reranker.
+        ModelLoadError: Invalid class names, or a wrong setting of a reranker.
     """
     resolve_answers(draft, draft.answers)
     resolve_score_template(draft, is_pair_model=draft.fields["kind"] is ModelKind.CROSS_ENCODER)
     for prompt in ("score_template", "pair_chat"):
         if draft.fields[prompt] is not None:
-            # Its classes answer a prompt with a query and a document, so that it cannot classify a single text.
+            # It scores a prompt with a query and a document, and cannot classify a single text.
             draft.set("tasks", (PoolingTask.SCORE,), draft.sources[prompt])
     if draft.fields["kind"] is ModelKind.EMBEDDING:
         for name, value in (("labels", ()), ("problem_type", None), ("activation", Activation.IDENTITY)):
@@ -229,7 +226,7 @@ def resolve_classes(draft: ModelDraft) -> None:
     if problem_type is not None and problem_type not in _PROBLEM_ACTIVATIONS:
         raise UnsupportedModelError(
             f"{draft.source_of('problem_type')} of {draft.name} is {problem_type!r}; "
-            f"penstock knows {', '.join(_PROBLEM_ACTIVATIONS)}."
+            f"penstock supports {', '.join(_PROBLEM_ACTIVATIONS)}."
         )
     draft.set("problem_type", problem_type, draft.source_of("problem_type") if problem_type else "default")
     draft.set("activation", *_activation(draft))
@@ -267,7 +264,7 @@ def _saved_activation(draft: ModelDraft) -> tuple[Activation, str] | None:
         activation = _ACTIVATIONS.get(str(path).rsplit(".", 1)[-1])
         if activation is None or not str(path).startswith("torch.nn."):
             raise UnsupportedModelError(
-                f"{source} of {draft.name} is {path!r}; penstock knows torch.nn's {', '.join(_ACTIVATIONS)}."
+                f"{source} of {draft.name} is {path!r}; penstock supports torch.nn's {', '.join(_ACTIVATIONS)}."
             )
         return activation, source
     return None
@@ -299,7 +296,7 @@ def resolve_adapters(draft: ModelDraft, root: Path) -> None:
 
 
 def _folders(root: Path, path: Path) -> tuple[str, ...]:
-    """Returns the folders of adapters, relative to the model's folder, without those in checkpoints of a training."""
+    """Returns the folders of adapters relative to the model's folder. Skips training checkpoints."""
     found = {file.relative_to(root) for folder in (root, path) for pattern in _FOLDERS for file in folder.glob(pattern)}
     own = sorted(file for file in found if not any(map(_CHECKPOINT.match, file.parts)))
     return tuple(str(file.parent) if file.parent.name else ADAPTER_FILE for file in own)
@@ -312,7 +309,7 @@ def _names(value: Any, source: str) -> tuple[str, ...]:
 
 
 def _tensor_names(folder: Path) -> bytes:
-    """Returns text that holds the names of the tensors: the header of a safetensors file, or the index of shards."""
+    """Returns bytes with the names of the tensors: the header of a safetensors file, or the index of shards."""
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         if path.is_file():

@@ -11,7 +11,7 @@ from .sentence_transformers_files import SentenceTransformersFiles
 if TYPE_CHECKING:
     from .reranker import Answers
 
-# The keys of the families for each size.
+# Keys of each size in config.json; they differ between families.
 _ALIASES: Final = {
     "hidden_size": ("hidden_size", "dim", "d_model", "n_embd"),
     "vocab_size": ("vocab_size",),
@@ -24,11 +24,11 @@ class ModelDraft:
     """The fields of one model that are resolved so far.
 
     Attributes:
-        name: The name the operator gave.
+        name: Folder or hub id, as the operator wrote it.
         config: config.json with overrides.
         engine: The operator's settings.
         files: sentence-transformers' files; None if the model has none.
-        answers: The answers of a language model that is a reranker; set with `kind`.
+        answers: The answers of a generative reranker; set with `kind`.
         fields: ModelInfo fields resolved so far.
         sources: The source of each field.
     """
@@ -51,7 +51,7 @@ class ModelDraft:
         return f"--hf-overrides: {key}" if key in self.engine.hf_overrides else f"config.json: {key}"
 
     def lookup(self, name: str) -> tuple[Any, str]:
-        """Returns a size and its source. Also looks into the text part of a multimodal config."""
+        """Returns a size and its source. Also searches the text part of a multimodal config."""
         for part in config_parts(self.config):
             for key in _ALIASES[name]:
                 if part.get(key) is not None:

@@ -1,6 +1,6 @@
-"""The longest input of a model in tokens, and the file that states it.
+"""The longest input of a model in tokens, and the source of the limit.
 
-The model's own limit is the one that sentence-transformers uses, but at most what the position table allows.
+A model's default limit is that of sentence-transformers, bounded by its position table.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OFFSET_MODEL_TYPES: Final = frozenset((
 ))
 # fmt: on
 _POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-# Rotary scalings whose max_position_embeddings may be the length before the scaling.
+# Rotary scalings. Their max_position_embeddings may be the length before the scaling.
 _STRETCHING_ROPE_TYPES: Final = ("dynamic", "yarn")
-# transformers writes int(1e30) where a tokenizer has no limit.
+# transformers writes int(1e30) for a tokenizer without a limit.
 _NO_LIMIT: Final = 10**9
 _DEFAULT_MAX_MODEL_LEN: Final = 512
-# Families without positions, whose only memory is a state of fixed size. Their default is a usual training length.
+# Families without positions. Their default limit is a usual training length.
 _STATE_MODEL_TYPES: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
 _DEFAULT_STATE_MAX_MODEL_LEN: Final = 8192
 
@@ -43,7 +43,7 @@ def resolve_max_model_len(
         config: config.json with overrides.
         tokenizer_config: tokenizer_config.json.
         files: sentence-transformers' files; None if the model has none.
-        engine: The operator's max_model_len may lower the model's limit, or raise it up to the position limit.
+        engine: Settings. `max_model_len` may lower the model's limit, or raise it up to the position limit.
 
     Raises:
         ModelLoadError: The operator's limit exceeds the positions of the model.
@@ -64,7 +64,7 @@ def resolve_max_model_len(
 
 
 def resolve_long_text(draft: ModelDraft) -> None:
-    """Resolves the long-text mode, which only the operator sets.
+    """Resolves the long-text mode. Only the operator can enable it.
 
     Raises:
         ModelLoadError: The settings do not fit the model.
@@ -107,8 +107,8 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
                 pad_token_id = part.get("pad_token_id")
                 if pad_token_id is not None and (type(pad_token_id) is not int or not 0 <= pad_token_id < rows - 1):
                     raise ModelLoadError(
-                        f"config.json: pad_token_id is {pad_token_id!r}; positions begin after it, so that it must be "
-                        f"from 0 to {rows - 2} ({key} is {rows})."
+                        f"config.json: pad_token_id is {pad_token_id!r}; it must be from 0 to {rows - 2}, because "
+                        f"positions begin after it and {key} is {rows}."
                     )
                 offset = (1 if pad_token_id is None else pad_token_id) + 1
                 return rows, rows - offset, f"config.json: {key} - {offset}"
@@ -116,7 +116,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[int | None, int | None, str
 
 
 def _stretched_limit(config: dict[str, Any], positions: int) -> int:
-    """Returns the tokens that rotary positions allow. Some scalings exceed max_position_embeddings."""
+    """Returns the limit of rotary positions in tokens. Some scalings exceed max_position_embeddings."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise ModelLoadError(f"config.json: {key} is {config[key]!r}; it must be an object.")
@@ -145,13 +145,13 @@ def _own_limit(
 
 
 def _default_limit(config: dict[str, Any]) -> tuple[int, str]:
-    """Returns the limit of a model whose files have none, and the source."""
+    """Returns the default limit for models without one, and the source."""
     if config.get("model_type") in _STATE_MODEL_TYPES:
         return _DEFAULT_STATE_MAX_MODEL_LEN, "default of models without positions"
     return _DEFAULT_MAX_MODEL_LEN, "default"
 
 
 def _as_limit(value: Any) -> int | None:
-    """Returns a number of tokens; None for the values that mean no limit."""
+    """Returns a limit in tokens; None for values that mean no limit."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 < value < _NO_LIMIT else None

@@ -17,7 +17,7 @@ logger = logging.getLogger("penstock.engine")
 LFS_HINT: Final = "is a Git LFS pointer, not the file itself; run `git lfs pull` in the model's folder"
 _LFS_START: Final = b"version https://git-lfs.github.com/spec/"
 _MAX_SHOWN: Final = 400
-# Errors caused by values of a wrong type or an absurd size.
+# Errors caused by values of a wrong type or size.
 _VALUE_ERRORS: Final = (
     ArithmeticError,
     AssertionError,
@@ -30,10 +30,10 @@ _VALUE_ERRORS: Final = (
     ValueError,
 )
 
-# Errors caused by the files, unlike a full disk or too many open files.
+# Errors caused by the files. Other OSErrors, such as a full disk or too many open files, are not.
 _FILE_ERRORS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 ADAPTER_FILE: Final = "adapter_config.json"
-"""The config of an adapter that the peft library has saved."""
+"""The config of an adapter of the peft library."""
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DESCRIPTION_FILES: Final = ("config.json", "modules.json")
 _ALLOW: Final = (
@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; None if the file does not exist.
 
     Raises:
-        ModelLoadError: The file cannot be read, is a Git LFS pointer, holds null, or is not JSON within bounds; see
+        ModelLoadError: The file cannot be read, is a Git LFS pointer, contains null, or is not JSON within bounds; see
             parse_json.
     """
     try:
@@ -78,10 +78,10 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if the file does not exist.
+    """Returns the JSON object in a file; an empty object if the file does not exist.
 
     Raises:
-        ModelLoadError: The file is not valid JSON or holds something else.
+        ModelLoadError: The file is not valid JSON, or contains another type.
     """
     value = read_json(path)
     if value is None:
@@ -99,7 +99,7 @@ def as_load_error(found: str) -> Iterator[None]:
         found: The failed action, with the file or folder at fault.
 
     Raises:
-        ModelLoadError: See above; --log-level debug shows its origin.
+        ModelLoadError: See above. --log-level debug logs the traceback.
     """
     try:
         yield
@@ -110,8 +110,8 @@ def as_load_error(found: str) -> Iterator[None]:
     except _VALUE_ERRORS as error:
         logger.debug("%s", found, exc_info=True)
         raise ModelLoadError(
-            f"{found} ({type(error).__name__}: {one_line(error)}): a value there is damaged or of the wrong kind; "
-            "download the model again, or see --log-level debug for the place."
+            f"{found} ({type(error).__name__}: {one_line(error)}): a value is damaged or has the wrong type; "
+            "download the model again, or set --log-level debug to see the traceback."
         ) from error
 
 
@@ -124,16 +124,16 @@ def one_line(error: BaseException) -> str:
 def locate_model(name: str, revision: str | None = None) -> Path:
     """Returns the local folder of a model. Downloads it from the hub if it is neither a folder nor cached.
 
-    Works offline when the files are in the hub's cache. Of a hub repository only JSON, tokenizer files, templates, code
-    (never run unless trust_remote_code is on) and weights are fetched; `.bin` weights only for want of safetensors.
+    Works offline if the files are in the hub's cache. Downloads only JSON, tokenizer files, templates, code (never run
+    unless trust_remote_code is on) and weights; `.bin` weights only if there are no safetensors.
 
     Args:
         name: Local folder or hub id, such as "sentence-transformers/all-MiniLM-L6-v2".
         revision: Branch, tag or commit of a hub id; None takes the default branch.
 
     Raises:
-        ModelLoadError: No such folder (see is_local) or repository, or a folder without model files; the message says
-            what was tried.
+        ModelLoadError: There is no such folder (see is_local) or repository, or the folder has no model files. The
+            message lists the attempts.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -154,9 +154,9 @@ def locate_model(name: str, revision: str | None = None) -> Path:
 
 
 def is_local(name: str, revision: str | None = None) -> bool:
-    """Whether a name means a local folder, which may not exist, and not a repository of the hub.
+    """Whether a name means a local folder, which may not exist, instead of a repository of the hub.
 
-    A name such as "a/b" means the hub, unless it exists, or the folder "a" exists and no revision is given.
+    A name such as "a/b" means the hub, unless the folder exists, or the folder "a" exists and no revision is given.
     """
     folder = Path(name).expanduser()
     if _HUB_ID.fullmatch(name) is None or folder.exists():
@@ -168,14 +168,14 @@ def no_model_error(folder: Path, otherwise: str) -> ModelLoadError:
     """Returns the error for a folder without a model.
 
     Args:
-        folder: May hold an adapter alone.
-        otherwise: The message for a folder that holds none.
+        folder: The folder. It may contain an adapter.
+        otherwise: The message for a folder without an adapter.
     """
     if not (folder / ADAPTER_FILE).is_file():
         return ModelLoadError(otherwise)
     base = read_object(folder / ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
     return ModelLoadError(
-        f"{folder} holds a PEFT adapter ({ADAPTER_FILE}) and no model, and penstock applies no adapters: merge it into "
+        f"{folder} has a PEFT adapter ({ADAPTER_FILE}) and no model, and penstock applies no adapters: merge it into "
         f"{base} (merge_and_unload in the peft library), save the result with its tokenizer, and serve that folder."
     )
 
@@ -195,7 +195,7 @@ def _fetch(name: str, revision: str | None) -> Path:
         if bin_files := _missing_weights(path):
             snapshot_download(name, revision=revision, allow_patterns=bin_files)
     except Exception as error:
-        # huggingface_hub lets errors of its HTTP library through, and that library differs by version.
+        # huggingface_hub raises errors of its HTTP library, which differs by version.
         raise ModelLoadError(
             f"The model {where} could not be loaded. Tried the folder {str(Path(name).absolute())!r}, the hub and its "
             f"local cache in {constants.HF_HUB_CACHE!r}: {_first_line(error)}"
@@ -204,12 +204,12 @@ def _fetch(name: str, revision: str | None) -> Path:
 
 
 def _missing_weights(path: Path) -> list[str]:
-    """Patterns of the `.bin` weights of those folders (the model and its modules) that hold no safetensors."""
+    """Returns patterns of the `.bin` weights of the model's and its modules' folders without safetensors."""
     folders = sorted({file.parent for file in path.glob("**/config.json")})
     bare = [folder.relative_to(path) for folder in folders if not any(folder.glob("*.safetensors"))]
     return [(folder / "pytorch_model*.bin").as_posix() for folder in bare if not folder.name.endswith(_WITHOUT_WEIGHTS)]
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class name; without the "Got: " that huggingface_hub begins with."""
+    """Returns the first line of an error's text without huggingface_hub's "Got: ", or its class name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")

@@ -1,7 +1,7 @@
-"""Finds out whether a language model is a reranker, which tokens are its answers and which prompt it reads a pair in.
+"""Detects generative rerankers, and resolves their answer tokens and their prompt for pairs.
 
 Order of sources: the operator (`--hf-overrides`, with vLLM's keys), sentence-transformers' files, then the recipes of
-published rerankers. Recipes are found by the model's name, because the config.json of such models does not mention a
+published rerankers. Recipes are selected by the model's name, because the config.json of such models does not mention a
 reranker. Each recipe names its source.
 """
 
@@ -37,12 +37,12 @@ _MXBAI_TASK: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The tokens whose next-token logits are a model's classes.
+    """The answer tokens of a generative reranker. Their next-token logits are its class logits.
 
     Attributes:
-        tokens: As text or as vocabulary id.
+        tokens: Tokens as text or as vocabulary id.
         method: How the logits become scores.
-        source: The file or flag that states it.
+        source: The file or flag that names the tokens.
     """
 
     tokens: tuple[str | int, ...]
@@ -64,7 +64,7 @@ class RerankerRecipe:
         name: Name in messages and for `score_template`.
         pattern: Regular expression of model names, in lower case.
         model_type: model_type of the models.
-        tokens: The answers whose next-token logits are the score: false and true, or only true.
+        tokens: The answer tokens: false and true, or only true.
         method: How the logits become scores.
         template: The prompt.
     """
@@ -77,8 +77,8 @@ class RerankerRecipe:
     template: ScoreTemplate
 
 
-# Model card of Qwen/Qwen3-Reranker-0.6B, "Transformers Usage": the user's turn is tokenized as one text and cut, the
-# tokens before and after it are added.
+# Model card of Qwen/Qwen3-Reranker-0.6B, "Transformers Usage": the user message is tokenized as one text and truncated,
+# then the tokens before and after it are added.
 QWEN3_RERANKER: Final = RerankerRecipe(
     name="qwen3-reranker",
     pattern=r"qwen3-reranker",
@@ -97,7 +97,7 @@ QWEN3_RERANKER: Final = RerankerRecipe(
 )
 RECIPES: Final = (
     QWEN3_RERANKER,
-    # mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py: every part is tokenized alone. Its optional normalisation
+    # mixedbread-ai/mxbai-rerank, mxbai_rerank_v2.py: every part is tokenized separately. Its optional normalisation
     # subtracts 4.5 (base) or 6 (large) before the sigmoid: logit_mean of --pooler-config.
     RerankerRecipe(
         name="mxbai-rerank-v2",
@@ -118,9 +118,9 @@ RECIPES: Final = (
             instruction_format="instruction: {instruction}\n",
         ),
     ),
-    # Model card of BAAI/bge-reranker-v2-gemma, "LLM-based reranker": get_inputs, whose `prompt` is the instruction.
-    # The card's scores are the bare logits: use_activation false; by default they pass a sigmoid, as FlagEmbedding's
-    # normalize=True does.
+    # Model card of BAAI/bge-reranker-v2-gemma, "LLM-based reranker": get_inputs; its `prompt` is the instruction. The
+    # scores of the card are logits (use_activation false). By default penstock applies a sigmoid, as FlagEmbedding
+    # does with normalize=True.
     RerankerRecipe(
         name="bge-reranker-v2-gemma",
         pattern=r"bge-reranker-v2-gemma",
@@ -136,13 +136,8 @@ RECIPES: Final = (
 )
 
 
-def recipe_named(name: str) -> RerankerRecipe | None:
-    """Returns the recipe with this name."""
-    return next((recipe for recipe in RECIPES if recipe.name == name), None)
-
-
 def find_recipe(model_type: str, names: Iterable[str]) -> RerankerRecipe | None:
-    """Returns the recipe for a model with this type and one of these names."""
+    """Returns the recipe of a model by its type and names."""
     lowered = [name.lower() for name in names]
     for recipe in RECIPES:
         if recipe.model_type == model_type and any(re.search(recipe.pattern, name) for name in lowered):
@@ -151,7 +146,7 @@ def find_recipe(model_type: str, names: Iterable[str]) -> RerankerRecipe | None:
 
 
 def find_answers(draft: ModelDraft, architecture: str) -> Answers | None:
-    """Returns the answer tokens of a language model that is a reranker or classifier; None for other models.
+    """Returns the answer tokens of a generative reranker or classifier; None for other models.
 
     Raises:
         ModelLoadError: A setting is wrong.
@@ -239,7 +234,7 @@ def _method(draft: ModelDraft, num_tokens: int) -> ClassifierMethod:
         method = ClassifierMethod(named)
     else:
         known = ", ".join(repr(known.value) for known in ClassifierMethod)
-        raise ModelLoadError(f"{draft.source_of(_METHOD_KEY)} is {named!r}; penstock knows {known}.")
+        raise ModelLoadError(f"{draft.source_of(_METHOD_KEY)} is {named!r}; penstock supports {known}.")
     if method is ClassifierMethod.FROM_2_WAY_SOFTMAX and num_tokens != 2:
         raise ModelLoadError(
             f"{draft.source_of(_TOKENS_KEY)} holds {num_tokens} tokens; {method.value} takes two, false and true."
@@ -278,7 +273,7 @@ def _token_id(tokenizer: Any, token: str | int, draft: ModelDraft, source: str) 
 def _given_template(draft: ModelDraft) -> ScoreTemplate:
     value, source = draft.config[_TEMPLATE_KEY], draft.source_of(_TEMPLATE_KEY)
     if isinstance(value, str):
-        recipe = recipe_named(value)
+        recipe = next((recipe for recipe in RECIPES if recipe.name == value), None)
         if recipe is None:
             known = ", ".join(repr(recipe.name) for recipe in RECIPES)
             raise ModelLoadError(f"{source} is {value!r}; known are {known}, or an object with parts.")
@@ -292,7 +287,7 @@ def _given_template(draft: ModelDraft) -> ScoreTemplate:
 
 
 def _recipe_of(draft: ModelDraft) -> RerankerRecipe | None:
-    """Returns the recipe for the model's name; None if modules after the Transformer make it another model."""
+    """Returns the recipe for the model's name; None if it has modules after the Transformer."""
     files = draft.files
     if files is not None and (files.pooling is not None or files.dense or files.has_normalize):
         return None
@@ -300,7 +295,7 @@ def _recipe_of(draft: ModelDraft) -> RerankerRecipe | None:
 
 
 def _names(draft: ModelDraft) -> Iterator[str]:
-    """Yields the names of the model: as given, as in the hub's cache, and as in config.json."""
+    """Yields the names of the model: of the operator, of the hub's cache, and of config.json."""
     for name in (draft.name, draft.config.get("_name_or_path")):
         if isinstance(name, str) and name:
             parts = Path(name).parts

@@ -1,6 +1,6 @@
 """Reads a model's JSON files into ModelInfo: every value that changes results, and its source.
 
-Uses neither torch nor weights, so that it takes milliseconds. Order of sources: the operator (`--pooler-config`,
+Takes milliseconds, because it needs neither torch nor weights. Order of sources: the operator (`--pooler-config`,
 `--max-model-len`, `--hf-overrides`), sentence-transformers' files, config.json, defaults.
 """
 
@@ -24,17 +24,9 @@ from .model_folder import as_load_error, locate_model, no_model_error, read_obje
 from .sentence_transformers_files import MODULES_FILE, SETTINGS_FILE, SentenceTransformersFiles, read_modules
 from .vector_outputs import read_stanford_modules, resolve_multi_vector, resolve_sparse
 
-__all__ = [
-    "format_table",
-    "locate_model",
-    "resolve_model",
-    "resolved_table",
-    "with_device",
-]
-
 _POOLER_FLAG: Final = "--pooler-config"
 _INSTRUCTOR_MODELS: Final = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
-# Fields that classifiers, and embedding models, do not use.
+# _EMBEDDING_FIELDS are not used by classifiers, _CLASS_FIELDS not by embedding models.
 # fmt: off
 _EMBEDDING_FIELDS: Final = frozenset((
     "embedding_size", "dense", "normalize", "dimensions", "is_matryoshka", "matryoshka_dimensions", "prompts",
@@ -55,8 +47,8 @@ def resolve_model(config: EngineConfig) -> ModelInfo:
     `device` and `dtype` stay as requested, "auto" included; see `with_device`.
 
     Raises:
-        UnsupportedModelError: Unknown architecture or module; the message names it.
-        ModelLoadError: The model is not found, a file is broken, or a setting does not fit the model.
+        UnsupportedModelError: The architecture or a module is unknown. The message names it.
+        ModelLoadError: The model is not found, a file is invalid, or a setting does not fit the model.
     """
     with as_load_error(f"The folder {config.model} cannot be used"):
         root = locate_model(config.model, config.revision)
@@ -68,7 +60,7 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
     files = read_modules(root) or read_stanford_modules(root)
     path = root / (files.transformer_folder if files else "")
     if not (path / "config.json").is_file():
-        raise no_model_error(path, f"{path} holds no config.json.")
+        raise no_model_error(path, f"{path} has no config.json.")
     model_config = merged(read_object(path / "config.json"), config.hf_overrides)
     draft = ModelDraft(config.model, model_config, config, files)
     draft.set("name", config.name or config.model, "--served-model-name" if config.name else config.model_source)
@@ -92,10 +84,10 @@ def _resolve(root: Path, config: EngineConfig) -> ModelInfo:
 
 
 def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
-    """Returns `info` with the device and dtype that the runner decided on.
+    """Returns `info` with the resolved device and dtype.
 
     Args:
-        info: As resolved from the files.
+        info: The model info of the files.
         device: Such as "cpu" or "cuda".
         dtype: Such as "float32".
     """
@@ -107,10 +99,7 @@ def with_device(info: ModelInfo, device: str, dtype: str) -> ModelInfo:
 
 
 def resolved_table(info: ModelInfo) -> list[tuple[str, str, str]]:
-    """Returns (field, value, source) rows for `penstock info` and the start-up log.
-
-    Fields that the model does not use are left out.
-    """
+    """Returns (field, value, source) rows of the fields that the model uses, for `penstock info` and /server_info."""
     unused = _CLASS_FIELDS if info.kind is ModelKind.EMBEDDING else _EMBEDDING_FIELDS
     if not info.enable_chunked_processing:
         unused |= _LONG_TEXT_FIELDS
@@ -129,7 +118,7 @@ def format_table(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _resolve_task(draft: ModelDraft) -> None:
-    """Restricts the tasks to the operator's task, and to the scores computed from it."""
+    """Restricts the tasks to the operator's task, and to scoring if it uses the task."""
     task, tasks = draft.engine.pooler_config.task, draft.fields["tasks"]
     if task is None:
         return
@@ -138,13 +127,12 @@ def _resolve_task(draft: ModelDraft) -> None:
             f"--pooler-config: task is {task.value!r}; {draft.name} is a {draft.fields['kind'].value} and has "
             f"{listed(tasks)}."
         )
-    is_of_tokens = task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
-    scores = PoolingTask.SCORE in tasks and not (is_of_tokens and draft.fields["multi_vector"] is None)
+    is_token_level = task in (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
+    scores = PoolingTask.SCORE in tasks and not (is_token_level and draft.fields["multi_vector"] is None)
     draft.set("tasks", tuple(dict.fromkeys((task, PoolingTask.SCORE) if scores else (task,))), _POOLER_FLAG)
 
 
 def _resolve_pooling(draft: ModelDraft) -> None:
-    """Resolves the pooling."""
     pooler, files = draft.engine.pooler_config, draft.files
     draft.set("sequence_pooling", *_model_pooling(draft))
     draft.set("token_pooling", PoolingType.ALL, "default")
@@ -153,7 +141,7 @@ def _resolve_pooling(draft: ModelDraft) -> None:
     if pooler.seq_pooling_type is not None:
         draft.set("sequence_pooling", (pooler.seq_pooling_type,), _POOLER_FLAG)
     if draft.fields["kind"] is ModelKind.EMBEDDING and not draft.fields["sequence_pooling"]:
-        # Without a Pooling module (ColBERT) the model was trained for one vector per token.
+        # A model without a Pooling module (ColBERT) returns one vector per token.
         draft.set("tasks", (PoolingTask.TOKEN_EMBED, PoolingTask.SCORE), draft.sources["sequence_pooling"])
 
     draft.set("include_prompt", True, "default")
@@ -192,7 +180,7 @@ def _model_pooling(draft: ModelDraft) -> tuple[tuple[PoolingType, ...], str]:
         if files.pooling is None:
             return (), f"{MODULES_FILE}: no Pooling module"
         return files.pooling, files.pooling_source
-    # As sentence-transformers does for a model without its files.
+    # sentence-transformers' defaults for a model without its files.
     if is_causal:
         return (PoolingType.LAST,), "default of causal models"
     return (PoolingType.MEAN,), "default of encoders"
@@ -219,7 +207,7 @@ def _resolve_embedding(draft: ModelDraft) -> None:
     for spec in dense:
         if spec.in_features != width:
             raise ModelLoadError(
-                f"{spec.folder} of {draft.name} takes rows of {spec.in_features}, but what comes before it gives "
+                f"{spec.folder} of {draft.name} takes rows of {spec.in_features}, but its input rows have "
                 f"{width} (pooling {_shown(draft.fields['sequence_pooling'])}, {draft.sources['sequence_pooling']})."
             )
         width = spec.out_features

@@ -1,7 +1,7 @@
-"""Reads the files that sentence-transformers saves beside a model: modules.json, module configs and settings.
+"""Reads the files of sentence-transformers in a model's folder: modules.json, module configs and settings.
 
-JSON only: no torch, no weights. A module is identified by its package and class name, because versions of
-sentence-transformers have different module paths between the two.
+Reads JSON only, no weights. A module is identified by its package and class name, because the module path in between
+differs between versions of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS_FILE: Final = "config_sentence_transformers.json"
 _KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitScore, MultiVectorMask and SpladePooling"
 
 _PACKAGES: Final = ("sentence_transformers.", "pylate.")
-"""Packages whose modules are known. Modules of other packages may compute something else."""
+"""Packages with supported modules. Modules of other packages with the same names may differ."""
 _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -46,11 +46,11 @@ _POOLING_MODES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScoreFile:
-    """The config of a LogitScore module: the tokens whose next-token logits are the score of a cross-encoder.
+    """The config of a LogitScore module: the answer tokens of a generative cross-encoder.
 
     Attributes:
-        true_token_id: Vocabulary id.
-        false_token_id: Its logit is subtracted; None subtracts nothing.
+        true_token_id: Vocabulary id. Its next-token logit is the score.
+        false_token_id: Vocabulary id. Its logit is subtracted; None subtracts nothing.
         source: The file.
     """
 
@@ -66,7 +66,7 @@ class SentenceTransformersFiles:
     Attributes:
         transformer_folder: Folder of the Transformer module inside the model; "" is the model itself.
         pooling: Pooling types of the Pooling module, in the order of concatenation.
-        pooling_source: The file that `pooling` was read from.
+        pooling_source: The file of `pooling`.
         include_prompt: Whether the rows of the prompt are pooled.
         dense: Dense modules in order; their folders are relative to the Transformer folder.
         has_normalize: A Normalize module ends the chain.
@@ -112,27 +112,27 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     """Reads the sentence-transformers files of the model in `root`; None without modules.json.
 
     Raises:
-        UnsupportedModelError: penstock does not support a module or a setting; the message names it.
-        ModelLoadError: A file is broken.
+        UnsupportedModelError: penstock does not support a module or a setting. The message names it.
+        ModelLoadError: A file is invalid.
     """
     entries = read_json(root / MODULES_FILE)
     if entries is None:
         return None
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
-        raise ModelLoadError(f"{root / MODULES_FILE} must hold a list of modules, each with a type and a path.")
+        raise ModelLoadError(f"{root / MODULES_FILE} must contain a list of modules, each with a type and a path.")
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         if not entry["type"].startswith(_PACKAGES):
             raise _unsupported(
                 root,
-                f"lists the module {entry['type']}, which is code of another package; penstock knows the modules of "
-                "sentence_transformers and pylate only. Serve a version of the model without code of its own; or, if "
-                f"the class computes the same as one of sentence_transformers ({_KNOWN_MODULES}), write the path of "
-                "that class into modules.json",
+                f"lists the module {entry['type']}, which is code of another package; penstock supports only modules "
+                "of sentence_transformers and pylate. Serve a version of the model without its own code; or, if "
+                f"the class computes the same as a class of sentence_transformers ({_KNOWN_MODULES}), write the path "
+                "of that class into modules.json",
             )
         kind, folder = entry["type"].rsplit(".", 1)[-1], _checked_folder(root, entry.get("path", ""))
-        if place == 0:
+        if position == 0:
             if kind not in ("Transformer", "MLMTransformer"):
                 raise _unsupported(root, f"starts with the module {entry['type']}; penstock needs a Transformer first")
             _read_transformer(root, folder, files)
@@ -140,18 +140,18 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
             _read_pooling(root, folder, files)
         elif kind == "Dense" and not files.has_normalize:
             folders.append((folder, entry))
-        elif kind == "LogitScore" and place == 1:
+        elif kind == "LogitScore" and position == 1:
             files.logit_score = _read_logit_score(root, folder)
         elif kind == "Normalize":
             files.has_normalize = True
-        elif kind == "SpladePooling" and place == 1:
+        elif kind == "SpladePooling" and position == 1:
             files.splade_folder = folder
         elif kind == "MultiVectorMask" and files.pooling is None:
             files.mask_folder = folder
         elif kind in ("Pooling", "Dense", "LogitScore", "MultiVectorMask", "SpladePooling"):
-            raise _unsupported(root, f"places the module {entry['type']} ({folder}) where penstock cannot run it")
+            raise _unsupported(root, f"has the module {entry['type']} ({folder}) at a position that is not supported")
         elif kind != "Dropout":
-            raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock knows {_KNOWN_MODULES}")
+            raise _unsupported(root, f"lists the module {entry['type']} ({folder}); penstock supports {_KNOWN_MODULES}")
     files.dense = tuple(_read_dense(root, folder, entry["type"], files.transformer_folder) for folder, entry in folders)
     _read_settings(root, files)
     is_pylate = files.settings.get("model_type") == "ColBERT" or "query_prefix" in files.settings
@@ -196,21 +196,12 @@ def _read_settings(root: Path, files: SentenceTransformersFiles) -> None:
     files.activation_fn = config.get("activation_fn")
 
 
-def _unsupported(root: Path, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{root / MODULES_FILE} {what}.")
+def _unsupported(root: Path, problem: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{root / MODULES_FILE} {problem}.")
 
 
 def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Reads the config of the Transformer module.
-
-    Args:
-        root: Folder of the model.
-        folder: Folder of the module in `root`.
-        files: Gets the values.
-
-    Raises:
-        ModelLoadError: The config cannot be read.
-    """
+    """Reads the config of the Transformer module into `files`. `folder`: folder of the module in `root`."""
     files.transformer_folder = folder
     for name in _TRANSFORMER_FILES:
         config = read_object(root / folder / name)
@@ -226,11 +217,7 @@ def _read_transformer(root: Path, folder: str, files: SentenceTransformersFiles)
 
 
 def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
-    """Reads the config of a LogitScore module.
-
-    Raises:
-        ModelLoadError: The config cannot be read, or has no ids.
-    """
+    """Reads the config of a LogitScore module."""
     path = root / folder / "config.json"
     config = read_object(path)
     ids = config.get("true_token_id"), config.get("false_token_id")
@@ -240,12 +227,7 @@ def _read_logit_score(root: Path, folder: str) -> LogitScoreFile:
 
 
 def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> None:
-    """Reads the config of the Pooling module; see `read_transformer`.
-
-    Raises:
-        UnsupportedModelError: Unknown pooling mode.
-        ModelLoadError: The config cannot be read.
-    """
+    """Reads the config of the Pooling module into `files`. `folder`: folder of the module in `root`."""
     config = read_object(root / folder / "config.json")
     files.pooling_source = str(Path(folder) / "config.json")
     files.include_prompt = bool(config.get("include_prompt", True))
@@ -258,8 +240,8 @@ def _read_pooling(root: Path, folder: str, files: SentenceTransformersFiles) -> 
     for mode in modes:
         if mode not in _POOLING_MODES:
             raise UnsupportedModelError(
-                f"{root / files.pooling_source} asks for the pooling mode {mode!r}; "
-                f"penstock knows {', '.join(_POOLING_MODES)}."
+                f"{root / files.pooling_source} has the pooling mode {mode!r}; "
+                f"penstock supports {', '.join(_POOLING_MODES)}."
             )
     files.pooling = tuple(_POOLING_MODES[mode] for mode in modes)
 
@@ -272,10 +254,6 @@ def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str
         folder: Folder of the module in `root`.
         type_name: Class path of the module.
         transformer_folder: Folder of the Transformer module. The folder of the result is relative to it.
-
-    Raises:
-        UnsupportedModelError: penstock does not support a setting.
-        ModelLoadError: The config cannot be read, or lacks a width.
     """
     path = root / folder / "config.json"
     config = read_object(path)
@@ -283,17 +261,17 @@ def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str
         if type(config.get(key)) is not int or config[key] < 1:
             raise ModelLoadError(f"{path} has {key} {config.get(key)!r}; it must be a positive integer.")
     if config.get("use_residual", False):
-        raise UnsupportedModelError(f"{path} asks for use_residual, which penstock has no code for.")
+        raise UnsupportedModelError(f"{path} has use_residual, which penstock does not support.")
     if config.get("module_output_name") == "scores":
         raise UnsupportedModelError(
-            f"{path} writes scores: a cross-encoder head of modules, which penstock has no code for."
+            f"{path} has module_output_name 'scores' (a cross-encoder head), which penstock does not support."
         )
     activation = config.get(
         "activation_function", "torch.nn.Identity" if type_name.startswith("pylate.") else "torch.nn.Tanh"
     )
     if not activation.startswith("torch.nn."):
         raise UnsupportedModelError(
-            f"{path} asks for the activation {activation!r}; penstock takes those of torch.nn only."
+            f"{path} has the activation {activation!r}; penstock supports only activations of torch.nn."
         )
     up = "../" * len(Path(transformer_folder).parts)
     return DenseSpec(
@@ -306,7 +284,7 @@ def _read_dense(root: Path, folder: str, type_name: str, transformer_folder: str
 
 
 def _pair_chat(config: dict[str, Any]) -> PairChat | None:
-    """Returns how the Transformer module renders pairs with a chat template; None if it does not."""
+    """Returns the chat format of the Transformer module for pairs; None if it has none."""
     chat = (config.get("modality_config") or {}).get("message")
     if chat is None:
         return None

@@ -1,8 +1,8 @@
-"""Reads from the files of a model whether it makes sparse vectors or one vector per token, and how. JSON only.
+"""Reads the settings of multi-vector and sparse models from their JSON files.
 
-Settings for one vector per token come from three libraries: sentence-transformers' MultiVectorEncoder keeps them in the
+Settings of multi-vector models come from three libraries: sentence-transformers' MultiVectorEncoder saves them in the
 configs of its Transformer and MultiVectorMask modules, PyLate in config_sentence_transformers.json, Stanford's ColBERT
-in artifact.metadata. Missing values are those that sentence-transformers uses for the same folder.
+in artifact.metadata. Defaults are those of sentence-transformers for the same folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PYLATE_KEYS: Final = frozenset(
         "skiplist_words",
     )
 )
-# Families whose attention can leave tokens out; see engine/executors/torch/layers/attention.py.
+# Families with attention that can skip tokens; see engine/executors/torch/layers/attention.py.
 _HIDING_MODEL_TYPES: Final = frozenset(
     ("bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta")
 )
@@ -83,14 +83,14 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     can_hide = draft.fields["packed"] and draft.fields["model_type"] in _HIDING_MODEL_TYPES
     if recipe.expansion is not None and not recipe.expansion.attends and not can_hide:
         raise UnsupportedModelError(
-            f"{source} of {draft.name} fills queries up with tokens that the others must not attend to, for which "
-            f"penstock has code in these families: {', '.join(sorted(_HIDING_MODEL_TYPES))}."
+            f"{source} of {draft.name} pads queries with tokens that other tokens must not attend to, which penstock "
+            f"supports in these families: {', '.join(sorted(_HIDING_MODEL_TYPES))}."
         )
     draft.set("multi_vector", recipe, source)
     if prompts:
         draft.set("prompts", {**draft.fields["prompts"], **prompts}, source)
     if recipe.document_length is not None and draft.engine.max_model_len is None:
-        # The length that PyLate saves with the Transformer is that of its last use.
+        # The length in PyLate's Transformer config depends on the last use of the model.
         longest = max(recipe.document_length, recipe.max_num_tokens(is_query=True) or 0)
         own = dataclasses.replace(files, max_seq_length=longest, tokenizer_max_length=None)
         limit, limit_source = resolve_max_model_len(draft.config, tokenizer_config, own, draft.engine)
@@ -98,7 +98,7 @@ def resolve_multi_vector(draft: ModelDraft, root: Path, tokenizer_config: dict[s
     limit, limit_source = draft.fields["max_model_len"], draft.sources["max_model_len"]
     if recipe.expansion is not None and recipe.expansion.length > limit:
         raise ModelLoadError(
-            f"{draft.name} fills queries up to {recipe.expansion.length} tokens ({source}), but its longest input is "
+            f"{draft.name} pads queries to {recipe.expansion.length} tokens ({source}), but its longest input is "
             f"{limit} ({limit_source}).",
             param="max_model_len",
         )
@@ -108,9 +108,7 @@ def _read(draft: ModelDraft, root: Path, files: SentenceTransformersFiles) -> tu
     """Returns the recipe, its prompts, and its source."""
     if not (root / MODULES_FILE).is_file():
         for name, own_source in draft.sources.items():
-            if own_source.startswith(
-                MODULES_FILE
-            ):  # the model has no such file: read_stanford_modules created the modules
+            if own_source.startswith(MODULES_FILE):  # there is no such file: read_stanford_modules made the modules
                 draft.sources[name] = draft.source_of("architectures")
         recipe, prompts = _read_stanford(read_object(root / METADATA_FILE))
         return recipe, prompts, METADATA_FILE
@@ -185,7 +183,7 @@ def _read_mask(root: Path, folder: str) -> dict[str, Any]:
     path = root / folder / "config.json"
     config = read_object(path)
     if config.get("keep_only_token_ids"):
-        raise UnsupportedModelError(f"{path} has keep_only_token_ids, which penstock has no code for.")
+        raise UnsupportedModelError(f"{path} has keep_only_token_ids, which penstock does not support.")
     tasks = config.get("skiplist_tasks")
     tasks = [DOCUMENT] if tasks is None else [tasks] if isinstance(tasks, str) else tasks
     return {
@@ -250,16 +248,16 @@ def _resolve_splade(draft: ModelDraft, path: Path, settings: dict[str, Any]) -> 
     pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
         raise UnsupportedModelError(
-            f"{path} has pooling_strategy {pooling!r} and activation_function {activation!r}; penstock knows 'max' and "
-            "'sum', 'relu' and 'log1p_relu'."
+            f"{path} has pooling_strategy {pooling!r} and activation_function {activation!r}; penstock supports 'max' "
+            "and 'sum', 'relu' and 'log1p_relu'."
         )
     similarity = settings.get("similarity_fn_name") or "dot"
     if similarity not in ("dot", "cosine"):
         raise UnsupportedModelError(f"{path.parent.parent / SETTINGS_FILE} has similarity_fn_name {similarity!r}.")
     if not draft.fields["packed"] or draft.fields["is_causal"]:
         raise UnsupportedModelError(
-            f"{draft.name} makes sparse vectors with a masked language model of the family "
-            f"{draft.fields['model_type']!r}, for which penstock has no code."
+            f"{draft.name} computes sparse vectors with a masked language model of the family "
+            f"{draft.fields['model_type']!r}, which penstock does not support."
         )
     recipe = SparsePooling(
         kind=SparseKind.VOCABULARY_LOGITS,

@@ -1,7 +1,7 @@
-"""From hidden states to embeddings and class scores.
+"""Pooling and heads: from hidden states to embeddings and class scores.
 
-ModelPooler answers batches. ChunkedPoolingManager keeps the running states of sequences whose rows arrive in chunks.
-Their steps are the same for numpy arrays, which need no torch (`array_ops.py`), and for tensors (`tensor_ops.py`).
+ModelPooler pools batches. ChunkedPoolingManager stores the running states of sequences in chunks. Both work on numpy
+arrays without torch (`array_ops.py`), and on tensors (`tensor_ops.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name that needs torch when it is first used."""
+    """Imports names that need torch at their first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(".poolers", __name__), name)

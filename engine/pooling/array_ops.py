@@ -1,4 +1,4 @@
-"""Pooling arithmetic on numpy arrays, with the C library. Needs no torch.
+"""Pooling arithmetic on numpy arrays with the C library. Does not import torch.
 
 Shape letters: T packed tokens of N sequences, R rows, D model width, H heads, W columns, C classes.
 """
@@ -35,7 +35,7 @@ _POOLINGS: Final = {
 
 
 _BLOCK_ROWS: Final = 128
-"""Rows of logits over a vocabulary that are held at once."""
+"""Rows of vocabulary logits to compute at once."""
 
 
 class ArrayOps:
@@ -70,8 +70,8 @@ class ArrayOps:
 
     def cut(self, rows: Floats, cut: Cut) -> Floats:
         """See RowOps."""
-        places = np.arange(len(rows), dtype=np.int32)
-        return self._pool(rows, places, np.ones_like(places), Pooling.CLS, cut)
+        starts = np.arange(len(rows), dtype=np.int32)
+        return self._pool(rows, starts, np.ones_like(starts), Pooling.CLS, cut)
 
     def rows_of(self, values: Any) -> Floats:
         """See RowOps."""
@@ -140,7 +140,7 @@ class ArrayOps:
         document_lens: Sequence[int],
         query_of: Sequence[int],
     ) -> Floats:
-        """See RowOps. One product for neighbours that share a query."""
+        """See RowOps. Consecutive documents with the same query share one product."""
         largest = np.zeros((len(document_lens), max(query_lens)), np.float32)
         query_bounds, bounds = prefix_sums(query_lens), prefix_sums(document_lens)
         present = np.flatnonzero(document_lens).tolist()
@@ -187,7 +187,7 @@ class ArrayOps:
 def array_pooler(
     info: ModelInfo, encoder: ArrayEncoder, dense: Sequence[ArrayHead], maps: TokenMaps[Floats] | None = None
 ) -> ModelPooler[Floats]:
-    """Returns the pooler of a model that runs as arrays. See ModelPooler."""
+    """Returns the pooler of a model of the C library. See ModelPooler."""
     return ModelPooler(
         info,
         ArrayOps(encoder.machine),
@@ -202,7 +202,7 @@ def array_pooler(
 
 def _activated(logits: Floats, activation: Activation) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):  # exp overflows to a score of 0; NaN fails its request later
-        # A softmax over one class would always say 1.
+        # A softmax over one class is always 1.
         if activation is Activation.SIGMOID or logits.shape[1] == 1:
             exp: Floats = np.exp(-logits)
             return np.reciprocal(np.add(exp, 1, out=exp), out=exp)

@@ -1,4 +1,4 @@
-"""Pooling of sequences that arrive in chunks: the cursors and running states of all sequences that are under way."""
+"""Pooling of sequences in chunks: the cursors and running states of all running sequences."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 _FLOAT_TYPES: Final = ("float32", "bfloat16", "float16")
 _MAX_PREFETCHED: Final = 2
-"""Chunks of a sequence: while one is pooled, the next one is copied."""
+"""Prefetched chunks per sequence: one is pooled while the next one is copied."""
 
 
 class _Prefetched(NamedTuple):
-    """Rows as the caller gave them, and where they are pooled."""
+    """The caller's rows, and their copy on the device."""
 
-    given: Any
+    source: Any
     rows: Any
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence(Generic[R]):
-    """One sequence. `states` is None until its first chunk, and for token-level answers."""
+    """One sequence. `states` is None before its first chunk, and for token-level types."""
 
     cursor: PoolingCursor
     states: PoolingStates[R] | None = None
@@ -40,10 +40,10 @@ class _Sequence(Generic[R]):
 
 
 class ChunkedPoolingManager(Generic[R]):
-    """Owns the cursors and running states of sequences whose chunks may come interleaved.
+    """Owns the cursors and running states of sequences in chunks. Chunks of different sequences may be interleaved.
 
-    The runners of the engine pool their batches through `schedule`, `process_batch` and `commit`. Code that runs a
-    model itself uses the same states by sequence:
+    The runners of the engine pool batches with `schedule`, `process_batch` and `commit`. Library callers pool one
+    sequence at a time with the same states:
 
         manager = ChunkedPoolingManager(hidden_dim=768, strategy="mean")
         manager.start_sequence("a", seq_len=5000)
@@ -53,23 +53,23 @@ class ChunkedPoolingManager(Generic[R]):
             manager.process_chunk("a", rows)
         vector = manager.finalize("a")  # [768]
 
-    Sequence-level types keep one row of a sequence, ATTENTION all of them (see `PoolingStates`), until `finalize` or
-    `cancel`. Token-level types keep none: `process_chunk` returns the rows of the chunk.
+    Sequence-level types store one row per sequence, ATTENTION all rows (see `PoolingStates`), until `finalize` or
+    `cancel`. Token-level types store nothing: `process_chunk` returns the rows of the chunk.
 
     `start_sequence` to `get_pending_count` may be called from several threads; calls run one at a time. The chunks of
     one sequence must come in order.
 
     Args:
         hidden_dim: D, the width of the rows.
-        max_chunk_size: Rows pooled at once; longer chunks are split, which bounds the memory of the float32 copies
-            that are made of other types. None never splits.
-        strategy: The pooling type or its name; or several sequence-level ones, whose rows are concatenated.
-        device: Where rows are pooled as tensors; chunks are moved there.
+        max_chunk_size: Rows to pool at once. Longer chunks are split, which bounds the memory of float32 copies of
+            other dtypes. None never splits.
+        strategy: A pooling type or its name, or several sequence-level types; their rows are concatenated.
+        device: Device of the pooling. Chunks are moved to it.
         step_tag_id: STEP: keep the rows of tokens with this id; None keeps all.
         ops: Arithmetic of the rows, such as ArrayOps; None takes tensors on `device`.
 
     Raises:
-        ValueError: A size below 1, an unknown type, or types that do not go together.
+        ValueError: A size below 1, an unknown type, or types that cannot be combined.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChunkedPoolingManager(Generic[R]):
         if max_chunk_size is not None and max_chunk_size < 1:
             raise ValueError(f"max_chunk_size is {max_chunk_size}; it must be at least 1")
         if ops is None:
-            from .tensor_ops import TensorOps  # imports torch, which arrays do not need
+            from .tensor_ops import TensorOps  # imports torch
 
             ops = cast("RowOps[R]", TensorOps(device))
         self._ops = ops
@@ -110,23 +110,23 @@ class ChunkedPoolingManager(Generic[R]):
             self._running[seq_id] = _Sequence(PoolingCursor(seq_len), self._new_states())
 
     def prefetch(self, seq_id: Hashable, hidden_states: Any) -> None:
-        """Starts the copy of later rows of a sequence to the device; on CUDA returns before it has ended.
+        """Starts to copy later rows of a sequence to the device. On CUDA returns before the copy ends.
 
-        `process_chunk` with the same object then finds them there. Two chunks of a sequence are kept, so the next chunk
-        can be prefetched before the current one is processed; a third call drops the oldest one, which `process_chunk`
-        then copies again. A second call with the same object does nothing.
+        `process_chunk` uses the copy if it gets the same object. Two chunks of a sequence are stored, so the next chunk
+        can be prefetched before the current one is processed. A third call drops the oldest copy, and `process_chunk`
+        copies that chunk again. A second call with the same object does nothing.
 
         Args:
             seq_id: A sequence that was started.
-            hidden_states: [L, D], any float type. The caller must not change them before `process_chunk` has pooled
-                them, and must pass the same object to it: a new slice of the same array is another object.
+            hidden_states: [L, D], any float type. Do not change it before `process_chunk`, and pass the same object to
+                `process_chunk`: a new slice of the same array is another object.
 
         Raises:
             KeyError: No such sequence is running.
         """
         with self._lock:
             prefetched = self._find(seq_id).prefetched
-            if all(chunk.given is not hidden_states for chunk in prefetched):
+            if all(chunk.source is not hidden_states for chunk in prefetched):
                 prefetched.append(_Prefetched(hidden_states, self._ops.rows_of(hidden_states)))
                 del prefetched[:-_MAX_PREFETCHED]
 
@@ -138,17 +138,17 @@ class ChunkedPoolingManager(Generic[R]):
         *,
         token_ids: Any = None,
     ) -> bool | R:
-        """Adds the next rows of a sequence. If it raises, the sequence stays as it was.
+        """Adds the next rows of a sequence. An error does not change the sequence.
 
         Args:
             seq_id: A sequence that was started.
             hidden_states: [L, D], any float type; float64 is pooled as float32. Not modified.
-            attention_weights: ATTENTION: [P + L], the row weights of all P tokens so far and of these. Only those of
-                the last chunk count, so that the others may bring none.
+            attention_weights: ATTENTION: [P + L], the row weights of the P tokens before the chunk and of the chunk.
+                Needed for the last chunk only.
             token_ids: STEP with a tag: [L], the tokens' ids.
 
         Returns:
-            Whether the sequence is complete; from token-level types instead the rows that are kept, [R, D].
+            Whether the sequence is complete. Token-level types return the selected rows of the chunk instead, [R, D].
 
         Raises:
             KeyError: No such sequence is running.
@@ -157,7 +157,7 @@ class ChunkedPoolingManager(Generic[R]):
         with self._lock:
             sequence = self._find(seq_id)
             cursor, states = sequence.cursor, sequence.states
-            found = next((chunk for chunk in sequence.prefetched if chunk.given is hidden_states), None)
+            found = next((chunk for chunk in sequence.prefetched if chunk.source is hidden_states), None)
             rows: R = self._ops.rows_of(hidden_states) if found is None else found.rows
             is_float = str(rows.dtype).removeprefix("torch.") in _FLOAT_TYPES
             if len(rows.shape) != 2 or rows.shape[1] != self._hidden_dim or not is_float:
@@ -174,12 +174,12 @@ class ChunkedPoolingManager(Generic[R]):
             weights = None if attention_weights is None else self._ops.rows_of(attention_weights)
             if weights is not None and weights.shape != (end,):
                 raise ValueError(
-                    f"sequence {seq_id!r}: attention weights must be [{end}], those of all tokens "
+                    f"sequence {seq_id!r}: attention weights must be [{end}], one for each token "
                     f"so far, got {list(weights.shape)}"
                 )
-            kept = None
+            selected = None
             if states is None:
-                kept = self._kept_rows(rows, token_ids)
+                selected = self._selected_rows(rows, token_ids)
             else:
                 states = states.copy()
                 step = self._max_chunk_size or max(num_rows, 1)
@@ -189,18 +189,18 @@ class ChunkedPoolingManager(Generic[R]):
             cursor.advance(num_rows)
             sequence.states = states
             sequence.prefetched = [chunk for chunk in sequence.prefetched if chunk is not found]
-            return cursor.is_complete if kept is None else kept
+            return cursor.is_complete if selected is None else selected
 
     def finalize(self, seq_id: Hashable) -> R:
-        """Ends a complete sequence and forgets it.
+        """Removes a complete sequence and returns its result.
 
         Returns:
-            Its pooled row [W], float32. From token-level types the rows that `process_chunk` has not returned: none,
-            [0, D].
+            The pooled row [W], float32. For token-level types no rows, [0, D]: `process_chunk` has returned them.
 
         Raises:
             KeyError: No such sequence is running: it was never started, or it was finalized or cancelled before.
-            ValueError: It is incomplete, or its last chunk came without the weights that ATTENTION needs; it stays.
+            ValueError: The sequence is incomplete, or ATTENTION weights of its last chunk are missing. It is not
+                removed.
         """
         with self._lock:
             sequence = self._find(seq_id)
@@ -214,34 +214,34 @@ class ChunkedPoolingManager(Generic[R]):
             return row
 
     def cancel(self, seq_id: Hashable) -> bool:
-        """Forgets a sequence with its states and prefetched chunks, and returns whether it was running."""
+        """Removes a sequence with its states and prefetched chunks. Returns whether it was running."""
         with self._lock:
             return self._running.pop(seq_id, None) is not None
 
     def get_pending_count(self) -> int:
-        """Returns the number of sequences that were started and have neither ended nor been cancelled."""
+        """Returns the number of running sequences."""
         with self._lock:
             return len(self._running)
 
-    # Batches of a runner: `schedule`, then `process_batch`, then `commit` if nothing failed. On one thread.
+    # A runner calls `schedule`, `process_batch` and, if nothing failed, `commit` for each batch, on one thread.
 
     def schedule(self, metadata: PoolingMetadata) -> None:
-        """Gives the parts of sequences in a batch their cursors, in `metadata.cursors`; whole sequences get none."""
+        """Sets `metadata.cursors` for the parts of sequences in a batch. Whole sequences get no cursor."""
         chunks = metadata.chunks
         if chunks is None:
             return
         bounds = prefix_sums(metadata.seq_lens)
         is_part = (chunks.starts > 0) | (chunks.ends < chunks.prompt_lens)
-        for place, seq_id in enumerate(chunks.seq_ids):
+        for index, seq_id in enumerate(chunks.seq_ids):
             sequence = self._running.get(seq_id)
-            if sequence is None and not is_part[place]:
+            if sequence is None and not is_part[index]:
                 continue
-            chunks.num_pooled[place] = 0 if sequence is None else sequence.cursor.start
-            metadata.cursors[place] = PoolingCursor(
-                prompt_len=int(chunks.prompt_lens[place]),
-                start=int(chunks.num_pooled[place]),
-                row=int(bounds[place]),
-                num_scheduled=metadata.seq_lens[place],
+            chunks.num_pooled[index] = 0 if sequence is None else sequence.cursor.start
+            metadata.cursors[index] = PoolingCursor(
+                prompt_len=int(chunks.prompt_lens[index]),
+                start=int(chunks.num_pooled[index]),
+                row=int(bounds[index]),
+                num_scheduled=metadata.seq_lens[index],
             )
 
     def process_batch(
@@ -249,21 +249,21 @@ class ChunkedPoolingManager(Generic[R]):
     ) -> tuple[list[int], R]:
         """Adds chunks to copies of their sequences' states, with one kernel call for each pooling type.
 
-        Rows that were pooled before and come again after a preemption are left out. LAST alone allows a gap, which a
-        prefix cache leaves; every other type needs all rows.
+        Skips rows that were pooled before a preemption. LAST alone allows a gap, which a prefix cache leaves; every
+        other type needs all rows.
 
         Args:
-            metadata: Of a batch of chunks. The copies go to `metadata.states` until `commit`.
+            metadata: Metadata of a batch of chunks. `metadata.states` stores the copies until `commit`.
             hidden_states: [T, D] of the batch. Not modified.
-            attention_weights: ATTENTION: [C + T] float32. For every sequence those of the C_i tokens before its chunk,
-                then those of the chunk; read for sequences that end in this batch.
-            indices: The sequences that are pooled, ascending.
+            attention_weights: ATTENTION: [C + T] float32. For each sequence the weights of the C_i tokens before its
+                chunk, then those of the chunk. Used for sequences that end in this batch.
+            indices: The sequences to pool, ascending.
 
         Returns:
-            The sequences among them that are complete, and their pooled rows [N, W] float32.
+            The complete sequences, and their pooled rows [N, W] float32.
 
         Raises:
-            ValueError: Rows are missing before a chunk.
+            ValueError: Rows before a chunk are missing.
         """
         chunks = metadata.chunks
         assert chunks is not None, "a batch of whole sequences needs no states"
@@ -294,19 +294,19 @@ class ChunkedPoolingManager(Generic[R]):
         return done, finalize_states([metadata.states[i] for i in done])
 
     def commit(self, metadata: PoolingMetadata) -> None:
-        """Keeps the cursors and states of a batch, and forgets complete sequences.
+        """Stores the cursors and states of a batch, and removes complete sequences.
 
-        Before this call nothing has changed, so that a failed batch can run again.
+        Before this call the manager has not changed, so that a failed batch can run again.
         """
         if metadata.chunks is None:
             return
         seq_ids, ends = metadata.chunks.seq_ids, metadata.chunks.ends.tolist()
-        for place, cursor in metadata.cursors.items():
-            cursor.advance(max(ends[place] - cursor.start, 0))
+        for index, cursor in metadata.cursors.items():
+            cursor.advance(max(ends[index] - cursor.start, 0))
             if cursor.is_complete:
-                self._running.pop(seq_ids[place], None)
+                self._running.pop(seq_ids[index], None)
             else:
-                self._running[seq_ids[place]] = _Sequence(cursor, metadata.states.get(place))
+                self._running[seq_ids[index]] = _Sequence(cursor, metadata.states.get(index))
 
     def _new_states(self) -> PoolingStates[R] | None:
         return None if self._types[0].is_token_level else self._states_of(None)
@@ -321,7 +321,7 @@ class ChunkedPoolingManager(Generic[R]):
     def _no_rows(self) -> R:
         return self._ops.rows_of(np.zeros((0, self._hidden_dim), np.float32))
 
-    def _kept_rows(self, rows: R, token_ids: Any) -> R:
+    def _selected_rows(self, rows: R, token_ids: Any) -> R:
         num_rows = rows.shape[0]
         ids = None if token_ids is None else np.asarray(token_ids.cpu() if hasattr(token_ids, "cpu") else token_ids)
         if ids is not None and ids.shape != (num_rows,):
@@ -329,8 +329,8 @@ class ChunkedPoolingManager(Generic[R]):
         metadata = PoolingMetadata(
             params=[self._params], seq_lens=(num_rows,), cu_seqlens=np.array([0, num_rows], np.int32), token_ids=ids
         )
-        kept, _ = token_rows(self._types[0], metadata)
-        return self._ops.copied(rows) if kept is None else self._ops.pick(rows, kept)
+        selected, _ = token_rows(self._types[0], metadata)
+        return self._ops.copied(rows) if selected is None else self._ops.pick(rows, selected)
 
     def _find(self, seq_id: Hashable) -> _Sequence[R]:
         if seq_id not in self._running:

@@ -1,7 +1,7 @@
-"""From rows to results: embeddings (project, cut, normalise) and class scores (classify, shift, activate).
+"""Heads: from rows to embeddings (project, cut, normalise) and class scores (classify, shift, activate).
 
-The steps are the same for numpy arrays and for tensors. A RowOps does the arithmetic; everything that depends on
-requests is computed here, on the host. Results are float32.
+The heads are the same for numpy arrays and for tensors. A RowOps does the arithmetic. Request parameters are evaluated
+here, on the host. Results are float32.
 
 Shape letters: N sequences, R rows of sequences or of tokens, T packed rows, W columns, C classes.
 """
@@ -65,8 +65,8 @@ class Cut:
 
     Attributes:
         width: Columns of the result; None keeps all.
-        widths: [R] int32, columns of each row where they differ; rows are zero past them.
-        normalize: Whether rows are L2-normalised: for all, or [R] bool.
+        widths: [R] int32, columns of each row, if they differ; later columns are zero.
+        normalize: Whether rows are L2-normalised: one value for all rows, or [R] bool.
     """
 
     width: int | None = None
@@ -79,7 +79,7 @@ class Cut:
 
         Args:
             params: One per row.
-            width: Columns of the rows before the cut; no request gets more.
+            width: Columns of the rows before the cut.
         """
         different = distinct_params(params)
         widths = {min(p.dimensions or width, width) for p in different}
@@ -92,11 +92,11 @@ class Cut:
         return cls(width=max(widths), widths=each, normalize=normalize)
 
     def changes(self, width: int) -> bool:
-        """Whether the cut does anything to rows with `width` columns."""
+        """Whether the cut changes rows with `width` columns."""
         return self.width not in (None, width) or self.widths is not None or self.normalize is not False
 
     def per_token(self, row_lens: Sequence[int]) -> Cut:
-        """Returns the cut of token rows, given the cut of their sequences, which hold `row_lens` [N] rows each."""
+        """Expands a cut of sequences to a cut of token rows. `row_lens`: [N], rows of each sequence."""
         return Cut(
             width=self.width,
             widths=None if self.widths is None else np.repeat(self.widths, row_lens),
@@ -104,7 +104,7 @@ class Cut:
         )
 
     def among(self, indices: Sequence[int], num_rows: int) -> Cut:
-        """Returns a cut of `num_rows` rows in which the rows `indices` have this cut, and the others any."""
+        """Expands the cut of the rows `indices` to `num_rows` rows. The cut of the other rows is arbitrary."""
         widths, normalize = self.widths, self.normalize
         if widths is not None:
             own, widths = widths, np.ones(num_rows, np.int32)
@@ -115,7 +115,7 @@ class Cut:
         return Cut(width=self.width, widths=widths, normalize=normalize)
 
     def columns(self) -> tuple[int, ...] | None:
-        """Returns the columns of each row on the host; None where all rows have the same."""
+        """Returns the number of columns of each row on the host; None if they are equal."""
         return None if self.widths is None else tuple(self.widths.tolist())
 
 
@@ -136,11 +136,11 @@ class RowOps(Protocol[R]):
 
         Args:
             hidden_states: [T, D] of the batch. Not modified.
-            metadata: Of the batch.
-            pooling_type: Sequence-level.
-            cut: Of the sequences that are pooled.
+            metadata: Metadata of the batch.
+            pooling_type: A sequence-level type.
+            cut: Cut of the pooled rows.
             weights: [T] float32, for ATTENTION.
-            indices: The sequences that are pooled, ascending; None for all.
+            indices: The sequences to pool, ascending; None for all.
 
         Returns:
             [N, W] float32.
@@ -152,14 +152,14 @@ class RowOps(Protocol[R]):
         ...
 
     def rows_of(self, values: Any) -> R:
-        """Returns rows or weights that a caller gave as an array or a tensor, where rows are pooled.
+        """Converts a caller's array or tensor to rows or weights on the device of the pooling.
 
-        They have no gradient, may share memory with `values`, and float64 becomes float32.
+        The result has no gradient and may share memory with `values`. float64 becomes float32.
         """
         ...
 
     def floats(self, rows: R) -> R:
-        """Returns rows of any float type as float32; themselves if they are."""
+        """Returns rows of any float type as float32. No copy if they are float32."""
         ...
 
     def doubles(self, rows: R) -> R:
@@ -171,7 +171,7 @@ class RowOps(Protocol[R]):
         ...
 
     def maximum(self, rows: R, others: R) -> R:
-        """Returns the larger numbers of two equal shapes; NaN where one is."""
+        """Returns the elementwise maximum of two equal shapes. NaN if one of the values is NaN."""
         ...
 
     def pick(self, rows: R, picked: PickedRows) -> R:
@@ -195,15 +195,15 @@ class RowOps(Protocol[R]):
         ...
 
     def saturated(self, logits: R, *, twice: bool) -> R:
-        """Returns log(1 + x) of values above 0, or log(1 + log(1 + x)); 0 for others. May write to `logits`."""
+        """Returns log(1 + relu(x)), or log(1 + log(1 + relu(x))) if `twice`. May write to `logits`."""
         ...
 
     def entries(self, values: R) -> tuple[R, list[int]]:
-        """Returns column and value [S, 2] float32 of the entries of [N, V] other than 0, and the number in each row."""
+        """Returns the nonzero entries of [N, V] as column and value [S, 2] float32, and their number per row."""
         ...
 
     def group_max(self, values: R, groups: IntArray, num_groups: int) -> R:
-        """Returns the maximum of 0 and the values of each group [G, 1], of values [R, 1] and their groups [R]."""
+        """Returns the maximum of 0 and the values of each group, [G, 1]. `values` [R, 1], `groups` [R]."""
         ...
 
     def maxsim(
@@ -214,31 +214,31 @@ class RowOps(Protocol[R]):
         document_lens: Sequence[int],
         query_of: Sequence[int],
     ) -> R:
-        """Returns the largest product of each vector of a query with those of a document. See penstock.kernels.maxsim.
+        """Returns the largest product of each query vector with the vectors of a document. See penstock.kernels.maxsim.
 
         Args:
-            queries: [S, W] of all queries, end to end, on the host.
-            documents: [R, W] of all documents, end to end.
+            queries: [S, W], the packed vectors of all queries, on the host.
+            documents: [R, W], the packed vectors of all documents.
             query_lens: Vectors of each query.
             document_lens: Vectors of each document.
             query_of: The query of each document.
 
         Returns:
-            [N, max(query_lens)] float32: zeros past the vectors of the query.
+            [N, max(query_lens)] float32, padded with zeros.
         """
         ...
 
     def scores(self, logits: R, info: ModelInfo, uses_activation: bool | NDArray[np.bool_]) -> R:
-        """Returns activation((logits - mean) / sigma) [R, C] float32; where not `uses_activation`, without it."""
+        """Returns activation((logits - mean) / sigma), [R, C] float32. No activation for rows that do not use it."""
         ...
 
 
 class EmbeddingPoolerHead(Generic[R]):
-    """Projects rows through the Dense chain, cuts them to `dimensions` and L2-normalises what is left.
+    """Projects rows through the Dense modules, cuts them to `dimensions` and L2-normalises the rest.
 
     Args:
-        ops: Of the rows.
-        dense: Maps rows to float32 rows, applied in order.
+        ops: Arithmetic of the rows.
+        dense: Functions from rows to float32 rows, applied in order.
     """
 
     def __init__(self, ops: RowOps[R], dense: Sequence[RowMap[R]] = ()) -> None:
@@ -256,7 +256,7 @@ class EmbeddingPoolerHead(Generic[R]):
             row_lens: Token rows of each sequence; None for a row per sequence.
 
         Returns:
-            [N, W] or [R, W] float32, and the columns of each sequence where they differ.
+            [N, W] or [R, W] float32, and the columns of each sequence if they differ.
         """
         for dense in self._dense:
             rows = dense(self._ops.floats(rows))
@@ -265,11 +265,11 @@ class EmbeddingPoolerHead(Generic[R]):
 
 
 class ClassifierPoolerHead(Generic[R]):
-    """Turns rows into class scores: activation((logits - mean) / sigma).
+    """Computes class scores of rows: activation((logits - mean) / sigma).
 
     Args:
-        ops: Of the rows.
-        info: Names the activation, mean and sigma.
+        ops: Arithmetic of the rows.
+        info: The model with activation, mean and sigma.
         classifier: Maps rows [N, D] of any float type to logits [N, C].
     """
 
@@ -291,7 +291,7 @@ class ClassifierPoolerHead(Generic[R]):
             rows: [N, D] or [R, D], any float type. Not modified.
             params: N resolved parameters.
             row_lens: Token rows of each sequence; None for a row per sequence.
-            columns: The classes that are kept, before the activation; None keeps all.
+            columns: The classes to return, selected before the activation; None returns all.
 
         Returns:
             [N, C] or [R, C] float32.
@@ -305,7 +305,7 @@ class ClassifierPoolerHead(Generic[R]):
         row_lens: Sequence[int] | None = None,
         columns: Sequence[int] | None = None,
     ) -> R:
-        """As `__call__`, from logits."""
+        """Like `__call__`, but takes logits."""
         if columns is not None:
             logits = self._ops.pick_columns(logits, columns)
         uses = {p.use_activation is not False for p in distinct_params(params)}
@@ -318,14 +318,14 @@ class ClassifierPoolerHead(Generic[R]):
 
 
 TokenRows = tuple[IntArray | None, tuple[int, ...]]
-"""The rows that are kept [R], None where it is all of them, and their number per sequence."""
+"""The selected rows [R], or None for all rows, and their number per sequence."""
 
 
 def token_rows(pooling_type: PoolingType, metadata: PoolingMetadata) -> TokenRows:
-    """Returns the rows that a token-level type keeps: all, or of STEP those of the sequence's `step_tag_id`.
+    """Selects the rows of a token-level type: all rows, or for STEP the tokens with the sequence's `step_tag_id`.
 
     Raises:
-        ValueError: A step tag is asked for and the batch has no token ids.
+        ValueError: A sequence has a `step_tag_id`, but the batch has no token ids.
     """
     if pooling_type is PoolingType.ALL or all(p.step_tag_id is None for p in distinct_params(metadata.params)):
         return None, metadata.seq_lens
@@ -337,12 +337,12 @@ def token_rows(pooling_type: PoolingType, metadata: PoolingMetadata) -> TokenRow
 
 
 class VectorFilter:
-    """Drops the vectors of tokens without a meaning of their own, such as punctuation in a document.
+    """Drops the vectors of some tokens, such as punctuation in a document.
 
     Args:
-        recipe: Of the model; None keeps all.
-        skip_ids: Token ids that are left out.
-        drops_first: The first token of every sequence is left out, too.
+        recipe: Recipe of the model; None keeps all vectors.
+        skip_ids: Ids of the tokens to drop.
+        drops_first: Also drop the first token of every sequence.
     """
 
     def __init__(self, recipe: MultiVector | None, skip_ids: Sequence[int], *, drops_first: bool = False) -> None:
@@ -351,10 +351,10 @@ class VectorFilter:
         self._skip_ids: Final = np.array(skip_ids, np.int64)
 
     def select(self, metadata: PoolingMetadata) -> TokenRows:
-        """Returns the rows that are kept.
+        """Selects the rows to return.
 
         Raises:
-            ValueError: Some rows may be dropped, and the batch has no token ids.
+            ValueError: Rows may have to be dropped, but the batch has no token ids.
         """
         if self._drops_first:
             bounds = prefix_sums(metadata.seq_lens)
@@ -364,7 +364,7 @@ class VectorFilter:
         if not any(skips.values()):
             return None, metadata.seq_lens
         if metadata.token_ids is None:
-            raise ValueError("leaving tokens out of an answer needs the token ids of the batch")
+            raise ValueError("dropping the vectors of tokens needs the token ids of the batch")
         is_kept = ~np.isin(metadata.token_ids, self._skip_ids)
         if not all(skips.values()):
             is_kept |= np.repeat([not skips[id(p)] for p in metadata.params], metadata.seq_lens)
@@ -377,7 +377,7 @@ class VectorFilter:
 def compare(
     ops: RowOps[R], vectors: R, row_lens: Sequence[int], queries: Sequence[NDArray[np.float32] | None]
 ) -> tuple[R, tuple[int, ...], tuple[int, ...]]:
-    """Compares the vectors of documents, or of parts of them, with those of their queries (ColBERT).
+    """Compares the vectors of documents, or of chunks of documents, with the vectors of their queries (ColBERT).
 
     Args:
         ops: Arithmetic of the vectors.
@@ -386,8 +386,8 @@ def compare(
         queries: [Q, W] float32 each, on the host.
 
     Returns:
-        [P, max Q] float32: for every document that has vectors here, their largest similarity to each vector of its
-        query; the rows of each document, 1 or 0; and the columns of each document.
+        [P, max Q] float32: the largest similarity to each vector of the query, for every document with vectors; the
+        rows of each document, 1 or 0; and the columns of each document.
 
     Raises:
         ValueError: A document has no query.
@@ -395,10 +395,10 @@ def compare(
     different: dict[int, NDArray[np.float32]] = {}
     for query in queries:
         if query is None:
-            raise ValueError("a document needs the vectors of a query to be compared with")
+            raise ValueError("a document needs the vectors of its query")
         different.setdefault(id(query), query)
-    places = {key: place for place, key in enumerate(different)}
-    query_of = [places[id(query)] for query in queries]
+    index_of = {key: index for index, key in enumerate(different)}
+    query_of = [index_of[id(query)] for query in queries]
     query_lens = [len(query) for query in different.values()]
     similarities = ops.maxsim(np.concatenate(list(different.values())), vectors, query_lens, row_lens, query_of)
     present = np.flatnonzero(row_lens)
@@ -408,6 +408,6 @@ def compare(
 
 
 def check_attention_head(head: int | None, num_heads: int | None) -> None:
-    """Raises ValueError where a model with `num_heads` heads (None: not known) has no such attention head."""
+    """Raises ValueError if a model with `num_heads` heads (None: unknown) has no such attention head."""
     if head is not None and (head < 0 or (num_heads is not None and head >= num_heads)):
         raise ValueError(f"attention_head is {head}; the model has {num_heads} heads, numbered from 0")

@@ -1,4 +1,4 @@
-"""The description of a batch for the poolers: its sequences, their parameters, and the position of chunks."""
+"""Metadata of a batch for the poolers: its sequences, their parameters, and the position of chunks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 IntArray = NDArray[np.int64]
 PickedRows = slice | IntArray
-"""Packed rows of some sequences: a slice where they lie together, which copies nothing, else [R] int64."""
+"""Packed rows of some sequences: a slice if they are contiguous, which avoids a copy, else [R] int64."""
 
 
 @dataclass(slots=True)
 class PoolingCursor:
-    """How far a sequence is pooled, and where its newest chunk lies in the packed batch.
+    """The pooled tokens of a sequence, and the position of its current chunk in the packed batch.
 
     Attributes:
         prompt_len: Tokens of the whole sequence.
         start: Tokens pooled so far.
-        row: Row of the batch at which the chunk begins.
+        row: First row of the chunk in the batch.
         num_scheduled: Tokens of the chunk.
     """
 
@@ -57,14 +57,14 @@ class PoolingCursor:
 
     @property
     def is_complete(self) -> bool:
-        """True once every token is pooled."""
+        """Whether every token is pooled."""
         return self.start >= self.prompt_len
 
     def advance(self, num_tokens: int) -> None:
-        """Counts `num_tokens` more as pooled.
+        """Counts `num_tokens` more tokens as pooled.
 
         Raises:
-            ValueError: More than remain.
+            ValueError: Fewer tokens remain.
         """
         if not 0 <= num_tokens <= self.remaining:
             raise ValueError(f"cannot advance by {num_tokens}: {self.remaining} of {self.prompt_len} tokens remain")
@@ -72,7 +72,7 @@ class PoolingCursor:
         self.num_scheduled = 0
 
     def reset(self) -> None:
-        """Starts over from the first token, with nothing scheduled."""
+        """Resets the cursor to the first token, with no chunk."""
         self.start = self.row = self.num_scheduled = 0
 
 
@@ -82,11 +82,11 @@ class ChunkSpans:
 
     Attributes:
         seq_ids: N keys of the sequences in the ChunkedPoolingManager.
-        starts: [N], place of the chunk's first token in its sequence.
-        ends: [N], one past the place of its last token.
+        starts: [N], position of the chunk's first token in its sequence.
+        ends: [N], position after its last token.
         prompt_lens: [N], tokens of the whole sequence.
-        num_pooled: [N], tokens that were pooled before this batch; `ChunkedPoolingManager.schedule` sets it.
-            More than `starts` where rows are computed again after a preemption, less where a prefix cache holds them.
+        num_pooled: [N], tokens that were pooled before this batch; `ChunkedPoolingManager.schedule` sets it. More than
+            `starts` if rows are computed again after a preemption, less after a prefix cache hit.
     """
 
     seq_ids: Sequence[Hashable]
@@ -99,23 +99,23 @@ class ChunkSpans:
     def of(
         cls, seq_ids: Sequence[Hashable], starts: IntArray, seq_lens: Sequence[int], prompt_lens: Sequence[int] | None
     ) -> ChunkSpans:
-        """Returns the spans of chunks of `seq_lens` tokens from `starts` on, of sequences that are not pooled yet.
+        """Returns the spans of chunks, with `num_pooled` 0.
 
         Args:
             seq_ids: N keys of the sequences.
-            starts: [N], place of each chunk in its sequence.
+            starts: [N], position of each chunk in its sequence.
             seq_lens: [N], tokens of each chunk.
             prompt_lens: [N], tokens of each sequence; None: it ends with its chunk.
 
         Raises:
-            ValueError: A chunk does not lie in its sequence.
+            ValueError: A chunk is not within its sequence.
         """
         ends = starts + np.asarray(seq_lens, np.int64)
         whole = ends if prompt_lens is None else np.asarray(prompt_lens, np.int64)
         misfits = np.flatnonzero((starts < 0) | (ends < starts) | (ends > whole))
         if len(misfits):
             n = misfits[0]
-            raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} do not lie in a sequence of {whole[n]} tokens")
+            raise ValueError(f"{seq_lens[n]} tokens at {starts[n]} are not within a sequence of {whole[n]} tokens")
         return cls(seq_ids=seq_ids, starts=starts, ends=ends, prompt_lens=whole, num_pooled=np.zeros_like(starts))
 
     @property
@@ -126,11 +126,11 @@ class ChunkSpans:
 
     @property
     def num_repeated(self) -> IntArray:
-        """[N]: rows at the head of each chunk that were pooled before."""
+        """[N]: rows at the start of each chunk that were pooled before."""
         return (self.num_pooled - self.starts).clip(0, self.ends - self.starts)
 
     def needs_no_state(self, *, is_last_only: bool) -> NDArray[np.bool_]:
-        """Returns [N]: the sequences whose pooled row can be computed from the rows of this batch alone.
+        """Returns [N]: whether the rows of this batch are enough to pool the sequence.
 
         Args:
             is_last_only: LAST is the only pooling type, so that the last row is enough.
@@ -140,15 +140,15 @@ class ChunkSpans:
         return result
 
     def weight_bounds(self, num_weights: int) -> IntArray:
-        """Returns [N+1]: where the attention weights of each sequence begin, those before its chunk included.
+        """Returns [N+1]: first attention weight of each sequence, including the weights before its chunk.
 
         Raises:
-            ValueError: Their number is not `num_weights`.
+            ValueError: `num_weights` is not the number of weights.
         """
         bounds = prefix_sums(self.ends)
         if num_weights != bounds[-1]:
             raise ValueError(
-                f"attention weights hold {num_weights} rows for {bounds[-1]} tokens up to the ends of the chunks"
+                f"attention weights have {num_weights} rows for {bounds[-1]} tokens up to the ends of the chunks"
             )
         return bounds
 
@@ -162,12 +162,12 @@ class PoolingMetadata:
         seq_lens: Rows of each sequence in this batch, on the host.
         cu_seqlens: [N+1] int32, prefix sums of `seq_lens`, on the device of the rows or on the host.
         token_ids: [T] int64 on the host; None if no result depends on tokens.
-        skip_tokens: [N] int32 on the host, tokens at the head of each whole sequence to leave out; None for none.
-        chunks: The position of each chunk in its sequence; None if the batch holds whole sequences only.
-        cursors: By index, of the parts of sequences; `ChunkedPoolingManager.schedule` sets them.
-        states: By index, running states that `ChunkedPoolingManager.commit` will keep.
-        queries: Per sequence [Q, W] float32 on the host: query vectors to compare its vectors with, or None. None if no
-            sequence has any.
+        skip_tokens: [N] int32 on the host, tokens at the start of each sequence to leave out; None: no tokens.
+        chunks: The position of each chunk in its sequence; None if the batch has only whole sequences.
+        cursors: Cursors of partial sequences by index; `ChunkedPoolingManager.schedule` sets them.
+        states: Running states by index; `ChunkedPoolingManager.commit` stores them.
+        queries: [Q, W] float32 on the host for each sequence: query vectors to compare its vectors with, or None. None
+            if no sequence has query vectors.
     """
 
     params: Sequence[PoolingParams]
@@ -190,24 +190,24 @@ class PoolingMetadata:
         starts: Sequence[int] | None = None,
         prompt_lens: Sequence[int] | None = None,
     ) -> PoolingMetadata:
-        """Describes a batch as the model runs it.
+        """Returns the metadata of a batch.
 
         Args:
             batch: Whole sequences, or chunks.
             params: One per sequence, resolved.
             seq_ids: Keys of the sequences in the ChunkedPoolingManager; None for whole sequences.
-            starts: Place of each chunk in its sequence; None: all begin at 0.
+            starts: Position of each chunk in its sequence; None: all begin at 0.
             prompt_lens: Tokens of each whole sequence; None: each sequence ends with its chunk.
 
         Raises:
-            ValueError: The lengths do not fit together.
+            ValueError: The lists have different lengths, or a chunk is not within its sequence.
         """
         num_seqs = len(batch.seq_lens)
         _check_lengths(num_seqs, params=params, prompt_lens=prompt_lens, seq_ids=seq_ids, starts=starts)
         chunks = None
         if seq_ids is not None:
-            first_places = np.zeros(num_seqs, np.int64) if starts is None else np.array(starts, np.int64)
-            chunks = ChunkSpans.of(seq_ids, first_places, batch.seq_lens, prompt_lens)
+            chunk_starts = np.zeros(num_seqs, np.int64) if starts is None else np.array(starts, np.int64)
+            chunks = ChunkSpans.of(seq_ids, chunk_starts, batch.seq_lens, prompt_lens)
         return cls(
             params=params,
             seq_lens=batch.seq_lens,
@@ -221,11 +221,11 @@ class PoolingMetadata:
     def of_rows(
         cls, seq_lens: IntArray, *, skips: IntArray | None = None, token_ids: NDArray[np.int64] | None = None
     ) -> PoolingMetadata:
-        """Describes rows end to end, without parameters.
+        """Returns the metadata of packed rows without parameters.
 
         Args:
             seq_lens: [N], rows of each sequence.
-            skips: [N], rows at the head of each that are left out; None for none.
+            skips: [N], rows at the start of each sequence to leave out; None: no rows.
             token_ids: See the attribute.
         """
         return cls(
@@ -243,29 +243,29 @@ class PoolingMetadata:
 
     @property
     def is_partial(self) -> bool:
-        """True if the batch holds parts of sequences, or sequences with tokens that were pooled before."""
+        """Whether the batch has parts of sequences, or sequences with tokens that were pooled before."""
         chunks = self.chunks
         return chunks is not None and bool(
             chunks.starts.any() or chunks.num_pooled.any() or (chunks.ends < chunks.prompt_lens).any()
         )
 
     def get_incomplete_indices(self) -> list[int]:
-        """Returns the sequences that have more chunks to come after this batch."""
+        """Returns the sequences that continue after this batch."""
         incomplete: list[int] = [] if self.chunks is None else np.flatnonzero(~self.chunks.is_complete).tolist()
         return incomplete
 
     def as_whole(self) -> PoolingMetadata:
-        """Returns a description of the rows of this batch as if they were all of their sequences."""
+        """Returns metadata that treats each chunk of this batch as a whole sequence."""
         skip_tokens = self.skip_tokens
         if skip_tokens is not None and self.chunks is not None:
             skip_tokens = (skip_tokens - self.chunks.starts).clip(0).astype(np.int32)
         return replace(self, skip_tokens=skip_tokens, chunks=None)
 
     def select(self, indices: Sequence[int], *, new_only: bool = False) -> tuple[PickedRows, PoolingMetadata]:
-        """Returns the packed rows of some sequences, and a description of them alone, as whole sequences.
+        """Returns the packed rows of some sequences, and their metadata as whole sequences.
 
         Args:
-            indices: In ascending order.
+            indices: The sequences, ascending.
             new_only: Leave out rows that were pooled before.
         """
         bounds, picked = prefix_sums(self.seq_lens), np.asarray(indices, np.int64)
@@ -286,31 +286,31 @@ class PoolingMetadata:
 def _check_lengths(num_seqs: int, **lists: Sequence[object] | None) -> None:
     for name, values in lists.items():
         if values is not None and len(values) != num_seqs:
-            raise ValueError(f"{name} holds {len(values)} values for {num_seqs} sequences")
+            raise ValueError(f"{name} has {len(values)} values for {num_seqs} sequences")
 
 
 def check_gap(pooling_types: Sequence[PoolingType], chunk_start: int, num_pooled: int) -> None:
-    """Checks that a chunk may begin at `chunk_start` after `num_pooled` tokens were pooled.
+    """Checks that a chunk may start at `chunk_start` if `num_pooled` tokens were pooled.
 
     Raises:
-        ValueError: It leaves a gap, and LAST is not the only type: every other one needs all rows.
+        ValueError: There is a gap, and LAST is not the only type. The other types need all rows.
     """
     if chunk_start > num_pooled and tuple(pooling_types) != (PoolingType.LAST,):
         names = "+".join(pooling_types)
         raise ValueError(
-            f"{names} pooling needs every row, but a chunk begins at {chunk_start} and {num_pooled} tokens were pooled"
+            f"{names} pooling needs every row, but a chunk starts at {chunk_start} and {num_pooled} tokens were pooled"
         )
 
 
 def prefix_sums(lengths: Sequence[int] | NDArray[np.integer] | NDArray[np.bool_]) -> IntArray:
-    """Returns [N+1]: where each sequence begins, and the end."""
+    """Returns [N+1]: the first row of each sequence, and the end."""
     bounds = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
 
 
 def ranges(firsts: IntArray, ends: IntArray) -> IntArray:
-    """Returns firsts[0] to ends[0], firsts[1] to ends[1] and so on, end to end."""
+    """Returns the concatenated ranges firsts[0] to ends[0], firsts[1] to ends[1] and so on."""
     lengths = ends - firsts
     bounds = prefix_sums(lengths)
     return np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], lengths)
@@ -326,6 +326,6 @@ def rows_between(firsts: IntArray, ends: IntArray) -> PickedRows:
 
 
 def kept_rows(is_kept: NDArray[np.bool_], seq_lens: Sequence[int]) -> tuple[IntArray, tuple[int, ...]]:
-    """Returns the rows that are kept [R], and how many of each sequence, given [T] bool of packed rows."""
-    kept_before = prefix_sums(is_kept)
-    return np.flatnonzero(is_kept), tuple(np.diff(kept_before[prefix_sums(seq_lens)]).tolist())
+    """Returns the rows for which `is_kept` [T] is True, [R], and their number in each sequence."""
+    num_before = prefix_sums(is_kept)
+    return np.flatnonzero(is_kept), tuple(np.diff(num_before[prefix_sums(seq_lens)]).tolist())

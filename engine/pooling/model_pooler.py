@@ -1,6 +1,6 @@
-"""The pooler of one served model: every task that it has, for batches that mix tasks, parameters and chunks.
+"""The pooler of one model: all its tasks, for batches that mix tasks, parameters and chunks.
 
-The same steps serve numpy arrays (`array_ops.array_pooler`) and tensors (`tensor_ops.tensor_pooler`).
+Works on numpy arrays (`array_ops.array_pooler`) and on tensors (`tensor_ops.tensor_pooler`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ForwardOutput(Protocol[R_co]):
 
     @property
     def attention_weights(self) -> R_co | None:
-        """[T, H]; in a batch of chunks with the weights of the tokens before each chunk."""
+        """[T, H]. In a batch of chunks it includes the weights of the tokens before each chunk."""
         ...
 
     @property
@@ -57,13 +57,13 @@ class ForwardOutput(Protocol[R_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMaps(Generic[R]):
-    """Heads for single tokens, except class scores.
+    """Token heads, except for class scores.
 
     Attributes:
-        vectors: Maps token rows [R, D] to vectors, of all tokens but the first; None where the Dense modules do.
+        vectors: Maps token rows [R, D] to vectors, for all tokens but the first; None: the Dense modules are used.
         weights: Maps token rows [T, D] to weights [T, 1] of sparse vectors.
-        skip_ids: Tokens that have no vector.
-        unweighted_ids: Tokens that have no weight.
+        skip_ids: Tokens without a vector.
+        unweighted_ids: Tokens without a weight.
     """
 
     vectors: RowMap[R] | None = None
@@ -73,17 +73,17 @@ class TokenMaps(Generic[R]):
 
 
 class ModelPooler(Generic[R]):
-    """Pools the output of the model and runs the heads. Stateless: a ChunkedPoolingManager keeps the states of chunks.
+    """Pools the output of the model and runs the heads. Stateless: ChunkedPoolingManager stores the states of chunks.
 
     Args:
         info: The resolved model.
-        ops: Arithmetic of its rows, also an attribute.
-        classify: Pooled rows [N, D] to class logits [N, C].
-        classify_tokens: Token rows [R, D] to class logits [R, C].
+        ops: Arithmetic of the rows; also an attribute.
+        classify: Maps pooled rows [N, D] to class logits [N, C].
+        classify_tokens: Maps token rows [R, D] to class logits [R, C].
         dense: The Dense modules of an embedding model, in order, float32.
-        maps: Heads for single tokens, and the tokens that they leave out.
-        vocabulary_head: Hidden states to logits over the vocabulary, of models that make sparse vectors of these.
-        block_rows: The most rows that this head gets at once.
+        maps: Token heads, and the tokens that they leave out.
+        vocabulary_head: Maps hidden states to vocabulary logits, for models with sparse vectors of that kind.
+        block_rows: Most rows per call of `vocabulary_head`.
 
     Raises:
         ValueError: ATTENTION pooling with a head that the model does not have.
@@ -113,13 +113,13 @@ class ModelPooler(Generic[R]):
         self._sparse: SparsePooler[R] | None = None
         if info.sparse is not None:
             head = vocabulary_head if info.sparse.kind is SparseKind.VOCABULARY_LOGITS else maps.weights
-            assert head is not None, "the loader reads the head that ModelInfo names"
+            assert head is not None, "the loader reads the head of ModelInfo"
             self._sparse = SparsePooler(
                 ops, info.sparse, head, info.vocab_size, block_rows=block_rows, unweighted_ids=maps.unweighted_ids
             )
         self._vector_filter = VectorFilter(info.multi_vector, maps.skip_ids, drops_first=maps.vectors is not None)
         self._embedding_head = EmbeddingPoolerHead(ops, dense)
-        # A Dense that takes concatenated rows cannot take a token's.
+        # A Dense module for concatenated pooled rows does not accept token rows.
         fits_tokens = bool(dense) and info.dense[0].in_features == info.hidden_size
         own = (maps.vectors,) if maps.vectors is not None else dense if fits_tokens else ()
         self._token_embedding_head = EmbeddingPoolerHead(ops, own)
@@ -135,19 +135,20 @@ class ModelPooler(Generic[R]):
     def pool(
         self, output: ForwardOutput[R], metadata: PoolingMetadata, manager: ChunkedPoolingManager[R] | None = None
     ) -> PoolerOutput[R]:
-        """Answers every sequence of a batch.
+        """Computes the results of every sequence of a batch.
 
-        A sequence that has more chunks to come gets, from a token-level task, the rows of this chunk: all chunks
-        together, in order, are the answer. From a sequence-level task it gets nothing yet.
+        For a sequence that continues after this batch, a token-level task returns the rows of this chunk, to be joined
+        with those of the other chunks. A sequence-level task returns nothing.
 
         Args:
-            output: Of the batch's forward. Not modified.
-            metadata: Of the batch.
-            manager: Keeps the states of chunks. It changes only when the caller calls `manager.commit(metadata)`, so
-                that a failed batch can run again.
+            output: Output of the batch's forward. Not modified.
+            metadata: Metadata of the batch.
+            manager: Stores the states of chunks. It changes only with `manager.commit(metadata)`, so that a failed
+                batch can run again.
 
         Raises:
-            ValueError: Chunks without a manager, or of a model that pools by itself; or rows are missing before one.
+            ValueError: The batch has chunks, and there is no manager or the model pools by itself; or rows before a
+                chunk are missing.
         """
         if manager is not None:
             manager.schedule(metadata)
@@ -168,7 +169,7 @@ class ModelPooler(Generic[R]):
         indices: Sequence[int] | None,
         weights: R | None = None,
     ) -> OutputBlock[R]:
-        """Answers the sequences `indices` (None: all) of a batch of whole sequences, with `weights` [T, H] if given."""
+        """Pools the sequences `indices` (None: all) of a batch of whole sequences. `weights` [T, H] or the model's."""
         if group.is_token_level:
             return self._pool_tokens(group, output.hidden_states, metadata, indices)
         params = metadata.params if indices is None else [metadata.params[i] for i in indices]
@@ -194,7 +195,7 @@ class ModelPooler(Generic[R]):
     def _from_pooled(
         self, group: OutputGroup, rows: R, params: Sequence[PoolingParams], indices: Sequence[int] | None
     ) -> OutputBlock[R]:
-        """Answers a sequence-level task from pooled rows [N, W] of the sequences `indices` (None: all)."""
+        """Runs the head of a sequence-level task on pooled rows [N, W] of the sequences `indices` (None: all)."""
         if group.name == "scores":
             return OutputBlock(name=group.name, values=self._classifier_head(rows, params), indices=indices)
         values, widths = self._embedding_head(rows, params)
@@ -203,13 +204,13 @@ class ModelPooler(Generic[R]):
     def _pool_tokens(
         self, group: OutputGroup, hidden_states: R, metadata: PoolingMetadata, indices: Sequence[int] | None
     ) -> OutputBlock[R]:
-        """Answers a token-level task for the sequences `indices` (None: all); of chunks from their new rows alone."""
+        """Runs a token-level task for the sequences `indices` (None: all). Skips rows that were pooled before."""
         if indices is not None or metadata.chunks is not None:
             members = range(metadata.num_seqs) if indices is None else indices
             rows, metadata = metadata.select(members, new_only=True)
             hidden_states = self.ops.pick(hidden_states, rows)
         if group.name == "sparse":
-            assert self._sparse is not None, "PoolingParams.verify refuses tasks that the model lacks"
+            assert self._sparse is not None, "PoolingParams.verify refuses unsupported tasks"
             values, row_lens = self._sparse.pool(hidden_states, metadata)
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
         has_vectors = group.name in ("token_embeddings", "similarities")
@@ -235,7 +236,7 @@ class ModelPooler(Generic[R]):
         chunks: ChunkSpans,
         manager: ChunkedPoolingManager[R],
     ) -> list[OutputBlock[R]]:
-        """Answers the sequences of a batch that holds chunks. Sequences that need no state are pooled as whole ones."""
+        """Pools a batch with chunks. Sequences that need no state are pooled as whole sequences."""
         is_stateless = chunks.needs_no_state(is_last_only=self._types == (PoolingType.LAST,)).tolist()
         whole = metadata.as_whole()
         stateful: list[int] = []
@@ -258,31 +259,31 @@ class ModelPooler(Generic[R]):
             done, rows = manager.process_batch(
                 metadata, output.hidden_states, self._row_weights(output.attention_weights), indices
             )
-            blocks += self._answer_done(groups, done, rows, metadata)
+            blocks += self._finish(groups, done, rows, metadata)
         return blocks
 
-    def _answer_done(
+    def _finish(
         self, groups: Mapping[OutputGroup, list[int] | None], done: list[int], rows: R, metadata: PoolingMetadata
     ) -> list[OutputBlock[R]]:
-        """Answers the sequences `done` from their pooled rows, in the same order."""
+        """Runs the heads for the complete sequences `done` and their pooled rows, in the same order."""
         blocks = []
         for group, members in groups.items():
-            places = [place for place, i in enumerate(done) if members is None or i in members]
-            if places and not group.is_token_level:
-                own = [done[place] for place in places]
-                picked = rows if len(places) == len(done) else self.ops.pick(rows, np.array(places))
+            positions = [position for position, i in enumerate(done) if members is None or i in members]
+            if positions and not group.is_token_level:
+                own = [done[position] for position in positions]
+                picked = rows if len(positions) == len(done) else self.ops.pick(rows, np.array(positions))
                 blocks.append(self._from_pooled(group, picked, [metadata.params[i] for i in own], own))
         return blocks
 
     def _row_weights(self, attention: R | None) -> R | None:
-        """The weight of every row [T] for ATTENTION; None without weights or for other types."""
+        """Returns the weight of every row [T] for ATTENTION; None without weights or for other types."""
         if not self._has_attention or attention is None:
             return None
         check_attention_head(self._info.attention_head, attention.shape[1])
         return self.ops.row_weights(attention, self._info.attention_head)
 
     def _chunk_weights(self, attention: R | None, chunks: ChunkSpans) -> R | None:
-        """The attention weights [T, H] for the rows of the chunks alone."""
+        """Returns the attention weights [T, H] of the rows of the chunks."""
         if not self._has_attention or attention is None:
             return None
         bounds = chunks.weight_bounds(attention.shape[0])

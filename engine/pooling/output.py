@@ -1,4 +1,4 @@
-"""The results of pooling a batch, and their copy from the device."""
+"""The pooled results of a batch, and their copy to the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutputBlock(Generic[R]):
     widths: tuple[int, ...] | None = None
 
     def on_host(self, values: NDArray[np.float32]) -> ArrayBlock:
-        """Returns the block with `values`, its own on the host."""
+        """Returns the block with `values`, the copy of its values on the host."""
         return ArrayBlock(
             name=self.name, values=values, indices=self.indices, row_lens=self.row_lens, widths=self.widths
         )
@@ -38,7 +38,7 @@ class PoolerOutput(Generic[R]):
 
     Args:
         batch_size: Sequences in the batch, complete or not.
-        blocks: At most one of a name per sequence; a sequence may be in none.
+        blocks: A sequence is in at most one block of each name.
     """
 
     def __init__(self, batch_size: int, blocks: Sequence[OutputBlock[R]]) -> None:
@@ -47,17 +47,17 @@ class PoolerOutput(Generic[R]):
         self._on_host: BatchOutputs | None = None
 
     def to_host(self) -> BatchOutputs:
-        """Returns the results on the host, without a copy if they are there; `begin_copy` is for CUDA."""
+        """Returns the results on the host. Copies them only from a device, and then waits; see `begin_copy`."""
         if self._on_host is None:
             blocks = [block.on_host(_to_host(block.values)) for block in self.blocks]
             self._on_host = BatchOutputs.of(self.batch_size, blocks)
         return self._on_host
 
     def begin_copy(self: PoolerOutput[Tensor], to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> OutputCopy:
-        """Begins to copy the results to the host, and for each block whether its values are finite.
+        """Starts to copy the results to the host, with a flag for each block whether its values are finite.
 
         Args:
-            to_host: Returns where copies of tensors will be; see DeviceStream.to_host.
+            to_host: See DeviceStream.to_host.
         """
         values = [block.values for block in self.blocks]
         copies = to_host([*values, *map(_is_finite, values)])
@@ -71,7 +71,7 @@ class PoolerOutput(Generic[R]):
         """Returns the embedding [D] of one sequence.
 
         Raises:
-            KeyError: It has none: another task, or more chunks are to come.
+            KeyError: The sequence has no embedding: it has another task, or continues after this batch.
         """
         arrays = self.to_numpy()[idx]
         if "embedding" not in arrays:
@@ -81,12 +81,12 @@ class PoolerOutput(Generic[R]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputCopy:
-    """The results of one batch on their way to the host.
+    """A running copy of the results of one batch to the host.
 
     Attributes:
-        output: On the device.
-        values: Those of its blocks, on the host; to be read when the device has finished the copy.
-        are_finite: Per block one bool, as `values`.
+        output: The results on the device.
+        values: The copies of the blocks' values. Read them after the copy has ended.
+        are_finite: The copies of one bool per block: whether all values are finite.
     """
 
     output: PoolerOutput[Tensor]
@@ -94,11 +94,11 @@ class OutputCopy:
     are_finite: Sequence[Tensor]
 
     def arrived(self) -> BatchOutputs:
-        """Returns the results after the copy has finished. Views of the copies."""
+        """Returns the results, views of the copies. Call it after the copy has ended."""
         pairs = zip(self.output.blocks, self.values, strict=True)
         blocks = tuple(block.on_host(values.numpy()) for block, values in pairs)
         if not all(is_finite.item() for is_finite in self.are_finite):
-            return BatchOutputs.of(self.output.batch_size, blocks)  # finds the sequences that are not finite
+            return BatchOutputs.of(self.output.batch_size, blocks)  # finds the sequences with NaN or inf
         return BatchOutputs(self.output.batch_size, blocks, np.ones(self.output.batch_size, np.bool_))
 
 
@@ -110,5 +110,5 @@ def _to_host(values: Rows) -> NDArray[np.float32]:
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    """Whether all values are finite, [] bool on their device: 0 times inf or NaN is NaN, and a sum keeps it."""
+    """Whether all values are finite, a [] bool tensor. 0 times inf or NaN is NaN, which makes the sum NaN."""
     return values.mul(0.0).sum() == 0.0

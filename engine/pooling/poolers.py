@@ -1,4 +1,4 @@
-"""The pooling types one by one, for code that has the rows of whole sequences. The server uses ModelPooler.
+"""One class per pooling type, for library callers with the rows of whole sequences. The server uses ModelPooler.
 
 T packed rows of N sequences, width D, H attention heads.
 """
@@ -20,7 +20,7 @@ Array = Tensor | NDArray[Any]
 
 
 class Pooler(ABC):
-    """Base of all pooling types. Immutable; holds no tensor."""
+    """Base class of all poolers. Immutable, without tensors."""
 
     pooling_type: ClassVar[PoolingType]
 
@@ -30,19 +30,19 @@ class Pooler(ABC):
 
         Args:
             hidden_states: [T, D], a tensor or an array of any float type; float64 is pooled as float32. Not modified.
-            metadata: Of the batch.
-            attention_weights: [T, H], or [T] where one weight per row is known. Read by AttentionWeightedPooler only.
+            metadata: Metadata of the batch.
+            attention_weights: [T, H], or [T] for one weight per row. Used by AttentionWeightedPooler only.
 
         Returns:
-            [N, D] float32, a row per sequence; or, from token-level types, [R, D], the rows that are kept.
+            [N, D] float32, a row per sequence. Token-level types return the selected rows, [R, D].
 
         Raises:
-            ValueError: The batch holds chunks.
+            ValueError: The batch has chunks.
         """
 
 
 class SequencePooler(Pooler):
-    """A pooling type that gives one row per sequence."""
+    """Base class of poolers that return one row per sequence."""
 
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
         """See `Pooler.pool`."""
@@ -90,8 +90,8 @@ class AttentionWeightedPooler(SequencePooler):
     """The mean of the rows weighted by the last layer's attention of the first token (of the last, in causal models).
 
     Args:
-        attention_head_idx: The head whose weights are used; None averages all heads.
-        num_heads: Heads of the model, where they are known: a head out of range is then refused here.
+        attention_head_idx: Index of the attention head to use; None averages all heads.
+        num_heads: Heads of the model, to check the index; None if unknown.
 
     Raises:
         ValueError: There is no such head.
@@ -107,7 +107,7 @@ class AttentionWeightedPooler(SequencePooler):
         """See `Pooler.pool`.
 
         Raises:
-            ValueError: No weights, those of another shape, or fewer heads than the chosen one needs.
+            ValueError: The weights are missing, have another shape, or have too few heads.
         """
         _check_whole(metadata)
         if attention_weights is None:
@@ -120,13 +120,13 @@ class AttentionWeightedPooler(SequencePooler):
 
 
 class TokenPooler(Pooler):
-    """A pooling type that gives a row per token."""
+    """Base class of poolers that return a row per token."""
 
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
-        """Returns the rows that are kept [R, D], in order; see `Pooler.pool`.
+        """Returns the selected rows [R, D] in order; see `Pooler.pool`.
 
         Raises:
-            ValueError: STEP with a tag, and the batch has no token ids.
+            ValueError: A sequence has a `step_tag_id`, but the batch has no token ids.
         """
         _check_whole(metadata)
         rows, _ = token_rows(self.pooling_type, metadata)
@@ -141,7 +141,7 @@ class AllPooler(TokenPooler):
 
 
 class StepPooler(TokenPooler):
-    """The rows of tokens that end a step: those whose id is the sequence's `step_tag_id`; all where it has none."""
+    """The rows of tokens with the sequence's `step_tag_id`; all rows if it has none."""
 
     pooling_type = PoolingType.STEP
 
@@ -152,7 +152,7 @@ def _check_whole(metadata: PoolingMetadata) -> None:
 
 
 class PoolerFactory:
-    """Makes poolers. Every member of PoolingType has one."""
+    """Creates the pooler of a PoolingType."""
 
     @staticmethod
     def create(strategy: str, *, attention_head: int | None = None, num_heads: int | None = None) -> Pooler:
@@ -161,7 +161,7 @@ class PoolerFactory:
         Args:
             strategy: Any pooling type, or its name in any case, such as "mean".
             attention_head: ATTENTION: the head to use; None averages all.
-            num_heads: ATTENTION: heads of the model, where they are known.
+            num_heads: ATTENTION: heads of the model; None if unknown.
 
         Raises:
             ValueError: There is no such type (the message lists the types), or no such head.

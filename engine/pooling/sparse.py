@@ -1,4 +1,4 @@
-"""Sparse vectors: of logits over the vocabulary (SPLADE), or of one weight for each token (bge-m3)."""
+"""Sparse vectors from vocabulary logits (SPLADE), or from one weight per token (bge-m3)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ..protocol.tasks import PoolingType
 from .heads import Cut, R, RowMap, RowOps
 from .metadata import IntArray, PoolingMetadata, prefix_sums
 
-# Numbers held at once, 4 bytes each: rows over the whole vocabulary.
 _MAX_VALUES: Final = 1 << 25
-# Columns that are pooled at once: one program of the triton kernel holds a row of as many.
+"""Most float32 values of the pooled rows [N, V] in memory."""
 _STRIPE: Final = 8192
+"""Columns to pool at once: one program of the triton kernel holds a row of this width."""
 
 
 class SparsePooler(Generic[R]):
-    """Makes sparse vectors as one model does. Stateless.
+    """Computes the sparse vectors of one model. Stateless.
 
     Args:
         ops: Arithmetic of the rows.
-        recipe: Of the model.
-        head: VOCABULARY_LOGITS: hidden states [R, D] to new logits [R, V] of any float type. Columns that follow the V
-            of the vocabulary are left out. TOKEN_WEIGHTS: hidden states [T, D] to weights [T, 1] float32.
+        recipe: Recipe of the model.
+        head: VOCABULARY_LOGITS: maps hidden states [R, D] to new logits [R, V or more] of any float type; columns after
+            V are ignored. TOKEN_WEIGHTS: maps hidden states [T, D] to weights [T, 1] float32.
         vocab_size: V.
-        block_rows: VOCABULARY_LOGITS: the most rows that the head gets at once.
-        unweighted_ids: TOKEN_WEIGHTS: tokens that have no weight.
+        block_rows: VOCABULARY_LOGITS: most rows per call of the head.
+        unweighted_ids: TOKEN_WEIGHTS: tokens without a weight.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class SparsePooler(Generic[R]):
         self._unweighted_ids = np.array(unweighted_ids, np.int64)
 
     def pool(self, hidden_states: R, metadata: PoolingMetadata) -> tuple[R, tuple[int, ...]]:
-        """Pools all rows [T, D] of the sequences that `metadata` describes.
+        """Pools all rows [T, D] of a batch.
 
         Returns:
-            [S, 2] float32, index and value of every entry, and their number for each sequence. Entries of TOKEN_WEIGHTS
-            that are 0 are left out on the host (`SparseVector.of`): the host does not know how many there are.
+            [S, 2] float32, index and value of every entry, and the number of entries of each sequence. TOKEN_WEIGHTS
+            includes zero entries, because their number is known on the device only; `SparseVector.of` removes them.
 
         Raises:
-            ValueError: Token weights are asked for and the batch has no token ids.
+            ValueError: TOKEN_WEIGHTS, and the batch has no token ids.
         """
         if self._recipe.kind is SparseKind.TOKEN_WEIGHTS:
             return self._pool_weights(hidden_states, metadata)
@@ -84,24 +84,24 @@ class SparsePooler(Generic[R]):
             metadata = PoolingMetadata.of_rows(np.diff(bounds[first : last + 1].clip(start, end)))
             lengths = ops.rows_of(np.array(metadata.seq_lens, np.float32)[:, None])
             for column in range(0, self._vocab_size, _STRIPE):
-                # The head may give columns beyond the vocabulary, so that rows are aligned: they are cut here.
+                # The head may return padding columns after the vocabulary, for alignment: they are cut here.
                 sums = pooled[first:last, column : column + _STRIPE]
                 rows: Any = ops.pool(logits[:, column : column + _STRIPE], metadata, pooling_type, Cut())
                 rows = rows[:, : sums.shape[1]]
                 sums[:] = sums + rows * lengths if recipe.is_sum else ops.maximum(sums, rows)
-        # The logarithm keeps the order, so that of a maximum it is taken once.
+        # The logarithm is monotonic, so that it is applied once, to the maximum.
         result: R = pooled if recipe.is_sum else ops.saturated(pooled, twice=recipe.log_twice)
         return result
 
     def _pool_weights(self, hidden_states: R, metadata: PoolingMetadata) -> tuple[R, tuple[int, ...]]:
-        """Keeps the largest weight of each token of a sequence; which tokens those are, the host knows."""
+        """Takes the largest weight of each distinct token of a sequence. The host groups the tokens."""
         if metadata.token_ids is None:
             raise ValueError("sparse vectors of token weights need the token ids of the batch")
         ops = self._ops
         rows = np.flatnonzero(~np.isin(metadata.token_ids, self._unweighted_ids))
         sequences = np.repeat(np.arange(metadata.num_seqs), metadata.seq_lens)
-        keys, places = np.unique(sequences[rows] * self._vocab_size + metadata.token_ids[rows], return_inverse=True)
+        keys, groups = np.unique(sequences[rows] * self._vocab_size + metadata.token_ids[rows], return_inverse=True)
         weights = ops.pick(ops.floats(self._head(hidden_states)), rows)
         tokens = ops.rows_of((keys % self._vocab_size).astype(np.float32)[:, None])
         counts = np.bincount(keys // self._vocab_size, minlength=metadata.num_seqs)
-        return ops.join([tokens, ops.group_max(weights, places, len(keys))]), tuple(counts.tolist())
+        return ops.join([tokens, ops.group_max(weights, groups, len(keys))]), tuple(counts.tolist())

@@ -1,6 +1,6 @@
-"""The running state of a sequence that is pooled chunk by chunk. ChunkedPoolingManager keeps these.
+"""The running pooling state of a sequence in chunks. ChunkedPoolingManager stores the states.
 
-The arithmetic is that of a RowOps, so the states are numpy arrays or tensors on any device.
+A RowOps does the arithmetic, so that states are numpy arrays or tensors on any device.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def types_of(strategy: object) -> tuple[PoolingType, ...]:
 
 @dataclass(slots=True, eq=False)
 class PoolingStates(Generic[R]):
-    """The running state of one sequence. Lives from its first chunk to its last.
+    """The running state of one sequence, from its first chunk to its last.
 
-    A sequence-level type keeps one row, at most 8 * D bytes, however long the sequence is. Token-level types keep
-    nothing but the number of tokens, because their rows are streamed out. ATTENTION is the one type whose state grows:
-    the weights of the rows are known with the last chunk, so it keeps every row in the type that it came in, D * 2 or
-    D * 4 bytes a token.
+    A sequence-level type stores one row, at most 8 * D bytes for sequences of any length. Token-level types store only
+    the number of tokens, because the rows of each chunk are returned at once. Only the state of ATTENTION grows: the
+    weights of the rows are known with the last chunk, so it stores every row in its dtype, D * 2 or D * 4 bytes per
+    token.
 
     Attributes:
         hidden_dim: D, the width of the rows.
         pooling_types: Sequence-level types, concatenated in this order; or one token-level type.
         ops: Arithmetic of the rows.
-        num_tokens: Tokens pooled so far, skipped ones included.
-        skip_tokens: Tokens at the head of the whole sequence that are left out.
-        running: [1, D] for every sequence-level type but ATTENTION, from its first row on: the first row of CLS, the
-            newest of LAST, the maximum of MAX, float32; of the means the sum in float64, so that the number of chunks
-            does not matter.
-        rows: [L_i, D] each, any float type: for ATTENTION, the chunks so far.
-        weights: [num_tokens], float32: for ATTENTION, the newest row weights; None until a chunk brings some.
+        num_tokens: Tokens pooled so far, including skipped tokens.
+        skip_tokens: Tokens at the start of the sequence to leave out.
+        running: [1, D] for every sequence-level type but ATTENTION, after the first row. CLS, LAST and MAX: the first
+            row, the last row or the maximum so far, float32. Means: the sum in float64, so that the result does not
+            depend on the number of chunks.
+        rows: ATTENTION: the rows of the chunks so far, [L_i, D] each, any float type.
+        weights: ATTENTION: the latest row weights, [num_tokens] float32; None before a chunk has weights.
     """
 
     hidden_dim: int
@@ -69,12 +69,12 @@ class PoolingStates(Generic[R]):
         """Returns the state before the first token.
 
         Args:
-            hidden_dim: D, the width of the rows to come.
-            strategy: The pooling type, such as "mean"; or several sequence-level ones, whose rows are concatenated.
-            ops: Arithmetic of the rows to come; None for tensors on the CPU.
+            hidden_dim: D, the width of the rows.
+            strategy: A pooling type, such as "mean", or several sequence-level types; their rows are concatenated.
+            ops: Arithmetic of the rows; None for tensors on the CPU.
 
         Raises:
-            ValueError: No type or an unknown one, a token-level type among others, or a width below 1.
+            ValueError: No type, an unknown type, a token-level type among several types, or a width below 1.
         """
         if hidden_dim < 1:
             raise ValueError(f"hidden_dim is {hidden_dim}; it must be at least 1")
@@ -82,18 +82,18 @@ class PoolingStates(Generic[R]):
         if len(types) == 0 or (len(types) > 1 and any(t.is_token_level for t in types)):
             raise ValueError(f"pooling types must be sequence-level or a single token-level one, got {list(types)}")
         if ops is None:
-            from .tensor_ops import TensorOps  # imports torch, which arrays do not need
+            from .tensor_ops import TensorOps  # imports torch
 
             ops = cast("RowOps[R]", TensorOps())
         return cls(hidden_dim, types, ops)
 
     @property
     def is_token_level(self) -> bool:
-        """True where the answer holds a row per token."""
+        """Whether the result has a row per token."""
         return self.pooling_types[0].is_token_level
 
     def copy(self) -> PoolingStates[R]:
-        """Returns a state that is updated on its own. Shares arrays, which no update writes."""
+        """Returns an independent copy. It shares arrays, because updates do not write to them."""
         return replace(self, running=dict(self.running), rows=list(self.rows))
 
     def update(
@@ -102,16 +102,16 @@ class PoolingStates(Generic[R]):
         """Adds the next chunk.
 
         Args:
-            hidden_states: [L, D], a tensor or an array of any float type; float64 is pooled as float32. The chunk's
-                rows. Not kept; copied where need be.
-            attention_weights: [chunk_start + L], any float type. Row weights of the whole sequence up to the end of the
-                chunk, for ATTENTION; only those of the last chunk count, so that the others may bring none.
-            chunk_start: Place of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
-                pooled before are left out.
-            skip_tokens: Tokens at the head of the whole sequence that are left out; the same at every call.
+            hidden_states: [L, D], the chunk's rows, a tensor or an array of any float type; float64 is pooled as
+                float32. The state keeps no reference to them.
+            attention_weights: ATTENTION: [chunk_start + L], any float type. Row weights of the sequence up to the end
+                of the chunk. Needed for the last chunk only.
+            chunk_start: Position of the chunk's first token in the sequence; None means `num_tokens`. Rows that were
+                pooled before are skipped.
+            skip_tokens: Tokens at the start of the sequence to leave out; the same at every call.
 
         Raises:
-            ValueError: Rows are missing before the chunk, or the weights have another shape.
+            ValueError: Rows before the chunk are missing, or the weights have another shape.
         """
         rows = self.ops.rows_of(hidden_states)
         num_rows, start = rows.shape[0], self.num_tokens if chunk_start is None else chunk_start
@@ -127,16 +127,16 @@ class PoolingStates(Generic[R]):
         update_states([self], rows, bounds[:1], bounds[1:], starts, skips, [weights])
 
     def finalize(self) -> R:
-        """Returns the pooled row [W] float32. Keeps the state as it is.
+        """Returns the pooled row [W] float32. Does not change the state.
 
         Raises:
-            ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
+            ValueError: The type is token-level, or ATTENTION has no weights.
         """
         row: R = finalize_states([self])[0]
         return row
 
     def add(self, pooling_type: PoolingType, row: R, weight: int) -> None:
-        """Adds the pooled row [1, D] of a chunk; that of a mean counts for `weight`."""
+        """Adds the pooled row [1, D] of a chunk. Means multiply it with `weight`."""
         known = self.running.get(pooling_type)
         if pooling_type in _MEANS:
             row = self.ops.doubles(row) * weight
@@ -163,12 +163,12 @@ class PoolingStates(Generic[R]):
         divisor = {
             PoolingType.MEAN: float(num_rows),
             PoolingType.MEAN_SQRT_LEN: math.sqrt(num_rows),
-            PoolingType.WEIGHTED_MEAN: float(_place_sum(self.skip_tokens, self.num_tokens)),
+            PoolingType.WEIGHTED_MEAN: float(_position_sum(self.skip_tokens, self.num_tokens)),
         }[pooling_type]
         return self.ops.floats(row / divisor)
 
     def _attention_row(self) -> R:
-        """Returns the mean [1, D] of the rows kept, weighted by the weights of the last chunk."""
+        """Returns the mean [1, D] of the stored rows, weighted by the weights of the last chunk."""
         if self.weights is None:
             raise ValueError("ATTENTION pooling needs the attention weights of the model")
         if self.weights.shape != (self.num_tokens,):
@@ -190,24 +190,24 @@ def update_states(
     """Adds the next chunk of N sequences to their states.
 
     Args:
-        states: N states of the same pooling types. No array of theirs is written.
+        states: N states of the same pooling types. Their arrays are replaced, not written.
         hidden_states: [T, D], any float type.
         firsts: [N], the first row of each chunk.
-        ends: [N], one past its last row.
-        chunk_starts: [N], place of its first row in its sequence. Rows that were pooled before are left out.
-        skip_tokens: [N], tokens at the head of each whole sequence that are left out.
+        ends: [N], the row after its last row.
+        chunk_starts: [N], position of its first row in its sequence. Rows that were pooled before are skipped.
+        skip_tokens: [N], tokens at the start of each sequence to leave out.
         attention_weights: N weights, see `PoolingStates.update`.
 
     Raises:
-        ValueError: Rows are missing before a chunk.
+        ValueError: Rows before a chunk are missing.
     """
     ops, types = states[0].ops, states[0].pooling_types
     num_pooled = np.array([state.num_tokens for state in states])
     for start, num_tokens in zip(chunk_starts.tolist(), num_pooled.tolist(), strict=True):
         check_gap(types, start, num_tokens)
     num_repeated = (num_pooled - chunk_starts).clip(0, ends - firsts)
-    firsts, places = firsts + num_repeated, chunk_starts + num_repeated
-    lengths, skips = ends - firsts, (skip_tokens - places).clip(0)
+    firsts, positions = firsts + num_repeated, chunk_starts + num_repeated
+    lengths, skips = ends - firsts, (skip_tokens - positions).clip(0)
     rows = ops.pick(hidden_states, rows_between(firsts, ends))
     metadata = PoolingMetadata.of_rows(lengths, skips=skips)
     for pooling_type in types:
@@ -217,21 +217,21 @@ def update_states(
         weights = None
         if pooling_type is PoolingType.WEIGHTED_MEAN:
             kernel = PoolingType.ATTENTION
-            weights = ops.rows_of((ranges(places, places + lengths) + 1).astype(np.float32))
+            weights = ops.rows_of((ranges(positions, positions + lengths) + 1).astype(np.float32))
         elif pooling_type is PoolingType.MEAN_SQRT_LEN:
             kernel = PoolingType.MEAN
         pooled = ops.pool(rows, metadata, kernel, Cut(), weights=weights)
         for n in np.flatnonzero(skips < lengths).tolist():
-            first, end = int(places[n] + skips[n]), int(places[n] + lengths[n])
-            weight = _place_sum(first, end) if pooling_type is PoolingType.WEIGHTED_MEAN else end - first
+            first, end = int(positions[n] + skips[n]), int(positions[n] + lengths[n])
+            weight = _position_sum(first, end) if pooling_type is PoolingType.WEIGHTED_MEAN else end - first
             states[n].add(pooling_type, ops.pick(pooled, slice(n, n + 1)), weight)
     bounds = prefix_sums(lengths).tolist()
     for n, state in enumerate(states):
-        state.num_tokens = max(state.num_tokens, int(places[n] + lengths[n]))
+        state.num_tokens = max(state.num_tokens, int(positions[n] + lengths[n]))
         state.skip_tokens = int(skip_tokens[n])
         if PoolingType.ATTENTION in types:
             newest = attention_weights[n]
-            # Copied: the next forward may reuse the memory.
+            # Copied, because the next forward may overwrite the memory.
             state.rows.append(ops.copied(ops.pick(rows, slice(bounds[n], bounds[n + 1]))))
             state.weights = None if newest is None else ops.copied(newest)
 
@@ -240,14 +240,14 @@ def finalize_states(states: Sequence[PoolingStates[R]]) -> R:
     """Returns the pooled rows [N, W] float32 of N states of the same sequence-level types, concatenated by type.
 
     Raises:
-        ValueError: The rows of a token-level type were streamed out; or ATTENTION has no weights.
+        ValueError: The type is token-level, or ATTENTION has no weights.
     """
     types, ops = states[0].pooling_types, states[0].ops
     if states[0].is_token_level:
-        raise ValueError(f"the rows of {types[0]} pooling go out with their chunks; none are kept")
+        raise ValueError(f"{types[0]} pooling returns the rows of each chunk at once; it has no final row")
     return ops.join([ops.concat([state.pooled(pooling_type) for state in states]) for pooling_type in types])
 
 
-def _place_sum(first: int, end: int) -> int:
-    """Returns the sum of the places first + 1 to end, which WEIGHTED_MEAN multiplies the rows with."""
+def _position_sum(first: int, end: int) -> int:
+    """Returns the sum of the weights of WEIGHTED_MEAN, first + 1 to end."""
     return (end * (end + 1) - first * (first + 1)) // 2

@@ -1,4 +1,4 @@
-"""Pooling arithmetic on tensors, on any device: kernels/pooling, and torch.
+"""Pooling arithmetic on tensors on any device, with kernels/pooling and torch.
 
 Shape letters: T packed tokens of N sequences, R rows, D model width, W columns, C classes.
 """
@@ -35,15 +35,15 @@ _KINDS: Final[dict[PoolingType, PoolingKind]] = {
     PoolingType.ATTENTION: "weighted",
 }
 
-# Logits held at once on a GPU, whose products want thousands of rows: about 4,000 over a vocabulary of 30,000.
 _MAX_LOGITS: Final = 1 << 27
+"""Most logits in memory on a GPU. GPU products need thousands of rows: here 4,000 with a vocabulary of 30,000."""
 
 
 class TensorOps:
     """See RowOps.
 
     Args:
-        device: Where rows are pooled.
+        device: Device of the pooling.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -59,7 +59,7 @@ class TensorOps:
         weights: Tensor | None = None,
         indices: Sequence[int] | None = None,
     ) -> Tensor:
-        """See RowOps. Of sequences that do not lie together the others are pooled along: one pass is cheaper."""
+        """See RowOps. If `indices` are not contiguous, pools all sequences, because one pass is cheaper."""
         picked = None
         if indices is not None and indices[-1] - indices[0] < len(indices):
             rows, metadata = metadata.select(indices)
@@ -77,7 +77,7 @@ class TensorOps:
             **_kernel_arguments(cut, device),
             skip_tokens=None if skip_tokens is None else on_device(skip_tokens, device),
             weights=weights,
-            max_seqlen=max(metadata.seq_lens, default=None),  # short sequences need not be shared out on CUDA
+            max_seqlen=max(metadata.seq_lens, default=None),  # the CUDA kernel splits only long sequences
         )
         return pooled if picked is None else self.pick(pooled, picked)
 
@@ -85,12 +85,12 @@ class TensorOps:
         """See RowOps."""
         if not cut.changes(rows.shape[1]):
             return rows.to(torch.float32, copy=True)
-        # Every row is a sequence of one token: the fused kernel then only cuts and normalises.
+        # The pooling kernel only cuts and normalises sequences of one token.
         bounds = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
         return pool(rows, bounds, "cls", **_kernel_arguments(cut, rows.device))
 
     def rows_of(self, values: Any) -> Tensor:
-        """See RowOps. The host does not wait for the copy to a device."""
+        """See RowOps. Does not wait for the copy to a device."""
         return upload(as_rows(values), self._device)
 
     def floats(self, rows: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class TensorOps:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def row_weights(self, attention: Tensor, head: int | None) -> Tensor:
-        """See RowOps. Weights that are [T] already are taken as they are."""
+        """See RowOps. Also accepts weights [T]."""
         if attention.dim() not in (1, 2):
             raise ValueError(f"attention weights must be [T, H] or [T], got {list(attention.shape)}")
         if attention.dim() == 1:
@@ -142,11 +142,11 @@ class TensorOps:
         """See RowOps."""
         if values.is_cuda:
             counts = counts_on_host((values != 0).sum(dim=1))
-            places = torch.nonzero_static(values, size=sum(counts))
+            indices = torch.nonzero_static(values, size=sum(counts))
         else:
-            places = values.nonzero()
-            counts = counts_on_host(torch.bincount(places[:, 0], minlength=len(values)))
-        return torch.stack([places[:, 1].float(), values[places[:, 0], places[:, 1]]], dim=1), counts
+            indices = values.nonzero()
+            counts = counts_on_host(torch.bincount(indices[:, 0], minlength=len(values)))
+        return torch.stack([indices[:, 1].float(), values[indices[:, 0], indices[:, 1]]], dim=1), counts
 
     def group_max(self, values: Tensor, groups: IntArray, num_groups: int) -> Tensor:
         """See RowOps."""
@@ -172,7 +172,7 @@ class TensorOps:
             logits = (logits - info.logit_mean) / info.logit_sigma
         if uses_activation is False:
             return logits
-        # A softmax over one class would always say 1.
+        # A softmax over one class is always 1.
         is_sigmoid = info.activation is Activation.SIGMOID or logits.shape[1] == 1
         activated = logits.sigmoid() if is_sigmoid else logits.softmax(dim=1)
         if uses_activation is True:
@@ -186,7 +186,7 @@ def tensor_pooler(
     dense: Sequence[RowMap[Tensor]] = (),
     maps: TokenMaps[Tensor] | None = None,
 ) -> ModelPooler[Tensor]:
-    """Returns the pooler of a model that gives tensors. See ModelPooler."""
+    """Returns the pooler of a torch model. See ModelPooler."""
     block_rows = BLOCK_ROWS
     if info.device != "cpu":
         block_rows *= max(_MAX_LOGITS // max(info.vocab_size, 1) // BLOCK_ROWS, 1)
@@ -203,27 +203,27 @@ def tensor_pooler(
 
 
 def counts_on_host(counts: Tensor) -> list[int]:
-    """Returns numbers that the shape of an answer follows from. The one place of pooling where the host waits."""
+    """Copies counts to the host, which determine the shape of a result. Only here pooling waits for the device."""
     numbers: list[int] = counts.tolist()
     return numbers
 
 
 def as_rows(values: Tensor | NDArray[Any]) -> Tensor:
-    """Returns rows or weights as a tensor without gradient, which may share their memory; float64 as float32."""
+    """Returns rows or weights as a tensor without gradient that may share their memory. float64 becomes float32."""
     if isinstance(values, Tensor):
         rows = values.detach()
-    else:  # torch warns of arrays that nobody may write to
+    else:  # torch warns about read-only arrays
         rows = torch.as_tensor(values) if values.flags.writeable else torch.tensor(values)
     return rows.float() if rows.dtype is torch.float64 else rows
 
 
 def on_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
-    """Returns values of the host on the device of the rows; the host does not wait for the copy."""
+    """Copies values of the host to a device. Does not wait for the copy."""
     return upload(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
 
 
 def _kernel_arguments(cut: Cut, device: torch.device) -> dict[str, Any]:
-    """A cut as penstock.kernels.pooling takes it."""
+    """Returns a cut as arguments of penstock.kernels.pooling."""
     normalize = cut.normalize if isinstance(cut.normalize, bool) else on_device(cut.normalize, device)
     if cut.widths is None:
         return {"dimensions": cut.width, "normalize": normalize}

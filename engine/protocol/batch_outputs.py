@@ -59,7 +59,10 @@ def distinct_params(params: Sequence[PoolingParams]) -> list[PoolingParams]:
 
 
 def by_group(params: Sequence[PoolingParams]) -> dict[OutputGroup, list[int] | None]:
-    """Returns the indices of the sequences in each group; None stands for all. A sequence may be in several groups."""
+    """Returns the indices of the sequences in each group, or None for all sequences.
+
+    A sequence may be in several groups.
+    """
     first = params[0]
     if all(p is first for p in params):
         return dict.fromkeys(OutputGroup.all_of(first))
@@ -82,7 +85,7 @@ class ArrayBlock:
         values: [N, W] float32, a row per sequence; or [R, W], token rows.
         indices: The sequences in the block, in order; None means all of the batch.
         row_lens: Token rows of each sequence in this batch; None for a row per sequence.
-        widths: Columns of each sequence, where they differ. Values beyond them are undefined.
+        widths: Columns of each sequence, if they differ. Values beyond them are undefined.
     """
 
     name: str
@@ -102,15 +105,15 @@ class ArrayBlock:
             return parts
         return [part[..., :width] for part, width in zip(parts, self.widths, strict=True)]
 
-    def pick(self, places: Sequence[int]) -> ArrayBlock:
+    def pick(self, positions: Sequence[int]) -> ArrayBlock:
         """Returns a block of some of its sequences, given by their ascending positions in it. It has no `indices`."""
-        widths = None if self.widths is None else [self.widths[place] for place in places]
+        widths = None if self.widths is None else [self.widths[position] for position in positions]
         if self.row_lens is None:
-            return ArrayBlock(name=self.name, values=self.values[list(places)], widths=widths)
-        is_kept = np.zeros(len(self.row_lens), np.bool_)
-        is_kept[list(places)] = True
-        values = self.values[np.repeat(is_kept, self.row_lens)]
-        row_lens = [self.row_lens[place] for place in places]
+            return ArrayBlock(name=self.name, values=self.values[list(positions)], widths=widths)
+        is_picked = np.zeros(len(self.row_lens), np.bool_)
+        is_picked[list(positions)] = True
+        values = self.values[np.repeat(is_picked, self.row_lens)]
+        row_lens = [self.row_lens[position] for position in positions]
         return ArrayBlock(name=self.name, values=values, row_lens=row_lens, widths=widths)
 
 
@@ -121,7 +124,7 @@ class BatchOutputs:
     Attributes:
         num_seqs: Sequences in the batch, complete or not.
         blocks: A sequence is in at most one block of each name.
-        is_finite: [num_seqs] bool. False where an output of the sequence holds NaN or inf.
+        is_finite: [num_seqs] bool. False if an output of the sequence holds NaN or inf.
     """
 
     num_seqs: int
@@ -133,9 +136,8 @@ class BatchOutputs:
         """Checks which sequences have finite outputs, and returns the results."""
         is_finite = np.ones(num_seqs, np.bool_)
         for block in blocks:
-            if not np.isfinite(
-                block.values
-            ).all():  # checking the whole block is much faster than checking each sequence
+            # Checking the whole block is much faster than checking each sequence.
+            if not np.isfinite(block.values).all():
                 found = [bool(np.isfinite(part).all()) for part in block.split()]
                 is_finite[slice(None) if block.indices is None else list(block.indices)] &= found
         return cls(num_seqs, tuple(blocks), is_finite)
@@ -162,7 +164,7 @@ class ResultBlock:
         block: The outputs. Its `indices` are not used.
         request_ids: The request of each sequence.
         indices: Which input of its request each sequence is.
-        is_last: False where a later step brings more of the sequence.
+        is_last: False if a later step returns more rows of the sequence.
     """
 
     block: ArrayBlock
@@ -170,15 +172,15 @@ class ResultBlock:
     indices: list[int]
     is_last: list[bool]
 
-    def pick(self, places: Sequence[int]) -> ResultBlock:
+    def pick(self, positions: Sequence[int]) -> ResultBlock:
         """Returns the results of some sequences, given by their ascending positions; itself if these are all."""
-        if len(places) == len(self.request_ids):
+        if len(positions) == len(self.request_ids):
             return self
         return ResultBlock(
-            self.block.pick(places),
-            [self.request_ids[place] for place in places],
-            [self.indices[place] for place in places],
-            [self.is_last[place] for place in places],
+            self.block.pick(positions),
+            [self.request_ids[position] for position in positions],
+            [self.indices[position] for position in positions],
+            [self.is_last[position] for position in positions],
         )
 
 

@@ -1,7 +1,7 @@
-"""Settings of one engine: what is served, where it runs and how much it may take.
+"""Settings of one engine: model, devices and limits.
 
-Frozen dataclasses only. A field with a `setting(...)` is also a flag, an environment variable and a key of the server's
-file, which server/settings/ reads: its name, default, help text and bounds are declared here once.
+server/settings/ turns each field with a `setting(...)` into a flag, an environment variable and a key of the
+configuration file.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ _ENUM_FIELDS: Final[dict[str, type[StrEnum]]] = {
 _BOOL_FIELDS: Final = {"normalize", "use_activation", "enable_chunked_processing"}
 _FLOAT_FIELDS: Final = {"logit_mean", "logit_sigma", "logit_bias", "logit_scale"}
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "int8")
-PLACE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
-"""A device of one replica."""
+_REPLICA_DEVICE: Final = re.compile(r"cpu|cuda:\d+|numa:\d+")
 EMPTY_INPUTS: Final = ("embed", "error")
 CPU_KERNELS: Final = ("auto", "native", "torch")
 ARITHMETICS: Final = (None, "float32", "bfloat16")
 _CPU_TOKEN_BUDGET: Final = 2048
-"""Tokens. More brings no throughput on a CPU, but longer steps and more memory."""
+"""Tokens. A larger budget raises latency and memory on a CPU, not throughput."""
 _CUDA_TOKEN_BUDGET: Final = 16_384
 _LARGE_CUDA_TOKEN_BUDGET: Final = 32_768
-"""What the host does for a batch is less for a token, and small models fill a large GPU."""
+"""Tokens. Larger batches reduce the host's work per token, and fill a large GPU with a small model."""
 _LARGE_CUDA: Final = 40_000_000_000
-"""Bytes of memory from which on a GPU counts as large."""
+"""Bytes of memory of the smallest GPU that counts as large."""
 _CPU_SEQS: Final = 512
 _CUDA_SEQS: Final = 2048
-"""Sequences. Of short texts 512 are too few to fill a GPU."""
+"""Sequences. 512 short texts do not fill a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """The operator's settings for the pooler of one model (`--pooler-config`). None: from the model's files.
+    """Settings of the pooler of one model (`--pooler-config`). None takes the value of the model's files.
 
     Enum fields also take names as plain strings, in any case. `returned_token_ids` also takes a list.
 
     Attributes:
-        task: Restrict the model to this task, and to scoring if it is based on the task; None: all tasks.
+        task: Restrict the model to this task, and to scoring if scoring uses the task; None: all tasks.
         pooling_type: Sets `tok_pooling_type` if it is ALL or STEP, else `seq_pooling_type`.
         seq_pooling_type: Pooling of the sequence.
         tok_pooling_type: Pooling of the tokens: ALL or STEP.
-        normalize: L2-normalise embeddings unless the request says otherwise.
-        dimensions: Width of embeddings unless the request says otherwise.
-        use_activation: Apply the class activation unless the request says otherwise.
+        normalize: L2-normalise embeddings. Requests may override it.
+        dimensions: Width of embeddings. Requests may override it.
+        use_activation: Apply the class activation. Requests may override it.
         logit_mean: Subtracted from class logits, before the activation.
         logit_sigma: Class logits are divided by it, after the mean is subtracted.
         logit_bias: Older name of `logit_mean`, as in vLLM. Moved to `logit_mean`.
@@ -110,18 +109,18 @@ class PoolerConfig:
             if getattr(self, name) not in (None, self.pooling_type):
                 raise ValueError(f"pooling_type is {self.pooling_type}, {name} is {getattr(self, name)}; give one.")
             object.__setattr__(self, name, self.pooling_type)
-        for name, of_tokens in (("seq_pooling_type", False), ("tok_pooling_type", True)):
+        for name, is_token_level in (("seq_pooling_type", False), ("tok_pooling_type", True)):
             kind: PoolingType | None = getattr(self, name)
-            if kind is not None and kind.is_token_level != of_tokens:
-                raise ValueError(f"{name} is {kind}; that pools {'the sequence' if of_tokens else 'the tokens'}.")
+            if kind is not None and kind.is_token_level != is_token_level:
+                raise ValueError(f"{name} is {kind}; that pools {'the sequence' if is_token_level else 'the tokens'}.")
         self._rename("logit_bias", "logit_mean", self.logit_bias)
         self._rename("logit_scale", "logit_sigma", None if self.logit_scale is None else 1 / self.logit_scale)
         check_least(self, 0, "attention_head", "step_tag_id", "chunk_overlap")
         for name in ("max_embed_len", "chunk_overlap", "chunked_processing_mode"):
             if getattr(self, name) is not None and not self.enable_chunked_processing:
-                raise ValueError(f"{name} says how over-long text is cut; it needs enable_chunked_processing: true.")
+                raise ValueError(f"{name} needs enable_chunked_processing: true.")
         if self.chunk_overlap and self.chunked_processing_mode is ChunkedProcessingMode.VLLM:
-            raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' knows no overlap.")
+            raise ValueError(f"chunk_overlap is {self.chunk_overlap}; the mode 'vllm' has no overlap.")
 
     def _rename(self, older: str, name: str, value: float | None) -> None:
         """Moves the value of an older name to its field. Raises ValueError if both are set."""
@@ -147,7 +146,7 @@ class PoolerConfig:
 
 
 def check_least(config: object, least: int, *names: str) -> None:
-    """Raises ValueError, which names it, for a field that is set and below `least`."""
+    """Raises ValueError if one of the fields is set and below `least`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= least:
@@ -155,7 +154,7 @@ def check_least(config: object, least: int, *names: str) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns `value` in the type of the PoolerConfig field `name`, or raises ValueError that names both."""
+    """Returns `value` in the type of the PoolerConfig field `name`. Raises ValueError if it has the wrong type."""
     if value is None:
         return None
     if name in _ENUM_FIELDS:
@@ -186,7 +185,7 @@ def _device_rule(value: str) -> str | None:
 
 
 def _devices_rule(value: tuple[str, ...]) -> str | None:
-    if all(map(PLACE.fullmatch, value)) and len({place.partition(":")[0] for place in value}) <= 1:
+    if all(map(_REPLICA_DEVICE.fullmatch, value)) and len({device.partition(":")[0] for device in value}) <= 1:
         return None
     return "must be all cuda:N, all numa:N or all cpu, such as cuda:0,cuda:1"
 
@@ -210,7 +209,7 @@ class SchedulerConfig:
     """Limits of one forward and of the waiting queue.
 
     Attributes:
-        max_wait_s: Seconds after which a waiting sequence goes before better-fitting ones.
+        max_wait_s: Seconds after which a waiting sequence runs before sequences that fit the batch better.
     """
 
     max_num_batched_tokens: int | None = setting(
@@ -225,16 +224,16 @@ class SchedulerConfig:
     )
     max_queued_tokens: int = setting(
         4_000_000,
-        "Tokens that wait or run at which new requests are refused with 429. No request may have more.",
+        "Waiting and running tokens at which new requests are refused with 429. No request may have more.",
         "Limits",
         "TOKENS",
         least=1,
     )
     max_queue_s: float = setting(
         60.0,
-        "Seconds of work that waits or runs at which new requests are refused with 429. One request counts for at "
-        "most a sixteenth of it, and eight larger requests are always accepted. For interactive use set less, such as "
-        "6; 0: no limit.",
+        "Seconds of waiting and running work at which new requests are refused with 429. One request counts for at "
+        "most a sixteenth of the limit, and eight larger requests are always accepted. Lower it for interactive use, "
+        "for example to 6. 0: no limit.",
         "Limits",
         "SECONDS",
         least=0,
@@ -243,12 +242,12 @@ class SchedulerConfig:
     max_wait_s: float = 0.5
     enable_chunked_prefill: bool = setting(
         True,
-        "Cut long inputs of causal models into chunks, one forward each, so that short inputs need not wait.",
+        "Run long inputs of causal models in chunks, so that short inputs run between them.",
         "Memory",
     )
     chunk_size: int | None = setting(
         None,
-        "Tokens of a chunk of causal models; default: adapts to the speed of the device and to what else waits.",
+        "Tokens of a chunk of causal models; default: adapts to the speed of the device and to the queue.",
         "Memory",
         "TOKENS",
         least=1,
@@ -262,11 +261,11 @@ class SchedulerConfig:
             object.__setattr__(self, "max_queue_s", inf)
 
     def token_budget(self, device: str, memory: int | None = None) -> int:
-        """Returns the tokens in one forward on a device, unless the longest input has more.
+        """Returns the most tokens in one forward on a device. An input that is longer runs alone.
 
         Args:
             device: Such as "cpu" or "cuda:1".
-            memory: Bytes that a GPU has; None takes one that is not large.
+            memory: Bytes of GPU memory; None counts as a small GPU.
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
@@ -275,7 +274,7 @@ class SchedulerConfig:
         return _LARGE_CUDA_TOKEN_BUDGET if (memory or 0) >= _LARGE_CUDA else _CUDA_TOKEN_BUDGET
 
     def seqs(self, device: str) -> int:
-        """Returns the sequences in one forward on a device."""
+        """Returns the most sequences in one forward on a device."""
         return self.max_num_seqs or (_CPU_SEQS if device == "cpu" else _CUDA_SEQS)
 
 
@@ -285,11 +284,12 @@ class ChunkedPrefillConfig:
 
     Attributes:
         chunk_size: Tokens of a chunk while memory is free.
-        threshold: Tokens. Longer prompts are worth cutting; None takes `chunk_size`.
-        min_chunk_size: Tokens. Chunks are not made smaller, but for the last of a prompt and where `chunk_size` is.
-        is_dynamic: Whether chunks follow memory, which may run short, and the time that forwards take.
-        ageing_s: Seconds of waiting that are worth one level of priority.
-        max_retries: Failures in a row that are tried again; one more fails the prompt.
+        threshold: Tokens. Only longer prompts are cut; None takes `chunk_size`.
+        min_chunk_size: Tokens of the smallest chunk, except for the last chunk of a prompt and if `chunk_size` is
+            smaller.
+        is_dynamic: Whether the chunk size adapts to free memory and to the duration of forwards.
+        ageing_s: Seconds of waiting that equal one level of priority.
+        max_retries: Consecutive failures of a chunk that are retried; one more fails the prompt.
     """
 
     chunk_size: int = 512
@@ -305,11 +305,11 @@ class ChunkedPrefillConfig:
         check_least(self, 0, "threshold", "max_retries", "ageing_s")
 
     def sized(self, chunk_size: int, memory_pressure: float) -> int:
-        """Returns the tokens of a chunk under a memory pressure, in steps of the smallest chunk.
+        """Returns the tokens of a chunk under memory pressure, a multiple of the smallest chunk.
 
         Args:
             chunk_size: Tokens of a chunk while memory is free.
-            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
+            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
 
         Raises:
             InvalidRequestError: An argument is out of range.
@@ -328,13 +328,13 @@ class ChunkedPrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Memory of prompts that run in chunks. Models that run them whole take none."""
+    """Memory of prompts that run in chunks. Models that run prompts whole use none."""
 
     kv_cache_memory: int | None = setting(
         None,
         "Memory of causal models for inputs that run in chunks and for cached prefixes, such as 2GiB or 500MB; "
-        "default: --cache-memory-fraction of what is free. If it holds fewer tokens than the model's longest input, "
-        "inputs are limited to what it holds.",
+        "default: --cache-memory-fraction of the free memory. If the model's longest input does not fit, the limit of "
+        "inputs is lowered.",
         "Memory",
         "SIZE",
         above=0,
@@ -342,15 +342,15 @@ class CacheConfig:
     )
     cache_memory_fraction: float = setting(
         0.25,
-        "Share of the memory that is free once the model is loaded, for --kv-cache-memory.",
+        "Share of the memory that is free after loading the model, for --kv-cache-memory.",
         "Memory",
         "SHARE",
         above=0,
         most=1,
     )
-    kv_block_size: int = setting(16, "Tokens of a block of that memory.", "Memory", "TOKENS", least=1)
+    kv_block_size: int = setting(16, "Tokens of a block of the KV cache.", "Memory", "TOKENS", least=1)
     enable_prefix_caching: bool = setting(
-        True, "Keep keys and values of past inputs for later ones that begin alike.", "Memory"
+        True, "Keep keys and values of past inputs for later inputs with the same beginning.", "Memory"
     )
 
     def __post_init__(self) -> None:
@@ -365,12 +365,11 @@ class EngineConfig:
     Attributes:
         model: Local folder or hub id.
         name: Name of the model in messages. None: `model`.
-        model_source: Where `model` comes from, for the table of what was resolved.
-        num_engines: Engines that share the machine. Cores and memory for chunks are divided by it where they are not
-            set.
-        cores: Processors that the engine's process keeps to; None: all that it may use. Set for replicas.
-        arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16" or "float32"; None
-            takes what is measured to be faster.
+        model_source: Setting that named the model, for the table of resolved values.
+        num_engines: Engines that share the machine. Defaults for cores and chunk memory are divided by it.
+        cores: CPU numbers that the engine process may use; None: all. Set for replicas.
+        arithmetic: Arithmetic of the C kernels with bfloat16 weights: "bfloat16" or "float32"; None measures both and
+            takes the faster one.
         scheduler: Batch and queue limits.
         cache: Memory of prompts that run in chunks.
     """
@@ -383,30 +382,30 @@ class EngineConfig:
     )
     device: str = setting(
         "auto",
-        "Where the model runs. auto: on a GPU if there is one.",
+        "Device of the model. auto: a GPU if there is one, else the CPU.",
         "Model",
         "{auto,cpu,cuda,cuda:N}",
         rule=_device_rule,
     )
     devices: tuple[str, ...] = setting(
         (),
-        "Where replicas of the model run, one on each, behind one queue: cuda:0,cuda:1, or numa:0,numa:1 for the "
-        "cores of NUMA nodes. A device that is named twice runs two. Default: --device.",
+        "Devices of the model's replicas, one replica on each, which share one queue: cuda:0,cuda:1, or numa:0,numa:1 "
+        "for the cores of NUMA nodes. A device named twice runs two replicas. Default: --device.",
         "Model",
         "DEVICE,...",
         rule=_devices_rule,
     )
     data_parallel: int | None = setting(
         None,
-        "Replicas of the model, each a process on a GPU or on cores of its own; default: one for each of --devices, "
-        "else one.",
+        "Replicas of the model. Each is a process with its own GPU or its own cores; default: one for each of "
+        "--devices, else one.",
         "Model",
         "N",
         least=1,
     )
     dtype: str = setting(
         "auto",
-        "Type of weights and products. auto: bfloat16 on CUDA and where it is measured to be faster, else float32. "
+        "Type of weights and products. auto: bfloat16 on CUDA and on CPUs that run it faster, else float32. "
         "int8: faster and less exact, for models that the native kernels run on a CPU with AVX-512 VNNI or AVX-VNNI.",
         "Model",
         choices=DTYPES,
@@ -417,23 +416,23 @@ class EngineConfig:
     auto_truncate: bool = setting(False, "Cut over-long inputs instead of refusing them.", "Model")
     empty_input: str = setting(
         "embed",
-        "embed: a text that is empty or white space is read as the tokens around a text, or as the token that ends "
-        "one if there are none. error: it is refused with 400. TEI's own routes refuse empty texts always.",
+        "embed: embed an empty or blank text as the tokenizer's special tokens, or as its end token if it adds none. "
+        "error: refuse it with 400. TEI's routes always refuse empty texts.",
         "Model",
         choices=EMPTY_INPUTS,
     )
     pooler_config: PoolerConfig = setting(
         PoolerConfig(),
-        'Such as {"pooling_type": "CLS", "normalize": false}; default: as the model\'s files say.',
+        'Such as {"pooling_type": "CLS", "normalize": false}; default: the values of the model\'s files.',
         "Model",
         "JSON",
         parse=_pooler_config,
     )
     hf_overrides: dict[str, Any] = setting(
         {},
-        'Values laid over the model\'s config.json. A language model becomes a reranker with {"classifier_from_token": '
-        '["no", "yes"]}, and reads pairs in the prompt of {"score_template": {"parts": ["...{instruction}...", '
-        '"{query}...{document}", "..."], "instruction": "..."}} or of a known reranker: {"score_template": '
+        'Values that replace those of the model\'s config.json. {"classifier_from_token": ["no", "yes"]} makes a '
+        'reranker of a language model. Its prompt is {"score_template": {"parts": ["...{instruction}...", '
+        '"{query}...{document}", "..."], "instruction": "..."}}, or the prompt of a known reranker: {"score_template": '
         '"qwen3-reranker"}.',
         "Model",
         "JSON",
@@ -446,7 +445,7 @@ class EngineConfig:
         "FILE",
         parse=_template,
     )
-    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.", "Model")
+    trust_remote_code: bool = setting(False, "Run Python code of the model's repository.", "Model")
     num_threads: int | None = setting(
         None,
         "CPU threads of the forward of each replica; default: all cores, divided among models and replicas.",
@@ -459,18 +458,18 @@ class EngineConfig:
     cores: tuple[int, ...] | None = None
     cpu_kernels: str = setting(
         "auto",
-        "What computes on a CPU. auto: the native kernels if they are built and know the model, else torch.",
+        "Kernels on a CPU. auto: the native kernels if they are built and support the model, else torch.",
         "Model",
         choices=CPU_KERNELS,
     )
     arithmetic: str | None = None
     cuda_graphs: bool = setting(
-        True, "On CUDA, record the forwards of small batches of encoders at start, and replay them as a whole.", "Model"
+        True, "Run small batches of encoders on CUDA with CUDA graphs, which are captured at start.", "Model"
     )
     tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", least=1)
     max_queued_chars: int = setting(
         64_000_000,
-        "Characters that may wait for tokenization; a request beyond them is refused as a whole with 429.",
+        "Characters that may wait for tokenization; a request above the limit is refused with 429.",
         "Limits",
         "CHARACTERS",
         least=1,
@@ -480,15 +479,15 @@ class EngineConfig:
     )
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without a sign of life after which the engine process is replaced; 0: never.",
+        "Seconds without a response after which the engine process is replaced; 0: never.",
         "Model",
         "SECONDS",
         least=0,
     )
     step_timeout_s: float = setting(
         60.0,
-        "Seconds that a forward may always take. One that takes longer, and 10 times as long as the longest forward "
-        "before it, counts as hung, and the engine process is replaced; 0: never.",
+        "Seconds after which a forward may count as hung. The engine process is replaced if a forward takes longer "
+        "than this and 10 times as long as the longest forward before it; 0: never.",
         "Model",
         "SECONDS",
         least=0,

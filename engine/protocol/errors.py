@@ -124,7 +124,7 @@ class RequestTooLongError(InvalidRequestError):
     def over_limit(
         cls,
         found: str,
-        way_out: str,
+        remedy: str,
         *,
         num_tokens: int,
         max_num_tokens: int,
@@ -135,7 +135,7 @@ class RequestTooLongError(InvalidRequestError):
 
         Args:
             found: The finding, such as "input 0 has 12 tokens".
-            way_out: A sentence with the remedy. A template, see EngineError; `cut_to_fit` names the setting that
+            remedy: A sentence with the remedy. A template, see EngineError; `cut_to_fit` names the setting that
                 truncates inputs.
             num_tokens: See the class.
             max_num_tokens: See the class.
@@ -144,7 +144,7 @@ class RequestTooLongError(InvalidRequestError):
         """
         name = f" ({limit_name})" if limit_name else ""
         return cls(
-            f"This model's maximum context length is {max_num_tokens} tokens{name}, but {{found}}. {way_out}",
+            f"This model's maximum context length is {max_num_tokens} tokens{name}, but {{found}}. {remedy}",
             num_tokens=num_tokens,
             max_num_tokens=max_num_tokens,
             param=param,

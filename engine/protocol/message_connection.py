@@ -28,7 +28,7 @@ _SIZE: Final = Struct("<q")
 _ALIGNMENT: Final = 8
 _PADDING: Final = tuple(bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT))
 _BUFFER_BYTES: Final = 1 << 16
-"""A larger message gets a buffer of its own."""
+"""Size of the shared buffer. A larger message gets its own buffer."""
 _UNREAD_BYTES: Final = 1 << 22
 """Send buffer of a socket, enough for the results of a large batch. The system may allow less."""
 _MOST_PARTS: Final = 256
@@ -117,7 +117,7 @@ class MessageConnection:
                 num_bytes = 0
             if not num_bytes:
                 if not messages:
-                    raise EOFError("the other end of the connection has gone")
+                    raise EOFError("the other end closed the connection")
                 break  # the socket stays readable: the next call raises EOFError
             self._num_held += num_bytes
             self._extract_messages(messages)
@@ -140,16 +140,16 @@ class MessageConnection:
     def _extract_messages(self, messages: list[Message]) -> None:
         """Moves complete messages out of the buffer. Keeps the rest in a buffer large enough for its message."""
         data, begin, end = memoryview(self._buffer), 0, self._num_held
-        num_bytes, places = layout(data[:end])
+        num_bytes, parts = layout(data[:end])
         while num_bytes <= end - begin:
             has_own_buffer = num_bytes > _BUFFER_BYTES
             whole = data if has_own_buffer else memoryview(bytes(data[begin : begin + num_bytes]))
-            messages.append((whole[places[0]], [whole[place] for place in places[1:]]))
+            messages.append((whole[parts[0]], [whole[part] for part in parts[1:]]))
             if has_own_buffer:
                 self._buffer, self._num_held = bytearray(_BUFFER_BYTES), 0
                 return
             begin += num_bytes
-            num_bytes, places = layout(data[begin:end])
+            num_bytes, parts = layout(data[begin:end])
         if begin == 0 and num_bytes <= len(data):
             return  # the message continues in this buffer
         rest = bytes(data[begin:end])
@@ -194,7 +194,7 @@ class MessageConnection:
                     poller.poll()
         except OSError as error:  # an incomplete message cannot be continued
             if not isinstance(error, ConnectionError):
-                logger.exception("a connection between the server and its engine is given up")
+                logger.exception("closing a connection between the server and its engine after an error")
             with self._lock:
                 self._shut_down()
                 self._sender = None
@@ -209,15 +209,15 @@ class MessageConnection:
 def layout(data: memoryview) -> tuple[int, list[slice]]:
     """Returns the size of the first message in `data` in bytes, and the slices of its parts.
 
-    If the sizes are incomplete: the bytes up to the end of the sizes, and no parts.
+    If the sizes are incomplete, returns the number of bytes up to the end of the sizes, and no slices.
     """
     if len(data) < _SIZE.size:
         return _SIZE.size, []
     (num_parts,) = _SIZE.unpack_from(data)
     num_bytes: int = (1 + num_parts) * _SIZE.size
-    places: list[slice] = []
+    parts: list[slice] = []
     if len(data) >= num_bytes:
         for size in Struct(f"<{num_parts}q").unpack_from(data, _SIZE.size):
-            places.append(slice(num_bytes, num_bytes + size))
+            parts.append(slice(num_bytes, num_bytes + size))
             num_bytes += size + -size % _ALIGNMENT
-    return num_bytes, places
+    return num_bytes, parts

@@ -90,7 +90,7 @@ class ClientMessage(msgspec.Struct, tag=True):
         clients: The distinct clients and namespaces of the requests.
         requests: The requests.
         inputs: Their inputs.
-        query_shapes: Rows and columns of each query that inputs are compared with.
+        query_shapes: Rows and columns of each query (TokenizedInput.query).
         cancels: Ids of requests to cancel.
         clears: Ids of requests to empty the prefix cache. Each is answered with PrefixCacheCleared. Running requests
             continue.
@@ -130,7 +130,7 @@ class ChunkMetrics(msgspec.Struct, array_like=True):
     Attributes:
         num_requests: Prompts that have started.
         num_running_chunks: Chunks that are scheduled or running.
-        completed_requests: Prompts whose every token was computed.
+        completed_requests: Prompts that completed.
         failed_requests: Prompts that failed too often.
         cancelled_requests: Prompts that were cancelled before they completed.
         completed_chunks: Chunks that completed.
@@ -175,7 +175,7 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         num_seqs: Sequences that ran.
-        token_budget: The most tokens that the step could run.
+        token_budget: Token limit of the step.
         num_waiting: Sequences that wait at the end of the step.
         num_waiting_tokens: Their tokens.
         num_left: Sequences that waited at the start of the step and did not fit into it.
@@ -198,7 +198,7 @@ class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
         width: Columns of the values.
         request_ids: The request of each sequence.
         indices: Which input of its request each sequence is.
-        is_last: False where a later step brings more of the sequence.
+        is_last: False if a later step returns more rows of the sequence.
         row_lens: See ArrayBlock.
         widths: See ArrayBlock.
     """
@@ -224,8 +224,8 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
         step_s: Seconds that the step took.
         cache_use: None for models that run prompts whole.
         load: Load of the step.
-        finished: Requests whose last results are in this message: id, seconds until the first forward started, and
-            seconds from there to the end of the last forward.
+        finished: Requests that end with this message: id, seconds until the first forward started, and seconds from
+            there to the end of the last forward.
     """
 
     blocks: list[BlockHeader]

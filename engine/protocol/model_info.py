@@ -66,9 +66,9 @@ class DenseSpec:
     """One sentence-transformers Dense module.
 
     Attributes:
-        folder: Relative to ModelInfo.path: "2_Dense", or "../2_Dense" where the Transformer has a folder of its own.
-        in_features: Width before.
-        out_features: Width after.
+        folder: Relative to ModelInfo.path: "2_Dense", or "../2_Dense" if the Transformer is in a subfolder.
+        in_features: Width of the input.
+        out_features: Width of the output.
         bias: Whether it has a bias.
         activation: Class name of the torch activation, such as "Tanh" or "Identity".
     """
@@ -85,24 +85,24 @@ class ModelInfo:
     """The resolved description of one model.
 
     Attributes:
-        name: The name the operator gave: a folder or a hub id.
+        name: Folder or hub id, as the operator wrote it.
         path: Local folder that holds config.json, the weights and the tokenizer.
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
-        packed: Whether penstock has a family for it; else transformers runs it.
+        packed: Whether a family of engine/families/ runs the model; otherwise transformers runs it.
         kind: Output that the checkpoint was trained for.
-        tasks: Tasks that it serves.
+        tasks: Supported tasks.
         hidden_size: Width of hidden states.
         vocab_size: Rows of the token embedding; token ids must be below it.
-        num_attention_heads: Attention heads of a layer; 0 where the model has none.
+        num_attention_heads: Attention heads of a layer; 0 if the model has none.
         max_model_len: Tokens. Longest input, special tokens included.
         embedding_size: Width of an embedding after pooling and Dense modules; 0 for classifiers.
         sequence_pooling: Pooling types of a sequence, concatenated in this order.
         token_pooling: ALL or STEP.
-        include_prompt: False leaves the rows of the prompt out of the pooling.
+        include_prompt: Whether the pooling includes the rows of the prompt.
         dense: Dense modules after the pooling, in order.
         normalize: Default L2 normalisation of embeddings.
-        dimensions: Default width to cut to; None leaves the native width.
+        dimensions: Default width of embeddings; None: embedding_size.
         is_matryoshka: Requests may set any width up to embedding_size.
         matryoshka_dimensions: The widths that the model declares.
         use_activation: Default of use_activation for classes.
@@ -114,33 +114,35 @@ class ModelInfo:
         attention_head: Head of ATTENTION pooling; None averages all.
         labels: Class names, in the order of the columns.
         problem_type: problem_type of config.json.
-        classifier_tokens: Vocabulary ids whose next-token logits are the classes of a reranker that answers with a
-            word; () where the model has a head of its own.
+        classifier_tokens: Vocabulary ids of the answers of a generative reranker. Their next-token logits are its class
+            logits. Empty if the model has a classification head.
         classifier_method: How these logits become scores.
         score_template: The prompt around a query and a document, if it is known without the tokenizer.
-        pair_chat: The prompt is the tokenizer's chat template. With neither, the tokenizer joins the pair.
+        pair_chat: Render pairs with the tokenizer's chat template. If this and score_template are None, the tokenizer
+            joins the pair.
         enable_chunked_processing: Embed text above max_model_len in windows; see long_text.py.
         max_embed_len: Tokens. Longest input of the embed task with chunked processing; None: the limit of the queue.
         chunk_overlap: Tokens that a window shares with the one before it.
         chunked_processing_mode: How the windows are cut and averaged.
-        multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for others.
-        sparse: How the model computes sparse vectors; None: it has no sparse output.
-        token_heads: Heads for each token beside the sentence embedding; None for none.
+        multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for other
+            models.
+        sparse: How the model computes sparse vectors; None if it computes none.
+        token_heads: Token heads beside the sentence embedding; None if the model has none.
         is_causal: Attention is causal.
-        adapters: Names of the LoRA adapters that come with the model. None is applied: vectors are those of the base
+        adapters: Names of the LoRA adapters in the model's folder. They are not applied: vectors are those of the base
             weights.
         prompts: Named prompts of the model.
         default_prompt_name: Prompt applied when a request names none.
         do_lower_case: Lower-case text before tokenizing.
-        auto_truncate: Cut over-long inputs unless the request says otherwise.
+        auto_truncate: Truncate over-long inputs. Requests may override it.
         dtype: Resolved type of weights and hidden states, such as "float32".
         device: Resolved device, such as "cpu".
         kernels: Code that runs the forward: "torch", or the native kernels with their instruction set ("native, avx2").
-        num_lanes: Threads that the native kernels compute on. They change no vector. 0 where torch runs the model.
-        arithmetic: What native kernels compute in where numbers are rounded to bfloat16: "bfloat16", or "float32" where
-            the processor is no faster in it; None where nothing is rounded to it, or torch runs the model.
+        num_lanes: Threads of the native kernels. Their number changes no result. 0 if torch runs the model.
+        arithmetic: Arithmetic of the native kernels with bfloat16 weights: "bfloat16", or "float32" if that is as fast
+            on this CPU; None for other weights, or if torch runs the model.
         root: Local folder of the whole model if `path` is a part of it.
-        sources: Field name to the file and key that it was read from.
+        sources: Maps a field name to the file and key of its value.
         config: config.json with overrides, as plain values.
     """
 
@@ -201,12 +203,12 @@ class ModelInfo:
 
     @property
     def folder(self) -> str:
-        """Local folder of exactly this model, even if the name later means another version."""
+        """Local folder of exactly this version of the model, even if the hub id changes later."""
         return self.root or self.path
 
     @property
     def has_task_adapters(self) -> bool:
-        """Whether the model was trained to compute each task with an adapter of its own."""
+        """Whether the model was trained with one adapter per task."""
         return len(self.adapters) > 1
 
     @property
@@ -222,7 +224,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """The tokenizer of the model, resolved in the engine process for the client, which must not load transformers.
+    """The tokenizer of the model. The engine process resolves it, because the client must not load transformers.
 
     Attributes:
         json: Serialised tokenizer of the `tokenizers` library, without truncation and padding.
@@ -230,8 +232,8 @@ class TokenizerSpec:
         uses_token_types: The model reads token type ids.
         sample_ids: Token ids of a short text, special tokens included.
         score_template: The prompt around a pair; None joins pairs with the tokenizer's own special tokens.
-        chat_template: Turns the messages of a chat into text; None where the model comes with none.
-        recipe_tokens: The tokens of a multi-vector model's recipe.
+        chat_template: Renders the messages of a chat; None if the model has no chat template.
+        recipe_tokens: Token ids of a multi-vector model.
         end_id: The end, padding or start token, used for a text without tokens; None if there is none.
         config: tokenizer_class and arguments, as in tokenizer_config.json.
     """

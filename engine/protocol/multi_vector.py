@@ -48,9 +48,9 @@ class MultiVector:
         query_length: Tokens. Queries are truncated to it; None takes max_model_len.
         document_length: Tokens. Longest document; None takes max_model_len.
         expansion: Padding of short queries; None: no padding.
-        skip_words: Names of tokens whose vectors are dropped.
-        skips_queries: These vectors are dropped from queries.
-        skips_documents: These vectors are dropped from documents.
+        skip_words: Tokens without vectors in the result, such as punctuation.
+        skips_queries: Whether queries drop the vectors of skip_words.
+        skips_documents: Whether documents drop the vectors of skip_words.
         markers: Texts at the beginning of prompts that are one token if the vocabulary has them.
         averages: Scores are divided by the number of query vectors.
     """
@@ -86,8 +86,8 @@ class RecipeTokens:
 
     Attributes:
         expansion_id: Id of the padding token of short queries; None without padding.
-        skip_ids: Ids whose vectors are dropped.
-        unweighted_ids: Ids without a weight in sparse vectors made of token weights.
+        skip_ids: Ids of skip_words.
+        unweighted_ids: Ids without a weight in sparse vectors of the kind TOKEN_WEIGHTS.
     """
 
     expansion_id: int | None = None
@@ -105,7 +105,7 @@ def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -
 
 
 def kept_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
-    """Returns the ids of the tokens whose vectors are in the result."""
+    """Returns the token ids without `skip_ids`: the result has one vector for each of them."""
     return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
 
 
@@ -125,7 +125,7 @@ def late_score(similarities: NDArray[np.float32], num_rows: int, *, averages: bo
 
 
 class SparseKind(StrEnum):
-    """Where the weights come from."""
+    """Source of the weights."""
 
     VOCABULARY_LOGITS = "vocabulary_logits"
     TOKEN_WEIGHTS = "token_weights"
@@ -136,7 +136,7 @@ class SparsePooling:
     """How one model makes sparse vectors.
 
     Attributes:
-        kind: Where the weights come from.
+        kind: Source of the weights.
         is_sum: VOCABULARY_LOGITS: sum of the weights over the tokens of a text, instead of their maximum.
         log_twice: VOCABULARY_LOGITS: log(1 + log(1 + relu(logit))) instead of log(1 + relu(logit)).
         is_cosine: Vectors are compared by cosine similarity, instead of the dot product.
@@ -184,8 +184,9 @@ class TokenHeads:
     """Heads for single tokens, in addition to the sentence embedding (bge-m3).
 
     Attributes:
-        weights_file: File in ModelInfo.path with the map to the weight of a token.
-        vectors_file: File in ModelInfo.path with the map to the vector of a token. The first token has no vector.
+        weights_file: File in ModelInfo.path with the linear map to the weight of a token.
+        vectors_file: File in ModelInfo.path with the linear map to the vector of a token. The first token has no
+            vector.
     """
 
     weights_file: str | None = None

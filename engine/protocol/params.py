@@ -55,7 +55,7 @@ class PoolingParams:
         returned_token_ids: STEP pooling: keep these columns of the class scores.
         is_query: The inputs are queries of a multi-vector model; filled in by the engine call.
         also: Further tasks that the same forward answers; filled in by the engine call.
-        is_compared: Return the similarities of the input's vectors to its query's vectors; filled in by `score`.
+        is_compared: Return similarities between the vectors of the input and of its query; filled in by `score`.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -154,7 +154,7 @@ class PoolingParams:
             return
         if not 1 <= dims <= model.embedding_size:
             raise InvalidRequestError(
-                "{dimensions} is {given}; {model.name} gives 1 to {model.embedding_size}.",
+                "{dimensions} is {given}; it must be 1 to {model.embedding_size} for {model.name}.",
                 param="dimensions",
                 given=dims,
                 model=model,
@@ -173,7 +173,7 @@ class PoolingParams:
         elif not model.is_matryoshka:
             raise InvalidRequestError(
                 "{dimensions} is {given}, but {model.name} does not declare Matryoshka support; leave {dimensions} out "
-                "or ask for its native {model.embedding_size}. Where it is known to bear cutting, load it with "
+                "or set it to the native {model.embedding_size}. If the model supports smaller vectors, load it with "
                 "--hf-overrides '{{\"is_matryoshka\": true}}', or with sizes: '{{\"matryoshka_dimensions\": [...]}}'.",
                 param="dimensions",
                 given=dims,
@@ -191,13 +191,13 @@ class PoolingParams:
             )
         if self.step_tag_id is not None and not 0 <= self.step_tag_id < model.vocab_size:
             raise InvalidRequestError(
-                f"step_tag_id is {self.step_tag_id}; the model has the ids 0 to {model.vocab_size - 1}.",
+                f"step_tag_id is {self.step_tag_id}; it must be 0 to {model.vocab_size - 1}.",
                 param="step_tag_id",
             )
         bad = [i for i in self.returned_token_ids or () if not 0 <= i < max(model.num_labels, 1)]
         if bad:
             raise InvalidRequestError(
-                f"returned_token_ids holds {bad[0]}; {model.name} gives columns 0 to {model.num_labels - 1}.",
+                f"returned_token_ids holds {bad[0]}; {model.name} has the columns 0 to {model.num_labels - 1}.",
                 param="returned_token_ids",
             )
 

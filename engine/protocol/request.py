@@ -24,7 +24,7 @@ class TokenizedInput:
         type_boundary: Index of the first token of type 1; 0 means that all tokens are of type 0.
         num_prompt_tokens: Leading tokens that pooling leaves out (0 unless the model excludes its prompt).
         num_hidden: Trailing tokens of a ColBERT query. They attend to the other tokens; no token attends to them.
-        query: [Q, D] float32. Query vectors that the vectors of this input (a ColBERT document) are compared with.
+        query: [Q, D] float32. Query vectors, if this input is a ColBERT document to score.
     """
 
     token_ids: NDArray[np.int32]
@@ -50,8 +50,8 @@ class RequestOptions:
 
     Attributes:
         timeout_s: Seconds until the deadline.
-        priority: Lower goes first among the requests of its client; a level is worth one second of waiting.
-        client: The client that sent it. Waiting clients share the device evenly, regardless of how much each sends.
+        priority: Lower goes first among the requests of a client; a level equals one second of waiting.
+        client: The sending client. Waiting clients share the device evenly, regardless of how much each sends.
         namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
             not reveal the texts of other namespaces.
         prompt_name: Named prompt of the model to put before every text.
@@ -124,7 +124,7 @@ class StageTime(NamedTuple):
 
 
 class StageTimes:
-    """The stage intervals of one request, in the order in which they ended. A stage may occur several times.
+    """The stage intervals of one request, ordered by their end. A stage may occur several times.
 
     To measure a call of the engine, set STAGE_TIMES around it:
 

@@ -1,7 +1,7 @@
-"""What a field of a configuration says of itself: help text, word for its value, and the values that it takes.
+"""Declares configuration fields with help text, metavar and bounds.
 
-`setting(...)` makes such a field. Its dataclass checks values against it (`check_settings`), and the server derives
-flags, environment variables, keys of its file and the reference page from it.
+`setting(...)` declares a field and `check_settings` checks its value. The server derives flags, environment variables,
+keys of the configuration file and the reference page from the declarations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUIRED: Final = dataclasses.MISSING
 _KEY: Final = "setting"
 _SIZE: Final = re.compile(r"(\d*\.?\d+)\s*(?:([kmgtpe])(i?)b?|b)?", re.IGNORECASE)
 _MAX_DEPTH: Final = 50
-"""Nested objects and lists. No model needs as many, and recursive code can handle them."""
+"""Levels of nested objects and lists. No model needs more, and recursive code can handle them."""
 _MAX_DIGITS: Final = 19
 """Integers with fewer digits fit into 64 bits."""
 
@@ -27,15 +27,16 @@ class Setting:
     """A field that an operator may set.
 
     Attributes:
-        help: What it does; ends with "default: ..." where the default is not a plain value.
-        group: Heading of the help under which it is listed.
-        metavar: Word for its value; empty for true or false, and where the choices are shown.
-        choices: All values; empty: any.
-        least: Smallest number; None: any.
-        above: The number must be larger than this; None: any.
-        most: Largest number; None: any finite number.
-        rule: Returns what a value must be, as in "must be cpu or cuda"; None if it is.
-        parse: Converts a text or a value of a file, for a type that has no conversion of its own. Raises ValueError.
+        help: Help text. It ends with "default: ..." if the default is not a plain value.
+        group: Heading of the help text that lists the field.
+        metavar: Placeholder of the value in the help text; empty for booleans and for fields with choices.
+        choices: Allowed values; empty: any.
+        least: Minimum; None: no minimum.
+        above: Exclusive minimum; None: no minimum.
+        most: Maximum; None: any finite number.
+        rule: Checks a value. Returns a text such as "must be cpu or cuda" for an invalid value, None for a valid one.
+        parse: Converts a text or a value of the configuration file, for types without a standard conversion. Raises
+            ValueError.
     """
 
     help: str
@@ -49,7 +50,7 @@ class Setting:
     parse: Callable[[Any], Any] | None = None
 
     def objection(self, value: Any) -> str | None:
-        """Returns what a value must be; None if it is, or is None."""
+        """Returns the rule that a value breaks, such as "must be at least 1"; None for a valid value and for None."""
         if value is None:
             return None
         if self.choices and value not in self.choices:
@@ -71,15 +72,15 @@ class Setting:
 
 def setting(
     default: Any, text: str, group: str, metavar: str = "", *, is_secret: bool = False, **rest: Any
-) -> Any:  # as `dataclasses.field`, whose types depend on the field
-    """Returns a field of a dataclass that an operator may set; see Setting.
+) -> Any:  # Any, as for `dataclasses.field`: the result is assigned to fields of every type
+    """Returns a dataclass field with a Setting.
 
     Args:
-        default: Its default, copied if it is a dictionary; REQUIRED for none.
+        default: Default value, copied if it is a dictionary. REQUIRED: no default.
         text: Help text.
         group: See Setting.
         metavar: See Setting.
-        is_secret: It is never shown.
+        is_secret: Leave the value out of the repr.
         **rest: Further attributes of Setting.
     """
     metadata = {_KEY: Setting(help=text, group=group, metavar=metavar, **rest)}
@@ -89,13 +90,13 @@ def setting(
 
 
 def setting_of(field: dataclasses.Field[Any]) -> Setting | None:
-    """Returns what a field says of itself; None if no operator sets it."""
+    """Returns the Setting of a field; None if operators cannot set the field."""
     found: Setting | None = field.metadata.get(_KEY)
     return found
 
 
 def check_settings(config: Any) -> None:
-    """Raises ValueError, which names field and value, for the first field with a wrong value."""
+    """Raises ValueError for the first field with an invalid value. The message names field and value."""
     for field in dataclasses.fields(config):
         declared, value = setting_of(field), getattr(config, field.name)
         if declared is not None and (objection := declared.objection(value)) is not None:
@@ -108,7 +109,7 @@ def listed_choices(choices: tuple[str, ...]) -> str:
 
 
 def parse_size(value: object) -> int:
-    """Returns a number of bytes, of a number or a text such as 2GiB or 500MB. Raises ValueError if it is neither."""
+    """Parses a number of bytes, or a text such as 2GiB or 500MB. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(str(value).strip())
@@ -167,7 +168,7 @@ def json_object(value: object) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """Returns an integer, or a float if it needs more than 64 bits, as transformers' value for "no limit" does."""
+    """Parses an integer. Returns a float above 64 bits, such as transformers' "no limit"."""
     if len(digits) < _MAX_DIGITS:
         return int(digits)
     value = float(digits)

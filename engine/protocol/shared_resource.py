@@ -1,7 +1,6 @@
 """A bounded resource that clients share: tokens in the queue, characters to tokenize, memory of bodies and responses.
 
-Every limit that clients share is a SharedResource: it counts what each client holds, decides whether a request fits,
-and says why not. Its owner turns the Rejection into an error.
+A SharedResource counts the amount that each client holds. The caller turns a Rejection into an error.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import NamedTuple
 
 
 class Rejection(NamedTuple):
-    """Why a request does not fit.
+    """Reason why a request does not fit.
 
     Attributes:
-        reason: The limit, as metrics count it.
-        message: Sentences for the client.
+        reason: Label of the limit in metrics.
+        message: Text for the client.
         excess: Amount that must be released before the request fits.
     """
 
@@ -38,11 +37,11 @@ class SharedResource:
 
     Args:
         limit: Amount of all clients; may change.
-        name: Of the resource, for messages: "the queue".
-        unit: Of the amounts, for messages: "tokens".
+        name: Name of the resource in messages, such as "the queue".
+        unit: Unit of the amounts in messages, such as "tokens".
         flag: Option that sets the limit, for messages.
-        full: Reason of a rejection because the resource is full.
-        share: Reason of a rejection because the client has its share.
+        full: `reason` of a rejection if the resource is full.
+        share: `reason` of a rejection if the client holds its share.
         max_share: Part of the limit that one client may hold; None: all of it.
         shown: Converts an amount into a text.
 
@@ -76,11 +75,11 @@ class SharedResource:
 
     @property
     def is_full(self) -> bool:
-        """Whether `rejection` refuses clients that have their share, whatever the size of their requests."""
+        """Whether `rejection` refuses requests of any size from clients that hold their share."""
         return self.used >= self.limit
 
     def add(self, client: str, amount: int) -> None:
-        """Counts an amount for a client; a negative one releases it. "" where clients are not told apart."""
+        """Counts an amount for a client; a negative amount releases it. The client "" stands for all clients."""
         self.used += amount
         own = self._by_client.get(client, 0) + amount
         if own:
@@ -89,12 +88,12 @@ class SharedResource:
             self._by_client.pop(client, None)
 
     def rejection(self, client: str, amount: int = 0, held: int = 0) -> Rejection | None:
-        """Returns why a request does not fit; None if it does.
+        """Returns the Rejection of a request, or None if it fits.
 
         Args:
-            client: The client of the request; "" where clients are not told apart.
-            amount: Amount that the request needs, with what it already holds. 0: the size of the request does not
-                count, and it fits while less than the limit is held.
+            client: The client of the request; "" stands for all clients.
+            amount: Total amount that the request needs, including `held`. 0: the size of the request is unknown, and it
+                fits while the total is below the limit.
             held: Amount that the request already holds.
         """
         others, needed = self.used - held, max(amount, 1)
@@ -145,7 +144,7 @@ class Reservation:
         client: The client of the request.
 
     Attributes:
-        amount: Held now.
+        amount: Amount that the request holds.
     """
 
     __slots__ = ("_client", "_resource", "amount")
@@ -156,7 +155,7 @@ class Reservation:
         self.amount = 0
 
     def resize(self, amount: int) -> Rejection | None:
-        """Holds `amount` from now on, if it fits. Returns why not otherwise; then nothing changes."""
+        """Changes the amount to `amount` if it fits. Otherwise returns the Rejection and changes nothing."""
         rejection = self._resource.rejection(self._client, amount, self.amount)
         if rejection is None:
             self._resource.add(self._client, amount - self.amount)

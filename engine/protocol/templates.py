@@ -18,7 +18,7 @@ Conversation = Sequence[Message]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTemplate:
-    """The prompt in which a reranker reads a query and a document.
+    """The prompt of a reranker for a query and a document.
 
     The parts are tokenized one by one, without additional special tokens, and joined. A pair that is too long loses
     tokens of the document, and of a query that exceeds its share; see ScoreTemplateEncoder.cut.
@@ -27,7 +27,7 @@ class ScoreTemplate:
         parts: Format strings. Together they hold {query} and {document} once, {instruction} at most once.
         instruction: Value of {instruction} if the request has none.
         instruction_format: Format of the instruction of a request; a format string with {instruction}.
-        stripped: Fields whose surrounding white space is removed.
+        stripped: Fields to strip of surrounding white space.
     """
 
     parts: tuple[str, ...]
@@ -46,14 +46,14 @@ class ScoreTemplate:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ScoreTemplate:
-        """Builds a template from plain values: `parts`, a list of texts, and the other two.
+        """Builds a template from a dictionary with `parts` (a list of texts), `instruction` and `instruction_format`.
 
         Raises:
             ValueError: An unknown key, a value of the wrong type, or a wrong template.
         """
         unknown = sorted(set(values) - set(_KEYS))
         if unknown:
-            raise ValueError(f"unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}.")
+            raise ValueError(f"unknown key {unknown[0]!r}; known keys are {', '.join(_KEYS)}.")
         parts = values.get("parts")
         if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, str) for part in parts):
             raise ValueError(f"parts is {parts!r}; it must be a list of texts.")
@@ -68,13 +68,13 @@ class ScoreTemplate:
         return any("instruction" in fields_of(part) for part in self.parts)
 
     def instructed(self, instruction: str | None) -> str:
-        """Returns the value of {instruction}; None or an empty text takes the template's own."""
+        """Returns the value of {instruction}. If the request has none, it is the template's own."""
         if not instruction:
             return self.instruction
         return self.instruction_format.format(instruction=self.cleaned("instruction", instruction))
 
     def cleaned(self, field: str, text: str) -> str:
-        """Returns the text for `field`, stripped if the template asks for it."""
+        """Returns the text for `field`, stripped if the field is in `stripped`."""
         return text.strip() if field in self.stripped else text
 
     def filled(self, part: str, query: str, document: str, instruction: str | None) -> str:
@@ -90,7 +90,7 @@ def fields_of(part: str) -> tuple[str, ...]:
     """Returns the names of the fields in a format string.
 
     Raises:
-        ValueError: It is broken, or holds anything but plain {instruction}, {query} and {document}.
+        ValueError: The format string is invalid, or has a field other than {instruction}, {query} and {document}.
     """
     known = f"known are {', '.join(f'{{{field}}}' for field in _FIELDS)}. Write {{{{ and }}}} for braces of the text."
     try:
@@ -152,7 +152,7 @@ class ChatOptions:
 
 
 def chat_template_of(tokenizer: Any) -> ChatTemplate | None:
-    """Returns the chat template of a transformers tokenizer, of several the one named "default"; None without any."""
+    """Returns the chat template of a transformers tokenizer, or None. Of several templates, "default" is used."""
     source = getattr(tokenizer, "chat_template", None)
     if isinstance(source, Mapping):
         source = source.get("default")

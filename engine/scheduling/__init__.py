@@ -1,4 +1,4 @@
-"""Which sequences run next, in which chunks, and which memory they hold. Plain Python without torch."""
+"""Scheduling: the queue, chunked prefill and sequence memory. Plain Python without torch."""
 
 from .cache_spec import CacheSpec, KvLayerSpec, PoolPlan, SsmLayerSpec, plan_pool
 from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_prompt, create_prefill_manager

@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence between two chunks, and how many sequences fit into memory. Plain Python."""
+"""Keys, values and states that a model keeps between chunks, and the size of their pools. Plain Python."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class KvLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SsmLayerSpec:
-    """One SSM layer: a state of fixed size, whatever the length.
+    """One SSM layer: a state of fixed size.
 
     Attributes:
-        conv_shape: Of the causal convolution's last inputs, (channels, width - 1), in the model's dtype.
-        ssm_shape: Of the recurrence, float32: (heads, head size, state size) for Mamba-2, (channels, state size) for
-            Mamba.
+        conv_shape: Shape of the causal convolution's last inputs, (channels, width - 1), in the model's dtype.
+        ssm_shape: Shape of the recurrent state, float32: (heads, head size, state size) for Mamba-2, (channels, state
+            size) for Mamba.
     """
 
     conv_shape: tuple[int, ...]
@@ -43,8 +43,8 @@ class CacheSpec:
     Attributes:
         kv_layers: Attention layers.
         ssm_layers: SSM layers.
-        shares_prefixes: Whether equal prefixes have equal keys and values. Not if rotary positions depend on the length
-            of the whole text.
+        shares_prefixes: Whether equal prefixes have equal keys and values. False if rotary positions depend on the
+            length of the whole text.
     """
 
     kv_layers: tuple[KvLayerSpec, ...] = ()
@@ -52,11 +52,11 @@ class CacheSpec:
     shares_prefixes: bool = True
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that the keys and values of one token take in all layers, at `itemsize` Bytes a number."""
+        """Returns the bytes of a token's keys and values in all layers. `itemsize`: bytes of a number."""
         return sum(2 * layer.num_kv_heads * layer.head_size for layer in self.kv_layers) * itemsize
 
     def ssm_bytes_per_slot(self, itemsize: int) -> int:
-        """Bytes that the states of one sequence take in all layers; convolutions at `itemsize` Bytes a number."""
+        """Returns the bytes of a sequence's states in all layers. `itemsize`: bytes of a number of a convolution."""
         return sum(math.prod(s.conv_shape) * itemsize + math.prod(s.ssm_shape) * 4 for s in self.ssm_layers)
 
 
@@ -71,7 +71,7 @@ class PoolPlan:
     Attributes:
         num_blocks: KV blocks; 0 for a model without attention layers.
         num_slots: State slots; 0 for a model without SSM layers.
-        bytes: Bytes that both take together.
+        bytes: Bytes of all blocks and slots.
     """
 
     num_blocks: int
@@ -87,11 +87,11 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
         memory_bytes: Bytes of all blocks and slots.
         block_size: Tokens of a block.
         itemsize: Bytes of a number in the model's dtype.
-        max_num_seqs: Sequences in flight at most, and so slots.
+        max_num_seqs: Most sequences in flight, and so most slots.
 
     Raises:
-        MachineError: Not even one block and one slot fit.
-        ValueError: The model keeps nothing, or a size is less than 1.
+        MachineError: Less than one block and one slot fit.
+        ValueError: The model keeps nothing between chunks, or a size is less than 1.
     """
     for name, value in (("block_size", block_size), ("itemsize", itemsize), ("max_num_seqs", max_num_seqs)):
         if value < 1:
@@ -104,7 +104,7 @@ def plan_pool(spec: CacheSpec, memory_bytes: int, *, block_size: int, itemsize: 
         raise MachineError(
             f"The pool has {max(memory_bytes, 0):,} bytes, but one sequence takes at least {block_bytes + slot_bytes:,}"
             f" ({block_bytes:,} per block of {block_size} tokens, {slot_bytes:,} per state). "
-            "Give it more with --kv-cache-memory."
+            "Raise --kv-cache-memory."
         )
     num_slots = 0
     if slot_bytes:

@@ -1,7 +1,7 @@
 """Chunked prefill: long prompts run in chunks, one forward each. Plain Python without torch.
 
-Only correct for models that read from left to right: a chunk needs the keys and values, or states, of the chunks before
-it. This module knows no memory and no device.
+Requires a causal model: a chunk needs the keys and values, or states, of the chunks before it. This module does not
+manage memory or devices.
 
 >>> manager = ChunkedPrefillManager(chunk_size=512)
 >>> chunks = manager.create_chunks(request_id="req1", prompt_tokens=2048)
@@ -33,7 +33,7 @@ ChunkId = tuple[Hashable, int]
 
 
 class ChunkStateError(ValueError):
-    """A chunk or its prompt is unknown, or is not in the state that the call needs. Always a bug of the caller."""
+    """A chunk or its prompt is unknown, or is in the wrong state for the call. Always a bug of the caller."""
 
 
 def _by_priority(sequence: QueuedSequence) -> int:
@@ -41,21 +41,21 @@ def _by_priority(sequence: QueuedSequence) -> int:
 
 
 class ChunkedPrefillManager:
-    """Prompts that run in chunks, and the order in which their chunks run.
+    """Cuts prompts into chunks and schedules the chunks.
 
-    The scheduler adds sequences with `add`. Code that runs a model itself adds prompts with `create_chunks`. Both take
-    chunks with `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
+    The scheduler adds sequences with `add`. Library callers add prompts with `create_chunks`. Both get chunks from
+    `schedule_chunk` and report them with `start_chunk` and `complete_chunk` or `fail_chunk`.
     Not thread-safe: the caller uses one thread or holds a lock.
     Invariants: the chunks of a prompt cover it without gap or overlap. They run in order, and one at a time unless
     `allow_next_chunk` allows the next.
 
     Args:
-        config: How prompts are cut; None takes the defaults.
-        tokenize_fn: Text to token ids, for `create_chunks_from_prompt`.
+        config: Size of chunks; None takes the defaults.
+        tokenize_fn: Converts a text to token ids, for `create_chunks_from_prompt`.
         chunk_size: Tokens of a chunk, instead of `config`. ValueError if both are given, or if below 1.
-        order: Key of a prompt: the smallest runs first, and of equal ones the one added first. The default is the
+        order: Sort key of a prompt: the smallest runs first. Equal prompts run in order of arrival. Default: the
             priority.
-        clock: Seconds. Monotonic time.
+        clock: Monotonic time in seconds.
 
     Attributes:
         requests: The prompts by id.
@@ -81,14 +81,14 @@ class ChunkedPrefillManager:
         self._metrics = ChunkMetrics()
 
     def should_chunk(self, token_count: int) -> bool:
-        """Whether a prompt of that many tokens should run in chunks."""
+        """Whether a prompt of `token_count` tokens should run in chunks."""
         threshold = self.config.threshold
         return token_count > (self.config.chunk_size if threshold is None else threshold)
 
     def compute_chunk_boundaries(
         self, total_tokens: int, chunk_size: int | None = None, memory_pressure: float = 0.0
     ) -> list[tuple[int, int]]:
-        """Returns start and end (exclusive) of each chunk of a prompt; the last chunk may be shorter.
+        """Returns start and end (exclusive) of each chunk of a prompt. The last chunk may be shorter.
 
         Raises:
             InvalidRequestError: An argument is out of range; see `create_chunks`.
@@ -108,15 +108,15 @@ class ChunkedPrefillManager:
     ) -> list[PrefillChunk]:
         """Adds a prompt and returns the plan of its chunks.
 
-        The planned chunks stay PENDING. Those that run come from `schedule_chunk` or `iterate_chunks`, and may be
-        shorter if memory is short then.
+        The planned chunks stay PENDING. `schedule_chunk` and `iterate_chunks` return the chunks to run, which are
+        shorter if memory is short.
 
         Args:
             request_id: Id of the prompt.
-            prompt_tokens: Token ids, which are not copied, or their number.
+            prompt_tokens: Token ids (not copied) or their number.
             priority: A ChunkPriority or any other integer; lower goes first.
             chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
-            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1.
+            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
 
         Raises:
             InvalidRequestError: The id is in use, the prompt is empty, or an argument is out of range.
@@ -138,24 +138,24 @@ class ChunkedPrefillManager:
     ) -> list[PrefillChunk]:
         """Tokenizes a text and adds it; see `create_chunks`. InvalidRequestError without a `tokenize_fn`."""
         if self._tokenize is None:
-            raise InvalidRequestError("a text cannot be cut: the manager has no tokenize_fn.", param="prompt")
+            raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
         return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
 
     def add(self, sequence: QueuedSequence) -> None:
-        """Adds a prompt: its chunks may run from now on. InvalidRequestError if it is empty, or its id is in use."""
+        """Adds a prompt. Raises InvalidRequestError if it is empty, or its id is in use."""
         if sequence.request_id in self.requests:
-            raise InvalidRequestError(f"request {sequence.request_id!r} is in chunks already.", param="request_id")
+            raise InvalidRequestError(f"request {sequence.request_id!r} was added already.", param="request_id")
         if sequence.num_tokens < 1:
             raise InvalidRequestError(f"request {sequence.request_id!r} has no tokens.", param="prompt_tokens")
         sequence.status = Status.RUNNING
         self.requests[sequence.request_id] = sequence
 
     def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
-        """Counts tokens at the start of a prompt as done: their keys and values were found in a cache.
+        """Skips tokens at the start of a prompt because their keys and values are cached.
 
         Raises:
             ChunkStateError: The prompt is unknown, complete or has failed, or a chunk of it is in flight.
-            InvalidRequestError: All tokens were found; the last one must run.
+            InvalidRequestError: `num_cached_tokens` includes the last token, which must run.
         """
         sequence = self._find_unfinished(request_id)
         self._check_idle(sequence)
@@ -166,17 +166,18 @@ class ChunkedPrefillManager:
         sequence.num_done = max(num_cached_tokens, sequence.num_done)
 
     def peek(self) -> QueuedSequence | None:
-        """Returns the prompt whose chunk runs next; None if no chunk may run."""
+        """Returns the next prompt to run; None if no chunk may run."""
         return min(
             (sequence for sequence in self.requests.values() if sequence.is_ready), key=self._order, default=None
         )
 
     def schedule_chunk(self, max_tokens: int | None = None, *, memory_pressure: float = 0.0) -> PrefillChunk | None:
-        """Cuts and returns the chunk that runs next; None if no chunk may run, or it needs more than `max_tokens`.
+        """Cuts and returns the next chunk; None if no chunk may run, or it needs more than `max_tokens`.
 
         Args:
-            max_tokens: Tokens of the chunk at most. Only the end of a prompt is cut below the smallest chunk size.
-            memory_pressure: Share of a full chunk for which there is no memory, 0 to 1; else InvalidRequestError.
+            max_tokens: Most tokens of the chunk. Only the last chunk of a prompt is smaller than the smallest chunk
+                size.
+            memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1; else InvalidRequestError.
         """
         if (sequence := self.peek()) is None:
             return None
@@ -187,13 +188,13 @@ class ChunkedPrefillManager:
         return self._cut(sequence, size if max_tokens is None else min(size, max_tokens))
 
     def start_chunk(self, chunk_id: ChunkId) -> PrefillChunk:
-        """Records that a scheduled chunk runs now. ChunkStateError if it is not scheduled."""
+        """Records the start of a chunk. Raises ChunkStateError if it is not scheduled."""
         chunk = self._find_chunk(chunk_id, ChunkState.SCHEDULED)
         chunk.state, chunk.started_s = ChunkState.RUNNING, self._clock()
         return chunk
 
     def allow_next_chunk(self, chunk_id: ChunkId) -> None:
-        """Allows the next chunk of a prompt while this one runs: the device will run them in this order.
+        """Allows the next chunk of a prompt while this one runs, on a device that runs forwards in order.
 
         Raises:
             ChunkStateError: The chunk does not run, or the next one was allowed before.
@@ -205,15 +206,15 @@ class ChunkedPrefillManager:
         sequence.earlier_chunks, sequence.chunk = sequence.chunks_in_flight, None
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
-        """Records that a running chunk is done, and returns whether its prompt is complete.
+        """Records the end of a running chunk. Returns whether its prompt is complete.
 
         Args:
             chunk_id: Id of the chunk.
-            output: Its output, kept for `merge_chunks`.
-            kv_cache: Keys and values up to here, kept as `QueuedSequence.kv_cache` for the next chunk.
+            output: Output of the chunk, stored for `merge_chunks`.
+            kv_cache: Keys and values so far, stored as `QueuedSequence.kv_cache` for the next chunk.
 
         Raises:
-            ChunkStateError: It does not run, or an earlier chunk of its prompt does.
+            ChunkStateError: The chunk does not run, or an earlier chunk of its prompt still runs.
         """
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
@@ -235,9 +236,9 @@ class ChunkedPrefillManager:
         return sequence.is_complete
 
     def fail_chunk(self, chunk_id: ChunkId, error: str | BaseException) -> bool:
-        """Records that a chunk failed. Returns whether its prompt is retried after the last completed chunk.
+        """Records the failure of a chunk. Returns whether its prompt will be retried after the last completed chunk.
 
-        All chunks of the prompt in flight are dropped. After `max_retries` retries the prompt has failed.
+        Drops all chunks of the prompt in flight. After `max_retries` retries the prompt has failed.
 
         Raises:
             ChunkStateError: The chunk is not in flight.
@@ -252,10 +253,10 @@ class ChunkedPrefillManager:
         return not sequence.has_failed
 
     def preempt(self, request_id: Hashable) -> None:
-        """Removes a prompt and sets it back to its first token; `add` lets it run again.
+        """Removes a prompt and resets it to its first token. `add` runs it again.
 
         Raises:
-            ChunkStateError: It is unknown, complete or has failed.
+            ChunkStateError: The prompt is unknown, complete or has failed.
         """
         sequence = self._find_unfinished(request_id)
         sequence.drop_chunks(ChunkState.PENDING)
@@ -264,7 +265,7 @@ class ChunkedPrefillManager:
         self._metrics.preemptions += 1
 
     def remove_request(self, request_id: Hashable) -> bool:
-        """Removes a prompt and returns whether it was known. One that is neither complete nor failed is cancelled."""
+        """Removes a prompt, and cancels it if it is neither complete nor failed. Returns False for an unknown id."""
         if (sequence := self.requests.pop(request_id, None)) is None:
             return False
         self._metrics.cancelled_requests += not (sequence.is_complete or sequence.has_failed)
@@ -273,7 +274,7 @@ class ChunkedPrefillManager:
         return True
 
     def iterate_chunks(self, request_id: Hashable) -> Iterator[PrefillChunk]:
-        """Yields the chunks of one prompt in order, each started, until it is complete or removed.
+        """Starts and yields the chunks of one prompt in order, until it is complete or removed.
 
         Raises:
             ChunkStateError: The prompt is unknown or has failed, or the last chunk was neither completed nor failed.
@@ -286,7 +287,7 @@ class ChunkedPrefillManager:
             yield self.start_chunk(self._cut(sequence, sequence.chunk_size or self.config.chunk_size).chunk_id)
 
     def merge_chunks(self, request_id: Hashable) -> Any:
-        """Returns the outputs of a complete prompt in order: lists and numpy arrays joined, others as a list.
+        """Returns the outputs of a complete prompt in order. Joins lists and numpy arrays; returns others as a list.
 
         Raises:
             ChunkStateError: The prompt is unknown or not complete.
@@ -343,14 +344,14 @@ class ChunkedPrefillManager:
 def create_prefill_manager(
     chunk_size: int = 512, threshold: int | None = None, dynamic: bool = True
 ) -> ChunkedPrefillManager:
-    """Returns a manager of chunks of `chunk_size` tokens for prompts of more than `threshold` (None: `chunk_size`).
+    """Returns a manager that cuts prompts of more than `threshold` tokens (None: `chunk_size`) into chunks.
 
-    With `dynamic`, chunks become smaller as memory runs short.
+    With `dynamic`, chunks are smaller while memory is short.
     """
     return ChunkedPrefillManager(ChunkedPrefillConfig(chunk_size=chunk_size, threshold=threshold, is_dynamic=dynamic))
 
 
 def chunk_prompt(tokens: Sequence[int], chunk_size: int) -> list[Sequence[int]]:
-    """Returns the tokens in chunks of `chunk_size`; the last may be shorter. InvalidRequestError if that is below 1."""
+    """Cuts tokens into chunks; the last may be shorter. Raises InvalidRequestError if `chunk_size` is below 1."""
     bounds = create_prefill_manager().compute_chunk_boundaries(len(tokens), chunk_size)
     return [tokens[start:end] for start, end in bounds]

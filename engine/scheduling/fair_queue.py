@@ -1,24 +1,23 @@
-"""The waiting sequences, and the order in which they run. Plain Python without torch.
+"""The queue of waiting sequences and its order. Plain Python without torch.
 
 Between clients: start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996) with tokens
-as service. The client with the earliest virtual start time runs next, and its start time moves on by the tokens that
-ran. A client that starts to wait gets at least the start time of the sequence that ran last, so that a pause is neither
-rewarded nor punished. Priorities have no effect between clients.
+as service. The client with the earliest virtual start time runs next, and its start time advances by the tokens that
+ran. When a client starts to wait, its start time is raised to that of the sequence that ran last, so that a pause is
+neither rewarded nor punished. Priorities have no effect between clients.
 
-Within a client: the request with the smallest `due` runs first, which is fixed when it arrives:
+Within a client: the request with the smallest `due` runs first. It is set when the request arrives:
 
     due = start time of the client + SLOWDOWN x tokens of the request + priority x tokens of one second
 
-It is rounded up to a multiple of the tokens of a forward: requests that could run in one forward need not pass each
-other. So equal requests run in the order of arrival, short requests run before long ones, and a priority level is worth
-the tokens that the device runs in a second. All inputs of a request have one `due`: a small request passes a large one,
-and its inputs run together.
+It is rounded up to a multiple of the tokens of a forward, because requests that fit into one forward need not overtake
+each other. So equal requests run in order of arrival, short requests run before long ones, and a priority level equals
+the tokens that the device runs in a second. All inputs of a request have the same `due`: a small request overtakes a
+large one, and its inputs run together.
 
-Bound: a request of n tokens is passed only by requests (of its priority) that arrive while its client gets
-SLOWDOWN x n tokens of service, and one forward. The requests that wait at that moment are the last that can run before
-it, so no request starves.
-The price: large requests of one client run one after the other, and under an overload of small requests a large one
-takes up to SLOWDOWN times as long as it would alone.
+Bound: a request of n tokens is overtaken only by requests (of its priority) that arrive while its client gets
+SLOWDOWN x n tokens of service, and one forward. Later requests run after it, so no request starves.
+Cost: large requests of one client run one after the other, and under an overload of small requests a large request
+takes up to SLOWDOWN times as long as alone.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from typing import Final
 from .sequence import QueuedSequence, Request
 
 SLOWDOWN: Final = 8
-"""Service of a client, as a multiple of the tokens of a request, during which new requests may pass it."""
+"""A request of n tokens may be overtaken while its client gets SLOWDOWN x n tokens of service."""
 _BATCHES_PER_LANE: Final = 2
-"""The queue is divided into so many batches for each lane."""
+"""The queue is divided into this many batches for each lane."""
 _MIN_BATCH_TOKENS: Final = 48
 
 
 class _Line:
-    """The waiting sequences of one client, all short or all long, in order of `due`, then of arrival.
+    """The waiting short or long sequences of one client, ordered by `due`, then by arrival.
 
-    A sequence that no longer waits is only marked (`is_queued`). The next walk drops it from the lists.
+    `remove` only marks a sequence (`is_queued`). The next walk drops it from the lists.
 
     Attributes:
-        num_waiting: Sequences that wait.
-        dues: Of each of `sequences`: `due` of its request.
-        sequences: The sequences, and some that no longer wait.
+        num_waiting: Number of waiting sequences.
+        dues: `due` of each of `sequences`.
+        sequences: The waiting sequences, and some marked ones.
     """
 
     __slots__ = ("_num_walked", "dues", "num_waiting", "sequences")
@@ -57,16 +56,16 @@ class _Line:
         self.num_waiting = 0
         self.dues: list[float] = []
         self.sequences: list[QueuedSequence] = []
-        self._num_walked = 0  # places from the head on where sequences may have been marked
+        self._num_walked = 0  # length of the part at the head that may contain marked sequences
 
     def add(self, sequences: list[QueuedSequence]) -> None:
-        """Adds the sequences of a new request, behind those with the same `due`."""
+        """Adds the sequences of a new request, after sequences with the same `due`."""
         self._insert(bisect_right(self.dues, sequences[0].request.due), sequences)
 
     def add_again(self, sequence: QueuedSequence) -> None:
-        """Adds a sequence that ran, at its place among those that arrived before and after it."""
+        """Adds a preempted sequence at its former position."""
         self.drop_removed()
-        self._insert(bisect_left(self.sequences, _place(sequence), key=_place), [sequence])
+        self._insert(bisect_left(self.sequences, _order(sequence), key=_order), [sequence])
 
     def remove(self, sequence: QueuedSequence) -> None:
         """Removes a waiting sequence."""
@@ -77,14 +76,14 @@ class _Line:
             self.drop_removed()
 
     def drop_removed(self) -> None:
-        """Drops the marked sequences among those that were walked; only these can run, and so be added again."""
+        """Drops marked sequences from the walked part. Only walked sequences can run and be added again."""
         walked = [sequence for sequence in self.sequences[: self._num_walked] if sequence.is_queued]
         self.dues[: self._num_walked] = [sequence.request.due for sequence in walked]
         self.sequences[: self._num_walked] = walked
         self._num_walked = len(walked)
 
     def walk(self) -> Iterator[QueuedSequence]:
-        """Yields the waiting sequences in order. None may be added meanwhile."""
+        """Yields the waiting sequences in order. Do not add sequences during the iteration."""
         self.drop_removed()
         self._num_walked = 0
         for sequence in self.sequences:
@@ -92,30 +91,30 @@ class _Line:
             if sequence.is_queued:
                 yield sequence
 
-    def _insert(self, place: int, sequences: list[QueuedSequence]) -> None:
-        self.dues[place:place] = [sequences[0].request.due] * len(sequences)
-        self.sequences[place:place] = sequences
+    def _insert(self, position: int, sequences: list[QueuedSequence]) -> None:
+        self.dues[position:position] = [sequences[0].request.due] * len(sequences)
+        self.sequences[position:position] = sequences
         self.num_waiting += len(sequences)
-        if place < self._num_walked:
+        if position < self._num_walked:
             self._num_walked += len(sequences)
         for sequence in sequences:
             sequence.is_queued = True
 
 
-def _place(sequence: QueuedSequence) -> tuple[float, int, int]:
-    """Returns the place of a sequence among those of its client: the smallest runs first."""
+def _order(sequence: QueuedSequence) -> tuple[float, int, int]:
+    """Returns the sort key of a sequence within its client: the smallest runs first."""
     return sequence.request.due, sequence.request.number, sequence.index
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client that waits, or waited a short time ago.
+    """A client with waiting sequences, or one that had some a short time ago.
 
     Attributes:
-        start: Tokens. Virtual start time of its next sequence.
-        number: Counts clients in the order in which they came.
+        start: Virtual start time of its next sequence in tokens.
+        number: Number of the client, in order of arrival.
         short: Its short sequences.
-        long: Its long ones.
+        long: Its long sequences.
     """
 
     start: float
@@ -131,16 +130,16 @@ class _Client:
 class FairQueue:
     """Waiting sequences by client. Not thread-safe: its owner holds a lock.
 
-    Adding a request costs a binary search and moves the part of a list behind it. Removing a sequence marks it. A
-    window of k sequences costs O(k), and a step for each client.
+    Adding a request is a binary search and an insertion into a list. Removing a sequence marks it. A window of k
+    sequences costs O(k), and a step for each client.
 
     Args:
         forward_tokens: Tokens of a full forward; `due` is rounded up to a multiple of it.
 
     Attributes:
-        num_seqs: Sequences that wait.
-        num_long: The long ones among them.
-        num_tokens: Tokens of all that wait.
+        num_seqs: Number of waiting sequences.
+        num_long: Number of waiting long sequences.
+        num_tokens: Tokens of all waiting sequences.
     """
 
     def __init__(self, forward_tokens: int = 1) -> None:
@@ -149,17 +148,17 @@ class FairQueue:
         self.num_tokens = 0
         self._forward_tokens = forward_tokens
         self._clients: dict[str, _Client] = {}
-        self._max_clients = 64  # when there are more, those that no longer wait are removed
+        self._max_clients = 64  # above this number idle clients are removed
         self._virtual_time = 0.0  # start time of the sequence that ran last
-        self._latest_start = 0.0  # of all clients
+        self._latest_start = 0.0  # largest start time of all clients
         self._numbers = itertools.count()
 
     def add(self, request: Request, tokens_per_level: float = 0.0) -> None:
         """Queues the sequences of a new request, and sets its `due` and `number`.
 
         Args:
-            request: Its sequences have `is_long` set.
-            tokens_per_level: Tokens of service that a priority level is worth.
+            request: The request. `is_long` of its sequences is set.
+            tokens_per_level: Tokens of service that equal one priority level.
         """
         if not self.num_seqs:  # a busy period ends with the latest start time
             self._virtual_time = self._latest_start
@@ -181,9 +180,9 @@ class FairQueue:
         self.num_tokens += num_tokens
 
     def add_again(self, sequence: QueuedSequence) -> None:
-        """Queues a long sequence that was preempted, or runs again in chunks; its request keeps its place."""
+        """Queues a long sequence that was preempted, or runs again in chunks, at its former position."""
         client = self._client(sequence.request.client)
-        client.short.drop_removed()  # otherwise its old place would count again
+        client.short.drop_removed()  # it may be marked there: `is_queued` would make it valid again
         client.long.add_again(sequence)
         self.num_seqs += 1
         self.num_long += 1
@@ -198,7 +197,7 @@ class FairQueue:
         self.num_tokens -= sequence.num_tokens
 
     def charge(self, sequence: QueuedSequence, num_tokens: int) -> None:
-        """Moves the start time of a client on by tokens of a sequence that run now."""
+        """Advances the start time of a client by the tokens of a sequence that run now."""
         client = self._client(sequence.request.client)
         if client.start > self._virtual_time:
             self._virtual_time = client.start
@@ -207,11 +206,11 @@ class FairQueue:
             self._latest_start = client.start
 
     def order(self, sequence: QueuedSequence) -> tuple[float, float, int, int]:
-        """Returns the key of a sequence, waiting or not: the smallest runs first."""
-        return self._client(sequence.request.client).start, *_place(sequence)
+        """Returns the sort key of a sequence, waiting or not: the smallest runs first."""
+        return self._client(sequence.request.client).start, *_order(sequence)
 
     def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[QueuedSequence]:
-        """Returns the short, or long, sequences that run next, in order, up to a limit; at least one if any waits."""
+        """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
         clients = []
         for client in self._clients.values():
             line = client.long if is_long else client.short
@@ -228,7 +227,7 @@ class FairQueue:
     def tokens_per_batch(self, num_lanes: int) -> int:
         """Returns the tokens of a batch for one of several lanes, so that each lane gets a part of the queue.
 
-        Small batches return results while others still run; very small ones cost more than they save.
+        Small batches return results earlier. Very small batches cost more than they save.
         """
         return max(self.num_tokens // (_BATCHES_PER_LANE * num_lanes), _MIN_BATCH_TOKENS)
 
@@ -242,7 +241,7 @@ class FairQueue:
 
 
 def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Iterator[QueuedSequence]:
-    """Yields the sequences of several clients: next that of the client with the earliest start time."""
+    """Yields sequences of several clients. The client with the earliest start time is next."""
     heapq.heapify(clients)
     while clients:
         start, number, walk = clients[0]
@@ -254,18 +253,18 @@ def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Ite
 
 
 def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: float) -> list[QueuedSequence]:
-    """Returns short sequences in the order in which they run: the first, then those of similar length.
+    """Orders short sequences for a batch: the first one, then sequences by similarity of their length to it.
 
-    A sequence that has waited for `max_wait_s`, and all before it, go before the others.
+    The last sequence that has waited for more than `max_wait_s`, and all before it, keep their order at the front.
 
     Args:
-        window: In the order of the queue.
+        window: Sequences in the order of the queue.
         now_s: Seconds, monotonic.
         max_wait_s: Seconds.
     """
     end = 1
-    for place, sequence in enumerate(window):
+    for index, sequence in enumerate(window):
         if now_s - sequence.request.arrival_s > max_wait_s:
-            end = place + 1
+            end = index + 1
     num_tokens = window[0].num_tokens if window else 0
     return window[:end] + sorted(window[end:], key=lambda sequence: abs(sequence.num_tokens - num_tokens))

@@ -7,16 +7,16 @@ from typing import Final
 
 from ..protocol.errors import InvalidSlot, PoolExhausted
 
-_NUM_LOOKED_AT: Final = 8
-"""Ranges of about the requested length that are tried before a longer one is cut."""
+_MAX_TRIES: Final = 8
+"""Ranges of about the requested length to try before a longer one is cut."""
 
 
 class FreeRanges:
-    """The free numbers among 0 to `size` - 1, as ranges, so that neighbours can be taken at once.
+    """The free numbers among 0 to `size` - 1, as ranges, so that adjacent numbers can be allocated together.
 
-    Ranges lie in bins by the power of two of their length; every operation takes a constant number of steps for each
-    range that it touches. Source of the idea: Masmano et al., "TLSF: a New Dynamic Memory Allocator for Real-Time
-    Systems", 2004. Invariant: two free ranges never touch; neighbours are joined as they come back.
+    Ranges are in bins by the power of two of their length. Every operation takes a constant number of steps for each
+    range (Masmano et al., "TLSF: a New Dynamic Memory Allocator for Real-Time Systems", 2004). Invariant: free ranges
+    are never adjacent, because `add` joins them.
     """
 
     def __init__(self, size: int) -> None:
@@ -25,7 +25,7 @@ class FreeRanges:
         self._start_of: dict[int, int] = {}
         # Bin k holds the starts of the ranges with 2^(k-1) to 2^k - 1 numbers.
         self._bins: list[list[int]] = [[] for _ in range(size.bit_length() + 1)]
-        self._place: dict[int, int] = {}  # start -> its index in the bin
+        self._bin_index: dict[int, int] = {}  # start -> its index in the bin
         if size:
             self.add(0, size)
 
@@ -35,7 +35,7 @@ class FreeRanges:
         return len(self._end_of)
 
     def add(self, start: int, end: int) -> None:
-        """Gives back `start` up to `end` (not included), which must not be free."""
+        """Frees the numbers from `start` to `end` (exclusive). They must not be free."""
         self.num_free += end - start
         before = self._start_of.get(start)
         if before is not None:
@@ -48,7 +48,7 @@ class FreeRanges:
         self._insert(start, end)
 
     def take(self, count: int) -> list[range]:
-        """Takes `count` numbers, at most `num_free`: one range if possible, otherwise few, in ascending order."""
+        """Allocates `count` numbers, at most `num_free`: one range if possible, else a few, in ascending order."""
         self.num_free -= count
         start = self._find(count)
         if start is not None:
@@ -62,15 +62,15 @@ class FreeRanges:
         return sorted(runs, key=lambda run: run.start)
 
     def _find(self, count: int) -> int | None:
-        """Returns the start of a range that holds `count`, a short one if possible."""
+        """Returns the start of a range of at least `count` numbers, a short one if possible."""
         fitting = count.bit_length()
-        for start in self._bins[fitting][-_NUM_LOOKED_AT:]:
+        for start in self._bins[fitting][-_MAX_TRIES:]:
             if self._end_of[start] - start >= count:
                 return start
         return next((bin_[-1] for bin_ in self._bins[fitting + 1 :] if bin_), None)
 
     def _cut(self, start: int, count: int) -> range:
-        """Takes the first `count` numbers of the range at `start`."""
+        """Allocates the first `count` numbers of the range at `start`."""
         end = self._end_of[start]
         self._remove(start)
         if start + count < end:
@@ -81,31 +81,32 @@ class FreeRanges:
         self._end_of[start] = end
         self._start_of[end] = start
         bin_ = self._bins[(end - start).bit_length()]
-        self._place[start] = len(bin_)
+        self._bin_index[start] = len(bin_)
         bin_.append(start)
 
     def _remove(self, start: int) -> None:
         end = self._end_of.pop(start)
         del self._start_of[end]
         bin_ = self._bins[(end - start).bit_length()]
-        place = self._place.pop(start)
+        index = self._bin_index.pop(start)
         last = bin_.pop()
         if last != start:
-            bin_[place] = last
-            self._place[last] = place
+            bin_[index] = last
+            self._bin_index[last] = index
 
 
 class KvCachePool:
     """Block numbers with reference counts. Not thread-safe: its owner holds a lock.
 
-    A block is taken with one reference; `share` adds one and `free` gives one back; the last makes the block free.
+    An allocated block has one reference. `share` adds a reference and `free` releases one. A block without references
+    is free.
 
     Args:
         num_blocks: Blocks in the cache.
         block_size: Tokens of a block.
 
     Raises:
-        ValueError: One of them is less than 1.
+        ValueError: `num_blocks` or `block_size` is less than 1.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -128,11 +129,11 @@ class KvCachePool:
         return self.num_blocks - self._free.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens take."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def alloc(self) -> int:
-        """Takes one block.
+        """Allocates one block.
 
         Raises:
             PoolExhausted: No block is free.
@@ -140,16 +141,16 @@ class KvCachePool:
         return self.alloc_many(1)[0]
 
     def alloc_many(self, count: int) -> list[int]:
-        """Takes `count` blocks in ascending order, neighbours if possible: they are read faster.
+        """Allocates `count` blocks in ascending order, adjacent ones if possible, because they are read faster.
 
         Raises:
-            PoolExhausted: Fewer are free. None is taken.
+            PoolExhausted: Fewer blocks are free. No block is allocated.
             ValueError: `count` is negative.
         """
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more.")
         if count > self.num_free:
-            raise PoolExhausted(f"{count} blocks are wanted, but {self.num_free} of {self.num_blocks} are free.")
+            raise PoolExhausted(f"{count} blocks are needed, but {self.num_free} of {self.num_blocks} are free.")
         if not count:
             return []
         blocks: list[int] = []
@@ -168,7 +169,7 @@ class KvCachePool:
         self._references[block] += 1
 
     def free(self, block: int) -> int:
-        """Gives one reference back and returns how many are left; at 0 the block is free.
+        """Releases one reference and returns the number of remaining references. At 0 the block is free.
 
         Raises:
             InvalidSlot: `block` is not a block in use.
@@ -180,12 +181,12 @@ class KvCachePool:
         return self._references[block]
 
     def free_many(self, blocks: Iterable[int]) -> None:
-        """Gives one reference of each block back. Cheapest if neighbours follow one another.
+        """Releases one reference of each block. Fastest for blocks in ascending order.
 
         Raises:
-            InvalidSlot: One is not a block in use. Those before it are given back.
+            InvalidSlot: A block is not in use. The blocks before it are released.
         """
-        start = end = 0  # free blocks that were not added to the free ranges yet
+        start = end = 0  # range of free blocks to add to the free ranges
         try:
             for block in blocks:
                 self._check(block)

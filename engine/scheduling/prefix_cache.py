@@ -1,4 +1,4 @@
-"""Prefix cache: full blocks of the KV cache by the tokens of the prompt up to their end. Plain Python without torch."""
+"""Prefix cache: maps tokens of a prompt to full blocks of the KV cache. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..protocol.errors import InvalidSlot
 from .kv_cache_pool import KvCachePool
 
 _KEY_SIZE: Final = 16
-"""Bytes. A collision of two different prefixes takes about 2^64 of them."""
+"""Bytes. A collision needs about 2^64 different prefixes."""
 
 
 def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> list[bytes]:
-    """Returns the key of every full block of a sequence; each covers all tokens up to the block's end.
+    """Returns the key of every full block of a sequence. A key is a hash of all tokens up to the block's end.
 
     Args:
         token_ids: [L] int32.
         block_size: Tokens of a block.
-        seed: The model and the namespace of the client: blocks are shared only under the same seed.
+        seed: Identifies the model and the namespace of the client. Blocks are shared only with the same seed.
 
     Raises:
         ValueError: `block_size` is less than 1.
@@ -43,11 +43,12 @@ def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> li
 class PrefixCache:
     """Blocks by key. Not thread-safe: its owner holds a lock.
 
-    The cache holds one reference to each of its blocks. A block that only the cache holds is parked: it stays until its
-    memory is needed. Blocks are evicted in the order in which they were parked.
+    The cache holds one reference to each of its blocks. A block with no other reference is parked: it stays until its
+    memory is needed. The block that was parked first is evicted first.
 
-    Invariants: a cached block is never written again. A sequence that holds a cached block holds the cached blocks
-    before it too, and releases them from the last to the first, so that a block is evicted before its parent.
+    Invariants: a cached block is never written again. A sequence with a reference to a cached block has references to
+    the cached blocks before it, and releases them from the last to the first, so that a block is evicted before its
+    parent.
 
     Args:
         pool: The pool of the blocks.
@@ -70,19 +71,19 @@ class PrefixCache:
 
     @property
     def num_parked(self) -> int:
-        """Blocks that only the cache holds: they can be evicted."""
+        """Parked blocks: they can be evicted."""
         return len(self._parked)
 
     def is_cached(self, block: int) -> bool:
-        """Whether a block is in the cache; the cache holds one of its references then."""
+        """Whether a block is in the cache."""
         return block in self._key_of
 
     def is_parked(self, block: int) -> bool:
-        """Whether only the cache holds a block."""
+        """Whether only the cache has a reference to a block."""
         return block in self._parked
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix, without a reference."""
+        """Returns the blocks of the longest cached prefix. Adds no reference."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -97,9 +98,9 @@ class PrefixCache:
         self._parked.pop(block, None)
 
     def register(self, key: bytes, block: int) -> int:
-        """Adds a full block that is computed, and returns the cached block of its key.
+        """Adds a computed full block and returns the cached block of its key.
 
-        If an equal block is cached already, that one is returned and `block` is not added.
+        If the key is cached already, returns that block and does not add `block`.
 
         Raises:
             InvalidSlot: `block` is not in use, or is cached under another key.
@@ -115,7 +116,7 @@ class PrefixCache:
         return block
 
     def release(self, block: int) -> None:
-        """Gives back a reference of a sequence to a block, cached or not.
+        """Releases a sequence's reference to a block, cached or not.
 
         Raises:
             InvalidSlot: `block` is not a block in use.
@@ -124,13 +125,13 @@ class PrefixCache:
             self._parked[block] = None
 
     def remove(self, block: int) -> None:
-        """Removes a block from the cache, with the reference of the cache."""
+        """Removes a block from the cache and releases the cache's reference."""
         del self._block_of[self._key_of.pop(block)]
         self._parked.pop(block, None)
         self._pool.free(block)
 
     def clear(self) -> int:
-        """Removes every block from the cache and returns their number. Sequences keep the blocks that they hold."""
+        """Removes every block from the cache and returns their number. Sequences keep their references."""
         num_cached = self.num_cached
         for block in sorted(self._key_of):
             self.remove(block)
@@ -140,7 +141,7 @@ class PrefixCache:
         """Frees the `count` blocks that were parked first.
 
         Raises:
-            ValueError: Fewer are parked; none is freed.
+            ValueError: Fewer blocks are parked. No block is freed.
         """
         if count > len(self._parked):
             raise ValueError(f"{count} blocks cannot be evicted: {len(self._parked)} are parked.")

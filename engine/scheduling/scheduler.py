@@ -1,9 +1,9 @@
-"""Decides what runs in the next forward. Plain Python without torch.
+"""Chooses the sequences and chunks of the next forward. Plain Python without torch.
 
-FairQueue orders the waiting sequences. Short ones run whole; those of similar length near the head of the queue run
-together, because attention over equal lengths is one product. Long ones run in chunks, which take a share of each
-forward: short and long sequences get half each while both wait. A long sequence gets its memory for all of its length
-when it starts, so that it can end. It loses the memory only to a sequence that arrived earlier.
+FairQueue orders the waiting sequences. Short sequences run whole. Sequences of similar length near the head of the
+queue run together, because attention over equal lengths is one product. Long sequences run in chunks, which take a
+share of each forward: short and long sequences get half each while both wait. A long sequence gets the memory for its
+whole length when it starts, so that it can always end. It is preempted only for a sequence that arrived earlier.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ from .sequence import Batch, ForwardBudget, PrefillChunk, QueuedSequence, Reques
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
-"""Seconds that a full forward is assumed to take before one was measured."""
+"""Assumed seconds of a full forward before the first measurement."""
 _WINDOW_BATCHES: Final = 4
-"""Sequences of similar length are looked for among the sequences of so many batches."""
+"""Sequences of similar length are searched within a window of this many batches."""
 MAX_SHRINKAGE: Final = 32
-"""The token budget is never lowered to less than its full size over this, if sequences can run in chunks."""
+"""The token budget is never lowered below its full size divided by this, if sequences can run in chunks."""
 _GOOD_STEPS: Final = 32
 """Forwards after which a lowered budget is doubled again."""
 _PART_OF_BATCH: Final = 4
-"""A batch that would wait behind another is worth starting from its full size over this: less takes about as long."""
+"""A batch is queued behind a running one if it has at least the full size divided by this."""
 _MIN_SHARED_BLOCKS: Final = 2
-"""Full blocks from which a short sequence uses the prefix cache."""
+"""Minimum of full blocks for a short sequence to use the prefix cache."""
 _POOL_PRESSURE: Final = 0.5
 """Memory pressure of a full pool while a sequence waits for memory: chunks are half as long."""
 
 
 class Scheduler:
-    """The table of requests, and the policy over them.
+    """The table of requests, and the scheduling policy.
 
-    Not thread-safe: its owner holds a lock. The next batch may be scheduled before one is finished (`finish`). If that
-    one has chunks of long sequences, call `allow_next_chunks` before, and wait while `needs_idle_device` is set; such
-    batches are finished in order. Failed chunks are cancelled or given to `retry` before `finish`.
+    Not thread-safe: its owner holds a lock. The next batch may be scheduled before the previous one is finished
+    (`finish`). If the previous one has chunks of long sequences, call `allow_next_chunks` first, and wait while
+    `needs_idle_device` is set; such batches are finished in order. Cancel failed chunks, or pass them to `retry`,
+    before `finish`.
     Invariants: a batch exceeds `token_budget` only if it is one sequence that must run whole, and never the maximum
     number of sequences. Only `_release` frees the memory of a sequence.
 
     Args:
-        config: Limits of the number of sequences and of their wait.
-        token_budget: Tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
+        config: Limits of the number of sequences and of their waiting time.
+        token_budget: Most tokens of a batch; raised to `max_seq_len` if no sequence can run in chunks.
         max_seq_len: Tokens of the longest sequence.
-        prefill: How long sequences are cut.
+        prefill: Size of chunks.
         sequence_pool: Memory of sequences that run in chunks; None: sequences run whole.
-        num_lanes: Parts of the device that run batches by themselves.
+        num_lanes: See Runner.
 
     Attributes:
         requests: Every unfinished request by its id.
         waiting: Sequences that have not started.
         prefill: Long sequences that have started.
         chunk_sizes: Sizes of forwards and of chunks.
-        token_budget: Tokens of a batch now.
-        memory_pressure: Share of a full chunk for which memory was short when chunks were last cut, 0 to 1.
-        needs_idle_device: Whether the next batch should wait until none runs: it takes memory from a running chunk.
+        token_budget: Current limit of the tokens of a batch.
+        memory_pressure: Share of a full chunk that did not fit into memory when chunks were last cut, 0 to 1.
+        needs_idle_device: Whether the next batch must wait until no batch runs, because it preempts a running chunk.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Scheduler:
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_good_steps = 0
-        self._finished: list[QueuedSequence] = []  # long sequences, since the last batch
+        self._finished: list[QueuedSequence] = []  # long sequences that finished since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
-        self._waits_for_memory = False  # the next long sequence does
+        self._waits_for_memory = False  # whether the next long sequence waits for memory
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue(self._full_budget)
         self.prefill = ChunkedPrefillManager(prefill, order=self.waiting.order)
@@ -101,9 +102,9 @@ class Scheduler:
 
     @property
     def has_large_batch(self) -> bool:
-        """Whether there is enough for a batch that waits behind another one: a part of a full batch, or a next chunk.
+        """Whether to queue a batch behind a running one: there is a part of a full batch, or a next chunk.
 
-        Fewer sequences run together with those that arrive until the device is free.
+        Otherwise the waiting sequences run together with sequences that arrive until the device is free.
         """
         has_tokens = self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _PART_OF_BATCH
         has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
@@ -125,7 +126,7 @@ class Scheduler:
     def cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
         """Ends a request and returns it; None if it is unknown.
 
-        With `uncache` none of its blocks stays in the prefix cache: its results may be wrong.
+        With `uncache` its blocks are removed from the prefix cache, because they may be wrong.
         """
         request = self.requests.get(request_id)
         for sequence in [] if request is None else [s for s in request.sequences if s.status is not Status.FINISHED]:
@@ -133,11 +134,11 @@ class Scheduler:
         return request
 
     def schedule(self, now_s: float, free_tokens: int | None = None) -> Batch:
-        """Returns the next batch. It is empty only if nothing waits, or all that waited has expired.
+        """Returns the next batch. It is empty only if no sequence waits, or all waiting sequences have expired.
 
         Args:
-            now_s: Seconds. Monotonic time, as in Request.arrival_s.
-            free_tokens: Tokens of a forward that the device has memory for now; None if unknown.
+            now_s: Monotonic time in seconds, as in Request.arrival_s.
+            free_tokens: See Runner.free_tokens.
         """
         self.needs_idle_device = False
         config = self.prefill.config
@@ -159,16 +160,16 @@ class Scheduler:
         return batch
 
     def allow_next_chunks(self, batch: Batch) -> None:
-        """Records that a batch was started on a device that keeps the order: the next chunks may be scheduled now.
+        """Allows the next chunks of a started batch, on a device that runs forwards in order.
 
-        Nothing is committed to the prefix cache before `finish`: the values of a chunk may not be finite.
+        Blocks are added to the prefix cache in `finish`, because the values of a chunk may be NaN or inf.
         """
         for chunk in batch.chunks if batch.num_long else []:
-            if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # otherwise cancelled meanwhile
+            if chunk.sequence.is_long and chunk.sequence.chunk is chunk:  # False if it was cancelled
                 self.prefill.allow_next_chunk(chunk.chunk_id)
 
     def finish(self, batch: Batch) -> list[Request]:
-        """Records that a batch ran, except for cancelled and retried chunks; returns the requests that are complete."""
+        """Records that a batch ran, except for cancelled and retried chunks. Returns the completed requests."""
         finished = []
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -190,7 +191,7 @@ class Scheduler:
         return finished
 
     def retry(self, chunk: PrefillChunk, error: Exception) -> bool:
-        """Lets tokens that ran out of memory run again in smaller chunks; returns False if that cannot help."""
+        """Runs a chunk that ran out of memory again in smaller chunks. Returns False if that is not possible."""
         sequence = chunk.sequence
         if sequence.chunk is not chunk or chunk.num_tokens == 1 or not self._pool.can_hold(sequence.num_tokens):
             return False
@@ -206,10 +207,9 @@ class Scheduler:
         self._num_good_steps = 0
 
     def _short_window(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
-        """Returns the short sequences that may run now, best first, without those whose deadline has passed.
+        """Expires and then returns the next short sequences, best first.
 
-        Similar lengths are looked for among the sequences of several batches, but not if those of one have waited for
-        too long: then they run in their order.
+        Groups sequences of similar length within several batches, unless the whole first batch has waited too long.
         """
         window = self._live_window(1, now_s, batch)
         if window and now_s - window[-1].request.arrival_s <= self._max_wait_s:
@@ -217,7 +217,7 @@ class Scheduler:
         return window
 
     def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[QueuedSequence]:
-        """Returns the short sequences of so many batches at the head of the queue whose deadline has not passed."""
+        """Returns the short sequences of the next batches that have not expired."""
         while window := self.waiting.window(num_batches * self.token_budget, num_batches * self._max_num_seqs):
             self._expire(window, now_s, batch)
             if not batch.expired:
@@ -240,7 +240,7 @@ class Scheduler:
             if sequence.status is Status.WAITING and not (
                 self._should_start(sequence, chunk_budget.num_tokens) and self._start(sequence, batch)
             ):
-                break  # the others wait too, or this one might never find enough memory
+                break  # later sequences must not take the memory that this one needs
         pool_pressure = _POOL_PRESSURE * self._pool.usage if self._waits_for_memory else 0.0
         device_pressure = 0.0 if free_tokens is None else 1 - min(free_tokens / self.prefill.config.chunk_size, 1.0)
         self.memory_pressure = max(device_pressure, pool_pressure, 1 - self.token_budget / self._full_budget)
@@ -256,10 +256,10 @@ class Scheduler:
             budget.add(chunk.num_tokens)
 
     def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> ForwardBudget:
-        """Returns the share of the next forward that chunks may have."""
+        """Returns the share of chunks in the next forward."""
         others_wait = bool(window) or self._last_num_whole > 0
         num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
-        # Short sequences that wait get up to half of the forward. If one does not fit beside a chunk, they alternate.
+        # Waiting short sequences get up to half of the forward. If one does not fit beside a chunk, they alternate.
         short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
         num_short = min(len(window), self._max_num_seqs // 2)
         if window and not self._last_num_whole:
@@ -269,7 +269,7 @@ class Scheduler:
         return ForwardBudget(min(num_tokens, token_budget - short_tokens), self._max_num_seqs - num_short)
 
     def _should_start(self, sequence: QueuedSequence, max_tokens: int) -> bool:
-        """Whether a long sequence should start now: the next chunks of the running ones leave tokens, or run later."""
+        """Whether a long sequence should start: the running ones leave tokens for it, or all run after it."""
         running = self.prefill.requests.values()
         chunk_size = self.prefill.config.chunk_size
         if sum(min(other.num_tokens - other.num_scheduled, chunk_size) for other in running) < max_tokens:
@@ -278,7 +278,7 @@ class Scheduler:
         return all(order < self.waiting.order(other) for other in running)
 
     def _start(self, sequence: QueuedSequence, batch: Batch) -> bool:
-        """Gives a long sequence the memory for its whole length; returns False if there is not enough now."""
+        """Allocates the memory for a long sequence and starts it. Returns False if there is too little memory."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
             allocation = self._allocate(sequence)
@@ -288,16 +288,16 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.allocation = allocation
         self.prefill.add(sequence)
-        # SSM states are kept with a preempted sequence, so it continues after the tokens that were pooled.
+        # A preempted sequence keeps its SSM states, so it continues after the pooled tokens.
         num_done = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
         self.prefill.skip_cached(sequence.request_id, num_done)
         return True
 
     def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
-        """Takes memory from running long sequences for one that waits; returns whether it did.
+        """Preempts running long sequences for a waiting one. Returns whether it did.
 
-        Takes none while one of their chunks runs, whose result is still wanted, but sets `needs_idle_device`. Pooled
-        rows stay pooled. Keys and values stay in the prefix cache until the blocks are needed.
+        Sets `needs_idle_device` instead while a chunk of them runs. Pooled rows stay pooled. Keys and values stay in
+        the prefix cache until the blocks are needed.
         """
         victims = self._victims(sequence)
         self.needs_idle_device = any(victim.earlier_chunks for victim, _ in victims)
@@ -310,10 +310,11 @@ class Scheduler:
         return bool(victims)
 
     def _victims(self, sequence: QueuedSequence) -> list[tuple[QueuedSequence, Allocation]]:
-        """Returns the running sequences, the last arrived first, that give up their memory; none if that is not enough.
+        """Returns the running sequences to preempt, latest arrival first. Empty if their memory is not enough.
 
-        They arrived later (a priority level counts as `ageing_s`), which excludes cycles of preemption. Those of the
-        same client run later in its order too, and those of other clients arrived later whatever the priorities.
+        Victims arrived later (a priority level counts as `ageing_s`), which excludes cycles of preemption. In addition,
+        victims of the same client are later in its order, and victims of other clients arrived later without regard to
+        priority.
         """
         own, arrival = sequence.request, self._arrival(sequence)
         later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
@@ -326,7 +327,7 @@ class Scheduler:
             is_own = request.client == own.client
             if (request.due, request.number) < (own.due, own.number) if is_own else request.arrival_s <= own.arrival_s:
                 continue
-            assert victim.allocation is not None, "a long sequence that runs holds memory"
+            assert victim.allocation is not None, "a running long sequence has memory"
             victims.append((victim, victim.allocation))
         return victims
 
@@ -345,13 +346,13 @@ class Scheduler:
         self._last_num_whole = len(batch.chunks) - num_chunks
 
     def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> PrefillChunk | None:
-        """Starts a short sequence after its cached prefix; returns None if there is no room.
+        """Starts a short sequence after its cached prefix. Returns None if it does not fit.
 
-        It takes no memory, and so reads no prefix, if a long sequence waits for memory that only short ones hold.
+        Allocates no memory, and so reads no prefix, if a long sequence waits for memory that only short ones have.
         """
         num_tokens, num_cached, keys = sequence.num_tokens, 0, sequence.block_keys
-        may_hold = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
-        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_hold:
+        may_allocate = self._pool.can_hold(num_tokens) and not (self._waits_for_memory and not self.prefill.requests)
+        if sequence.request.needs_last_row and len(keys) >= _MIN_SHARED_BLOCKS and may_allocate:
             if budget.has_room(num_tokens - self._pool.find(keys, num_tokens - 1)):
                 sequence.allocation = self._allocate(sequence)
             num_cached = 0 if sequence.allocation is None else sequence.allocation.num_cached_tokens
@@ -363,7 +364,7 @@ class Scheduler:
         return sequence.chunk
 
     def _charge(self, chunk: PrefillChunk) -> None:
-        """Charges the client of a chunk for its tokens, but not again for those of a preempted sequence."""
+        """Charges the client for the tokens of a chunk, but only once for tokens that run again after a preemption."""
         self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled), 0))
 
     def _allocate(self, sequence: QueuedSequence) -> Allocation | None:
@@ -371,20 +372,20 @@ class Scheduler:
         return self._pool.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
-        """Ends the requests of sequences whose deadline has passed."""
+        """Ends the requests of expired sequences."""
         for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
             if request.num_unfinished:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 
     def _wait_again(self, sequence: QueuedSequence) -> None:
-        """Lets a running sequence wait again, to run in chunks."""
+        """Moves a running sequence back to the queue, to run in chunks."""
         self._release(sequence, Status.WAITING)
         sequence.is_long = True
         self.waiting.add_again(sequence)
 
     def _release(self, sequence: QueuedSequence, status: Status, *, uncache: bool = False) -> None:
-        """Ends a sequence, or makes a running one wait again; releases what it holds."""
+        """Ends a sequence, or prepares a running one to wait again. Frees its memory."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.is_long:

@@ -1,7 +1,7 @@
 """The records of scheduling: a request, its sequences, their chunks, and a batch. Plain Python without torch.
 
-A sequence is WAITING, then RUNNING, then FINISHED; a preempted one is WAITING again. A forward runs one chunk of it:
-the whole of a short sequence, a part of a long one.
+A sequence is WAITING, then RUNNING, then FINISHED. A preempted sequence is WAITING again. A forward runs one chunk of a
+sequence: a whole short sequence, or a part of a long one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Status(StrEnum):
 class ChunkState(StrEnum):
     """State of a chunk."""
 
-    PENDING = "pending"  # planned only; or it failed or was preempted, and its tokens will be scheduled again
+    PENDING = "pending"  # planned; or it failed or was preempted, and its tokens will be scheduled again
     SCHEDULED = "scheduled"
     RUNNING = "running"
     COMPLETED = "completed"
@@ -39,8 +39,8 @@ class PrefillChunk:
     """Consecutive tokens of one sequence that run in one forward."""
 
     sequence: QueuedSequence
-    start: int  # its first token
-    end: int  # the token after its last
+    start: int  # index of its first token
+    end: int  # index after its last token
     state: ChunkState = ChunkState.PENDING
     started_s: float = 0.0  # Seconds, monotonic
 
@@ -66,7 +66,7 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> Any:
-        """Its part of the prompt: tokens, or their positions if only the length of the prompt is known."""
+        """Its tokens, or their positions if only the length of the prompt is known."""
         return self.sequence.prompt[self.start : self.end]
 
 
@@ -75,24 +75,24 @@ class QueuedSequence:
     """One input of a request, from its arrival to its end.
 
     Attributes:
-        request_id: Its id. In the engine: the number of its request, and its index there.
+        request_id: Id of the sequence. In the engine: the id of its request, and the index in the request.
         prompt: Token ids, or a range of positions. In the engine: the TokenizedInput.
         num_tokens: Tokens of the whole input.
         request: The request that it belongs to.
         index: Index among the inputs of the request.
         block_keys: Keys of its full blocks in the prefix cache; empty if it does not use the cache.
-        is_long: Whether it runs in chunks and holds memory for its whole length meanwhile.
-        is_queued: Whether it stands in the waiting queue.
-        num_done: Tokens at the start that need not run again: they are computed, or were found in the prefix cache.
-        num_pooled: Tokens that are pooled. They stay pooled if the sequence is preempted and computes them again.
-        chunk: The chunk that is scheduled or runs, and after which none may be scheduled yet.
+        is_long: Whether it runs in chunks, with memory for its whole length.
+        is_queued: Whether it is in the waiting queue.
+        num_done: Tokens at the start that are computed or cached.
+        num_pooled: Pooled tokens. They stay pooled if the sequence is preempted and runs them again.
+        chunk: The last chunk that is scheduled or runs. The next chunk must wait for it.
         earlier_chunks: Chunks that run before `chunk`, in order; see ChunkedPrefillManager.allow_next_chunk.
         chunk_size: Tokens of a chunk while memory is free; 0 takes the configured size.
-        num_failures: Failures since a chunk last completed.
+        num_failures: Failures since the last completed chunk.
         error: The last failure.
         has_failed: Whether it failed too often to be retried.
-        outputs: Outputs of its completed chunks, if the caller hands them in.
-        kv_cache: What the caller handed in with the last completed chunk.
+        outputs: Outputs of its completed chunks; see ChunkedPrefillManager.complete_chunk.
+        kv_cache: Argument of ChunkedPrefillManager.complete_chunk for the last chunk.
         allocation: Its memory in the sequence pool.
     """
 
@@ -139,7 +139,7 @@ class QueuedSequence:
         return self.chunk is None and not self.has_failed and self.num_scheduled < self.num_tokens
 
     def is_in_flight(self, chunk: PrefillChunk) -> bool:
-        """Whether the result of a chunk is still wanted: it was neither completed nor dropped."""
+        """Whether a chunk is in flight: neither completed nor dropped."""
         return chunk is self.chunk or chunk in self.earlier_chunks
 
     def drop_chunks(self, state: ChunkState) -> None:
@@ -151,20 +151,20 @@ class QueuedSequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A client's request: what its sequences share."""
+    """A client's request with its sequences."""
 
     request_id: int
     params: PoolingParams  # resolved
     arrival_s: float = 0.0  # Seconds, monotonic
     priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # Seconds, monotonic; later, its result is not wanted
+    deadline_s: float | None = None  # Seconds, monotonic
     client: str = ""
     needs_last_row: bool = False  # the result depends on the last token only: cached tokens need not run
     sequences: list[QueuedSequence] = field(default_factory=list)  # one per input, in order
     num_unfinished: int = 0  # sequences that have not finished
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
-    due: float = 0.0  # its place among the requests of its client; see FairQueue
-    number: int = 0  # counts requests in the order of their arrival
+    due: float = 0.0  # sort key within its client; see FairQueue
+    number: int = 0  # number of the request in order of arrival
 
 
 @dataclass(slots=True)
@@ -176,11 +176,11 @@ class ForwardBudget:
     is_unused: bool = True
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens may be added. The first one may exceed the tokens."""
+        """Whether a sequence of `num_tokens` tokens fits. The first one may exceed the tokens."""
         return self.num_seqs > 0 and (num_tokens <= self.num_tokens or self.is_unused)
 
     def add(self, num_tokens: int) -> bool:
-        """Adds a sequence if there is room; returns whether there was."""
+        """Adds a sequence if it fits. Returns whether it was added."""
         if not self.has_room(num_tokens):
             return False
         self.num_tokens -= num_tokens
@@ -191,11 +191,11 @@ class ForwardBudget:
 
 @dataclass(slots=True)
 class Batch:
-    """The chunks of one forward, and what was decided with them."""
+    """The chunks of one forward, and the other decisions of `Scheduler.schedule`."""
 
-    chunks: list[PrefillChunk] = field(default_factory=list)  # first those that start a sequence; then by length
+    chunks: list[PrefillChunk] = field(default_factory=list)  # first chunks that start a sequence; then by length
     num_long: int = 0  # chunks of long sequences
-    expired: list[Request] = field(default_factory=list)  # finished because their deadline has passed
-    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # with the memory that they lost
-    finished: list[QueuedSequence] = field(default_factory=list)  # long sequences since the last batch
+    expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
+    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # with their former memory
+    finished: list[QueuedSequence] = field(default_factory=list)  # long sequences that ended since the last batch
     num_left: int = 0  # sequences that still wait

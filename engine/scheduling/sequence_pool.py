@@ -1,7 +1,7 @@
 """Memory of sequences between two forwards: KV blocks, SSM state slots and cached prefixes. Plain Python without torch.
 
-A sequence gets all that it needs before it starts, so one that has started can always end. The arrays are elsewhere
-(core/device); here are only block and slot numbers.
+A sequence gets all its memory before it starts, so that it can always end. This module manages block and slot numbers;
+core/device has the arrays.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .prefix_cache import PrefixCache
 
 
 class SsmStatePool:
-    """State slots of a model with SSM layers: one per running sequence, whatever its length. Not thread-safe.
+    """State slots of a model with SSM layers, one per running sequence. Not thread-safe.
 
-    A slot keeps the states of its last owner: a sequence must start from zeros.
+    A slot contains the states of its last owner: a new sequence must ignore them.
 
     Args:
         num_slots: Slots in the pool.
@@ -31,7 +31,7 @@ class SsmStatePool:
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 1.")
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))  # a stack: the slot used last is taken first
+        self._free = list(range(num_slots - 1, -1, -1))  # a stack
         self._used: set[int] = set()
 
     @property
@@ -45,7 +45,7 @@ class SsmStatePool:
         return len(self._used)
 
     def alloc(self) -> int:
-        """Takes a slot and returns its number.
+        """Allocates a slot and returns its number.
 
         Raises:
             PoolExhausted: No slot is free.
@@ -74,15 +74,15 @@ class Allocation:
 
     Attributes:
         owner: The sequence.
-        num_tokens: Tokens. Its whole length.
-        block_ids: Block of every `block_size` tokens, in order; empty in a model without attention layers. The first
-            `num_cached_tokens` tokens lie in blocks that others may read too: they are never written.
-        num_cached_tokens: Tokens at the start whose keys and values were in the prefix cache.
+        num_tokens: Tokens of the whole sequence.
+        block_ids: Block of every `block_size` tokens, in order; empty in a model without attention layers. The blocks
+            of the first `num_cached_tokens` tokens are shared and never written.
+        num_cached_tokens: Tokens at the start that were found in the prefix cache.
         state_slot: Slot of its SSM states; None in a model without SSM layers.
         keys: Prefix cache key of every full block; empty if its blocks are not added to the cache.
         num_committed_blocks: Blocks at the start that are full, computed and in the prefix cache.
-        twins: Index of a committed block -> the equal block that was in the prefix cache first. It is held as well, so
-            that a parent never leaves the cache before its children.
+        twins: Index of a committed block -> the equal block that was in the prefix cache first. The sequence has a
+            reference to it, so that a parent never leaves the cache before its children.
     """
 
     owner: Hashable
@@ -104,15 +104,15 @@ class SequencePool:
     Args:
         kv: Blocks, for a model with attention layers.
         ssm: Slots, for a model with SSM layers.
-        enable_prefix_caching: Keep the blocks of ended sequences, to start others with them. No effect on a model with
-            SSM layers, whose states cannot be resumed in the middle.
+        enable_prefix_caching: Keep the blocks of ended sequences for sequences with the same prefix. No effect on a
+            model with SSM layers, because its states at the end of a prefix are not stored.
 
     Attributes:
-        kv: As given.
-        ssm: As given.
-        prefixes: The prefix cache; None if prefixes are not kept.
-        prefix_query_tokens: Tokens that started sequences could have read from the prefix cache.
-        prefix_hit_tokens: Tokens that they did read.
+        kv: The argument.
+        ssm: The argument.
+        prefixes: The prefix cache; None without one.
+        prefix_query_tokens: Tokens of started sequences that were looked up in the prefix cache.
+        prefix_hit_tokens: Tokens that were found.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class SequencePool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no memory at all: no sequence can run in chunks."""
+        """Whether the pool has no memory: no sequence can run in chunks."""
         return self.kv is None and self.ssm is None
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Blocks that left the prefix cache because their place was needed."""
+        """Blocks that the prefix cache has evicted."""
         return 0 if self.prefixes is None else self.prefixes.num_evicted
 
     @property
     def num_allocations(self) -> int:
-        """Sequences that hold something."""
+        """Sequences with an allocation."""
         return len(self._allocations)
 
     @property
@@ -149,7 +149,7 @@ class SequencePool:
 
     @property
     def usage(self) -> float:
-        """Share, 0 to 1, of blocks or of slots (the higher of the two) that sequences hold."""
+        """Share of allocated blocks or slots, whichever is higher, 0 to 1."""
         kv, ssm = self.kv, self.ssm
         num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
         return max(
@@ -158,13 +158,13 @@ class SequencePool:
         )
 
     def can_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of that length can be held when no other is."""
+        """Whether a sequence of `num_tokens` tokens fits into the empty pool."""
         return self.capacity_tokens is None or num_tokens <= self.capacity_tokens
 
     def has_room(self, num_tokens: int, *, after: Sequence[Allocation] = ()) -> bool:
-        """Whether a sequence of that length could start now, or once the allocations `after` are freed.
+        """Whether a sequence of `num_tokens` tokens fits now, or after the allocations `after` are freed.
 
-        Ignores prefix cache hits, with which a sequence may fit although this returns False.
+        Ignores prefix cache hits: a sequence with hits may fit although this returns False.
         """
         kv, ssm = self.kv, self.ssm
         if ssm is not None and not ssm.num_free + len(after):
@@ -172,29 +172,29 @@ class SequencePool:
         if kv is None:
             return ssm is not None
         num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
-        # A block becomes free or can be evicted if only `after` and the prefix cache hold it.
-        held = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
-        num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in held.items())
+        # A block becomes free or can be evicted if only `after` and the prefix cache have references to it.
+        counts = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
+        num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in counts.items())
         return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed
 
     def allocate(
         self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
     ) -> Allocation | None:
-        """Takes all blocks of a sequence and its state slot, or nothing.
+        """Allocates all blocks of a sequence and its state slot, or nothing.
 
         Args:
-            owner: The sequence; it holds one allocation at a time.
-            num_tokens: Tokens. Its whole length.
+            owner: The sequence; it has at most one allocation.
+            num_tokens: Tokens of the whole sequence.
             keys: Key of every full block, for the prefix cache.
-            readable_tokens: Tokens at the start that need not be computed if they are in the cache. The last token is
-                always computed.
+            readable_tokens: Tokens at the start that may be read from the prefix cache. The last token is always
+                computed.
 
         Returns:
-            The allocation, or None if it must wait until others are freed.
+            The allocation, or None if memory must be freed first.
 
         Raises:
-            PoolExhausted: The sequence can never be held; see `can_hold`.
-            InvalidSlot: The owner holds an allocation already.
+            PoolExhausted: The sequence is too long for the pool; see `can_hold`.
+            InvalidSlot: The owner has an allocation already.
             ValueError: `num_tokens` is less than 1, or there are more keys than full blocks.
         """
         self._check_new(owner, num_tokens, keys)
@@ -228,7 +228,7 @@ class SequencePool:
         return allocation
 
     def commit(self, allocation: Allocation, num_tokens: int) -> None:
-        """Records that the first `num_tokens` tokens are computed, and adds their full blocks to the prefix cache.
+        """Adds the full blocks of the first `num_tokens` tokens, which are computed, to the prefix cache.
 
         Raises:
             InvalidSlot: The allocation has been freed.
@@ -248,7 +248,7 @@ class SequencePool:
         allocation.num_committed_blocks = max(allocation.num_committed_blocks, num_full)
 
     def find(self, keys: Sequence[bytes], readable_tokens: int) -> int:
-        """Returns how many of the first `readable_tokens` tokens are in the prefix cache. Allocates nothing."""
+        """Returns the number of tokens in the prefix cache, at most `readable_tokens`. Allocates nothing."""
         if self.prefixes is None or self.kv is None:
             return 0
         return len(self.prefixes.find(keys[: readable_tokens // self.kv.block_size])) * self.kv.block_size
@@ -257,8 +257,8 @@ class SequencePool:
         """Frees blocks and slot. Committed blocks stay in the prefix cache until other sequences need the memory.
 
         Args:
-            allocation: Of a sequence that has ended or was preempted.
-            uncache: Keep none of its blocks in the prefix cache: their values may be wrong.
+            allocation: Allocation of a sequence that has ended or was preempted.
+            uncache: Remove its blocks from the prefix cache, because they may be wrong.
 
         Raises:
             InvalidSlot: The allocation has been freed before.
@@ -283,9 +283,10 @@ class SequencePool:
                     self.prefixes.remove(block)
 
     def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache; returns how many blocks it held, None if prefixes are not kept.
+        """Empties the prefix cache. Returns the number of its blocks; None without a prefix cache.
 
-        Running sequences keep their blocks but no longer add them to the cache: they may depend on cleared ones.
+        Running sequences keep their blocks but no longer add them to the cache, because they may depend on cleared
+        blocks.
         """
         if self.prefixes is None:
             return None
@@ -300,9 +301,9 @@ class SequencePool:
         if num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1.")
         if owner in self._allocations:
-            raise InvalidSlot(f"{owner!r} holds an allocation already.")
+            raise InvalidSlot(f"{owner!r} has an allocation already.")
         if not self.can_hold(num_tokens):
-            raise PoolExhausted(f"a sequence of {num_tokens} tokens can never be held; {self.capacity_tokens} fit.")
+            raise PoolExhausted(f"a sequence of {num_tokens} tokens never fits; the pool has {self.capacity_tokens}.")
         if self.kv is not None and len(keys) > num_tokens // self.kv.block_size:
             raise ValueError(f"{len(keys)} keys for {num_tokens} tokens in blocks of {self.kv.block_size}.")
 

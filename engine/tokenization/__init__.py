@@ -1,1 +1,1 @@
-"""Texts in, token ids out: the tokenizer, what is cut, and what is put around a text. Without torch."""
+"""Tokenization: texts to token ids, truncation, windows, prompts and chats. Does not import torch."""

@@ -24,9 +24,10 @@ from ..protocol.templates import ChatOptions, ChatTemplate, Conversation, Messag
 RESERVED: Final = frozenset(
     {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
 )
-"""Names that chat_template_kwargs must not hold, because other options of the request set them."""
+"""Names that chat_template_kwargs must not contain, because other options of the request set them."""
 
-# Marks the end of a text. No template holds this private-use character. A missing space shows that text was trimmed.
+# Marks the end of a text. Templates do not contain this private-use character. A missing space shows that the template
+# has trimmed the text.
 _END: Final = "\ue0a4 "
 _PROBE: Final = "\ue0a5"
 
@@ -46,7 +47,7 @@ class ChatRenderer:
         """Returns the text of a chat.
 
         Raises:
-            InvalidRequestError: The template refuses these messages; the error holds its message.
+            InvalidRequestError: The template refuses these messages. The error contains its message.
         """
         if options.add_generation_prompt and options.continue_final_message:
             raise InvalidRequestError(
@@ -56,7 +57,7 @@ class ChatRenderer:
         reserved = sorted(RESERVED & set(options.arguments))
         if reserved:
             raise InvalidRequestError(
-                f"chat_template_kwargs holds {reserved[0]!r}, which is not a value for the template to read.",
+                f"chat_template_kwargs contains {reserved[0]!r}, which is reserved; remove it.",
                 param="chat_template_kwargs",
             )
         if not conversation:
@@ -89,17 +90,17 @@ class ChatRenderer:
         text = parts[-1]["text"]
         marked = text + _END if isinstance(content, str) else [*parts[:-1], {**parts[-1], "text": text + _END}]
         rendered = self._run([*messages[:-1], {**messages[-1], "content": marked}], options)
-        place = rendered.rfind(_END[0])
-        if place < 0 or text.strip() not in rendered:
+        end = rendered.rfind(_END[0])
+        if end < 0 or text.strip() not in rendered:
             raise InvalidRequestError(
                 "continue_final_message is true, but the model's chat template leaves the last message out or changes "
                 "it.",
                 param="continue_final_message",
             )
-        return rendered[:place] if rendered.startswith(_END, place) else rendered[:place].rstrip()
+        return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
     def _shaped(self, message: Message) -> dict[str, Any]:
-        """Converts the content of a message to the form that the template reads: a text or a list of typed parts."""
+        """Converts the content of a message to the template's format: a text or a list of typed parts."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
             return {**message, "content": "\n".join(part["text"] for part in content)}
@@ -130,8 +131,8 @@ class ChatRenderer:
         return _environment().from_string(self._template.source)
 
 
-def _refused(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"The model's chat template does not take these messages: {why}", param="messages")
+def _refused(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The model's chat template does not accept these messages: {reason}", param="messages")
 
 
 class _Generation(Extension):
@@ -140,7 +141,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Returns the statements up to endgeneration, in a scope of their own."""
+        """Returns the statements up to endgeneration, in their own scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 

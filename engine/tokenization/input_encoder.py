@@ -22,7 +22,7 @@ from .model_tokenizer import Truncation, bounded
 from .tokenizer import TokenizerPool
 
 _SPARE_TOKENS: Final = 4
-"""A passage tokenized alone may have this many more tokens. Passages that must not be truncated leave them free."""
+"""Tokens to leave free in passages that must not be truncated: tokenizing a passage alone may add tokens."""
 _MEDIA: Final = re.compile(r"data:((?:image|audio|video)/[\w.+-]+)[;,]", re.IGNORECASE)
 # The prompt format of E5-Mistral and Qwen3-Embedding: "Instruct: <task>\nQuery: ".
 _INSTRUCTED_PROMPT: Final = re.compile(r"(Instruct: ?)(.*)(\n+Query: ?)", re.DOTALL)
@@ -139,8 +139,8 @@ class InputEncoder:
         special = self._tokenizer.special_tokens
         if special is None:
             raise InvalidRequestError(
-                f"late_chunking needs a tokenizer that puts special tokens around a text; that of {self._info.name} "
-                "does more to it.",
+                "late_chunking needs a tokenizer that only adds special tokens around a text; the tokenizer of "
+                f"{self._info.name} does more.",
                 param="late_chunking",
             )
         truncation = self._truncation(params, param="input")
@@ -171,13 +171,12 @@ class InputEncoder:
     def _check_text(self, text: str, index: int, param: str) -> None:
         if self._refuses_empty and (not text or text.isspace()):
             raise InvalidRequestError(
-                f"Input {index} is empty. Send some text; a server started with --empty-input embed takes it.",
+                f"Input {index} is empty. Send some text, or start the server with --empty-input embed.",
                 param=param,
             )
         if text.startswith("data:") and (match := _MEDIA.match(text)):
             raise InvalidRequestError(
-                f"Input {index} is the data URI of {match[1]}, which would be read letter by letter: the model "
-                "reads text only. Send as text what is to be read of it.",
+                f"Input {index} is a data URI of {match[1]}, but the model only reads text. Send text.",
                 param=param,
             )
 
@@ -188,8 +187,8 @@ class InputEncoder:
                 continue
             if self._tokenizer.end_id is None:
                 raise InvalidRequestError(
-                    f"Input {index} is empty: the tokenizer of {self._info.name} makes no token of it, and has none "
-                    "that could stand for it. Send some text.",
+                    f"Input {index} is empty: the tokenizer of {self._info.name} returns no token for it, and has no "
+                    "end token to use instead. Send some text.",
                     param="input",
                 )
             tokenized[index] = TokenizedInput(np.array([self._tokenizer.end_id], np.int32))
@@ -233,10 +232,10 @@ class InputEncoder:
 
 
 def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:
-    """Returns the first of the named prompts that holds an instruction, with `instruction` in its place.
+    """Replaces the instruction in the first of the named prompts that has one.
 
     Raises:
-        InvalidRequestError: No named prompt holds an instruction.
+        InvalidRequestError: No named prompt has an instruction.
     """
     for name in names:
         match = _INSTRUCTED_PROMPT.fullmatch(info.prompts.get(name, ""))
@@ -244,6 +243,6 @@ def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -
             return match[1] + instruction + match[3]
     raise InvalidRequestError(
         f"{info.name} is an embedding model without a query prompt of the form 'Instruct: ...', "
-        "so it takes no instruction.",
+        "so it accepts no instruction.",
         param="instruction",
     )

@@ -1,7 +1,7 @@
-"""Worker threads of a tokenizer. All jobs of one iteration of the event loop are handed over together.
+"""Worker threads of a tokenizer. All jobs of one iteration of the event loop are submitted together.
 
-A few short texts are tokenized at once in the event loop, because waking a thread would take longer. The characters
-that wait or are tokenized are a SharedResource.
+A few short texts are tokenized in the event loop, because waking a thread would take longer. A SharedResource limits
+the characters of waiting and running jobs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .model_tokenizer import IsCancelled
 T = TypeVar("T")
 
 LONG_JOB: Final = 20_000
-"""Characters. A longer job gets a worker of its own, so that short jobs do not wait for it."""
+"""Characters. A longer job gets its own worker, so that short jobs do not wait for it."""
 _AT_ONCE: Final = 2_000
-"""Characters that one iteration of the event loop tokenizes at once, in at most 0.5 ms."""
+"""Characters to tokenize per iteration of the event loop without a thread, in at most 0.5 ms."""
 _CHARS_PER_TEXT: Final = 50
 """Cost of a text in addition to its characters."""
 _MIN_SHARE: Final = 8
@@ -41,7 +41,7 @@ _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 _RATE_MEMORY: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
 _LEAST_MEASURED: Final = 100_000
-"""Characters under way. With fewer, the drain rate is not measured."""
+"""Minimum of waiting and running characters for a measurement of the drain rate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +58,11 @@ class TokenizerJobs:
 
     Args:
         num_workers: Threads.
-        max_chars: Characters that may wait or be tokenized.
-        on_refusal: Called for every request that is refused because its characters do not fit.
+        max_chars: Limit of the characters of waiting and running jobs.
+        on_refusal: Called for every refused request.
 
     Attributes:
-        chars: Characters that wait or are tokenized.
+        chars: Characters of waiting and running jobs.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class TokenizerJobs:
         self._awaited: set[asyncio.Future[Any]] = set()
 
     async def run(self, work: Callable[[IsCancelled], T], num_chars: int, *, num_texts: int | None = None) -> T:
-        """Runs `work` at once if it is short, otherwise in a thread.
+        """Runs `work` in the event loop if it is short, otherwise in a thread.
 
-        Jobs of one iteration of the event loop go to the threads together, so that their requests can run as one batch.
+        Jobs of one iteration of the event loop are submitted together, so that their requests can run as one batch.
         Raises the errors of `work`, EngineOverloadedError if its characters do not fit into the queue, and
         EngineUnavailableError after `close`.
 
         Args:
-            work: The job. Its argument tells whether the caller has disconnected.
-            num_chars: Characters that it tokenizes.
-            num_texts: Number of texts if the job only tokenizes texts. Such a job may run at once.
+            work: The job. Its argument returns whether the caller has disconnected.
+            num_chars: Characters to tokenize.
+            num_texts: Number of texts if the job only tokenizes texts. Only such a job may run in the event loop.
         """
         if self._is_closed:
             raise EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
@@ -135,14 +135,14 @@ class TokenizerJobs:
                 )
 
     def _measure(self, num_chars: int, seconds: float) -> None:
-        """Updates the rate with the characters that waited when a request came, and the time until it was done."""
+        """Updates the drain rate with the characters in the queue at a request's arrival, and its total time."""
         if num_chars >= _LEAST_MEASURED:
             rate = num_chars / max(seconds, 1e-6)
             old_rate = self._chars_per_s or rate
             self._chars_per_s = _RATE_MEMORY * old_rate + (1 - _RATE_MEMORY) * rate
 
     def _spend(self, cost: int) -> bool:
-        """Takes `cost` from the characters that may be tokenized at once. Returns False if too few are left."""
+        """Spends `cost` of the budget of this iteration of the event loop. Returns False if too little is left."""
         if cost > self._left_at_once:
             return False
         if self._left_at_once == _AT_ONCE:
@@ -182,13 +182,13 @@ class TokenizerJobs:
     def _submit(self, jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._executor.submit(self._work, jobs, loop)
-        except RuntimeError as error:  # the machine gives no more threads
+        except RuntimeError as error:  # no thread can be started
             refusal = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
             _settle([(job.future, None, refusal) for job in jobs])
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
-        """Runs jobs in a worker thread and hands all their results to the event loop at once."""
+        """Runs jobs in a worker thread and passes all their results to the event loop together."""
         done = _results(jobs)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(_settle, done)
@@ -209,13 +209,13 @@ def _results(jobs: Sequence[_Job]) -> list[_Result]:
                 error = _failure(error)
             elif not isinstance(error, EngineError):
                 error.add_note("In a tokenizer thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
-            drop_tracebacks(error)  # the frames of this thread hold the text and the future of the error
+            drop_tracebacks(error)  # the frames of this thread refer to the text and to the error's future
             done.append((job.future, None, error))
     return done
 
 
 def _failure(error: BaseException) -> RuntimeError:
-    """Returns the error for a panic in the tokenizers library, whose text may hold the input."""
+    """Returns the error for a panic in the tokenizers library without its message, which may contain the input."""
     return RuntimeError(f"the tokenizer failed: {type(error).__name__}")
 
 

@@ -1,11 +1,11 @@
 """Late chunking: the inputs of a request run as one text, and each gets the mean of its own token rows.
 
 Every vector then depends on the whole text (Günther et al., Late Chunking, arXiv:2409.04701). The request format is
-that of Jina's API. Decisions:
+Jina's. Decisions:
 
-* The inputs are tokenized one by one and their tokens are joined without separators. The prompt comes once at the
-  beginning, the model's special tokens once around all. Nothing is added before a first input of token ids, or after a
-  last input of token ids.
+* The inputs are tokenized one by one and their tokens are joined without separators. The prompt is added once at the
+  beginning, and the model's special tokens once around the whole text. Nothing is added before a first input, or after
+  a last input, that consists of token ids.
 * As in Jina's code, the rows of the leading special tokens and the prompt belong to the first input, unless the model
   excludes its prompt from the pooling. The trailing special tokens belong to the last input. A single input therefore
   has the same vector as without late chunking.
@@ -62,12 +62,12 @@ class JoinedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateChunking:
-    """How one model's inputs are joined.
+    """Joins the inputs of one model.
 
     Attributes:
         special: Special tokens around a text.
         include_prompt: False excludes the rows of the prompt and of the special tokens before it.
-        truncation: What to do with a sequence that is too long.
+        truncation: Token limit, and the handling of longer sequences.
         cuts_left: Truncate the beginning, not the end.
     """
 
@@ -89,13 +89,13 @@ class LateChunking:
 
         Raises:
             RequestTooLongError: The inputs are too long together and must not be truncated.
-            InvalidRequestError: An input has no tokens, or none are left of it.
+            InvalidRequestError: An input has no tokens, before or after truncation.
         """
         leading = self.special.leading if is_text[0] else self.special.leading[:0]
         trailing = self.special.trailing if is_text[-1] else self.special.trailing[:0]
         bounds = np.cumsum([0, *map(len, parts)])
         num_tokens = int(bounds[-1]) + len(leading) + len(trailing)
-        kept_from, kept_to = 0, int(bounds[-1])
+        first, end = 0, int(bounds[-1])
         if num_tokens > self.truncation.max_num_tokens:
             at_least = "" if is_whole else "at least "
             self.truncation.refuse_found_unless_cut(
@@ -103,27 +103,28 @@ class LateChunking:
                 num_tokens,
                 "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",
             )
-            room = max(self.truncation.max_num_tokens - len(leading) - len(trailing), 0)
-            kept_from, kept_to = (kept_to - room, kept_to) if self.cuts_left else (0, room)
+            num_left = max(self.truncation.max_num_tokens - len(leading) - len(trailing), 0)
+            first, end = (end - num_left, end) if self.cuts_left else (0, num_left)
 
         num_prompt = count_prompt(parts[0], prompt_ids)
-        first_text = max(num_prompt, kept_from)
-        inner = np.clip(bounds, kept_from, kept_to)
-        own = np.diff(np.concatenate([[np.clip(first_text, kept_from, kept_to)], inner[1:]]))
+        first_text = max(num_prompt, first)
+        inner = np.clip(bounds, first, end)
+        own = np.diff(np.concatenate([[np.clip(first_text, first, end)], inner[1:]]))
         if not own.all():
             index = int(np.flatnonzero(own == 0)[0])
             left = " left after truncation" if len(parts[index]) > num_prompt * (index == 0) else ""
             raise InvalidRequestError(
-                f"input {index} has no tokens{left}; late chunking needs at least one of each input.", param="input"
+                f"input {index} has no tokens{left}; late chunking needs at least one token of each input.",
+                param="input",
             )
 
-        ids = np.concatenate([leading, np.concatenate(parts)[kept_from:kept_to], trailing])
-        rows = inner - kept_from + len(leading)
+        ids = np.concatenate([leading, np.concatenate(parts)[first:end], trailing])
+        rows = inner - first + len(leading)
         rows[0], rows[-1] = 0, len(ids)
-        spans = [(int(first), int(last)) for first, last in itertools.pairwise(rows)]
-        if not self.include_prompt and len(prompt_ids) > kept_from:
+        spans = [(int(start), int(stop)) for start, stop in itertools.pairwise(rows)]
+        if not self.include_prompt and len(prompt_ids) > first:
             last = spans[0][1]
-            spans[0] = (min(len(leading) + len(prompt_ids) - kept_from, last - 1), last)
+            spans[0] = (min(len(leading) + len(prompt_ids) - first, last - 1), last)
         return JoinedText(TokenizedInput(ids), spans, np.diff(rows).tolist())
 
 
@@ -136,10 +137,10 @@ def verify_late_chunking(info: ModelInfo) -> None:
             f"({info.sources.get('sequence_pooling', 'unknown')}); leave late_chunking out.",
             param="late_chunking",
         )
-    bent = [dense.activation for dense in info.dense if dense.activation != "Identity"]
-    if bent:
+    nonlinear = [dense.activation for dense in info.dense if dense.activation != "Identity"]
+    if nonlinear:
         raise InvalidRequestError(
-            f"late_chunking averages the token rows of each input, but {info.name} bends the mean with a Dense module "
-            f"({bent[0]}); leave late_chunking out.",
+            f"late_chunking averages the token rows of each input, but {info.name} has a nonlinear Dense module "
+            f"({nonlinear[0]}); leave late_chunking out.",
             param="late_chunking",
         )

@@ -2,10 +2,10 @@
 
 Two modes (`chunked_processing_mode` of the pooler configuration):
 
-windows (default): Every window gets the model's special tokens and the prompt. The embedding is the mean of the window
+windows (default): Every window has the model's special tokens and the prompt. The embedding is the mean of the window
     vectors, weighted by the number of text tokens in each window, and L2-normalised again if embeddings are normalised.
-    Special tokens and prompt have no weight. Every text token counts once: the weight of a token that several windows
-    share (the overlap) is split evenly among them.
+    Special tokens and prompt have no weight. Every text token counts once: the weight of a token in several windows
+    (the overlap) is split evenly among them.
 vllm: The token ids of the text, including special tokens and prompt, are split into windows of max_model_len. The
     embedding is the mean of the window vectors, weighted by length, and not normalised again.
 
@@ -106,15 +106,14 @@ class LongText:
             return None
         if special is None:
             raise ModelLoadError(
-                "--pooler-config: enable_chunked_processing needs a tokenizer that puts special tokens around a text; "
-                f"that of {info.name} does more to it."
+                "--pooler-config: enable_chunked_processing needs a tokenizer that only adds special tokens around a "
+                f"text; the tokenizer of {info.name} does more."
             )
-        room = info.max_model_len - len(special)
-        if room <= info.chunk_overlap:
+        num_text = info.max_model_len - len(special)
+        if num_text <= info.chunk_overlap:
             raise ModelLoadError(
-                f"--pooler-config: a window of {info.name} has {info.max_model_len} tokens, {len(special)} of them "
-                f"special ones; the {max(room, 0)} that are left for text must be more than the chunk_overlap of "
-                f"{info.chunk_overlap}."
+                f"--pooler-config: a window of {info.name} has {max(num_text, 0)} text tokens ({info.max_model_len} "
+                f"without {len(special)} special tokens); it must have more than chunk_overlap, {info.chunk_overlap}."
             )
         return cls(info.max_model_len, info.chunk_overlap, info.chunked_processing_mode, special)
 
@@ -131,10 +130,10 @@ class LongText:
         """
         sequences: list[TokenizedInput] = []
         counts, weights = [], []
-        for tokens, came_as_text in zip(inputs, is_text, strict=True):
+        for tokens, is_string in zip(inputs, is_text, strict=True):
             if len(tokens) <= self.size:
                 parts, shares = [tokens], np.ones(1, np.float32)
-            elif came_as_text and self.mode is ChunkedProcessingMode.WINDOWS:
+            elif is_string and self.mode is ChunkedProcessingMode.WINDOWS:
                 parts, shares = self._framed(tokens, prompt_ids)
             else:
                 parts, shares = self._unframed(tokens)
@@ -154,14 +153,14 @@ class LongText:
         # Truncation on the left removes the prompt. The last token of the prompt may have merged with the text.
         num_prompt = count_prompt(body, prompt_ids)
         head, text = tokens.token_ids[: num_leading + num_prompt], body[num_prompt:]
-        room = self.size - len(self.special) - num_prompt
-        if room <= self.overlap:
+        num_text = self.size - len(self.special) - num_prompt
+        if num_text <= self.overlap:
             raise InvalidRequestError(
-                f"The prompt takes {num_prompt} of the {self.size} tokens of a window and leaves {max(room, 0)} for "
-                f"the text, which must be more than the overlap of {self.overlap}; take a shorter prompt.",
+                f"The prompt takes {num_prompt} of the {self.size} tokens of a window and leaves {max(num_text, 0)} "
+                f"for the text, which must be more than the overlap of {self.overlap}; use a shorter prompt.",
                 param="prompt_name",
             )
-        spans = _spans(len(text), room, self.overlap)
+        spans = _spans(len(text), num_text, self.overlap)
         skip = tokens.num_prompt_tokens
         windows = []
         for first, last in spans:
@@ -183,10 +182,10 @@ class LongText:
         return windows, _shares(spans, self.overlap)
 
 
-def _spans(num_tokens: int, room: int, overlap: int) -> list[Span]:
-    """Returns the first token and the end of each window. Only the last window may be shorter."""
-    starts = range(0, max(num_tokens - overlap, 1), room - overlap)
-    return [(start, min(start + room, num_tokens)) for start in starts]
+def _spans(num_tokens: int, size: int, overlap: int) -> list[Span]:
+    """Returns the first token and the end of each window. Only the last window may be shorter than `size`."""
+    starts = range(0, max(num_tokens - overlap, 1), size - overlap)
+    return [(start, min(start + size, num_tokens)) for start in starts]
 
 
 def _shares(spans: Sequence[Span], overlap: int) -> NDArray[np.float32]:
@@ -195,10 +194,10 @@ def _shares(spans: Sequence[Span], overlap: int) -> NDArray[np.float32]:
     num_tokens = int(bounds[-1, 1])
     counts: NDArray[np.float64] = np.diff(bounds, axis=1)[:, 0] / num_tokens
     if overlap:
-        num_holders = np.zeros(num_tokens + 1)
-        num_holders[bounds[:, 0]] += 1  # no two windows begin or end at one token
-        num_holders[bounds[:, 1]] -= 1
-        before = np.concatenate([[0.0], np.cumsum(1 / np.cumsum(num_holders[:-1]))])
+        changes = np.zeros(num_tokens + 1)  # of the number of windows at each token
+        changes[bounds[:, 0]] += 1  # no two windows begin or end at the same token
+        changes[bounds[:, 1]] -= 1
+        before = np.concatenate([[0.0], np.cumsum(1 / np.cumsum(changes[:-1]))])
         counts = np.diff(before[bounds], axis=1)[:, 0] / num_tokens
     return counts.astype(np.float32)
 
@@ -228,14 +227,14 @@ class Passages:
             offsets: First character and end of each token, per document.
             sizes: Tokens that fit into a passage, per document; below MIN_PASSAGE_TOKENS the document is not split.
             limit: Largest number of passages per document.
-            spare: Tokens that each passage leaves free, because a passage tokenized alone may have a few more.
+            spare: Tokens to leave free in each passage: tokenizing it alone may add tokens.
         """
         texts: list[str] = []
         owners: list[int] = []
         cut_document: int | None = None
-        for i, (document, places, size) in enumerate(zip(documents, offsets, sizes, strict=True)):
-            is_whole = size < MIN_PASSAGE_TOKENS or len(places) <= size
-            passages = [document] if is_whole else split_text(document, places, size - spare, limit + 1)
+        for i, (document, token_offsets, size) in enumerate(zip(documents, offsets, sizes, strict=True)):
+            is_whole = size < MIN_PASSAGE_TOKENS or len(token_offsets) <= size
+            passages = [document] if is_whole else split_text(document, token_offsets, size - spare, limit + 1)
             if len(passages) > limit and cut_document is None:
                 cut_document = i
             texts += passages[:limit]
@@ -267,5 +266,5 @@ def split_text(text: str, offsets: Offsets, size: int, limit: int) -> list[str]:
     return passages
 
 
-def _begins_word(text: str, place: int) -> bool:
-    return text[place : place + 1].isspace() or text[max(place - 1, 0) : place].isspace()
+def _begins_word(text: str, index: int) -> bool:
+    return text[index : index + 1].isspace() or text[max(index - 1, 0) : index].isspace()

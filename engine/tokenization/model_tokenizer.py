@@ -1,7 +1,4 @@
-"""The tokenizer of one model: encodes texts and token ids and cuts them to the limit. Runs in worker threads.
-
-Truncation states the limit of a request; SpecialTokens are the tokens that the tokenizer puts around a text.
-"""
+"""The tokenizer of one model: encodes texts and token ids and cuts them to the limit. Runs in worker threads."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ _FEW_CHARS_PER_TOKEN: Final = 8
 _MANY_CHARS_PER_TOKEN: Final = 64
 _FIRST_CHARS: Final = 65_536
 _MAX_CHARS: Final = 524_288
-"""Least value of `max_chars`: models with short limits must read texts that begin with many blanks."""
+"""Minimum of `max_chars`: models with short limits must read texts that begin with many blanks."""
 _MOST_CHARS: Final = 2_000_000
-"""Largest value of `max_chars`, so that reading one text takes at most about 1 GB."""
+"""Maximum of `max_chars`, so that tokenizing one text takes at most about 1 GB."""
 _LONGEST_WORD: Final = 1_000
 """Characters. Text is cut between words, unless that would remove more than this."""
 _SPARE_TOKENS: Final = 64
-"""If the read part of a text exceeds the limit by more tokens than this, the unread part cannot change the result."""
+"""If the tokenized part of a text exceeds the limit by more tokens than this, the rest cannot change the result."""
 _PROBE: Final = "One short text to begin with."
 IsCancelled = Callable[[], bool]
 _MAX_CHARS_PER_CALL: Final = 250_000
-"""Characters that are tokenized between two checks for cancellation."""
+"""Characters to tokenize between two checks for cancellation."""
 
 
 def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tuple[int, int]]:
@@ -53,18 +50,18 @@ def portions(num_chars: Sequence[int], is_cancelled: IsCancelled) -> Iterator[tu
 def check_cancelled(is_cancelled: IsCancelled) -> None:
     """Raises RequestCancelledError if the caller has disconnected."""
     if is_cancelled():
-        raise RequestCancelledError("The caller has gone.")
+        raise RequestCancelledError("The caller has disconnected.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """The token limit of a request and what to do with longer inputs.
+    """The token limit of a request, and the handling of longer inputs.
 
     Attributes:
-        max_num_tokens: Tokens. The limit, special tokens included.
+        max_num_tokens: The limit in tokens, special tokens included.
         cut: Truncate to the limit; False refuses the request.
-        side: "left" or "right", the side that is removed; None means the tokenizer's own.
-        param: Request field that an error names.
+        side: "left" or "right", the side to remove; None means the tokenizer's own.
+        param: Request field to name in errors.
         name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
     """
 
@@ -76,20 +73,20 @@ class Truncation:
 
     @property
     def first_chars(self) -> int:
-        """Characters that are tokenized first. In nearly every text they have more tokens than the limit."""
+        """Characters to tokenize first. In nearly every text they have more tokens than the limit."""
         return min(max(_FEW_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), self.max_chars)
 
     @property
     def max_chars(self) -> int:
-        """The most characters of a text that are tokenized. Real texts have fewer characters per token.
+        """Most characters to tokenize of a text. Real texts have fewer characters per token.
 
-        Tokenizing takes 500 bytes per token and 30 per character, so this bounds the memory of one text.
+        Bounds the memory of one text: tokenizing takes 500 bytes per token and 30 per character.
         """
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _MAX_CHARS), _MOST_CHARS)
 
     @property
     def kept_chars(self) -> int:
-        """The most characters of a text of a pair that are tokenized if the pair may be truncated."""
+        """Most characters to tokenize of each text of a pair that may be truncated."""
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
 
     def refuse_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
@@ -97,14 +94,14 @@ class Truncation:
 
         Args:
             num_tokens: Tokens of the input.
-            index: Its place in the request.
-            is_whole: All of it was tokenized; otherwise it has more tokens.
+            index: Index of the input in the request.
+            is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
         self.refuse_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
 
     def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
-        """Raises RequestTooLongError for an input that was tokenized in part, unless it may be truncated."""
+        """Raises RequestTooLongError for an input that was only partly tokenized, unless it may be truncated."""
         self.refuse_found_unless_cut(
             f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
         )
@@ -113,26 +110,26 @@ class Truncation:
         self,
         found: str,
         num_tokens: int,
-        way_out: str = "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
+        remedy: str = "Please reduce the length of the input prompt, or set {cut_to_fit} to cut it.",
     ) -> None:
         """Raises RequestTooLongError unless inputs may be truncated; see RequestTooLongError.over_limit."""
         if not self.cut:
             raise RequestTooLongError.over_limit(
                 found,
-                way_out,
+                remedy,
                 num_tokens=num_tokens,
                 max_num_tokens=self.max_num_tokens,
                 limit_name=self.name,
                 param=self.param,
             )
 
-    def no_room(self, why: str) -> InvalidRequestError:
-        """Returns the error for a limit that leaves no tokens for text. `why` completes its sentence."""
+    def no_room(self, reason: str) -> InvalidRequestError:
+        """Returns the error for a limit that leaves no tokens for text. `reason` ends with the cause."""
         return InvalidRequestError(
-            "The limit is {limit} tokens, but {why}; allow more with {truncate_prompt_tokens} or --max-model-len.",
+            "The limit is {limit} tokens, but {reason}; allow more with {truncate_prompt_tokens} or --max-model-len.",
             param="truncate_prompt_tokens",
             limit=self.max_num_tokens,
-            why=why,
+            reason=reason,
         )
 
 
@@ -165,13 +162,13 @@ class SpecialTokens:
 
 
 class ModelTokenizer:
-    """A tokenizer as one model uses it. Safe to use from several threads.
+    """The tokenizer of one model. Safe to use from several threads.
 
     Args:
-        backend: Without truncation and padding.
+        backend: Tokenizer without truncation and padding.
         vocab_size: Token ids must be below it.
         do_lower_case: Lower-case text first (a sentence-transformers option).
-        truncation_side: "left" or "right": the side that is removed if a request names none.
+        truncation_side: "left" or "right": the side to remove if a request names none.
 
     Attributes:
         backend: The tokenizer itself. Pass texts through `cased` first.
@@ -184,19 +181,19 @@ class ModelTokenizer:
         self._truncation_side = truncation_side
 
     def cased(self, texts: Sequence[str]) -> list[str]:
-        """Returns texts, lower-cased if the model needs that."""
+        """Returns texts, lower-cased if `do_lower_case` is set."""
         return [text.lower() for text in texts] if self._do_lower_case else list(texts)
 
     def side(self, truncation: Truncation) -> str:
-        """Returns the side that is removed, "left" or "right"."""
+        """Returns the side to remove, "left" or "right"."""
         return truncation.side or self._truncation_side
 
     def cuts_left(self, truncation: Truncation) -> bool:
-        """Whether the left side of an over-long text is removed."""
+        """Whether truncation removes the beginning of a text."""
         return self.side(truncation) == "left"
 
     def bounded(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
-        """Returns texts, cut to `num_chars` characters of the side that is kept."""
+        """Cuts texts to `num_chars` characters, on the side of the truncation."""
         keeps_end = self.cuts_left(truncation)
         return [bounded(text, num_chars, keeps_end=keeps_end) for text in texts]
 
@@ -208,7 +205,7 @@ class ModelTokenizer:
         """
         num_special = self.backend.num_special_tokens_to_add(is_pair=is_pair)
         if truncation.max_num_tokens < num_special:
-            raise truncation.no_room(f"the model's special tokens alone are {num_special}")
+            raise truncation.no_room(f"the model adds {num_special} special tokens")
         return truncation.max_num_tokens - num_special
 
     def text_ids(self, ids: list[int]) -> NDArray[np.int32]:
@@ -221,7 +218,7 @@ class ModelTokenizer:
         if largest >= self._vocab_size:
             token = self.backend.id_to_token(largest)
             raise InvalidRequestError(
-                f"The text holds {token!r}, which the model's tokenizer knows as id {largest}, "
+                f"The text contains {token!r}, which has the token id {largest}, "
                 f"but the model has embeddings for the ids 0 to {self._vocab_size - 1} only.",
                 param="input",
             )
@@ -239,7 +236,7 @@ class ModelTokenizer:
             if not 0 <= i < self._vocab_size:
                 raise InvalidRequestError(
                     f"token id {i} is out of vocabulary; the model has the ids 0 to {self._vocab_size - 1}. "
-                    "Ids must come from the served model's own tokenizer; send text if yours come from another.",
+                    "Use ids of the served model's tokenizer, or send text.",
                     param="input",
                 )
         return np.array(ids, np.int32)
@@ -326,10 +323,10 @@ class ModelTokenizer:
     def _encode_more(
         self, text: str, bounded: str, encoding: Encoding, truncation: Truncation, *, specials: bool
     ) -> tuple[str, Encoding]:
-        """Tokenizes more of a text whose first characters have too few tokens, such as blanks or very long words.
+        """Tokenizes more of a text if its first characters, such as blanks, have too few tokens.
 
         Returns:
-            The part that was tokenized, and its encoding.
+            The tokenized part, and its encoding.
         """
         if bounded is text:
             return text, encoding
@@ -369,15 +366,15 @@ def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
     if keeps_end:
         start = len(text) - num_chars
         spaces = [text.find(space, start, start + _LONGEST_WORD) for space in " \n"]
-        return text[min((place for place in spaces if place >= 0), default=start) :]
+        return text[min((index for index in spaces if index >= 0), default=start) :]
     space = max(text.rfind(space, max(num_chars - _LONGEST_WORD, 0), num_chars) for space in " \n")
     return text[: space if space >= 0 else num_chars]
 
 
 def count_prompt(ids: NDArray[np.int32], prompt_ids: Sequence[int]) -> int:
-    """Returns the number of prompt tokens at the beginning of a text that was tokenized together with its prompt.
+    """Counts the prompt tokens at the beginning of a text that was tokenized together with its prompt.
 
-    These are fewer than `prompt_ids` if the last letters of the prompt merged with the text into one token.
+    The number is less than `len(prompt_ids)` if a token contains the end of the prompt and the start of the text.
 
     Args:
         ids: [L]. Token ids of prompt and text together, without special tokens.

@@ -1,4 +1,4 @@
-"""Tokenizes pairs of texts: with the model's prompt for pairs, or joined by its tokenizer. Runs in worker threads."""
+"""Tokenizes pairs of texts with the model's prompt, or joins them with special tokens. Runs in worker threads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .model_tokenizer import IsCancelled, ModelTokenizer, Truncation, portions
 
 Pair = tuple[str, str]
 _QUERY_SHARE: Final = (3, 4)
-"""Largest share of a long query in the tokens for query and document, as in publishers' code. Without a limit, a long
-query would displace every document, and all scores would be equal."""
+"""Largest share of a query in the tokens for query and document, as in publishers' code. Without a limit, a long query
+would displace the document, and all scores would be equal."""
 
 
 class PairEncoder:
     """Tokenizes pairs and cuts them to a limit. Safe to use from several threads.
 
     Args:
-        tokenizer: The model's.
-        template: The model's prompt for pairs; None: the tokenizer joins them.
+        tokenizer: The model's tokenizer.
+        template: The model's prompt for pairs; None: the tokenizer joins the texts with its special tokens.
         uses_token_types: The model reads token type ids.
     """
 
@@ -37,7 +37,9 @@ class PairEncoder:
         """Raises InvalidRequestError for an instruction if the model's prompt has none."""
         encoder = self._by_template
         if instruction and (encoder is None or not encoder.template.takes_instruction):
-            raise InvalidRequestError("The served model reads pairs without an instruction.", param="instruction")
+            raise InvalidRequestError(
+                "The served model does not accept an instruction for pairs; leave it out.", param="instruction"
+            )
 
     def encode(
         self, pairs: Sequence[Pair], truncation: Truncation, instruction: str | None, is_cancelled: IsCancelled
@@ -56,7 +58,7 @@ class PairEncoder:
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
-        """Cuts enormous texts before they are tokenized. Raises RequestTooLongError if they must not be truncated."""
+        """Cuts very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
         num_chars = truncation.kept_chars if truncation.cut else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
@@ -73,7 +75,7 @@ class PairEncoder:
         instruction: str | None,
         first: int,
     ) -> list[TokenizedInput]:
-        """Encodes pairs with the model's prompt. `first`: place of the first pair in the request."""
+        """Encodes pairs with the model's prompt. `first`: index of the first pair in the request."""
         limit, left = truncation.max_num_tokens, self._tokenizer.cuts_left(truncation)
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
@@ -106,26 +108,26 @@ def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation:
     limit = truncation.max_num_tokens
     if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
         return InvalidRequestError(
-            f"The instruction leaves no room for a query and a document: all three and the prompt around them may have "
-            f"{limit} tokens together. Please shorten it.",
+            f"The instruction leaves no room for a query and a document: instruction, query, document and prompt may "
+            f"have {limit} tokens together. Please shorten the instruction.",
             param="instruction",
         )
-    return truncation.no_room("the prompt around a query and a document leaves them no room")
+    return truncation.no_room("the prompt leaves no room for a query and a document")
 
 
-def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Splits `room` tokens between two texts: the longer one is cut first, as in transformers."""
-    half = room // 2
+def _longest_first(first: int, second: int, num_tokens: int) -> tuple[int, int]:
+    """Splits `num_tokens` tokens between two texts. The longer text is cut first, as in transformers."""
+    half = num_tokens // 2
     if first <= half:
-        return first, min(second, room - first)
+        return first, min(second, num_tokens - first)
     if second <= half:
-        return min(first, room - second), second
-    return (room - half, half) if first > second else (half, room - half)
+        return min(first, num_tokens - second), second
+    return (num_tokens - half, half) if first > second else (half, num_tokens - half)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One part of a template and the fields in it."""
+    """A part of a template and its fields."""
 
     text: str
     fields: tuple[str, ...]
@@ -133,7 +135,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _LocatedPart:
-    """The ids of one part, and the spans of the query and the document in them."""
+    """The token ids of a part, and the spans of the query and the document in them."""
 
     ids: list[int]
     spans: dict[str, tuple[int, int]]
@@ -143,11 +145,11 @@ class _LocatedPart:
         first, last = self.spans.get(field, (0, 0))
         return last - first
 
-    def cut(self, kept: Mapping[str, int], *, left: bool) -> list[int]:
-        """Returns the ids with at most `kept` tokens per field. `left` removes the beginning of the document."""
+    def cut(self, limits: Mapping[str, int], *, left: bool) -> list[int]:
+        """Returns the ids with limited tokens per field. `left` removes the beginning of the document."""
         ids = list(self.ids)
         for field, (first, last) in sorted(self.spans.items(), key=lambda item: item[1], reverse=True):
-            num_cut = max(last - first - kept[field], 0)
+            num_cut = max(last - first - limits[field], 0)
             if left and field == "document":
                 del ids[first : first + num_cut]
             else:
@@ -159,7 +161,7 @@ class ScoreTemplateEncoder:
     """Encodes pairs with the prompt of a reranker. Safe to use from several threads.
 
     Args:
-        tokenizer: Without truncation and padding.
+        tokenizer: Tokenizer without truncation and padding.
         template: The prompt.
     """
 
@@ -193,15 +195,15 @@ class ScoreTemplateEncoder:
         """
         parts = [self._located(part, pair, instruction) for part in self._parts]
         num_query, num_document = (sum(part.count(field) for part in parts) for field in ("query", "document"))
-        room = max_num_tokens - sum(len(part.ids) for part in parts) + num_query + num_document
-        if room < (num_query > 0) + (num_document > 0):
+        num_left = max_num_tokens - sum(len(part.ids) for part in parts) + num_query + num_document
+        if num_left < (num_query > 0) + (num_document > 0):
             return None
-        kept = {"query": min(num_query, max(room * _QUERY_SHARE[0] // _QUERY_SHARE[1], 1))}
-        kept["document"] = min(num_document, room - kept["query"])
-        return [token_id for part in parts for token_id in part.cut(kept, left=left)]
+        limits = {"query": min(num_query, max(num_left * _QUERY_SHARE[0] // _QUERY_SHARE[1], 1))}
+        limits["document"] = min(num_document, num_left - limits["query"])
+        return [token_id for part in parts for token_id in part.cut(limits, left=left)]
 
     def _located(self, part: _Part, pair: Pair, instruction: str | None) -> _LocatedPart:
-        """Encodes a part and finds the tokens of the query and the document, including tokens on their borders."""
+        """Encodes a part and finds the tokens of the query and the document, including partly covered tokens."""
         fields = [field for field in part.fields if field != "instruction"]
         if not fields:
             return _LocatedPart(self._part_ids(part, pair, instruction), {})

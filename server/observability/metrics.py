@@ -263,7 +263,7 @@ class VectorCacheMetrics(Collector):
         """Yields values for each model and each tier."""
         lookups = [(engine.stats().vectors, model) for engine, model in self._engines()]
         models = [(stats, (model,)) for stats, model in lookups if stats is not None]
-        tiers = [(figures, (figures.name,)) for figures in self._cache.figures()]
+        tiers = [(tier, (tier.name,)) for tier in self._cache.stats()]
         yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ("model",), models)
         yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ("model",), models)
         yield from _families(GaugeMetricFamily, _TIER_GAUGES, ("tier",), tiers)

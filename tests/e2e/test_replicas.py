@@ -48,5 +48,5 @@ def test_two_replicas_embed_a_file_as_one(run, server, tmp_path) -> None:
 def test_unavailable_device_is_refused_before_a_model_loads(run) -> None:
     done = run("serve", "--devices", "numa:99")
     assert done.returncode == 2
-    assert "may use no core of numa:99" in done.stderr
+    assert "may not use the cores of numa:99" in done.stderr
     assert done.stderr.count("\n") == 1

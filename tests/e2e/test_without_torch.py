@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 LEFT_OUT = ("sentence_transformers", "torch", "transformers")
-ADVICE = (
-    "Run `pip install torch transformers`, or take the image that has them: penstock in the place of penstock:slim."
-)
+ADVICE = "Run `pip install torch transformers`, or use the image that has them: penstock instead of penstock:slim."
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 40}
 
 

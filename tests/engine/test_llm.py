@@ -117,9 +117,9 @@ def test_long_list_runs_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.Ca
     assert len(llm.embed(prompts, use_tqdm=False)) == 600
     assert len(llm.embed(prompts[:2])) == 2
     assert capfd.readouterr().err == ""
-    with pytest.raises(InvalidRequestError, match=r"^Input 44 is the data URI") as caught:
+    with pytest.raises(InvalidRequestError, match=r"^Input 44 is a data URI") as caught:
         llm.embed([*prompts[:300], "data:image/png;base64,iVBORw0KGgo="])
-    assert caught.value.__notes__ == ["Inputs are counted from 256 on, where this part of the list begins."]
+    assert caught.value.__notes__ == ["The numbers of inputs in this message begin at input 256 of the list."]
     assert len(llm.embed("still alive")) == 1
 
 

@@ -41,8 +41,8 @@ class Piped(NamedTuple):
 
 @pytest.fixture
 def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
-    monkeypatch.setattr(logs, "_MOST_WAITING", MOST_WAITING)
-    monkeypatch.setattr(logs, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(logs, "_MAX_WAITING", MOST_WAITING)
+    monkeypatch.setattr(logs, "_EXIT_WAIT_S", 0.2)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:

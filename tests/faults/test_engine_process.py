@@ -156,7 +156,7 @@ def test_failed_start_of_an_engine_is_repeated(launch: Launch, small_bert: Path,
     (worker,) = server.children()
     os.kill(worker, signal.SIGKILL)
     server.wait_for("/health/ready", 503)
-    server.wait_for_log("could not be started again")
+    server.wait_for_log("could not be restarted")
     response = server.embed("a")
     assert response.status_code == 503
     assert response.headers["retry-after"]

@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import DispatcherStats
-from penstock.engine.client.replica_group import ReplicaFigures
+from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     InvalidRequestError,
@@ -82,7 +82,7 @@ class FakeEngine:
         self.info = ModelInfo(**fields, sources=dict.fromkeys(ModelInfo.__dataclass_fields__, "test"))
         self.state = EngineState.READY
         self.num_restarts = 0
-        self.replicas: list[ReplicaFigures] = []
+        self.replicas: list[ReplicaStatus] = []
         self.places: list[str] = []
         self.queue_s = 2.5
         self.calls: list[tuple[str, tuple[object, ...]]] = []

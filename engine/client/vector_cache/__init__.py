@@ -1,1 +1,1 @@
-"""Vectors that have been computed before: kept in memory and on disk, found by all that decides them."""
+"""Cache of computed vectors in memory and on disk."""

@@ -1,4 +1,4 @@
-"""The cache of vectors: in memory, and on a disk that processes share."""
+"""The vector cache: a tier in memory, and a tier on disk that processes share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemoryTier:
 
     Attributes:
         num_bytes: Bytes of all entries.
-        num_evicted: Entries that were removed to make room.
+        num_evicted: Number of evicted entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -57,7 +57,7 @@ class MemoryTier:
         return row
 
     def put(self, key: bytes, row: bytes) -> None:
-        """Keeps a row, unless it is larger than the whole tier."""
+        """Stores a row, unless it is larger than the whole tier."""
         if ENTRY_BYTES + len(row) > self._max_bytes:
             return
         old = self._rows.pop(key, None)
@@ -72,16 +72,16 @@ class MemoryTier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierFigures:
+class TierStats:
     """Size and evictions of a tier.
 
     Attributes:
         name: "memory" or "disk".
         num_bytes: Bytes of its rows.
-        num_evicted: Rows that this process has removed to make room.
-        num_dropped: Rows that were not stored: no room on the disk.
+        num_evicted: Rows that this process has evicted.
+        num_dropped: Rows that were not stored because the disk was full or too slow.
         num_damaged: Damaged rows that were found.
-        is_working: Whether it stores rows.
+        is_working: Whether the tier stores rows.
     """
 
     name: str
@@ -93,7 +93,7 @@ class TierFigures:
 
 
 class Found(NamedTuple):
-    """The found outputs by key, and the number that were in memory."""
+    """The found outputs by key, and the number of keys that were found in memory."""
 
     arrays: dict[bytes, Arrays]
     num_in_memory: int
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 class VectorCache:
     """Outputs of models by key (keys.py). Belongs to one event loop; the engines of a process share it.
 
-    If the folder cannot be used, the log says so, and only memory is used.
+    If the folder cannot be used, logs an error and uses only memory.
 
     Args:
         max_bytes: Bytes of rows in memory; 0 stores none.
@@ -110,7 +110,7 @@ class VectorCache:
         disk_bytes: Size of a new file in the folder.
 
     Attributes:
-        secret: Secret of the key hashes. Processes that share a folder have the same one.
+        secret: Secret of the key hashes, the same in all processes that share a folder.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None, disk_bytes: int = 0) -> None:
@@ -145,14 +145,14 @@ class VectorCache:
         if self._shared is not None:
             self._shared.put(key, row)
 
-    def figures(self) -> list[TierFigures]:
+    def stats(self) -> list[TierStats]:
         """Returns the size and evictions of each configured tier."""
         memory = self._memory
-        figures = [TierFigures(name="memory", num_bytes=memory.num_bytes, num_evicted=memory.num_evicted)]
+        tiers = [TierStats(name="memory", num_bytes=memory.num_bytes, num_evicted=memory.num_evicted)]
         if self._shared is not None:
             tier = self._shared.tier
-            figures.append(
-                TierFigures(
+            tiers.append(
+                TierStats(
                     name="disk",
                     num_bytes=self._shared.num_bytes(),
                     num_evicted=tier.num_evicted,
@@ -162,8 +162,8 @@ class VectorCache:
                 )
             )
         elif self._has_folder:
-            figures.append(TierFigures(name="disk", num_bytes=0, num_evicted=0, is_working=False))
-        return figures
+            tiers.append(TierStats(name="disk", num_bytes=0, num_evicted=0, is_working=False))
+        return tiers
 
     def close(self) -> None:
         """Writes the waiting rows and closes the folder."""
@@ -174,15 +174,12 @@ class VectorCache:
 
 def _open(folder: Path, disk_bytes: int) -> SharedTier | None:
     """Opens the rows on disk. Logs an error and returns None if they cannot be used."""
-    from .disk import (
-        DiskError,  # lmdb is an extra
-        SharedTier,
-    )
+    from .disk import DiskError, SharedTier  # lmdb is an extra
 
     try:
         return SharedTier(folder, disk_bytes)
     except DiskError as error:
-        logger.error("--cache-dir: %s; the server goes on without it", error)
+        logger.error("--cache-dir: %s; the server continues without the folder", error)
         return None
 
 
@@ -207,13 +204,13 @@ def pack(arrays: Arrays) -> bytes | None:
 def unpack(packed: bytes) -> Arrays:
     """Returns the arrays of a packed row as read-only views."""
     shapes: dict[str, tuple[int, ...]] = {}
-    place = 1
+    offset = 1
     for _ in range(packed[0]):
-        end = place + 1 + packed[place]
-        name, num_axes = packed[place + 1 : end].decode(), packed[end]
+        end = offset + 1 + packed[offset]
+        name, num_axes = packed[offset + 1 : end].decode(), packed[end]
         shapes[name] = struct.unpack_from(f"<{num_axes}I", packed, end + 1)
-        place = end + 1 + 4 * num_axes
-    values = np.frombuffer(packed, np.float32, offset=place + -place % _ALIGNMENT)
+        offset = end + 1 + 4 * num_axes
+    values = np.frombuffer(packed, np.float32, offset=offset + -offset % _ALIGNMENT)
     arrays: Arrays = {}
     first = 0
     for name, shape in shapes.items():

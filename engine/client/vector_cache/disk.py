@@ -1,15 +1,14 @@
 """The tier on disk: rows that the processes of a machine share, in an LMDB environment of a fixed size.
 
-LMDB maps its file: a row is found in microseconds, any number of processes read while one writes, and a process that
-dies leaves no lock behind. LMDB has two weaknesses, and this module protects against both. Pages that are missing from
-the file end the process that reads them (SIGBUS): a file that has become shorter is not read. The table of readers is
-mapped for writing: its space on disk is reserved before it is used. The file is sparse and has its full size from the
-beginning, so that its content is always inside it.
+LMDB maps its file into memory: a lookup takes microseconds, any number of processes read while one writes, and a dead
+process leaves no lock behind. This module protects against two weaknesses of LMDB. Reading a page that is missing from
+the file kills the process (SIGBUS): a file that has become shorter is not read. The table of readers is mapped for
+writing: its space on disk is reserved before it is used. The file is sparse and has its full size from the beginning,
+so that its content is always inside it.
 
-Rows stand in the order of their arrival, each with its key before it, and are evicted in that order. So they lie close
-together; in the order of their keys, which are random, half of the file would be gaps. A second table maps each key to
-the number of its row. A digest of the key and the row follows each row: a damaged row, or the row of another key, is
-not used.
+Rows are stored in order of arrival, each after its key, and are evicted in that order. Storing them in order of their
+random keys would leave half of the file empty. A second table maps each key to the number of its row. A digest of the
+key and the row follows each row: a damaged row, or the row of another key, is not used.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ logger = logging.getLogger("penstock.engine")
 _NUMBER_BYTES: Final = 8
 _SEAL_BYTES: Final = 8
 _FOLDER: Final = "vectors-1"
-"""The number is the version of the layout. Changed arithmetic changes the keys instead."""
+"""The number is the version of the layout. New arithmetic changes the keys instead (NUMERICS of keys.py)."""
 _MODE: Final = 0o600
 _READERS_BYTES: Final = 64 * 1024
 """Size of the table of readers: a thousand threads of all processes."""
 _FULL: Final = 0.75
-"""Used share of the file at which rows are evicted. Every change is written to free pages: the rest."""
+"""Used share of the file at which rows are evicted. LMDB writes every change to free pages."""
 _AT_ONCE: Final = 1 / 64
-"""Share of the file that one transaction writes or frees: each row may change its own page, and the pages that a
-transaction releases are free for the second transaction after it."""
+"""Share of the file that one transaction writes or frees. Each row may change a page, and a released page can be used
+again two transactions later."""
 _PAUSES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Seconds to wait for readers."""
 _FEW_ROWS: Final = 128
@@ -62,11 +61,11 @@ _CLOSE_S: Final = 10.0
 
 
 class DiskError(Exception):
-    """The tier cannot be used; the message says why."""
+    """The tier cannot be used. The message states the reason."""
 
 
 class NoRoomError(DiskError):
-    """No room at the moment: on the disk, in the file, or in the table of readers."""
+    """The disk, the file or the table of readers is full."""
 
 
 class DiskTier:
@@ -77,13 +76,13 @@ class DiskTier:
         max_bytes: Size of a new file; an existing file keeps its size.
 
     Attributes:
-        secret: Secret of the folder, the same for all its processes: input of keys and of client namespaces.
+        secret: Secret of the folder for keys and client namespaces, the same for all processes.
         max_bytes: Size of the file.
-        num_evicted: Rows that this process has removed to make room.
+        num_evicted: Rows that this process has evicted.
         num_damaged: Damaged rows that this process has found.
 
     Raises:
-        DiskError: The folder cannot be used: no room, no permission, a damaged file, or a file of another user.
+        DiskError: The folder cannot be used: a full disk, no permission, a damaged file, or a file of another user.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -119,7 +118,7 @@ class DiskTier:
         """Writes rows by key and evicts older rows to make room. Skips rows that are too large.
 
         Raises:
-            NoRoomError: Not all of them are written.
+            NoRoomError: The disk or the file is full. Some rows may have been written.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -162,7 +161,7 @@ class DiskTier:
         try:
             last_page: int = self._env.info()["last_pgno"]
             if size and (last_page + 1) * self._env.stat()["psize"] > max(size, 2 * page):
-                raise DiskError(f"{data} is damaged: a part of it is missing. Remove it to begin anew")
+                raise DiskError(f"{data} is damaged: a part of it is missing. Remove it to start with an empty cache")
             os.truncate(data, self.max_bytes)
             self._env.reader_check()
             self._rows = self._env.open_db(b"rows")
@@ -236,11 +235,7 @@ class DiskTier:
                     self.num_evicted += 1
 
     def _check_room(self) -> None:
-        """Checks for disk space for a transaction, because LMDB does not report a full disk after a partial write.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Raises OSError if the disk is full, because LMDB does not report a full disk after a partial write."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, int(_AT_ONCE * self.max_bytes))
 
@@ -288,7 +283,7 @@ class SharedTier:
 
     Attributes:
         tier: Tier to read and write.
-        is_working: Rows are read and written.
+        is_working: Whether rows are read and written.
         num_dropped: Rows that were not written: the disk was full or too slow.
 
     Raises:
@@ -349,7 +344,7 @@ class SharedTier:
             self._is_ending = True
             self._wake.notify()
         self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():  # else a stopped process holds the write lock: the files stay open
+        if not self._thread.is_alive():  # it is alive if a stopped process holds the write lock
             self.tier.close()
 
     def _write(self) -> None:
@@ -374,7 +369,7 @@ class SharedTier:
             self._note(error)
         else:
             if not self.is_working:
-                logger.info("--cache-dir: vectors are written again")
+                logger.info("--cache-dir: writing vectors again")
             self.is_working = True
 
     def _note(self, error: DiskError) -> None:
@@ -383,10 +378,10 @@ class SharedTier:
         self.is_working = False
         if isinstance(error, NoRoomError):
             self._resumes_s = self._clock_s() + _PAUSE_S
-            outcome = "what is there is read, and nothing new is written until there is room"
+            outcome = "stored vectors are read, and new ones are not written until there is space"
         else:
             self._is_damaged = True
-            outcome = "the server goes on without it; remove the folder and start again to have it back"
+            outcome = "the server continues without the folder; remove it and restart the server to use it again"
         if is_new:
             logger.error("--cache-dir: %s; %s", error, outcome)
 

@@ -1,9 +1,9 @@
-"""The key of a cached row: a digest of everything that decides the row, and of its namespace.
+"""The key of a cached row: a digest of the model's identity, the parameters, the namespace and the tokens.
 
-The identity of a model is a digest of everything that decides its vectors except tokens and request parameters: the
+The identity of a model is a digest of everything that affects its vectors except tokens and request parameters: the
 contents (not the names) of its weights, config.json files and code; the values resolved from them and from the
-operator's settings (ModelInfo); the libraries that compute; and the number of our own arithmetic. Values that only
-decide the tokens or check requests are left out: servers that differ in nothing else share their vectors.
+operator's settings (ModelInfo); the versions of the libraries; and NUMERICS. Values that only affect the tokens or
+check requests are left out: servers that differ only in these share their vectors.
 
 A key is made in two steps: the model, the parameters and the namespace, which are the same for many inputs; then the
 tokens. Every part has a fixed length or its length before it, so that different parts never give the same bytes.
@@ -31,19 +31,19 @@ from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingTask
 
 NUMERICS: Final = 6
-"""Number of our arithmetic. Raise it with every change after which a vector may differ in a bit."""
+"""Version of penstock's arithmetic. Increase it with every change that may change a bit of a vector."""
 CHANGES_NO_VECTOR: Final = frozenset(
     {
         *("name", "path", "root", "sources", "labels", "problem_type"),
-        "adapters",  # none is applied
+        "adapters",  # they are not applied
         "num_lanes",  # rows are bitwise equal for any number of lanes
-        # These decide the tokens, which are part of every key.
+        # The following affect the tokens, which are part of every key.
         *("max_model_len", "auto_truncate", "do_lower_case", "prompts", "default_prompt_name", "score_template"),
         *("pair_chat", "enable_chunked_processing", "max_embed_len", "chunk_overlap", "chunked_processing_mode"),
-        # These are resolved into the parameters of every request, which are part of its key, or check them.
+        # The following are resolved into the parameters of every request, which are part of its key, or check them.
         *("normalize", "dimensions", "use_activation", "step_tag_id", "returned_token_ids"),
         *("is_matryoshka", "matryoshka_dimensions"),
-        # These are of classes.
+        # The following affect only classes, which are not cached.
         *("activation", "logit_mean", "logit_sigma", "classifier_tokens", "classifier_method"),
     }
 )
@@ -61,7 +61,7 @@ _NUM_PREFIXES: Final = 256
 
 
 class UnknownIdentityError(Exception):
-    """The identity of a model cannot be determined; the message says why."""
+    """The identity of a model cannot be determined. The message states the reason."""
 
 
 def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
@@ -88,7 +88,7 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
 
 
 def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Adds the names and contents of a model's files to a digest; arguments and errors as `identity_of` has them."""
+    """Adds the names and contents of a model's files to a digest. For arguments and errors see `identity_of`."""
     for path in _files(info):
         content = blake2b()
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def add_files(digest: blake2b, info: ModelInfo, is_wanted: Callable[[], bool] = 
 def stamp_of(folder: Path) -> bytes:
     """Returns a digest that changes when a file of a folder changes. Raises OSError as `stat` does."""
     digest = blake2b()
-    files = (file for pattern in _FILES for place in (pattern, f"*/{pattern}") for file in folder.glob(place))
+    files = (file for name in _FILES for pattern in (name, f"*/{name}") for file in folder.glob(pattern))
     for path in sorted(files):
         status = path.stat()
         digest.update(f"{path}\0{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\0".encode())
@@ -129,8 +129,8 @@ class Keys:
 
     Args:
         secret: Secret of the cache. Keys cannot be computed without it.
-        identity: Digest of all that decides the model's vectors; see identity_of.
-        embedding_size: Width of an embedding that is not cut.
+        identity: See identity_of.
+        embedding_size: Full width of an embedding.
     """
 
     def __init__(self, secret: bytes, identity: bytes, embedding_size: int) -> None:
@@ -155,15 +155,15 @@ class Keys:
         Args:
             inputs: Tokenized inputs.
             params: Resolved.
-            namespace: Namespace of the client; "" where clients share rows.
+            namespace: Namespace of the client; "" if clients share rows.
             finish: Name of the function that is applied to the outputs before they are stored; "" for none.
         """
         prefix = self._prefix(params, namespace, finish)
         keys = []
         for tokens in inputs:
             digest = prefix.copy()
-            places = (len(tokens), tokens.type_boundary, tokens.num_prompt_tokens, tokens.num_hidden)
-            digest.update(struct.pack("<4q", *places))
+            boundaries = (len(tokens), tokens.type_boundary, tokens.num_prompt_tokens, tokens.num_hidden)
+            digest.update(struct.pack("<4q", *boundaries))
             digest.update(np.ascontiguousarray(tokens.token_ids, "<i4").data)
             keys.append(digest.digest())
         return keys

@@ -40,15 +40,15 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
 
 
 def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Machine | None) -> list[Arrays]:
-    """Truncates and normalises whole embeddings; other outputs stay as they are.
+    """Truncates and normalises whole embeddings. Other outputs are not changed.
 
-    The C library gives the same bits as in an engine on this machine. Results of numpy, torch and GPUs
-    differ by at most 2.5e-7 of the row's norm.
+    The C library returns the same bits as an engine on this machine. Results of numpy, torch and GPUs differ by at most
+    2.5e-7 of the row's norm.
 
     Args:
         outputs: Outputs of each input, with the whole "embedding" [W] float32. Not modified.
-        params: Resolved.
-        machine: The C library; None cuts with numpy.
+        params: Resolved parameters.
+        machine: The C library; None uses numpy.
     """
     rows = stacked([output["embedding"] for output in outputs])
     width = min(params.dimensions or rows.shape[1], rows.shape[1])
@@ -66,9 +66,9 @@ def cut_embeddings(outputs: Sequence[Arrays], params: PoolingParams, machine: Ma
 logger = logging.getLogger("penstock.engine")
 
 _MANY_TOKENS: Final = 250_000
-"""Computing their keys takes about a millisecond; more are computed in a thread."""
+"""The keys of more tokens are computed in a thread. Computing the keys of this many takes about a millisecond."""
 _MANY_NUMBERS: Final = 1_000_000
-"""Cutting this many values takes about a millisecond; more are cut in a thread."""
+"""More values are truncated in a thread. Truncating this many takes about a millisecond."""
 _NUM_PARAMS: Final = 64
 
 Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arrays]]]
@@ -77,7 +77,7 @@ Compute = Callable[[list[TokenizedInput], PoolingParams], Awaitable[Sequence[Arr
 class ModelCache:
     """Looks up inputs of one model. Belongs to the event loop of its engine.
 
-    It is off until the identity of the loaded model is known: no lookup, no stored row.
+    Looks up and stores nothing until the identity of the loaded model is known.
 
     Args:
         cache: Stores the rows of all models.
@@ -98,16 +98,16 @@ class ModelCache:
         self._machine = shared_machine()
 
     def expect(self, model: str) -> None:
-        """Notes the files of a model, a folder or a hub id, that a core is about to load."""
+        """Records the state of a model's files before a core loads them. `model` is a folder or a hub id."""
         self._stamps.add(_stamp(model))
 
     def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
-        """Computes the identity of the loaded model in a thread. After that inputs are looked up.
+        """Computes the identity of the loaded model in a thread, then enables the cache.
 
         Args:
             model: The folder that the cores have loaded.
             info: The resolved description of the model.
-            has_one_core: False: other replicas may have loaded earlier files.
+            has_one_core: False if other replicas may have loaded an earlier version of the files.
         """
         self.close()
         if {PoolingTask.EMBED, PoolingTask.SPARSE_EMBED} & set(info.tasks):
@@ -121,7 +121,7 @@ class ModelCache:
     def close(self) -> None:
         """Closes the cache and cancels a running `open`."""
         self._use(None)
-        self._num_opened += 1  # a thread that reads weights for the last one ends
+        self._num_opened += 1  # ends the thread of an earlier `open`
         if self._opening is not None:
             self._opening.cancel()
 
@@ -137,14 +137,14 @@ class ModelCache:
         compute: Compute,
         finish: str = "",
     ) -> list[Arrays]:
-        """Returns the outputs of each input. `compute` runs the inputs that are missing, each once.
+        """Returns the outputs of each input. `compute` runs each missing input once.
 
-        Embeddings are computed and stored whole, then cut and normalised here, also before the cache is open: a text
-        has the same vector at all times.
+        Embeddings are computed and stored whole, then truncated and normalised here, even while the cache is closed, so
+        that a text always has the same vector.
 
         Args:
             inputs: Tokenized inputs.
-            params: Resolved.
+            params: Resolved parameters.
             namespace: Namespace of the client; see RequestOptions.
             compute: Returns the outputs of inputs for the given parameters.
             finish: Name of the function that `compute` applies to the outputs; see Keys.of.
@@ -177,7 +177,7 @@ class ModelCache:
         self.stats.num_misses += len(missing)
         if missing:
             outputs = await compute(list(missing.values()), params)
-            is_current = self._keys is keys_of  # else the model was replaced meanwhile
+            is_current = self._keys is keys_of  # False if the model was replaced during `compute`
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output
                 if is_current:
@@ -205,5 +205,5 @@ def _stamp(model: str) -> bytes | None:
     try:
         folder = Path(model).expanduser().resolve()
         return stamp_of(folder) if folder.is_dir() else None
-    except OSError:  # it is changing, so it equals no other state
+    except OSError:  # the folder is changing: return a unique stamp
         return secrets.token_bytes()

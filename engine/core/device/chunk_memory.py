@@ -1,4 +1,4 @@
-"""The device memory of sequences in chunks: KV blocks and SSM slots, and the places that a batch reads and writes."""
+"""The device memory of sequences in chunks: KV blocks and SSM slots, and the slots that a batch reads and writes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
 from ...scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence
-from .sequence_memory import KvPlaces
+from .sequence_memory import KvSlots
 from .stream import DeviceStream
 
 
 @dataclass(slots=True, eq=False)
 class _SlotUse:
-    """Where the SSM states of a sequence in chunks are.
+    """Location of the SSM states of a sequence in chunks.
 
     Attributes:
-        place: Which of the two places of its slot holds them.
-        saved: The states on the host while it has no slot, perhaps still being copied; see DeviceStream.save.
+        buffer: Index of the buffer that holds the states: each slot has two buffers.
+        saved: The states on the host while the sequence has no slot. The copy may still run; see DeviceStream.save.
     """
 
-    place: int = 0
+    buffer: int = 0
     saved: list[Tensor] | None = None
 
 
 class ChunkMemory:
     """Storage of the blocks and slots of a SequencePool.
 
-    A slot has two places for its states: a forward reads one and writes the other, and `advance` swaps them. Keys and
-    values are written to the same places when a chunk runs again. So a failed forward changes nothing.
+    A slot has two buffers for its states: a forward reads one and writes the other, and `advance` swaps them. A chunk
+    that runs again writes its keys and values to the same slots. So a failed forward changes nothing.
 
     Args:
         spec: Keys, values and states of the model.
         plan: Sizes of the pools.
         block_size: Tokens of a block.
-        dtype: Of the model.
-        device: Of the model.
-        stream: Where its forwards run.
+        dtype: Dtype of the model.
+        device: Device of the model.
+        stream: Stream of the model's forwards.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ChunkMemory:
         self._uses: defaultdict[QueuedSequence, _SlotUse] = defaultdict(_SlotUse)
 
     def batch_cache(self, chunks: Sequence[PrefillChunk]) -> BatchCache | None:
-        """Returns the cache that a forward over `chunks` uses, with places on the host; None if it uses none.
+        """Returns the cache for a forward over `chunks`, with indices on the host; None if no chunk uses the cache.
 
         Args:
             chunks: First the chunks that start a sequence, then the later chunks.
@@ -71,9 +71,9 @@ class ChunkMemory:
         num_new = sum(c.start == 0 for c in chunks)
         cache: dict[str, Tensor | None] = {}
         if self._kv is not None:
-            cache |= self._kv_places(chunks, num_new, self._kv.block_size)
+            cache |= _kv_slots(chunks, num_new, self._kv.block_size)
         if self._ssm is not None:
-            cache |= self._state_places(chunks)
+            cache |= self._state_slots(chunks)
         return BatchCache(
             num_new_seqs=num_new,
             num_new_tokens=sum(c.num_tokens for c in chunks[:num_new]),
@@ -92,60 +92,61 @@ class ChunkMemory:
             if chunk.is_last:
                 self._uses.pop(chunk.sequence, None)
             elif chunk.sequence.allocation is not None:
-                self._uses[chunk.sequence].place ^= 1
+                self._uses[chunk.sequence].buffer ^= 1
 
     def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
-        """Copies the states of a sequence that loses its slot to the host, so that it can continue in another slot.
+        """Copies the states of a preempted sequence to the host, so that it can continue in another slot.
 
-        Does not wait: the copy is queued behind the forwards that write the states.
+        Does not wait: the copy is queued after the forwards that write the states.
         """
         if self._ssm is None or self._kv is not None or not sequence.num_pooled:
             return
         use = self._uses[sequence]
         if use.saved is not None:
-            return  # it lost the slot before it ran there, so the slot holds another sequence's states
-        use.saved = self._stream.save(self._ssm.at(self._place(use, allocation)))
+            return  # it was preempted before it ran in this slot, which still holds another sequence's states
+        use.saved = self._stream.save(self._ssm.at(self._state_slot(use, allocation)))
 
     def restore(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Puts saved states into the slots that the sequences have now."""
+        """Copies saved states into the new slots of the sequences."""
         for sequence in [chunk.sequence for chunk in chunks]:
             use = self._uses.get(sequence)
             if self._ssm is None or sequence.allocation is None or use is None or use.saved is None:
                 continue
-            self._stream.put_back(use.saved, self._ssm.at(self._place(use, sequence.allocation)))
+            self._stream.put_back(use.saved, self._ssm.at(self._state_slot(use, sequence.allocation)))
             use.saved = None
 
     def forget(self, sequence: QueuedSequence) -> None:
         """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 
-    def _kv_places(self, chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
-        """Returns the block tables of the later chunks, and the block place of every row that is kept."""
-        places = KvPlaces.of(chunks, block_size)
-        kept = np.flatnonzero(places.slots >= 0)
-        return {
-            "block_tables": torch.from_numpy(places.tables[num_new:]),
-            "past_lens_on_device": torch.from_numpy(places.lengths[num_new:]),
-            "store_rows": None if len(kept) == len(places.slots) else _indices(kept),
-            "store_slots": _indices(places.slots[kept]),
-        }
-
-    def _state_places(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
-        """Returns the places from which states are read and to which they are written."""
-        held = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
-        saved = [(i, c, self._uses[c.sequence], a) for i, c, a in held if a is not None]
+    def _state_slots(self, chunks: Sequence[PrefillChunk]) -> dict[str, Tensor | None]:
+        """Returns the indices of the states to read and to write."""
+        allocated = [(i, c, c.sequence.allocation) for i, c in enumerate(chunks)]
+        saved = [(i, c, self._uses[c.sequence], a) for i, c, a in allocated if a is not None]
         loaded = [(i, use, a) for i, c, use, a in saved if c.start]
         return {
             "load_indices": _indices([i for i, *_ in loaded]),
-            "load_slots": _indices([self._place(use, a) for _, use, a in loaded]),
+            "load_slots": _indices([self._state_slot(use, a) for _, use, a in loaded]),
             "save_indices": _indices([i for i, *_ in saved]),
-            "save_slots": _indices([self._place(use, a, is_next=True) for *_, use, a in saved]),
+            "save_slots": _indices([self._state_slot(use, a, is_next=True) for *_, use, a in saved]),
         }
 
-    def _place(self, use: _SlotUse, allocation: Allocation, *, is_next: bool = False) -> int:
-        """Returns the place of the states of a sequence now, or after the next forward."""
+    def _state_slot(self, use: _SlotUse, allocation: Allocation, *, is_next: bool = False) -> int:
+        """Returns the index of the states of a sequence now, or after the next forward."""
         assert allocation.state_slot is not None, "a model with SSM layers has a pool of slots"
-        return allocation.state_slot + (use.place ^ is_next) * self._num_slots
+        return allocation.state_slot + (use.buffer ^ is_next) * self._num_slots
+
+
+def _kv_slots(chunks: Sequence[PrefillChunk], num_new: int, block_size: int) -> dict[str, Tensor | None]:
+    """Returns the block tables of the later chunks, and the slot of every row that is stored."""
+    kv = KvSlots.of(chunks, block_size)
+    stored = np.flatnonzero(kv.slots >= 0)
+    return {
+        "block_tables": torch.from_numpy(kv.tables[num_new:]),
+        "past_lens_on_device": torch.from_numpy(kv.lengths[num_new:]),
+        "store_rows": None if len(stored) == len(kv.slots) else _indices(stored),
+        "store_slots": _indices(kv.slots[stored]),
+    }
 
 
 def _indices(values: Sequence[int] | np.ndarray) -> Tensor:

@@ -28,31 +28,31 @@ _NO_STATS: Final = {f"{kind}_bytes": {"all": {"current": 0, "peak": 0}} for kind
 
 
 def resolve_device(config: EngineConfig) -> tuple[str, str]:
-    """Returns the device and dtype of a configuration. "auto" is chosen here: float32 on a CPU, see `cpu_dtype`.
+    """Returns the device and dtype of a configuration and resolves "auto". On a CPU "auto" is float32; see `cpu_dtype`.
 
     Raises:
-        MachineError: There is no such device, or torch has no code for it.
+        MachineError: The device does not exist, or torch does not support it.
     """
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu" and (reason := why_unusable()):
-            logger.warning("%s The model runs on the CPU; --device cpu asks for that without this warning.", reason)
+            logger.warning("%s The model runs on the CPU; set --device cpu to hide this warning.", reason)
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        way_out = (
-            f"take cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}."
+        remedy = (
+            f"set cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}."
             if count
-            else "install a CUDA build of torch and a driver, or take --device cpu."
+            else "install a CUDA build of torch and a driver, or set --device cpu."
         )
         reason = "" if count else why_unusable()
         raise MachineError(
-            f"--device is {device}, but torch {torch.__version__} sees {count} CUDA devices; {way_out}"
+            f"--device is {device}, but torch {torch.__version__} finds {count} CUDA devices; {remedy}"
             + (f" {reason}" if reason else "")
         )
     if device != "cpu" and config.dtype == "int8":
-        raise MachineError(f"--dtype int8 is for the native kernels of a CPU, and the device is {device}.")
+        raise MachineError(f"--dtype int8 needs the native kernels of a CPU, but the device is {device}.")
     if device != "cpu":
         check_capability(device, index)
     if config.dtype != "auto":
@@ -65,7 +65,7 @@ def resolve_device(config: EngineConfig) -> tuple[str, str]:
 
 
 def why_unusable() -> str:
-    """Returns the reason why torch can use no NVIDIA GPU of this machine, and the fix, as one sentence.
+    """Returns a sentence with the reason why torch cannot use a GPU of this machine, and the fix.
 
     Returns "" without an NVIDIA driver, for a build of torch without CUDA, and if CUDA_VISIBLE_DEVICES hides all GPUs.
     """
@@ -77,26 +77,26 @@ def why_unusable() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # torch's message
-        said = str(error).partition("\n")[0]
+        problem = str(error).partition("\n")[0]
     else:
-        said = "no device is visible"
+        problem = "no device is visible"
     least = _LEAST_DRIVERS.get(cuda.partition(".")[0])
     needed = f"CUDA {cuda} needs driver {least} or newer" if least else f"Check that the driver supports CUDA {cuda}"
     return (
-        f"This machine has NVIDIA driver {driver}, but torch {torch.__version__} can use no GPU: {said} "
+        f"This machine has NVIDIA driver {driver}, but torch {torch.__version__} can use no GPU: {problem} "
         f"({needed}; in a container, GPUs must be passed in, as by docker run --gpus all)."
     )
 
 
 def check_capability(device: str, index: int) -> None:
-    """Checks that torch has code for a CUDA device.
+    """Checks that this build of torch supports a CUDA device.
 
     Args:
-        device: Its name, for the message.
-        index: Its number in torch.
+        device: Name of the device, for the message.
+        index: Number of the device in torch.
 
     Raises:
-        MachineError: There is none: the first kernel would fail.
+        MachineError: It does not: the first kernel would fail.
     """
     compiled = torch.cuda.get_arch_list()
     capability = torch.cuda.get_device_capability(index)
@@ -106,8 +106,8 @@ def check_capability(device: str, index: int) -> None:
     name = torch.cuda.get_device_name(index)
     raise MachineError(
         f"--device is {device}, which is {name} of compute capability {major}.{minor}, but "
-        f"torch {torch.__version__} has code for {', '.join(compiled)} alone. Install a build of torch for "
-        f"sm_{major}{minor} (https://pytorch.org/get-started/previous-versions lists older ones), or take --device cpu."
+        f"torch {torch.__version__} supports only {', '.join(compiled)}. Install a build of torch for "
+        f"sm_{major}{minor} (https://pytorch.org/get-started/previous-versions lists older ones), or set --device cpu."
     )
 
 
@@ -115,12 +115,12 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
     """Returns whether a CUDA device can run one of the targets that torch was compiled for.
 
     sm_XY is machine code for devices of major version X and minor version Y or later. compute_XY is PTX, which the
-    driver compiles for devices of version X.Y or later. A target with the suffix `a` runs on X.Y alone. One with
+    driver compiles for devices of version X.Y or later. A target with the suffix `a` runs only on X.Y. A target with
     the suffix `f` follows the rule of sm_XY. Without any such target, as in builds for AMD, the result is True.
 
     Args:
         capability: Major and minor version of the device.
-        compiled: As torch.cuda.get_arch_list gives them.
+        compiled: Result of torch.cuda.get_arch_list.
     """
     targets = [found for name in compiled if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
     for kind, major, minor, suffix in (target.groups() for target in targets):
@@ -139,7 +139,7 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
 def multiply_exactly() -> None:
     """Makes CUDA compute float32 products in float32, and accumulate 16-bit products in float32.
 
-    The first is torch's default, set here because other code may change it. The second is not: by default cuBLAS may
+    The first setting is torch's default, but other code may have changed it. The second is not the default: cuBLAS may
     add the partial sums of a split product in 16 bits.
     """
     torch.set_float32_matmul_precision("highest")
@@ -148,8 +148,8 @@ def multiply_exactly() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory was short. For CPU and pinned memory only torch's message shows it."""
-    if isinstance(error, torch.AcceleratorError):  # the host has no memory to pin; the device still works
+    """Whether an error means that memory was short. CPU and pinned memory are recognised by torch's message."""
+    if isinstance(error, torch.AcceleratorError):  # the host cannot pin memory; the device still works
         return "out of memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -158,7 +158,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Translates errors of torch into those of the Runner.
+    """Translates errors of torch into errors of runner.py.
 
     Raises:
         DeviceLostError: The device is lost.
@@ -171,7 +171,7 @@ def device_errors() -> Iterator[None]:
             if isinstance(error, torch.AcceleratorError):
                 raise DeviceLostError(str(error)) from error
             raise
-        clear_frames(error.__traceback__)  # its frames hold the activations of the forward
+        clear_frames(error.__traceback__)  # the frames refer to the activations of the forward
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         raise DeviceMemoryError(str(error)) from error
@@ -181,7 +181,7 @@ class CudaMemory:
     """The MemoryGauge of a CUDA device.
 
     Args:
-        device: Which.
+        device: A CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class CudaMemory:
         self._before = 0
 
     def available(self) -> int:
-        """Returns the Bytes that can be allocated now, including the cache of torch."""
+        """Returns the bytes that can be allocated now, including the cache of torch."""
         free, _ = torch.cuda.mem_get_info(self._device)
         stats = _memory_stats(self._device)
         return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
@@ -200,7 +200,7 @@ class CudaMemory:
         self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
 
     def taken(self) -> int:
-        """Returns the peak of allocated Bytes since `begin`."""
+        """Returns the peak of allocated bytes since `begin`."""
         return _memory_stats(self._device)["allocated_bytes"]["all"]["peak"] - self._before
 
 
@@ -210,14 +210,14 @@ def gauge_of(device: torch.device) -> MemoryGauge:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the Bytes of a CUDA device; None for the host."""
+    """Returns the memory of a CUDA device in bytes; None for the host."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns torch's statistics of a CUDA device as they are.
+    """Returns torch's memory statistics of a CUDA device as a nested dictionary.
 
-    torch.cuda.memory_allocated makes a flat, sorted copy of all statistics, which takes some 60 us.
+    torch.cuda.memory_allocated makes a flat, sorted copy of all statistics, which takes about 60 us.
     """
     stats: dict[str, dict[str, dict[str, int]]] = torch.cuda.memory_stats_as_nested_dict(device)
     return stats or _NO_STATS

@@ -1,4 +1,4 @@
-"""The memory of a device: how much is free, how much forwards take, and how large the next chunk may be.
+"""Memory of a device: the free memory, the memory of forwards, and the largest possible chunk.
 
 Activations grow at most in proportion to the tokens of a forward, so the memory of chunks of one size bounds the memory
 of larger chunks. The largest measurement of each size counts, because later chunks of a prompt attend to more tokens.
@@ -15,23 +15,23 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _USABLE: Final = 0.7
-"""Share of the free memory that a chunk may take. Other processes allocate too, and later chunks need more."""
+"""Share of the free memory that a chunk may use. Other processes allocate too, and later chunks need more."""
 _GROWTH: Final = 2
-"""A chunk may be this many times as large as a measured one."""
+"""A chunk may be at most this many times as large as a measured one."""
 
 
 class MemoryGauge(Protocol):
     """Reads the memory of one device."""
 
     def available(self) -> int:
-        """Returns the Bytes that can be allocated now."""
+        """Returns the bytes that can be allocated now."""
         ...
 
     def begin(self) -> None:
         """Starts a measurement."""
 
     def taken(self) -> int | None:
-        """Returns the peak of allocated Bytes since `begin`; None if the device does not report it."""
+        """Returns the peak of allocated bytes since `begin`; None if the device does not report it."""
         ...
 
 
@@ -39,14 +39,14 @@ class MemoryMeter:
     """Measures the memory of forwards with chunks.
 
     Args:
-        gauge: Of the device.
-        token_bytes: Estimated Bytes of a token until a chunk was measured.
+        gauge: Gauge of the device.
+        token_bytes: Estimated bytes per token, used until a chunk was measured.
     """
 
     def __init__(self, gauge: MemoryGauge, token_bytes: int) -> None:
         self._gauge = gauge
         self._token_bytes = max(token_bytes, 1)
-        self._taken: dict[int, tuple[int, int]] = {}  # bits of a number of tokens -> largest number, most Bytes
+        self._taken: dict[int, tuple[int, int]] = {}  # bit length of a number of tokens -> most tokens, most bytes
 
     def begin(self) -> None:
         """Starts to measure a forward."""
@@ -60,7 +60,7 @@ class MemoryMeter:
             self._taken[num_tokens.bit_length()] = max(known_tokens, num_tokens), max(known_bytes, num_bytes)
 
     def free_tokens(self) -> int:
-        """Returns the largest number of tokens for which a forward finds memory now."""
+        """Returns the most tokens of a forward that fits into the free memory."""
         usable = int(self._gauge.available() * _USABLE)
         if not self._taken:
             return usable // self._token_bytes
@@ -83,7 +83,7 @@ class HostMemory:
         self._before = 0
 
     def available(self) -> int:
-        """Returns the Bytes that can be allocated now."""
+        """Returns the bytes that can be allocated now."""
         return available_memory()
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class HostMemory:
             self._before = _resident("VmRSS")
 
     def taken(self) -> int | None:
-        """Returns the peak of allocated Bytes since `begin`; None if the kernel does not report it."""
+        """Returns the peak of allocated bytes since `begin`; None if the kernel does not report it."""
         return _resident("VmHWM") - self._before if self._reports_peak else None
 
 
@@ -107,6 +107,6 @@ def _can_reset_peak() -> bool:
 
 
 def _resident(field: str) -> int:
-    """Returns the Bytes of a line in /proc/self/status."""
+    """Returns the bytes of a line in /proc/self/status."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The memory of sequences in chunks: its size, and where the keys and values of a batch lie in it. Without torch."""
+"""The memory of sequences in chunks: its size, and the slots of a batch's keys and values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger("penstock.engine")
 _NO_BLOCKS: Final = np.zeros(0, np.int64)
 
 
-class KvPlaces(NamedTuple):
-    """Where the keys and values of a batch lie. T packed tokens, N chunks, B blocks.
+class KvSlots(NamedTuple):
+    """Slots of the keys and values of a batch. T packed tokens, N chunks, B blocks.
 
     Attributes:
         lengths: [N] int32, tokens of each sequence before its chunk.
-        tables: [N, B] int32, the block of every `block_size` tokens of each sequence up to the end of its chunk; zeros
-            in chunks that start a sequence, and where there are fewer blocks.
-        slots: [T] int64, block * block size + offset where the keys and values of each token are kept; -1: nowhere.
+        tables: [N, B] int32, block table of each sequence up to the end of its chunk, padded with zeros; zeros for
+            chunks that start a sequence.
+        slots: [T] int64, block * block size + offset of the keys and values of each token; -1: not stored.
     """
 
     lengths: NDArray[np.int32]
@@ -34,30 +34,30 @@ class KvPlaces(NamedTuple):
     slots: NDArray[np.int64]
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], block_size: int) -> KvPlaces:
-        """Returns the places of chunks. Chunks without an allocation keep nothing."""
-        held = [chunk.sequence.allocation for chunk in chunks]
-        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in held]
+    def of(cls, chunks: Sequence[PrefillChunk], block_size: int) -> KvSlots:
+        """Returns the slots of chunks. Chunks without an allocation store nothing."""
+        allocations = [chunk.sequence.allocation for chunk in chunks]
+        blocks = [_NO_BLOCKS if a is None else np.asarray(a.block_ids, np.int64) for a in allocations]
         read = [b[: -(-c.end // block_size)] if c.start else _NO_BLOCKS for c, b in zip(chunks, blocks, strict=True)]
         tables = np.zeros((len(chunks), max(map(len, read))), np.int32)
-        for line, ids in zip(tables, read, strict=True):
-            line[: len(ids)] = ids
+        for table, ids in zip(tables, read, strict=True):
+            table[: len(ids)] = ids
         starts = np.array([c.start for c in chunks], np.int32)
         lengths = np.array([c.num_tokens for c in chunks])
         first_rows = np.cumsum(lengths) - lengths
         first_blocks = np.cumsum([len(b) for b in blocks]) - [len(b) for b in blocks]
         positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
         slots = np.full(len(positions), -1, np.int64)
-        kept = np.flatnonzero(np.repeat([a is not None for a in held], lengths))
-        places = np.repeat(first_blocks, lengths)[kept] + positions[kept] // block_size
-        slots[kept] = np.concatenate(blocks)[places] * block_size + positions[kept] % block_size
+        stored = np.flatnonzero(np.repeat([a is not None for a in allocations], lengths))
+        indices = np.repeat(first_blocks, lengths)[stored] + positions[stored] // block_size
+        slots[stored] = np.concatenate(blocks)[indices] * block_size + positions[stored] % block_size
         return cls(starts, tables, slots)
 
 
 def make_pool(
     spec: CacheSpec, config: EngineConfig, *, num_bytes: int, itemsize: int, max_num_seqs: int
 ) -> tuple[PoolPlan, SequencePool] | None:
-    """Plans the memory of sequences in chunks and logs it. None if it holds no sequence.
+    """Plans the memory of sequences in chunks and logs it. Returns None if no sequence fits into it.
 
     Args:
         spec: Keys, values and states of the model.
@@ -67,12 +67,12 @@ def make_pool(
         max_num_seqs: Sequences of a forward.
 
     Raises:
-        ModelLoadError: It holds no sequence, and `kv_cache_memory` gives its size.
+        ModelLoadError: No sequence fits, and the operator has set `kv_cache_memory`.
     """
     block_size = config.cache.kv_block_size
     try:
         plan = plan_pool(
-            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two places; see ChunkMemory
+            dataclasses.replace(spec, ssm_layers=2 * spec.ssm_layers),  # a slot has two buffers; see ChunkMemory
             num_bytes,
             block_size=block_size,
             itemsize=itemsize,
@@ -93,7 +93,7 @@ def make_pool(
 
 
 def describe_pool(sequence_pool: SequencePool, limits: SchedulerConfig, num_bytes: int) -> str:
-    """Returns the size of the pool, whether inputs run in chunks, and whether prefixes are kept.
+    """Returns a log line: the size of the pool, the size of chunks, and whether the prefix cache is on.
 
     Args:
         sequence_pool: Memory of sequences that run in chunks.

@@ -1,4 +1,4 @@
-"""The work queue of a device: events in it, the time of forwards, and copies of results to the host."""
+"""The work queue of a device: its events, the time of forwards, and copies of results to the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DeviceEvent(Protocol):
         ...
 
     def wait(self) -> None:
-        """Sleeps until it is reached."""
+        """Blocks until the event is reached."""
 
     def at_ms(self, first: DeviceEvent) -> float:
         """Returns the milliseconds from another event to this one. Both must be reached."""
@@ -39,7 +39,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """The work queue of one device. Work runs in the order in which it was queued.
+    """The work queue of one device. Work runs in order (first in, first out).
 
     Attributes:
         is_beside_host: Whether calls return before the work is done.
@@ -48,24 +48,24 @@ class DeviceStream(Protocol):
     is_beside_host: bool
 
     def record_event(self) -> DeviceEvent:
-        """Returns an event behind all queued work."""
+        """Returns an event after all queued work."""
         ...
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies on the host. Read them once a later event is reached; their memory is not reused before."""
+        """Returns copies on the host. They are complete when a later event is reached."""
         ...
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns copies on the host for `put_back`. Work that is queued later may write to the tensors."""
         ...
 
-    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Queues copies of saved tensors to tensors of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """An event of the host, reached when it is made."""
+    """An event of the host, reached when it is created."""
 
     at_s: float = field(default_factory=time.perf_counter)
     is_reached = True
@@ -89,28 +89,28 @@ class HostStream:
         return HostEvent()
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream. The tensors themselves."""
+        """See DeviceStream. Returns the tensors themselves."""
         return list(tensors)
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See DeviceStream."""
         return [tensor.clone() for tensor in tensors]
 
-    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """See DeviceStream."""
-        for place, copy in zip(places, saved, strict=True):
-            place.copy_(copy)
+        for target, copy in zip(targets, saved, strict=True):
+            target.copy_(copy)
 
 
 class CudaEvent:
-    """A DeviceEvent of a CUDA stream.
+    """A DeviceEvent after all work that is queued in a CUDA stream.
 
     Args:
-        stream: Its point now.
+        stream: The stream.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: `wait` sleeps in the driver. Spinning would take a core from the tokenizers.
+        # blocking: `wait` sleeps in the driver. Busy waiting would take a core from the tokenizers.
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)
         self._event.record(stream)
 
@@ -130,10 +130,10 @@ class CudaEvent:
 
 
 class CudaStream:
-    """The DeviceStream of a CUDA device: the stream that is current when it is asked.
+    """The DeviceStream of a CUDA device: the current stream at each call.
 
     Args:
-        device: Which.
+        device: A CUDA device.
     """
 
     is_beside_host = True
@@ -146,7 +146,7 @@ class CudaStream:
         return CudaEvent(torch.cuda.current_stream(self._device))
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See DeviceStream. Copies to one block of pinned memory, which torch does not reuse before they are done."""
+        """See DeviceStream. Copies to one block of pinned memory. torch does not reuse it before the copies end."""
         copies = views(empty_for(tensors, pin_memory=True), tensors)
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
@@ -156,33 +156,33 @@ class CudaStream:
         """See DeviceStream."""
         return self.to_host(tensors)
 
-    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """See DeviceStream. Earlier copies to the host are done first, as all are on one stream."""
-        for place, copy in zip(places, saved, strict=True):
-            place.copy_(copy, non_blocking=True)
+    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """See DeviceStream. Earlier copies to the host end first, because all run on one stream."""
+        for target, copy in zip(targets, saved, strict=True):
+            target.copy_(copy, non_blocking=True)
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    """Returns the stream in which forwards on a device run."""
+    """Returns the stream of a device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 def make_current(device: torch.device | None) -> None:
-    """Makes a CUDA device the current one of the calling thread; does nothing for a CPU, or for None.
+    """Makes a CUDA device the current device of the calling thread. Does nothing for a CPU or None.
 
     Every thread that calls CUDA must do this. Calls that name no device, such as freeing memory after a shortage, use
-    the current device of the thread. With another device current, torch waits for the streams of the wrong device
-    before it unmaps memory, and each further device that is used costs a context of some 500 MB.
+    the current device of the thread. With a wrong current device, torch waits for the wrong streams before it unmaps
+    memory, and creates a context of about 500 MB on that device.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
 
 
 class ForwardClock:
-    """Times forwards by events of their device. Several may be under way. Never waits.
+    """Measures forwards with events of their device. Several forwards may run at once. Never waits.
 
     Args:
-        stream: Where they run.
+        stream: Stream of the forwards.
     """
 
     def __init__(self, stream: DeviceStream) -> None:
@@ -195,7 +195,7 @@ class ForwardClock:
         self._began = self._stream.record_event()
 
     def end(self, chunk_tokens: int, whole_tokens: int) -> DeviceEvent:
-        """Returns the end event of a forward whose work is queued; see ForwardTime."""
+        """Records the end of a forward after its work was queued, and returns the event. See ForwardTime."""
         ended = self._stream.record_event()
         self._under_way.append((self._began, ended, chunk_tokens, whole_tokens))
         return ended
@@ -210,12 +210,12 @@ class ForwardClock:
 
 
 class EventWatcher:
-    """Writes to a waker's file descriptor when an event is reached. A thread of its own waits for the device.
+    """Writes to a waker's file descriptor when an event is reached. A separate thread waits for the device.
 
-    torch has no callback for CUDAn events. If the loop waited for the event, it could not start new requests meanwhile.
+    torch has no callback for CUDA events, and a loop that waits for an event cannot start new batches.
 
     Args:
-        device: Of the events; None for the CPU.
+        device: Device of the events; None for the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -225,7 +225,7 @@ class EventWatcher:
         self._error: Exception | None = None
 
     def check(self) -> None:
-        """Raises DeviceLostError if the waiting thread has failed, since later events may never be reported."""
+        """Raises DeviceLostError if the waiting thread has failed: later events may never be reported."""
         if self._error is not None:
             raise DeviceLostError(f"waiting for a forward failed: {self._error!r}") from self._error
 
@@ -240,7 +240,7 @@ class EventWatcher:
             self._thread.start()
 
     def add(self, event: DeviceEvent) -> None:
-        """Watches an event. Events must be added in the order in which they were recorded."""
+        """Watches an event. Add events in the order of their recording."""
         if self._thread is not None:
             self._events.put(event)
 

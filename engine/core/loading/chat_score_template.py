@@ -1,7 +1,7 @@
-"""Turns a tokenizer's chat template into a ScoreTemplate, in the engine process, where the template language is known.
+"""Converts a tokenizer's chat template to a ScoreTemplate, in the engine process, which can import transformers.
 
-sentence-transformers renders a pair as the messages of two roles, `query` and `document`, and an instruction as a
-system message before them. The template is rendered once with marks in their place; what stands around the marks is
+sentence-transformers renders a pair as messages with the roles `query` and `document`, after a system message with the
+instruction. This module renders the template with marker characters instead of texts. The text between the markers is
 the prompt.
 """
 
@@ -20,26 +20,26 @@ Render = Callable[[list[Message]], str]
 Texts = dict[str, str]
 Rendered = Callable[[Texts], str]
 
-# Of the private use area: no template spells them, and trimming leaves them alone.
+# Characters of the private use area: templates do not contain them, and `strip` does not remove them.
 _MARKS: Final = {"instruction": "\ue0a1", "query": "\ue0a2", "document": "\ue0a3"}
 _SAMPLE: Final = {"instruction": "Find {it}.", "query": "What is it?\n", "document": " A thing, {so}\nto say"}
 
 
 class _NotAPromptError(ValueError):
-    """A template does more than to put the texts in their places; the message says what."""
+    """A template does more than insert the texts. The message states the problem."""
 
 
 def chat_score_template(render: Render, chat: PairChat, prompt: str | None, name: str) -> ScoreTemplate:
-    """Returns the prompt that a chat template makes of a pair.
+    """Returns the prompt that a chat template renders for a pair.
 
     Args:
-        render: Renders messages by the tokenizer's chat template.
-        chat: How contents are given.
-        prompt: The model's own default instruction.
-        name: Of the model, for messages.
+        render: Renders messages with the tokenizer's chat template.
+        chat: Format of the contents.
+        prompt: The model's default instruction.
+        name: Name of the model, for messages.
 
     Raises:
-        UnsupportedModelError: The template does not render pairs, or does more than to put the texts in their places.
+        UnsupportedModelError: The template does not render pairs, or does more than insert the texts.
     """
 
     def rendered(texts: Texts) -> str:
@@ -52,28 +52,28 @@ def chat_score_template(render: Render, chat: PairChat, prompt: str | None, name
     except _NotAPromptError as error:
         raise _unsupported(name, str(error)) from error
     except Exception as error:
-        # A template may raise anything.
+        # A template may raise any error.
         raise _unsupported(name, f"raises {type(error).__name__} ({error})") from error
     return template
 
 
 def _derived(rendered: Rendered, prompt: str | None) -> ScoreTemplate:
-    """Returns the template, read from a rendering with marks."""
+    """Derives the template from a rendering with markers."""
     pair = _without_instruction(_MARKS)
     bare, instructed = rendered(pair), rendered(_MARKS)
     for key, mark in pair.items():
         if bare.count(mark) != 1:
-            raise _NotAPromptError(f"places the {key} {bare.count(mark)} times")
+            raise _NotAPromptError(f"inserts the {key} {bare.count(mark)} times")
     stripped = tuple(key for key, mark in _MARKS.items() if f" {mark} " not in rendered({**_MARKS, key: f" {mark} "}))
     if instructed.count(_MARKS["instruction"]) != 1:
         return ScoreTemplate(parts=(_with_fields(bare),), stripped=tuple(key for key in stripped if key in pair))
-    # With and without an instruction the texts begin and end alike; in between stands the default, or the given one.
-    place = instructed.index(_MARKS["instruction"])
-    start = _num_shared(bare, instructed[:place])
-    end = _num_shared(bare[start:][::-1], instructed[place + 1 :][::-1])
+    # The renderings with and without an instruction differ only in the instruction: the default one, or the given one.
+    position = instructed.index(_MARKS["instruction"])
+    start = _num_shared(bare, instructed[:position])
+    end = _num_shared(bare[start:][::-1], instructed[position + 1 :][::-1])
     default, given = bare[start : len(bare) - end], instructed[start : len(instructed) - end]
     if any(mark in default + given for mark in pair.values()):
-        raise _NotAPromptError("puts the query or the document elsewhere when there is an instruction")
+        raise _NotAPromptError("moves the query or the document if there is an instruction")
     template = ScoreTemplate(
         parts=(_with_fields(bare[:start]) + "{instruction}" + _with_fields(bare[len(bare) - end :]),),
         instruction=default,
@@ -89,7 +89,7 @@ def _check(template: ScoreTemplate, rendered: Rendered, instruction: str | None,
     given = (instruction or prompt) if template.takes_instruction else None
     filled = (template.filled(part, texts["query"], texts["document"], instruction) for part in template.parts)
     if "".join(filled) != rendered({**texts, "instruction": given} if given else texts):
-        raise _NotAPromptError("changes the texts that it is given")
+        raise _NotAPromptError("changes the texts")
 
 
 def _without_instruction(texts: Texts) -> Texts:
@@ -97,12 +97,12 @@ def _without_instruction(texts: Texts) -> Texts:
 
 
 def _num_shared(a: str, b: str) -> int:
-    """Returns how many characters two texts begin alike with."""
+    """Returns the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _with_fields(text: str) -> str:
-    """Returns a rendered text as a format string, its marks as fields."""
+    """Returns a rendered text as a format string with fields instead of markers."""
     text = escaped(text)
     for key, mark in _MARKS.items():
         text = text.replace(mark, f"{{{key}}}")
@@ -118,8 +118,8 @@ def _messages(texts: Texts, chat: PairChat) -> list[Message]:
     ]
 
 
-def _unsupported(name: str, what: str) -> UnsupportedModelError:
+def _unsupported(name: str, problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The chat template of {name} {what}; it must render the roles query and document as they are. "
+        f"The chat template of {name} {problem}; it must render the roles query and document unchanged. "
         'Give the prompt with --hf-overrides \'{"score_template": {"parts": [...]}}\'.'
     )

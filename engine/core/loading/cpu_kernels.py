@@ -1,7 +1,4 @@
-"""Decides when a model is loaded on a CPU: C library or torch, number of lanes, type and arithmetic.
-
-Also loads the models that the C library runs.
-"""
+"""Chooses the kernels, lanes, dtype and arithmetic of a model on a CPU, and loads the models of the C library."""
 
 from __future__ import annotations
 
@@ -30,30 +27,30 @@ from .load_errors import needs_torch
 
 logger = logging.getLogger("penstock.engine")
 
-# bfloat16 must be so many times as fast: below that its rounding buys nothing.
 _WORTH: Final = 1.15
+"""bfloat16 is used if it is at least this many times as fast."""
 
 
 def choose_kernels(info: ModelInfo, config: EngineConfig) -> tuple[ModelInfo, Machine | None]:
     """Chooses the kernels that run a model.
 
     Args:
-        info: The model, on its device; its dtype is float32 where the operator leaves it open.
+        info: The model with its device. Its dtype is float32 if the operator has not set one.
         config: Settings of the operator.
 
     Returns:
-        `info` with kernels, dtype and arithmetic, and the C library; None where torch runs it.
+        `info` with kernels, dtype and arithmetic, and the C library; None if torch runs the model.
 
     Raises:
-        MachineError: The operator insists on C library that are not here, or do not know the model.
+        MachineError: The operator requires the C library, but it is not installed or does not support the model.
     """
     machine = _open(info, config) if info.device == "cpu" and config.cpu_kernels != "torch" else None
     sources = dict(info.sources) | {"kernels": "chosen at start-up"}
     if info.dtype == "int8" and (machine is None or Format.INT8 not in machine.formats):
-        lack = f"{machine.isa} is what this one has" if machine else f"nothing but torch runs {info.architecture} here"
+        found = f"this one has {machine.isa}" if machine else f"only torch runs {info.architecture} here"
         raise MachineError(
-            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, and "
-            f"{lack}; take float32 or bfloat16."
+            "--dtype int8 needs the native kernels, on a processor with AVX-512 VNNI or AVX-VNNI, but "
+            f"{found}; set float32 or bfloat16."
         )
     if machine is None:
         return dataclasses.replace(info, sources=sources), None
@@ -91,8 +88,8 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
     if has_own or read_spec(info) is None:
         if insists:
             raise MachineError(
-                f"The native kernels do not know {info.architecture} in {info.dtype}; --cpu-kernels auto lets torch "
-                "run it."
+                f"The native kernels do not support {info.architecture} in {info.dtype}; with --cpu-kernels auto torch "
+                "runs it."
             )
         return None
     try:
@@ -100,37 +97,37 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
     except CpuKernelError as error:
         if insists:
             raise MachineError(
-                f"There are no native kernels: {error}; --cpu-kernels auto lets torch run it."
+                f"There are no native kernels: {error}; with --cpu-kernels auto torch runs the model."
             ) from error
         logger.warning("torch runs %s and takes up to twice as long: %s", info.name, error)
         return None
 
 
 def _checked(num_lanes: int) -> Machine:
-    """Opens the best instruction set; avx512bf16 instead of AMX if AMX gives a wrong product."""
+    """Opens the library with the best instruction set; avx512bf16 instead of AMX if AMX returns wrong products."""
     machine = Machine(num_lanes)
     if machine.isa != "amx" or multiplies_right(machine):
         return machine
     machine.close()
     machine = Machine(num_lanes, isa="avx512bf16")
-    logger.warning("AMX gives wrong products on this processor: %s runs in its place", machine.isa)
+    logger.warning("AMX returns wrong products on this processor: using %s instead", machine.isa)
     return machine
 
 
-# A short text, where reading the weights counts, and a batch, where it does not.
 _ROWS: Final = (8, 96)
-# Weights of the measured product: as bfloat16 they fit into the second cache.
+"""Rows of a short text, whose time is spent reading the weights, and of a batch."""
 _WEIGHTS: Final = 2**18
+"""Weights of the measured product. In bfloat16 they fit into the L2 cache."""
 _LEAST_WIDTH: Final = 64
 _ROUNDS: Final = 5
 
 
 class Bfloat16Gain(NamedTuple):
-    """How many times as fast products are in bfloat16.
+    """Speed of products in bfloat16.
 
     Attributes:
-        over_float32: As those with float32 weights.
-        over_widened: As those with bfloat16 weights that are widened to float32.
+        over_float32: Relative to products with float32 weights.
+        over_widened: Relative to products with bfloat16 weights that are converted to float32.
     """
 
     over_float32: float
@@ -138,14 +135,14 @@ class Bfloat16Gain(NamedTuple):
 
 
 def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
-    """Measures products of a model's width, on one core, with few rows and with many, which count alike.
+    """Measures products of a model's width on one core. Takes the mean of few rows and many rows.
 
     Args:
         machine: The C library.
-        width: Of the model.
+        width: Hidden size of the model.
 
     Returns:
-        None where the processor has no products in bfloat16.
+        None if the processor has no bfloat16 instructions.
     """
     if Format.DOT not in machine.formats:
         return None
@@ -159,7 +156,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
         least = dict.fromkeys(products, math.inf)
         for _ in range(_ROUNDS):
             for form, product in products.items():
-                began_s = time.thread_time()  # the processor may have other work
+                began_s = time.thread_time()  # excludes other processes
                 machine.product(product, rows)
                 least[form] = min(least[form], time.thread_time() - began_s)
         for form, seconds in least.items():
@@ -171,10 +168,10 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
 
 
 def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
-    """Loads the model that `info` describes; `read_spec` knows it.
+    """Loads a model that `read_spec` supports.
 
     Raises:
-        UnsupportedModelError: An option of it is not known.
+        UnsupportedModelError: An option of the model is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     spec = read_spec(info)
@@ -187,7 +184,7 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
 
 
 def load_array_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
-    """Loads the Dense modules that follow the pooling.
+    """Loads the Dense modules after the pooling.
 
     Raises:
         UnsupportedModelError: An activation is not known.
@@ -202,7 +199,7 @@ def load_array_dense(info: ModelInfo, machine: Machine) -> list[ArrayHead]:
 
 
 def load_array_maps(info: ModelInfo, tokenizer: TokenizerSpec, machine: Machine) -> TokenMaps[Floats]:
-    """Returns the heads for single tokens, and the tokens that have no part in answers for tokens.
+    """Loads the token heads, and returns them with the tokens that token-level outputs leave out.
 
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
@@ -233,7 +230,7 @@ def _load_map(info: ModelInfo, name: str | None, out_features: int, machine: Mac
 
 
 def _opener(info: ModelInfo, holds_arrays: bool) -> OpenFile[Array]:
-    """Returns what opens a file of weights as arrays: torch reads the formats and types that numpy lacks."""
+    """Returns the function that opens a file of weights. torch reads formats and types that numpy lacks."""
     if holds_arrays:
         return ArrayFile
     with needs_torch(info.name, "its weights are not in safetensors, or in a type that numpy lacks"):

@@ -1,9 +1,9 @@
-"""Which class of transformers reads a model's tokenizer, and what that class builds anew.
+"""Builds tokenizers as the tokenizer classes of transformers do.
 
-transformers 5 takes tokenizer.json as it is for some classes. The others take its vocabulary and its added tokens, and
-build what stands around them from tokenizer_config.json. A recipe here does the same to a tokenizer that was read from
-tokenizer.json. Held to transformers 5.23, file by file and byte by byte, by
-tests/engine/core/loading/test_tokenizer_files.py.
+Some classes of transformers 5 use tokenizer.json unchanged. The others use only its vocabulary and added tokens, and
+build normalizer, pre-tokenizer, post-processor and decoder from tokenizer_config.json. The functions here do the same
+to a tokenizer that was read from tokenizer.json. tests/engine/core/loading/test_tokenizer_files.py compares the results
+byte by byte with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PLAIN: Final = "TokenizersBackend"
-"""The class that takes a file as it is."""
+"""The class that uses tokenizer.json unchanged."""
 
 
 class NotBuiltHereError(ValueError):
-    """transformers must read a tokenizer; the message says why."""
+    """transformers must read the tokenizer. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerClass:
-    """What a class of transformers makes of tokenizer.json.
+    """A tokenizer class of transformers.
 
     Attributes:
-        build: Builds what the class does not take from the file, from options and special tokens by their names.
-        tokens: The special tokens that it has where no file names them; None for none.
-        options: What it reads of tokenizer_config.json, with its defaults.
+        build: Builds the parts that the class does not take from tokenizer.json, from options and special tokens by
+            name. None: the class uses the file unchanged.
+        tokens: Default special tokens; None: no such token.
+        options: Keys of tokenizer_config.json that the class reads, with their defaults.
         padding_side: "left" or "right".
         has_token_types: The model reads token type ids.
     """
@@ -49,24 +50,24 @@ class TokenizerClass:
 
 
 def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) -> str:
-    """Returns the class that transformers' AutoTokenizer takes, without "Fast" at its end.
+    """Returns the class that transformers' AutoTokenizer chooses, without the suffix "Fast".
 
     Args:
-        model_type: Of config.json.
+        model_type: `model_type` of config.json.
         declared: `tokenizer_class` of tokenizer_config.json, or of config.json.
-        is_byte_level: tokenizer.json names a ByteLevel step.
+        is_byte_level: tokenizer.json has a ByteLevel step.
 
     Raises:
-        NotBuiltHereError: Nothing is known here of the model's family.
+        NotBuiltHereError: The model type is not known here.
     """
     if model_type not in _REGISTERED:
         raise NotBuiltHereError(f"its model type is {model_type!r}")
     registered = _REGISTERED[model_type]
-    # transformers holds what files of Qwen2 declare for wrong, and reads a plain class as it is.
+    # transformers ignores the declared class of Qwen2 models and of models with the plain class.
     if model_type == "qwen2" or registered == _PLAIN:
         return registered or _PLAIN
     name = (declared or registered or _PLAIN).removesuffix("Fast")
-    # LlamaTokenizer would build what SentencePiece does, which is not what Llama 3 has.
+    # LlamaTokenizer would build a SentencePiece tokenizer, but Llama 3 has a byte-level one.
     return _PLAIN if name == "PreTrainedTokenizer" or (name == "LlamaTokenizer" and is_byte_level) else name
 
 
@@ -168,7 +169,7 @@ def _bpe(
     byte_fallback: bool = False,
     unk_token: str | None = None,
 ) -> None:
-    """Leaves of the file's model its vocabulary and its merges."""
+    """Resets all options of the BPE model. Only the vocabulary and the merges of the file are used."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix:
         raise NotBuiltHereError("its vocabulary is not plain BPE")
@@ -194,7 +195,7 @@ def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
 
 
 def bare_texts() -> processors.PostProcessor:
-    """Returns what puts nothing around texts: what transformers gives a file that says nothing of it."""
+    """Returns a post-processor that adds no special tokens: transformers' default."""
     return processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
 
 
@@ -259,7 +260,7 @@ CLASSES: Final = {
     ),
     "GemmaTokenizer": TokenizerClass(build=_gemma, tokens=_GEMMA_TOKENS, padding_side="left"),
 }
-"""Classes of transformers that are known here; what belongs to another one is left to transformers."""
+"""Supported tokenizer classes. transformers reads the tokenizers of other classes."""
 
 _REGISTERED: Final[dict[str, str | None]] = {
     "bert": "BertTokenizer",
@@ -285,4 +286,4 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "llama": None,
     "bamba": None,
 }
-"""model_type -> the class that transformers has for it."""
+"""Maps a model_type to its tokenizer class in transformers."""

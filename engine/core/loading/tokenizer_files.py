@@ -1,6 +1,6 @@
-"""Reads a tokenizer from its files as transformers does, without transformers, whose import takes a second and 31 MB.
+"""Reads a tokenizer from its files as transformers does, but without importing transformers (1 s, 31 MB).
 
-Files that need more than the rules below are left to transformers.
+Raises NotBuiltHereError for files that these rules do not cover; transformers then reads them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class LoadedTokenizer:
     """A tokenizer of the `tokenizers` library without truncation and padding, with its settings in transformers.
 
     Attributes:
-        backend: Texts to ids.
-        class_name: The class of transformers that it is.
-        settings: As in tokenizer_config.json.
+        backend: The tokenizer.
+        class_name: Its class in transformers.
+        settings: Settings, as in tokenizer_config.json.
         special_tokens_map: Named special tokens, such as cls_token.
-        extra_special_tokens: Those without a name.
-        chat_template: In Jinja; several by their names; None for none.
+        extra_special_tokens: Special tokens without a name.
+        chat_template: Chat template in Jinja, or several by name; None if there is none.
         padding_side: "left" or "right".
         truncation_side: "left" or "right".
         model_input_names: Inputs of the model, such as token_type_ids.
-        render: Renders messages with the chat template, by transformers; None without transformers.
+        render: transformers' function that renders messages with the chat template; None without transformers.
     """
 
     backend: Tokenizer
@@ -56,7 +56,7 @@ class LoadedTokenizer:
 
     @classmethod
     def of_transformers(cls, tokenizer: Any) -> LoadedTokenizer:
-        """Takes over what a fast tokenizer of transformers knows."""
+        """Converts a fast tokenizer of transformers."""
         return cls(
             backend=tokenizer.backend_tokenizer,
             class_name=type(tokenizer).__name__,
@@ -71,7 +71,7 @@ class LoadedTokenizer:
         )
 
     def special_id(self, name: str) -> int | None:
-        """Returns the id of a named special token, such as cls_token; None where there is none."""
+        """Returns the id of a named special token, such as cls_token; None if there is none."""
         token = self.special_tokens_map.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
@@ -94,14 +94,14 @@ _WITHOUT_EFFECT: Final = frozenset(
         *("tokenizer_file", "trim_offsets", "truncation_strategy", "use_default_system_prompt"),
     )
 )
-"""Keys of tokenizer_config.json that change no id, but for those that are options of a class (TokenizerClass)."""
+"""Keys of tokenizer_config.json without effect on token ids, unless they are options of a TokenizerClass."""
 _READ: Final = frozenset(
     (*_NAMED, *_EXTRA, "added_tokens_decoder", "chat_template", "model_input_names", "padding_side", "truncation_side")
 )
 
 
 class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token that is found before the text is cut into words."""
+    """A token that is matched before the text is split into words."""
 
     id: int
     content: str
@@ -113,14 +113,14 @@ class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Model(msgspec.Struct):
-    """What tokenizer.json says of its vocabulary, and the `tokenizers` library does not tell."""
+    """Fields of `model` in tokenizer.json that the `tokenizers` library does not expose."""
 
     unk_id: int | None = None
     byte_fallback: bool = False
 
 
 class _File(msgspec.Struct):
-    """What is read of tokenizer.json beside the tokenizer."""
+    """Fields of tokenizer.json."""
 
     added_tokens: list[_AddedToken]
     model: _Model
@@ -131,19 +131,19 @@ def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
     """Reads the tokenizer of a model from tokenizer.json and the files beside it.
 
     Raises:
-        NotBuiltHereError: transformers must read it; the message says why.
+        NotBuiltHereError: transformers must read the tokenizer. The message states the reason.
     """
     folder = Path(info.path)
     if info.pair_chat is not None:
         raise NotBuiltHereError("its chat template makes the prompt of pairs")
     if info.model_type == "mistral" and find_spec("mistral_common") is not None:
-        raise NotBuiltHereError("mistral_common is installed, which transformers would ask")
+        raise NotBuiltHereError("mistral_common is installed, and transformers would use it")
     try:
         data = (folder / "tokenizer.json").read_bytes()
         backend, file = Tokenizer.from_buffer(data), msgspec.json.decode(data, type=_File)
     except FileNotFoundError:
         raise NotBuiltHereError("there is no tokenizer.json") from None
-    except Exception as error:  # the tokenizers library raises no other class for a file that it cannot read
+    except Exception as error:  # the tokenizers library raises Exception for an unreadable file
         raise NotBuiltHereError("its tokenizer.json cannot be read") from error
     settings = _settings(folder)
     declared = settings.get("tokenizer_class") or info.config.get("tokenizer_class")
@@ -189,14 +189,14 @@ def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json, with special_tokens_map.json over it where transformers still reads that."""
+    """Returns tokenizer_config.json, updated with special_tokens_map.json if transformers reads that file."""
     settings = read_object(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         older = read_object(folder / "special_tokens_map.json")
         if not older.keys() <= {*_NAMED, *_EXTRA} or any(
             key in settings and settings[key] != older[key] for key in _EXTRA if key in older
         ):
-            raise NotBuiltHereError("its special_tokens_map.json says more than which tokens are special")
+            raise NotBuiltHereError("its special_tokens_map.json has other settings than special tokens")
         settings |= {key: {"__type": _FLAGGED, **v} if isinstance(v, dict) else v for key, v in older.items()}
     if unknown := settings.keys() - _READ - _WITHOUT_EFFECT:
         raise NotBuiltHereError(f"its tokenizer_config.json has {min(unknown)}")
@@ -204,7 +204,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Returns a special token as the files write it: a text, null, or a text with flags."""
+    """Returns a special token. The files contain a text, null, or a text with flags."""
     if token is None or isinstance(token, str):
         return token
     if isinstance(token, dict) and token.get("__type") == _FLAGGED and isinstance(token.get("content"), str):
@@ -235,10 +235,10 @@ def _side(settings: Mapping[str, Any], key: str, default: str) -> str:
 
 
 def _check_added(file: _File, backend: Tokenizer, folder: Path, settings: Mapping[str, Any], *, is_built: bool) -> None:
-    """Raises NotBuiltHereError where transformers would give the tokenizer other added tokens than the file does.
+    """Raises NotBuiltHereError if transformers would use other added tokens than tokenizer.json has.
 
-    transformers adds those of tokenizer_config.json, or of the older added_tokens.json, that the file lacks. A class
-    that builds its tokenizer anew takes them from tokenizer_config.json alone, in the order of their ids.
+    transformers also adds tokens of tokenizer_config.json, or of the older added_tokens.json. A class with `build`
+    takes them from tokenizer_config.json alone, ordered by id.
     """
     ids = [token.id for token in file.added_tokens]
     in_place = all(backend.token_to_id(token.content) == token.id for token in file.added_tokens)
@@ -258,14 +258,14 @@ def _check_added(file: _File, backend: Tokenizer, folder: Path, settings: Mappin
 
 
 def _check_special(tokens: Iterable[str | None], file: _File) -> None:
-    """Raises NotBuiltHereError where transformers would make a token special that the file does not know as such."""
+    """Raises NotBuiltHereError if transformers would mark a token as special that is not special in the file."""
     special = {token.content for token in file.added_tokens if token.special}
     if missing := {token for token in tokens if token is not None} - special:
         raise NotBuiltHereError(f"its tokenizer.json does not have the special token {min(missing)}")
 
 
 def _charsmap(normalizer: Mapping[str, Any] | None) -> bytes | None:
-    """Returns the table of SentencePiece by which texts are normalised; None where there is none."""
+    """Returns the normalisation table of SentencePiece; None if there is none."""
     if normalizer is None:
         return None
     steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
@@ -273,7 +273,7 @@ def _charsmap(normalizer: Mapping[str, Any] | None) -> bytes | None:
 
 
 def _chat_template(folder: Path, given: Any) -> str | dict[str, str] | None:
-    """Returns the chat template, or several by their names: those of files, or else of tokenizer_config.json."""
+    """Returns the chat template, or several by name: from template files, else from tokenizer_config.json."""
     try:
         files = {path.stem: path.read_text("utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")}
         if (default := folder / "chat_template.jinja").is_file():

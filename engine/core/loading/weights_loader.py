@@ -1,4 +1,4 @@
-"""Reads a checkpoint from disk and builds the model that torch serves. Runs in the engine process, once."""
+"""Reads a checkpoint from disk and builds the torch model. Runs once in the engine process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.float32,
-}  # int8: of the operations beside the products
+}  # int8: only the products are int8, all other operations float32
 
 # Errors of safetensors and torch.load for a damaged file.
 _READ_ERRORS: Final = (
@@ -68,22 +68,22 @@ def load_model(
     trust_remote_code: bool = False,
     fusion: Fusion | None = None,
 ) -> PackedModel:
-    """Loads the model that `info` describes, prepared for its device and dtype.
+    """Loads a model and prepares it for its device and dtype.
 
     Args:
         info: The resolved model.
-        trust_remote_code: Let transformers run code that comes with a model that has no native family.
-        fusion: How far layers go into each other's kernels; None takes the best on the device.
+        trust_remote_code: Let transformers run Python code of the model's folder.
+        fusion: Level of kernel fusion; None takes the best level for the device.
 
     Raises:
-        UnsupportedModelError: The architecture, or an option of it, is not known.
+        UnsupportedModelError: The architecture, or one of its options, is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
     limit_kept_kernels()
     if not info.packed or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from ...executors.torch.transformers.model import TransformersModel
 
-        for name in WEIGHT_FILES:  # transformers follows an index wherever it leads
+        for name in WEIGHT_FILES:  # transformers does not check that the files of an index are inside the folder
             if (index := Path(info.path) / f"{name}.index.json").is_file():
                 indexed_files(index)
         check_weights(Path(info.path))
@@ -95,7 +95,7 @@ def load_model(
         spec = family.read(info)
         model = SpecModel(info, spec, weights)
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
-            # On a GPU the model's type: products of float32 take ten times as long, and vectors stay close.
+            # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.
             view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
             model.vocabulary_head = VocabularyHead(view, spec, info)
         checkpoint.tell_unused(info.name)
@@ -103,12 +103,12 @@ def load_model(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the type that ModelInfo.dtype names."""
+    """Returns the torch dtype of ModelInfo.dtype."""
     return _DTYPES[name]
 
 
 def load_dense(info: ModelInfo) -> list[Dense]:
-    """Loads the Dense modules that follow the pooling, in float32.
+    """Loads the Dense modules after the pooling, in float32.
 
     Raises:
         UnsupportedModelError: An activation is not known.
@@ -132,7 +132,7 @@ class _SafetensorsFile:
         return list(self._file.keys())
 
     def get_tensor(self, name: str) -> Tensor:
-        """Returns one tensor; its memory belongs to the mapped file."""
+        """Returns one tensor, a view of the mapped file."""
         try:
             tensor: Tensor = self._file.get_tensor(name)
         except SafetensorError as error:
@@ -146,7 +146,7 @@ class _TorchFile:
     def __init__(self, path: Path) -> None:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         if not isinstance(loaded, dict):
-            raise TypeError(f"it holds a {type(loaded).__name__}, not named tensors")
+            raise TypeError(f"it contains a {type(loaded).__name__}, not named tensors")
         self._tensors: dict[str, Tensor] = loaded
 
     def keys(self) -> list[str]:
@@ -169,7 +169,7 @@ class _TensorArrays:
         return self._file.keys()
 
     def get_tensor(self, name: str) -> Array:
-        """Returns one tensor; uint16 where it is bfloat16, and float32 for other types that numpy lacks."""
+        """Returns one tensor. bfloat16 becomes uint16, and other types that numpy lacks become float32."""
         tensor = self._file.get_tensor(name)
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(np.uint16)
@@ -178,7 +178,7 @@ class _TensorArrays:
 
 
 def open_torch_arrays(path: Path) -> TensorFile[Array]:
-    """Maps a file of tensors that ArrayFile cannot read; the errors are those of `open_tensors`."""
+    """Maps a file of tensors that ArrayFile cannot read. Raises the errors of `open_tensors`."""
     return _TensorArrays(open_tensors(path))
 
 
@@ -186,14 +186,14 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
     """Maps one file of tensors.
 
     Raises:
-        WeightError: It cannot be read.
+        WeightError: The file cannot be read.
     """
     try:
         return _SafetensorsFile(path) if path.suffix == ".safetensors" else _TorchFile(path)
     except pickle.UnpicklingError as error:
         raise WeightError(
-            f"{path} cannot be read: it is damaged, or holds Python objects that are not tensors, which are never run; "
-            "download the model again, or save it as safetensors."
+            f"{path} cannot be read: it is damaged, or contains Python objects other than tensors, which are never "
+            "run; download the model again, or save it as safetensors."
         ) from error
     except _READ_ERRORS as error:
         raise WeightError(
@@ -202,7 +202,7 @@ def open_tensors(path: Path) -> TensorFile[Tensor]:
 
 
 def load_token_maps(info: ModelInfo, tokenizer: TokenizerSpec) -> TokenMaps[Tensor]:
-    """Returns the heads for single tokens, float32, and the tokens that have no part in answers for tokens.
+    """Loads the token heads in float32, and returns them with the tokens that token-level outputs leave out.
 
     Raises:
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
@@ -232,15 +232,15 @@ _MAX_NAMED: Final = 5
 
 
 def not_finite_error(info: ModelInfo) -> WeightError:
-    """Returns the error for a model that answers a plain text with NaN or inf.
+    """Returns the error for a model that returns NaN or inf for a plain text.
 
-    Loading has refused most damage already, except rows of tables, and values that the type cannot hold. Reads
-    all weights, which is slow; only for a start that has failed.
+    Finds damage that loading does not check: rows of tables, and values out of the range of the dtype. Reads all
+    weights, which is slow.
     """
     damaged: list[str] = []
     too_large: list[str] = []
     dtype = torch_dtype(info.dtype)
-    found = f"{info.name} answers a plain text with values that are not finite"
+    found = f"{info.name} returns NaN or infinite values for a plain text"
     try:
         with open_checkpoint(Path(info.path), open_tensors) as checkpoint:
             for name in checkpoint.unused():
@@ -249,17 +249,17 @@ def not_finite_error(info: ModelInfo) -> WeightError:
                     damaged.append(name)
                 elif not are_finite(tensor.to(dtype)):
                     too_large.append(name)
-    except WeightError as error:  # transformers knows forms of checkpoints that are unknown here
+    except WeightError as error:  # transformers reads checkpoint formats that this package does not
         return WeightError(f"{found}, and its weights cannot be searched for the cause: {error.message}")
     if damaged:
         return WeightError(
-            f"{found}: NaN or inf stand in its weights {_listed(damaged)} ({info.path}). The file is damaged, or was "
-            "saved by a training that failed: download it again, or serve another model."
+            f"{found}: its weights {_listed(damaged)} contain NaN or inf ({info.path}). The file is damaged, or the "
+            "training failed: download it again, or serve another model."
         )
-    wider = "" if info.dtype == "float32" else "; --dtype float32 computes in a wider range"
+    wider = "" if info.dtype == "float32" else "; --dtype float32 has a wider range"
     if too_large:
         return WeightError(f"{found}: its weights {_listed(too_large)} do not fit into {info.dtype}{wider}.")
-    return WeightError(f"{found}: all of its weights are, but the forward overflows in {info.dtype}{wider}.")
+    return WeightError(f"{found}: all of its weights are finite, but the forward overflows in {info.dtype}{wider}.")
 
 
 def _listed(names: list[str]) -> str:

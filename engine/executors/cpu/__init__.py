@@ -1,1 +1,1 @@
-"""Models that the C library runs, with their batches, heads and answers as arrays, without torch."""
+"""The executor for the C library: batches, weights and heads as numpy arrays. Does not import torch."""

@@ -1,4 +1,4 @@
-"""An encoder or decoder with its head, run by the C library: packed arrays in, arrays out.
+"""An encoder or decoder with its head on the C library: packed arrays in, arrays out.
 
 Shape letters: T packed tokens, N sequences, D model width, H heads, C classes.
 """
@@ -24,10 +24,10 @@ from .read_weights import has_kernels, read_encoder, read_head, read_vocabulary_
 
 
 def read_spec(info: ModelInfo) -> ModelSpec | None:
-    """Returns the spec of a model that the C library can run, on a machine that has it; None for others.
+    """Returns the spec of a model that the C library can run; None for other models.
 
     Raises:
-        ModelLoadError: No family knows the model, or a value of its config.json is of no use.
+        ModelLoadError: The model belongs to no family, or a value of its config.json is invalid.
     """
     if not info.packed or info.device != "cpu" or info.dtype == "float16":
         return None
@@ -37,11 +37,11 @@ def read_spec(info: ModelInfo) -> ModelSpec | None:
 
 
 class Arithmetic(NamedTuple):
-    """What the C library computes in.
+    """Number formats of the C library for one model.
 
     Attributes:
-        products: Of the products with weights.
-        attention: Of the two products of attention: DOT or F32.
+        products: Format of the products with weights.
+        attention: Format of the two products of attention: DOT or F32.
     """
 
     products: Format
@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
 
     @classmethod
     def of(cls, info: ModelInfo) -> Arithmetic:
-        """Returns that of a model; with int8 products, what lies between them is rounded to bfloat16 as well."""
+        """Returns the formats of a model. int8 models with bfloat16 arithmetic also use DOT for attention."""
         if info.dtype == "float32":
             return cls(Format.F32, Format.F32)
         rounds = info.arithmetic == "bfloat16"
@@ -60,12 +60,12 @@ class Arithmetic(NamedTuple):
 
 
 class ArrayOutput(NamedTuple):
-    """What one forward gives.
+    """Output of one forward.
 
     Attributes:
         hidden_states: [T, D] float32: the last layer's rows.
-        attention_weights: [T, H] float32: how much the first token of each sequence attends to each of its tokens in
-            the last layer; None where nobody asked.
+        attention_weights: [T, H] float32: attention of the first token of each sequence to each of its tokens in the
+            last layer; None if it was not requested.
         logits: None: the pooler calls the head.
     """
 
@@ -75,22 +75,22 @@ class ArrayOutput(NamedTuple):
 
 
 class ArrayEncoder:
-    """An encoder or decoder with the head that its kind asks for. Calls come from one thread.
+    """An encoder or decoder with its head. Not thread-safe.
 
     Args:
         info: The resolved model.
-        spec: What it is made of; `has_kernels` holds.
-        weights: View of the whole checkpoint; nothing here keeps memory of its files.
+        spec: Spec of the model, for which `has_kernels` is True.
+        weights: View of the whole checkpoint. Its files may be closed afterwards.
         machine: The C library.
 
     Attributes:
-        vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
-        cache_spec: What pages keep of every token of a sequence in chunks; None where there are none.
-        page_itemsize: Bytes of a number in them: 4 for float32, 2 for bfloat16.
+        vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
+        cache_spec: Keys and values of the model; None if sequences cannot run in chunks.
+        page_itemsize: Bytes of a number in the pages: 4 for float32, 2 for bfloat16.
 
     Raises:
-        WeightError: A tensor is missing, has another shape, or holds NaN or inf.
-        UnsupportedModelError: An option of it is not known.
+        WeightError: A tensor is missing, has another shape, or contains NaN or inf.
+        UnsupportedModelError: An option of the model is not known.
     """
 
     def __init__(self, info: ModelInfo, spec: ModelSpec, weights: ArrayWeights, machine: Machine) -> None:
@@ -108,24 +108,24 @@ class ArrayEncoder:
         self.vocabulary_head: ArrayHead | None = None
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             self.vocabulary_head = ArrayHead(machine, read_vocabulary_head(spec, info, weights))
-        is_of_tokens = info.kind is ModelKind.TOKEN_CLASSIFIER
-        self.sequence_head = None if is_of_tokens else head
-        self.token_head = head if is_of_tokens or spec.scores_rows else None
+        is_token_classifier = info.kind is ModelKind.TOKEN_CLASSIFIER
+        self.sequence_head = None if is_token_classifier else head
+        self.token_head = head if is_token_classifier or spec.scores_rows else None
 
     def begin(self, batch: PackedArrays, *, need_attention: bool = False) -> CpuForward:
-        """Begins a forward of the encoder; others may be under way.
+        """Starts a forward. Several may run at once.
 
         Args:
-            batch: Whole sequences; of decoders also chunks.
-            need_attention: Also return the weights.
+            batch: Whole sequences, or chunks for a decoder.
+            need_attention: Also return the attention weights.
 
         Raises:
             MemoryError: Memory is short.
-            ValueError: An id, a place or a page has no row.
+            ValueError: An id, a position or a page is out of range.
         """
         return self._encoder.begin(
             batch.input_ids,
-            _places(batch, self._embedding),
+            _position_rows(batch, self._embedding),
             batch.cu_seqlens,
             visible_N=None if batch.num_hidden is None else batch.lengths - batch.num_hidden,
             need_attention=need_attention,
@@ -133,7 +133,7 @@ class ArrayEncoder:
         )
 
     def forward(self, batch: PackedArrays, *, need_attention: bool = False) -> ArrayOutput:
-        """As `begin`, and waits for it."""
+        """Like `begin`, but waits for the result."""
         return ArrayOutput(*self.begin(batch, need_attention=need_attention).result())
 
     def classify(self, rows_ND: Floats) -> Floats:
@@ -149,8 +149,8 @@ class ArrayEncoder:
         return self.token_head(rows_TD)
 
 
-def _places(batch: PackedArrays, embedding: EmbeddingSpec) -> NDArray[np.int64]:
-    """Returns the rows of the table of positions and token types, [T]."""
+def _position_rows(batch: PackedArrays, embedding: EmbeddingSpec) -> NDArray[np.int64]:
+    """Returns the row of each token in the table of positions and token types, [T]."""
     positions_T = batch.positions
     if embedding.padding_id is not None:
         positions_T = padding_aware_positions(batch, embedding.padding_id)
@@ -162,10 +162,10 @@ def _places(batch: PackedArrays, embedding: EmbeddingSpec) -> NDArray[np.int64]:
 def padding_aware_positions(batch: PackedArrays, padding_id: int) -> NDArray[np.int64]:
     """Returns the positions of RoBERTa and MPNet, [T]: they begin at padding_id + 1.
 
-    A padding token that is part of a text stands at padding_id and is not counted, as in transformers.
+    As in transformers, a padding token within a text has the position padding_id and is not counted.
     """
     is_text_T = batch.input_ids != padding_id
     running_T = is_text_T.cumsum()
     before_N = running_T[batch.starts] - is_text_T[batch.starts]
-    places_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.lengths)) * is_text_T + padding_id
-    return places_T
+    positions_T: NDArray[np.int64] = (running_T - np.repeat(before_N, batch.lengths)) * is_text_T + padding_id
+    return positions_T

@@ -1,6 +1,6 @@
-"""Float32 maps of rows after an encoder: heads and Dense modules, as arrays.
+"""Heads and Dense modules as float32 numpy arrays.
 
-Shape letters: R rows, D width before, C width after.
+Shape letters: R rows, D input width, C output width.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec
 
 HeadSteps = Sequence[MapSpec | NormSpec | Callable[[Floats], Floats]]
-"""What a head does, one after another."""
+"""The steps of a head, in order."""
 
 _SELU_ALPHA: Final = np.float32(1.6732632423543772)
 _SELU_SCALE: Final = np.float32(1.0507009873554805)
 
-# Class names in torch.nn.modules.activation (and Identity) that take no arguments. Those of the C library, and others.
+# Class names in torch.nn.modules.activation (and Identity) without arguments. The C library has some of them.
 DENSE_ACTIVATIONS: Final[dict[str, Activation | Callable[[Floats], Floats]]] = {
     "ELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0))),
     "GELU": Activation.GELU,
@@ -41,10 +41,10 @@ DENSE_ACTIVATIONS: Final[dict[str, Activation | Callable[[Floats], Floats]]] = {
 
 
 class ArrayHead:
-    """Maps rows, each by itself: the result is the same to the bit in any batch.
+    """Maps rows independently: the result has the same bits in any batch.
 
     Args:
-        machine: Runs the products.
+        machine: The C library.
         steps: At least one.
     """
 
@@ -62,8 +62,8 @@ def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
     """Reads a Dense module.
 
     Args:
-        weights: View of its own folder.
-        spec: Its widths and activation.
+        weights: View of the module's folder.
+        spec: Widths and activation of the module.
 
     Raises:
         UnsupportedModelError: The activation is not known.
@@ -72,8 +72,7 @@ def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
     activation = DENSE_ACTIVATIONS.get(spec.activation)
     if activation is None:
         raise UnsupportedModelError(
-            f"{spec.folder} asks for the activation {spec.activation!r}; "
-            f"known are {', '.join(sorted(DENSE_ACTIVATIONS))}."
+            f"{spec.folder} has the activation {spec.activation!r}; known are {', '.join(sorted(DENSE_ACTIVATIONS))}."
         )
     weights = weights.scope("linear")
     weight_CD = weights.floats("weight", spec.out_features, spec.in_features)

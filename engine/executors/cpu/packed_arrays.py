@@ -1,4 +1,4 @@
-"""The input of one forward as arrays: the tokens of all sequences or chunks, end to end."""
+"""The input of one forward as arrays: the packed tokens of all sequences or chunks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class PackedArrays:
 
     Attributes:
         input_ids: [T] int64.
-        positions: [T] int64, the place of each token in its whole sequence, from 0.
-        token_type_ids: [T] int64; None where all are 0.
+        positions: [T] int64, position of each token in its whole sequence, from 0.
+        token_type_ids: [T] int64; None if all are 0.
         cu_seqlens: [N+1] int32, prefix sums of the lengths.
         lengths: [N] int32, rows of each sequence.
-        skip_tokens: [N] int32, tokens at the head of each whole sequence that pooling leaves out; None for none.
-        num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None for none.
-        past: Keys and values of earlier chunks in pages; None if all sequences are whole and none are kept.
+        skip_tokens: [N] int32, tokens at the start of each sequence that pooling leaves out; None: no tokens.
+        num_hidden: [N] int32, tokens at the end of each sequence that no token attends to; None: no tokens.
+        past: Pages of keys and values; None if all sequences are whole and nothing is stored.
     """
 
     input_ids: NDArray[np.int64]
@@ -45,7 +45,7 @@ class PackedArrays:
 
         Args:
             inputs: At least one. Whole sequences or chunks, not empty.
-            starts: Place of each chunk in its sequence; None: all begin at 0.
+            starts: Position of each chunk in its sequence; None: all begin at 0.
             past: See the attribute.
         """
         lengths = np.array([len(i) for i in inputs], np.int32)

@@ -1,6 +1,4 @@
-"""Reads the weights that a ModelSpec names, and gives them to the C library in the form that it takes.
-
-In float32, which the packing rounds once.
+"""Reads the weights of a ModelSpec into the structures of the C library, in float32. The packing rounds them once.
 
 Shape letters: V vocabulary, D model width, E embedding width, H heads, P positions, Y token types, C classes.
 """
@@ -21,7 +19,7 @@ from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
 
-# As in executors/torch/layers/linear.py; models with another one run on torch.
+# Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     **dict.fromkeys(("gelu", "gelu_python"), Activation.GELU),
     **dict.fromkeys(
@@ -34,16 +32,17 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "tanh": Activation.TANH,
 }
 _MAX_HEAD_SIZE: Final = 1024
-"""Columns. Rows of a head lie on the stack of a lane."""
-# Rows of a table that are scaled at a time.
+"""Columns. The C library has rows of a head on the stack."""
+# Rows of a table to scale at once.
 _BLOCK_ROWS: Final = 4096
 
 
 def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
-    """Whether the C library has all that a model needs.
+    """Whether the C library supports a model.
 
-    It has no recurrent layers, no experts, no heads that turn in part or in odd pairs, no positions that depend on the
-    length of the text, and in decoders no attention weights, no hidden tokens of ColBERT and no capped scores of words.
+    It does not support recurrent layers, experts, partly rotated heads, odd head sizes, and rotary positions that
+    depend on the length of the text; in decoders also attention weights, hidden tokens of ColBERT and capped answer
+    logits.
     """
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
@@ -59,20 +58,20 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     if any(part is not None and part.activation is not None and part.activation not in _ACTIVATIONS for part in maps):
         return False
     is_capped = isinstance(spec.head, AnswerSpec) and spec.head.softcap is not None
-    asks_more = PoolingType.ATTENTION in info.sequence_pooling or info.multi_vector is not None or is_capped
-    return not (spec.is_decoder and asks_more)
+    needs_encoder = PoolingType.ATTENTION in info.sequence_pooling or info.multi_vector is not None or is_capped
+    return not (spec.is_decoder and needs_encoder)
 
 
 def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> library.EncoderSpec:
-    """Reads the weights of all but the heads, each layer when it is asked for.
+    """Reads the weights of the base model. Layers are read lazily, one by one.
 
     Args:
-        spec: The model; `has_kernels` holds.
-        info: Its maximum length and type.
+        spec: Spec of the model, for which `has_kernels` is True.
+        info: Maximum length and dtype.
         weights: View of the whole checkpoint.
 
     Raises:
-        WeightError: A tensor is missing, has another shape, or holds NaN or inf.
+        WeightError: A tensor is missing, has another shape, or contains NaN or inf.
     """
     assert spec.attention is not None
     base, embedding = _base(spec, weights), spec.embedding
@@ -87,7 +86,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
         pre_norm=spec.is_pre_norm,
         is_decoder=spec.is_decoder,
         words=words_VE,
-        places=_places(spec, base),
+        places=_position_table(spec, base),
         embedding_norm=_norm(base, embedding.norm),
         projection=None if embedding.projection is None else _linear(base, embedding.projection),
         layers=(_layer(spec, layer, base, tables.get(layer.kind), bias) for layer in spec.layers),
@@ -96,7 +95,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
 
 
 def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
-    """Reads the classification head; None in an embedding model. Arguments and errors are those of `read_encoder`."""
+    """Reads the classification head; None in an embedding model. See `read_encoder`."""
     base = _base(spec, weights)
     if spec.head is None:
         return None
@@ -106,7 +105,7 @@ def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
 
 
 def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> HeadSteps:
-    """Reads the head of a masked language model. Arguments are those of `read_encoder`.
+    """Reads the head of a masked language model. For arguments see `read_encoder`.
 
     Raises:
         UnsupportedModelError: The checkpoint has no such head.
@@ -143,7 +142,7 @@ def _layer(
     assert layer.mlp_out is not None
     scale = np.float32(attention.scale)
     qkv, query_norm = _linear(scope, layer.qkv), _norm(scope, layer.query_norm)
-    # The library expects the scale of the scores in q: in its norm, where it has one.
+    # The library expects q multiplied with the scale of the scores: the norm of q, if it has one, else its projection.
     if query_norm is not None:
         query_norm.weight[:] *= scale
     else:
@@ -169,16 +168,16 @@ def _layer(
     )
 
 
-def _places(spec: ModelSpec, base: ArrayWeights) -> Floats | None:
-    """Returns the rows of positions and token types, summed, [Y * P, E]."""
+def _position_table(spec: ModelSpec, base: ArrayWeights) -> Floats | None:
+    """Returns the sums of all pairs of position and token type rows, [Y * P, E]."""
     embedding = spec.embedding
     if embedding.positions is None:
         return None
-    places_PE = as_floats(base.table(embedding.positions, embedding.num_positions, embedding.size))
+    positions_PE = as_floats(base.table(embedding.positions, embedding.num_positions, embedding.size))
     if embedding.token_types is None:
-        return places_PE.copy()
+        return positions_PE.copy()
     types_YE = as_floats(base.table(embedding.token_types, embedding.num_token_types, embedding.size))
-    return (types_YE[:, None] + places_PE).reshape(-1, embedding.size)
+    return (types_YE[:, None] + positions_PE).reshape(-1, embedding.size)
 
 
 def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats | None:
@@ -192,7 +191,7 @@ def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats 
 
 
 def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
-    """Returns a map; its arrays may be memory of the file."""
+    """Returns a MapSpec. Its arrays may be views of the file."""
     parts = list(zip(spec.names, spec.rows, strict=True))
     weights = [scope.floats(f"{name}.weight", rows, spec.in_features) for name, rows in parts]
     has_bias = scope.has(f"{spec.names[0]}.bias") if spec.bias is None else spec.bias
@@ -206,7 +205,7 @@ def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
 
 
 def _with_scale(qkv: library.MapSpec, width: int, scale: np.float32) -> library.MapSpec:
-    """Returns a map of which the first `width` results are multiplied with `scale`."""
+    """Returns a projection with its first `width` outputs multiplied with `scale`."""
     weight, bias = (None if part is None else part.copy() for part in (qkv.weight, qkv.bias))
     assert weight is not None
     weight[:width] *= scale
@@ -249,7 +248,7 @@ def _answers(spec: AnswerSpec, words: str, base: ArrayWeights, weights: ArrayWei
 
 
 def _scale(words_VD: Array, dtype: str) -> None:
-    """Multiplies embeddings with the root of their width, which transformers rounds to the model's type before."""
+    """Multiplies embeddings with the square root of their width, rounded to the model's dtype as in transformers."""
     factor = as_floats(cast_table(np.full((1, 1), words_VD.shape[1] ** 0.5, np.float32), dtype))
     for first in range(0, len(words_VD), _BLOCK_ROWS):
         rows = words_VD[first : first + _BLOCK_ROWS]

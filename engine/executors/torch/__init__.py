@@ -1,1 +1,1 @@
-"""Run models on torch: packed tokens through our own layers and kernels, other families through transformers."""
+"""The executor for torch: packed tokens run through penstock's layers and kernels, other families on transformers."""

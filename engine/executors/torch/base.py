@@ -1,4 +1,4 @@
-"""The interface of every model for runner and pooler: packed tokens in, hidden states and class logits out."""
+"""The interface of torch models: packed tokens in, hidden states and class logits out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class ModelOutput:
 
     Attributes:
         hidden_states: [T, D], model dtype: the last layer's rows.
-        attention_weights: [T, H] float32: how much the first token of each sequence (the last one in a causal model)
-            attends to each of its tokens in the last layer. Only where the caller asked for it. In a batch of chunks
-            [C + T, H]: the weights of the chunk's last token over all C tokens before the chunk and those in it,
-            sequence after sequence.
-        logits: [N, num_labels] float32. Set only by models whose classification head pools by itself (the transformers
-            fallback): then it is the answer for CLASSIFY and SCORE, and `classify` must not be called.
+        attention_weights: [T, H] float32: attention of the first token of each sequence (the last one in a causal
+            model) to each of its tokens in the last layer; None if it was not requested. In a batch of chunks
+            [C + T, H]: the weights of each chunk's last token over the C_i tokens before the chunk and its own tokens.
+        logits: [N, num_labels] float32. Set only by transformers models with a head that pools: then it is the result
+            for CLASSIFY and SCORE, and `classify` must not be called.
     """
 
     hidden_states: Tensor
@@ -39,16 +38,16 @@ class ModelOutput:
 
 
 class PackedModel(ABC):
-    """A model over packed tokens. Weights are prepared at construction and never change; calls come from one thread.
+    """A model over packed tokens. Weights never change after construction. Not thread-safe.
 
     Attributes:
         hidden_size: D.
-        cache_spec: Layers whose states a sequence keeps from chunk to chunk; None if sequences cannot run in chunks.
-        sequence_head: Pooled rows [N, D] to logits [N, num_labels]; None where the checkpoint has no such head.
-        token_head: Hidden states [T, D] to logits [T, num_labels]; None where the checkpoint has no such head.
-        vocabulary_head: Hidden states [R, D] to logits over the vocabulary [R, V]; None unless ModelInfo.sparse asks.
-        is_recordable: Whether a forward on CUDA reads the lengths of the sequences there alone, and launches the same
-            kernels whatever they are, so that it can be recorded (engine/core/cuda_graphs.py).
+        cache_spec: Layers with keys and values or states; None if sequences cannot run in chunks.
+        sequence_head: Maps pooled rows [N, D] to logits [N, num_labels]; None if the checkpoint has no such head.
+        token_head: Maps hidden states [T, D] to logits [T, num_labels]; None if the checkpoint has no such head.
+        vocabulary_head: Maps hidden states [R, D] to vocabulary logits [R, V]; None unless ModelInfo.sparse needs it.
+        is_recordable: Whether a forward on CUDA can be captured as a CUDA graph: its kernels do not depend on the
+            lengths of the sequences, which it reads on the device only (engine/core/cuda_graphs.py).
     """
 
     hidden_size: int
@@ -67,7 +66,7 @@ class PackedModel(ABC):
             need_attention: Also return the attention weights.
 
         Raises:
-            UnsupportedTaskError: Attention weights are asked for and this model cannot give them.
+            UnsupportedTaskError: Attention weights were requested, but this model cannot return them.
         """
 
     def classify(self, pooled_ND: Tensor) -> Tensor:
@@ -83,9 +82,9 @@ class PackedModel(ABC):
         return self.token_head(hidden_TD.float())
 
     def set_head(self, kind: ModelKind, head: Head | None, *, scores_rows: bool = False) -> None:
-        """Takes the head of a model of some kind; None for one without classes.
+        """Sets the head of a model; None for a model without classes.
 
-        With `scores_rows`, that of a sequence is one map of its last row, and so fits the row of any token.
+        With `scores_rows`, the head of a sequence classifier also scores single tokens.
         """
         if kind is not ModelKind.TOKEN_CLASSIFIER:
             self.sequence_head = head

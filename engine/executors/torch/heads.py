@@ -1,6 +1,6 @@
-"""Heads: classes of pooled rows and of tokens, logits over the vocabulary, and the Dense of sentence-transformers.
+"""Heads: classes of pooled rows and of tokens, vocabulary logits, and the Dense modules of sentence-transformers.
 
-Classification heads run in float32: they are small, and the caller sees their scores.
+Classification heads run in float32, because they are small and clients see their scores.
 
 Shape letters: R rows, D model width, C answer tokens, V vocabulary.
 """
@@ -22,13 +22,13 @@ from .layers.norm import load_norm
 from .layers.weights import Weights
 
 _LM_HEAD: Final = "lm_head"
-# Rows of one product: always as many on a CPU, so that oneDNN compiles one kernel for all batches.
+# Rows of a product. On a CPU it always has this number of rows, so that oneDNN compiles one kernel for all batches.
 BLOCK_ROWS: Final = 128
-# Columns of the product on CUDA. Rows of logits are then aligned to 16 bytes, as the fast kernels of cuBLAS and the
-# widest loads of the pooling kernel want them; the 30,522 tokens of BERT are no multiple of 8.
+# Columns of the product on CUDA are a multiple. Rows of logits are then aligned to 16 bytes, which the fast kernels of
+# cuBLAS and the widest loads of the pooling kernel need; BERT's 30,522 tokens are not a multiple of 8.
 _VOCAB_MULTIPLE: Final = 64
 
-# Class names in torch.nn.modules.activation (and Identity) that take no arguments.
+# Class names in torch.nn.modules.activation (and Identity) without arguments.
 _DENSE_ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
     "ELU": nn.ELU,
     "GELU": nn.GELU,
@@ -51,9 +51,9 @@ def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str
 
     Args:
         weights: View of the whole checkpoint.
-        base: View of the model without its heads.
+        base: View of the base model.
         spec: The head.
-        words: Name of the word embedding below `base`.
+        words: Name of the word embedding within `base`.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.
@@ -66,7 +66,7 @@ def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str
 
 
 class StepsHead:
-    """Maps and norms, one after another."""
+    """A sequence of projections and norms."""
 
     def __init__(self, weights: Weights, base: Weights, steps: tuple[LinearSpec | NormSpec, ...]) -> None:
         self._steps = [
@@ -84,12 +84,12 @@ class StepsHead:
 
 
 class AnswerHead:
-    """Scores from a language model's next-token logits; of the output embedding only the rows of the answers are kept.
+    """The head of a generative reranker: next-token logits of the answer tokens.
 
     Args:
-        rows_CD: [C, D]. Rows of the output embedding, one for each answer token.
-        bias_C: [C] or None. The same entries of its bias.
-        spec: How logits become scores.
+        rows_CD: [C, D]. Rows of the output embedding for the answer tokens.
+        bias_C: [C] or None. Bias of the output embedding for the answer tokens.
+        spec: Spec of the head.
     """
 
     def __init__(self, rows_CD: Tensor, bias_C: Tensor | None, spec: AnswerSpec) -> None:
@@ -98,7 +98,7 @@ class AnswerHead:
 
     @classmethod
     def load(cls, weights: Weights, base: Weights, spec: AnswerSpec, words: str) -> Self:
-        """Reads the rows; takes the arguments of `load_head`."""
+        """Reads the rows of the answer tokens. For arguments see `load_head`."""
         is_tied = not weights.has(f"{_LM_HEAD}.weight") if spec.is_tied is None else spec.is_tied
         view, name = (base, words) if is_tied else (weights, f"{_LM_HEAD}.weight")
         rows_CD = view.rows(name, spec.tokens, spec.vocab_size, spec.size, dtype=torch.float32)
@@ -119,11 +119,11 @@ class AnswerHead:
 
 
 class VocabularyHead:
-    """logits = norm(activation(x U^T + c)) E^T + b, of a masked language model.
+    """The head of a masked language model: logits = norm(activation(x U^T + c)) E^T + b.
 
     Args:
-        weights: View of the whole checkpoint, in the type that the head computes in.
-        model: Of which the head is read.
+        weights: View of the whole checkpoint, in the dtype of the head.
+        model: Spec of the model.
         info: The resolved model.
 
     Raises:
@@ -150,9 +150,9 @@ class VocabularyHead:
         self._out = Linear(table_VD, bias_V)
 
     def __call__(self, x_RD: Tensor) -> Tensor:
-        """Returns [R, V] of hidden states [R, D] of any float type, in the type of the head.
+        """Maps hidden states [R, D] of any float type to [R, V] in the dtype of the head.
 
-        On a CPU R is at most BLOCK_ROWS. On CUDA zeros follow the V columns, up to a multiple of 64.
+        On a CPU R is at most BLOCK_ROWS. On CUDA the V columns are padded with zeros to a multiple of 64.
         """
         num_rows = x_RD.shape[0]
         inner_RD = self._norm(self._dense(x_RD.to(self._dense.dtype)))
@@ -165,14 +165,14 @@ class Dense:
     """The Dense module of sentence-transformers: y = activation(x W^T + b) of a pooled vector, float32.
 
     Args:
-        weights: View of the module's own folder.
-        spec: Its widths and activation.
+        weights: View of the module's folder.
+        spec: Widths and activation of the module.
     """
 
     def __init__(self, weights: Weights, spec: DenseSpec) -> None:
         if spec.activation not in _DENSE_ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{spec.folder} asks for the activation {spec.activation!r}; "
+                f"{spec.folder} has the activation {spec.activation!r}; "
                 f"known are {', '.join(sorted(_DENSE_ACTIVATIONS))}."
             )
         self._activation = _DENSE_ACTIVATIONS[spec.activation]()

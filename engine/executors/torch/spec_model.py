@@ -1,6 +1,6 @@
-"""Runs a ModelSpec with the kernels of penstock.kernels: encoders, decoders and recurrent models, on a GPU or a CPU.
+"""Runs encoders, decoders and recurrent models with penstock.kernels, as a ModelSpec describes them.
 
-Shape letters: T packed tokens, V vocabulary, D model width, E embedding width, P positions, Y token types,
+Shape letters: T packed tokens, V vocabulary, D model width, E embedding width, P positions, Y token types, Q = Y * P,
 H heads, A width of all heads, L longest sequence.
 """
 
@@ -37,39 +37,39 @@ if TYPE_CHECKING:
 class Embedding:
     """projection(norm(word + position + token type)).
 
-    Position and type rows are summed once at load into one table [Y * P, E], so that a token costs two gathers. The
-    table and the sum are float32; only the result is cast. Fused, all of it is one kernel.
+    The position and type rows are summed when the model is loaded, into one table [Q, E], so that a token needs two
+    lookups. The table and the sums are float32. With Fusion.FUSED, one kernel computes all of it.
 
     Args:
-        weights: View of the model without its heads.
-        spec: Its tables.
+        weights: Weights of the model without its heads.
+        spec: Names and sizes of the tables.
     """
 
     def __init__(self, weights: Weights, spec: EmbeddingSpec) -> None:
         self._spec = spec
         self.words_VE = weights.table(spec.words, spec.vocab_size, spec.size)
         if spec.is_scaled:
-            # transformers rounds the factor to the model's type before it multiplies.
+            # transformers rounds the factor to the type of the model before it multiplies.
             self.words_VE *= torch.tensor(spec.size**0.5, dtype=weights.dtype, device=weights.device)
         if spec.scale != 1.0:
             self.words_VE *= spec.scale
-        self._places_QE: Tensor | None = None
+        self._positions_QE: Tensor | None = None
         if spec.positions is not None:
-            self._places_QE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
+            self._positions_QE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
             if spec.token_types is not None:
                 type_YE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
-                self._places_QE = (type_YE[:, None] + self._places_QE[None]).flatten(0, 1)
-        sum_dtype = None if self._places_QE is None else torch.float32
+                self._positions_QE = (type_YE[:, None] + self._positions_QE[None]).flatten(0, 1)
+        sum_dtype = None if self._positions_QE is None else torch.float32
         self._norm = None if spec.norm is None else load_norm(weights, spec.norm, dtype=sum_dtype)
         self._projection = None if spec.projection is None else Linear.load(weights, spec.projection)
         self._tables = (
             Embeddings(self.words_VE)
-            if self._places_QE is None
-            else Embeddings(self.words_VE, self._places_QE, spec.num_positions)
+            if self._positions_QE is None
+            else Embeddings(self.words_VE, self._positions_QE, spec.num_positions)
         )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        """Returns the first hidden states [T, D], in the type of the model."""
+        """Returns the first hidden states [T, D] in the type of the model."""
         embedded_TE = self._embed(batch)
         return embedded_TE if self._projection is None else self._projection(embedded_TE)
 
@@ -79,7 +79,7 @@ class Embedding:
             return F.embedding(batch.input_ids, self.words_VE)
         positions_T = None
         types_T = batch.token_type_ids if spec.num_token_types > 1 else None
-        if self._places_QE is not None:
+        if self._positions_QE is not None:
             positions_T = batch.positions
             if spec.padding_id is not None:
                 positions_T = padding_aware_positions(batch.input_ids, positions_T, spec.padding_id)
@@ -97,14 +97,14 @@ class Embedding:
 class Layer:
     """Attention or a recurrent mixer, then an MLP or experts, with their residual sums and norms.
 
-    Pre-norm: x + Attention(Norm(x)), then x + Mlp(Norm(x)); Gemma also normalises the outputs before it adds them.
+    Pre-norm: x + Attention(Norm(x)), then x + Mlp(Norm(x)); Gemma also normalizes the outputs before the sums.
     Post-norm: Norm(x + Attention(x)), then Norm(x + Mlp(x)).
 
     Args:
-        weights: View of the layer.
-        spec: Of the layer.
-        model: Of the model.
-        index: Number of the layer among those with attention, or among those with a mixer.
+        weights: Weights of the layer.
+        spec: Spec of the layer.
+        model: Spec of the model.
+        index: Index of the layer among the layers with attention or among the layers with a mixer.
     """
 
     def __init__(self, weights: Weights, spec: LayerSpec, model: ModelSpec, index: int) -> None:
@@ -152,16 +152,17 @@ class Layer:
         return self.after_attention(self.attention(x_TD, batch, plan, rotation, relative_bias), stream)
 
     def attention_input(self, stream: Residual) -> tuple[Tensor, Residual]:
-        """Returns the input of attention or of the mixer [T, D], and the hidden states beside it."""
+        """Returns the input [T, D] of attention or of the mixer, and the hidden states."""
         if self.attention_norm is None or not self.is_pre_norm:
             return stream.hidden, stream
         x_TD, stream = stream.normed_and_sum(self.attention_norm)
         return x_TD.to(self.dtype), stream
 
     def after_attention(self, attended_TA: Tensor, stream: Residual) -> Residual:
-        """Returns the next hidden states: all of the layer between two attentions, which looks at no border.
+        """Returns the next hidden states from the output of attention.
 
-        Without fusion it is torch's operations alone, and torch.compile takes it whole.
+        It does not use the borders of the sequences; without fusion, it has only operations of torch, so that
+        torch.compile can compile all of it.
         """
         if not self.is_pre_norm:
             assert self.attention_norm is not None
@@ -185,16 +186,16 @@ class Layer:
 
 
 class SpecModel(PackedModel):
-    """An encoder, a decoder or a recurrent model with the head that the model's kind asks for.
+    """An encoder, a decoder or a recurrent model, with the head for its kind of model.
 
     Args:
         info: The resolved model.
-        spec: Its description.
-        weights: View of the whole checkpoint.
+        spec: Spec of the model.
+        weights: Weights of the whole checkpoint.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.
-        UnsupportedModelError: An activation is not known.
+        UnsupportedModelError: penstock does not support an activation.
     """
 
     def __init__(self, info: ModelInfo, spec: ModelSpec, weights: Weights) -> None:
@@ -233,7 +234,7 @@ class SpecModel(PackedModel):
         """See PackedModel."""
         if need_attention and self.last_attention is None:
             raise UnsupportedTaskError(
-                "The model has no attention, so that there are no weights for ATTENTION pooling.", param="pooling_type"
+                "ATTENTION pooling needs attention weights, but the model has no attention.", param="pooling_type"
             )
         plans = {kind: attention.plan(batch) for kind, attention in self.attentions.items()}
         rotations = {kind: rotary(batch) for kind, rotary in self.rotary.items()}
@@ -250,7 +251,7 @@ class SpecModel(PackedModel):
 
 
 def _load_bias(weights: Weights, spec: RelativeBiasSpec, num_heads: int, max_len: int) -> Tensor:
-    """Returns the bias of the scores by distance, [H, L, L]."""
+    """Returns the bias [H, L, L] of the attention scores, which depends on the distance of two tokens."""
     bias_BH = weights.tensor(spec.name, spec.num_buckets, num_heads)
     positions_L = np.arange(max_len)
     buckets_LL = torch.from_numpy(spec.bucket_of(positions_L[None, :] - positions_L[:, None]))
@@ -258,9 +259,9 @@ def _load_bias(weights: Weights, spec: RelativeBiasSpec, num_heads: int, max_len
 
 
 def padding_aware_positions(input_ids_T: Tensor, positions_T: Tensor, pad_token_id: int) -> Tensor:
-    """Returns the positions of RoBERTa and MPNet: they begin at pad_token_id + 1.
+    """Returns the positions of RoBERTa and MPNet, which begin at pad_token_id + 1.
 
-    A padding token that is part of a text stands at pad_token_id and is not counted, as in transformers.
+    As in transformers, a padding token in a text has position pad_token_id and is not counted.
     """
     is_text_T = input_ids_T.ne(pad_token_id)
     running_T = is_text_T.cumsum(0)

@@ -1,4 +1,4 @@
-"""Copies many small tensors between the host and a device: one buffer, one asynchronous copy."""
+"""Copies many small tensors between the host and a device in one buffer, with one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 K = TypeVar("K")
 
 _ALIGNMENT: Final = 256
-"""Bytes, as of a tensor of its own: kernels are compiled for the alignment of their inputs."""
+"""Alignment in bytes, as torch aligns its own tensors; kernels are compiled for the alignment of their inputs."""
 
 
 def put_all(tensors: Mapping[K, Tensor | None], device: torch.device) -> dict[K, Tensor | None]:
-    """Returns the tensors on a device, under the same names; those that are there, or are None, as they are.
+    """Returns the tensors on a device, under the same names; does not copy those that are already there.
 
-    To CUDA all others go in one copy, out of pinned memory: one out of memory that is not may wait for all that the
-    stream has to do before it. torch does not reuse pinned memory before the copies from it have been made.
+    Copies to CUDA use pinned memory, because a copy from other memory may wait for all earlier work of the stream.
+    torch does not reuse pinned memory before the copies from it are complete.
     """
     host = {name: t for name, t in tensors.items() if t is not None and t.device.type != device.type}
     if not host:
@@ -30,32 +30,32 @@ def put_all(tensors: Mapping[K, Tensor | None], device: torch.device) -> dict[K,
 
 
 def packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
-    """Returns one buffer on the host, [B] uint8, that holds the tensors where `views` finds them."""
+    """Returns a buffer [B] uint8 on the host with copies of the tensors, in the layout of `views`."""
     buffer = empty_for(tensors, pin_memory=pin_memory)
-    for place, tensor in zip(views(buffer, tensors), tensors, strict=True):
-        place.copy_(tensor)
+    for view, tensor in zip(views(buffer, tensors), tensors, strict=True):
+        view.copy_(tensor)
     return buffer
 
 
 def empty_for(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
-    """Returns a buffer on the host, [B] uint8, with room for the tensors."""
+    """Returns an uninitialized buffer [B] uint8 on the host that is large enough for the tensors."""
     return torch.empty(_ends(tensors)[-1] if tensors else 0, dtype=torch.uint8, pin_memory=pin_memory)
 
 
 def views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns contiguous views of a buffer with the shapes and dtypes of some tensors, in their order."""
+    """Returns contiguous views of a buffer with the shapes and types of the tensors `like`, in their order."""
 
     def cut() -> Iterator[Tensor]:
         for end, tensor in zip(_ends(like), like, strict=True):
-            start = end - _room(tensor)
+            start = end - _padded_size(tensor)
             yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     return list(cut())
 
 
 def _ends(tensors: Sequence[Tensor]) -> list[int]:
-    return list(accumulate(map(_room, tensors)))
+    return list(accumulate(map(_padded_size, tensors)))
 
 
-def _room(tensor: Tensor) -> int:
+def _padded_size(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

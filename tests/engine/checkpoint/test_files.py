@@ -68,7 +68,7 @@ def test_header_gives_tensors_and_their_offsets(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (b"", "is empty"),
-        (b"abc", "its header would be"),
+        (b"abc", "its header would have"),
         (POINTER, "is a Git LFS pointer, not the file itself; run `git lfs pull`"),
         (safetensors(b"\xff\xfe{"), "is not UTF-8 text"),
         (safetensors(b"{nope"), "is not valid JSON"),
@@ -78,7 +78,7 @@ def test_header_gives_tensors_and_their_offsets(tmp_path: Path) -> None:
         (safetensors({"a": {"dtype": "F32", "shape": [1]}}), "dtype, shape and data_offsets of 'a'"),
         (safetensors({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "damaged at 'a'"),
         (safetensors({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(3)), "tensors end at byte"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "its header would be 1099511627776 bytes long"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "its header would have 1099511627776 bytes"),
     ],
 )
 def test_damaged_safetensors_file_is_named_with_its_fault(content: bytes, reason: str, tmp_path: Path) -> None:

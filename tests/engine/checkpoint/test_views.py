@@ -58,7 +58,7 @@ def test_values_that_are_not_finite_are_refused(stored: torch.dtype) -> None:
         if value == 1.0:
             assert np.array_equal(weights.floats("x", 4, 3), values.float().numpy())
             continue
-        with pytest.raises(WeightError, match=r"'bert\.x' holds NaN or inf"):
+        with pytest.raises(WeightError, match=r"'bert\.x' has NaN or infinite values"):
             weights.floats("x", 4, 3)
 
 

@@ -66,7 +66,7 @@ def test_requests_are_admitted_until_the_queue_has_too_many_tokens() -> None:
 
 def test_request_larger_than_the_queue_is_invalid() -> None:
     admission = make()
-    with pytest.raises(InvalidRequestError, match=r"1001 tokens; the server takes at most 1000 .* Split it"):
+    with pytest.raises(InvalidRequestError, match=r"1001 tokens; a request may have at most 1000.* Split it"):
         admission.enter(1_001)
     assert (admission.stats.num_requests, admission.stats.num_refused_total) == (0, 0)
 

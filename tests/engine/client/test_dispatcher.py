@@ -38,7 +38,7 @@ async def test_several_runs_of_a_request_are_admitted_together(dispatcher: Dispa
             with request.admitted(tokens(10, 60)):
                 for length in (10, 60):
                     await request.run(tokens(length), PoolingParams())
-            with pytest.raises(errors.InvalidRequestError, match="101 tokens; the server takes at most 100"):
+            with pytest.raises(errors.InvalidRequestError, match="101 tokens; a request may have at most 100"):
                 await request.run(tokens(101), PoolingParams())
 
     several = asyncio.create_task(twice())

@@ -96,7 +96,7 @@ def test_processor_quota_is_divided(set_machine: SetMachine) -> None:
     assert cores_of(made) == [(0, 4, 1, 5), (2, 6, 3, 7)]
     assert [config.num_threads for config in made] == [2, 2]
     assert len(configs(data_parallel=5)) == 5
-    with pytest.raises(ModelLoadError, match="6 replicas need as many cores, and this process may use 5"):
+    with pytest.raises(ModelLoadError, match="6 replicas need 6 cores; this process may use 5"):
         configs(data_parallel=6)
 
 
@@ -133,13 +133,13 @@ def test_replicas_leave_a_share_to_other_models(set_machine: SetMachine) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"data_parallel": 3}, "3 replicas need as many cores, and this process may use 2"),
-        ({"devices": ("numa:3",)}, "may use no core of numa:3, but some of numa:0, numa:1"),
-        ({"devices": ("numa:0", "numa:0")}, "2 replicas need as many cores of numa:0, and there are 1"),
+        ({"data_parallel": 3}, "3 replicas need 3 cores; this process may use 2"),
+        ({"devices": ("numa:3",)}, "may not use the cores of numa:3; it may use numa:0, numa:1"),
+        ({"devices": ("numa:0", "numa:0")}, "2 replicas on numa:0 need 2 cores; it has 1"),
         ({"devices": ("cpu", "cpu"), "data_parallel": 3}, "--data-parallel is 3; it must be a multiple of the 2"),
-        ({"devices": ("cpu", "cpu"), "device": "cpu"}, "leave --device cpu out"),
+        ({"devices": ("cpu", "cpu"), "device": "cpu"}, "remove --device cpu"),
         ({"device": "cuda:1", "data_parallel": 2}, "--device cuda:1 is one device"),
-        ({"data_parallel": 2, "in_process": True}, "--in-process has one engine"),
+        ({"data_parallel": 2, "in_process": True}, "--in-process supports one replica"),
     ],
 )
 def test_impossible_places_are_refused_with_the_flag(

@@ -135,13 +135,13 @@ async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessC
     await core.start()
     core._heartbeat = Mock()
     for _ in range(2):
-        core._ask()
+        core._ping()
     await called(core._heartbeat.answered)
     await called(core._on_load)  # its answer to Start may come later
     core._process.kill()
     await called(core._on_exit)
     for _ in range(3):
-        core._ask()  # the process has ended
+        core._ping()  # the process has ended
     await core.close()
     core._on_message.assert_not_called()
 
@@ -155,7 +155,7 @@ async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., Proces
     await called(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
     assert await asyncio.wait_for(core._process.wait(), 120) == -9
-    core._give_up()
+    core._kill_hung()
     await core.close()
     core._on_exit.assert_called_once()
 

@@ -131,7 +131,7 @@ async def test_queries_and_documents_get_their_prompts(
 ) -> None:
     _, core = await score(["a"], ["b"], model=info(**model), **options)
     assert core.texts() == [ids(query), ids(document)]
-    with pytest.raises(InvalidRequestError, match=r"takes no instruction"):
+    with pytest.raises(InvalidRequestError, match=r"accepts no instruction"):
         await score(["a"], ["b"], model=info(prompts=PROMPTS), instruction="find ")
 
 

@@ -100,8 +100,8 @@ class FakeStream:
         self._saved += zip(copies, [tensor.clone() for tensor in tensors], strict=True)
         return copies
 
-    def put_back(self, saved: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        for copy, place in zip(saved, places, strict=True):
+    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for copy, place in zip(saved, targets, strict=True):
             place.copy_(next(source for known, source in self._saved if known is copy))
 
     @torch.inference_mode()

@@ -63,7 +63,7 @@ def test_unused_adapters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     runner = FakeRunner()
     runner.info = replace(runner.info, adapters=("query", "passage"), sources={"adapters": "config.json"})
     CoreDriver(runner)
-    assert "comes with LoRA adapters (query, passage; config.json), and none is applied" in caplog.text
+    assert "has LoRA adapters (query, passage; config.json). They are not applied" in caplog.text
 
 
 def test_model_ready_is_sent_after_warm_up() -> None:
@@ -447,7 +447,7 @@ def test_not_finite_result_fails_its_request_alone() -> None:
     driver.submit(1, 5, 48, 7, token=2)
     driver.submit(2, 6)
     driver.run_all()
-    assert driver.failures == {1: ("ModelExecutionError", "The model gave values that are not finite for input 1.")}
+    assert driver.failures == {1: ("ModelExecutionError", "The model returned NaN or infinite values for input 1.")}
     assert driver.results[2] == {0: [6.0]}
     assert set(driver.finished) == {2}
     runner.batches.clear()

@@ -427,7 +427,7 @@ def test_ended_forward_raises_the_time_limit(lanes: LaneDriver, loop_clock: Cloc
     assert CoreDriver(FakeRunner()).core._watch.num_lanes == 1
     lanes.start(1, 2)
     first, second = watch.in_flight
-    first.num_looks = 30  # 180 s
+    first.num_checks = 30  # 180 s
     loop_clock.now_s = 200.0
     lanes.end(0)
     assert watch.in_flight == [second]

@@ -125,7 +125,7 @@ def test_gpu_needs_a_driver_and_a_gpu_build_of_torch(
         return version
 
     monkeypatch.setattr(metadata, "version", installed)
-    monkeypatch.setattr(host, "_GPU_MARKS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
+    monkeypatch.setattr(host, "_GPU_PATHS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
     for driver in drivers:
         (tmp_path / driver).touch()
     assert host.may_have_gpu() is expected

@@ -37,7 +37,7 @@ def test_device_memory_limits_the_budget(caplog: pytest.LogCaptureFixture) -> No
     scheduler, info = make(SequencePool(), device=device)
     assert (scheduler.token_budget, info.max_model_len) == (700, 700)
     assert info.limit_name == "the memory of the server's GPU"
-    assert "one forward finds memory for 700 tokens: inputs are limited to that" in caplog.text
+    assert "the memory holds a forward of 700 tokens: inputs are limited to it" in caplog.text
     scheduler, info = make(SequencePool(), device=DeviceLimits(max_tokens=5000))
     assert (scheduler.token_budget, info.max_model_len) == (4096, 4096)
 
@@ -85,7 +85,7 @@ def test_chunk_size_of_the_operator_is_at_most_a_batch(caplog: pytest.LogCapture
     assert make(pool(1000), chunk_size=1024)[0].prefill.config.chunk_size == 1024
     assert not caplog.records
     assert make(pool(1000), chunk_size=1025)[0].prefill.config.chunk_size == 1024
-    assert "chunk_size is 1025, but a forward has 1024 tokens; chunks have no more" in caplog.text
+    assert "chunk_size is 1025, but a forward has 1024 tokens; chunk_size is lowered" in caplog.text
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
@@ -98,7 +98,10 @@ def test_without_chunks_the_budget_is_the_longest_input(caplog: pytest.LogCaptur
     scheduler, info = make(sequence_pool, enable_chunked_prefill=not has_memory)
     assert scheduler.token_budget == info.max_model_len == 4096
     assert not scheduler.prefill.should_chunk(4096)
-    assert "max_num_batched_tokens is 1024, but one sequence may have 4096 tokens; the budget is raised" in caplog.text
+    assert (
+        "max_num_batched_tokens is 1024, but one sequence may have 4096 tokens; the token budget is raised"
+        in caplog.text
+    )
 
 
 def test_pool_limits_the_length_of_inputs(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,9 +31,9 @@ def watch() -> StepWatch:
     return StepWatch(10.0, lambda reason: None)
 
 
-def num_looks(watch: StepWatch, limit: int = 1000) -> int:
+def num_checks(watch: StepWatch, limit: int = 1000) -> int:
     """Returns the number of looks before a step exceeds its limit."""
-    return next(number for number in range(limit + 1) if watch.look() is not None)
+    return next(number for number in range(limit + 1) if watch.check() is not None)
 
 
 def test_step_names_the_size_of_its_forward() -> None:
@@ -45,22 +45,22 @@ def test_step_names_the_size_of_its_forward() -> None:
 
 def test_step_is_reported_at_its_limit(watch: StepWatch) -> None:
     with watch.during(Step(1, 5)):
-        assert [watch.look() for _ in range(10)] == [None] * 10
-        assert watch.look() == "A forward of 5 tokens in 1 sequence has not ended for 10 s; its limit is 10 s"
+        assert [watch.check() for _ in range(10)] == [None] * 10
+        assert watch.check() == "A forward of 5 tokens in 1 sequence has not ended for 10 s; its limit is 10 s"
 
 
 def test_each_step_starts_from_zero(watch: StepWatch) -> None:
     for _ in range(30):
         with watch.during(Step()):
-            assert watch.look() is None
+            assert watch.check() is None
 
 
 def test_idle_thread_exceeds_no_limit(watch: StepWatch) -> None:
     with watch.during(Step()):
         for _ in range(3):
-            assert [watch.look() for _ in range(8)] == [None] * 8
+            assert [watch.check() for _ in range(8)] == [None] * 8
             with watch.idle():
-                assert [watch.look() for _ in range(20)] == [None] * 20
+                assert [watch.check() for _ in range(20)] == [None] * 20
 
 
 def test_innermost_call_is_watched(watch: StepWatch) -> None:
@@ -68,12 +68,12 @@ def test_innermost_call_is_watched(watch: StepWatch) -> None:
     with watch.during(outer):
         for _ in range(5):
             with watch.during(Step(2, 2)):
-                assert [watch.look() for _ in range(8)] == [None] * 8
-        assert not outer.num_looks
+                assert [watch.check() for _ in range(8)] == [None] * 8
+        assert not outer.num_checks
         with watch.during(Step(3, 30)):
             for _ in range(10):
-                watch.look()
-            assert "30 tokens in 3 sequences" in (watch.look() or "")
+                watch.check()
+            assert "30 tokens in 3 sequences" in (watch.check() or "")
 
 
 @pytest.mark.parametrize(("in_order", "expected"), [(True, 10), (False, 2)])
@@ -81,16 +81,16 @@ def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, in_order
     watch.in_order = in_order
     watch.in_flight += [Step(1, 1), Step(2, 2)]
     for _ in range(8):
-        assert watch.look() is None
+        assert watch.check() is None
     del watch.in_flight[0]
-    assert num_looks(watch) == expected
+    assert num_checks(watch) == expected
 
 
 def test_hanging_call_is_reported_before_forwards_in_flight(watch: StepWatch) -> None:
     watch.in_flight.append(Step(1, 1))
-    assert watch.look() is None
+    assert watch.check() is None
     with watch.during(Step(7, 70)):
-        *found, last = [watch.look() for _ in range(11)]
+        *found, last = [watch.check() for _ in range(11)]
     assert found == [None] * 10
     assert "70 tokens in 7 sequences" in (last or "")
 
@@ -98,25 +98,25 @@ def test_hanging_call_is_reported_before_forwards_in_flight(watch: StepWatch) ->
 def test_limit_follows_the_longest_forward(watch: StepWatch) -> None:
     watch.record(Step(1, 100), 0.5)
     assert watch.limit_s(Step(1, 100)) == 10
-    watch.record(Step(1, 100, num_looks=30), 30.0)
+    watch.record(Step(1, 100, num_checks=30), 30.0)
     watch.record(Step(1, 100), 1.0)
     assert watch.limit_s(Step(1, 100)) == watch.limit_s(Step(1, 1)) == 300
     assert watch.limit_s(Step(1, 400)) == 1200
     with watch.during(Step(1, 100)):
-        assert num_looks(watch) == 300
+        assert num_checks(watch) == 300
 
 
 def test_limit_grows_with_the_number_of_lanes(watch: StepWatch) -> None:
     watch.num_lanes = 16
     watch.record(Step(1, 100), 0.05)
     assert watch.limit_s(Step(1, 100)) == 10
-    watch.record(Step(1, 100, num_looks=3), 3.0)
+    watch.record(Step(1, 100, num_checks=3), 3.0)
     assert watch.limit_s(Step(1, 100)) == 480
     assert watch.limit_s(Step(1, 200)) == 960
 
 
 def test_time_of_a_stopped_process_does_not_count(watch: StepWatch) -> None:
-    watch.record(Step(1, 100, num_looks=2), 3600.0)
+    watch.record(Step(1, 100, num_checks=2), 3600.0)
     assert watch.limit_s(Step(1, 100)) == 30
 
 
@@ -141,7 +141,7 @@ def test_core_without_requests_exceeds_no_limit() -> None:
     core, found = CoreDriver(FakeRunner()).core, []
 
     def wait() -> list[Callable[[], None]]:
-        found.extend(core._watch.look() for _ in range(100))
+        found.extend(core._watch.check() for _ in range(100))
         core.stop()
         return []
 

@@ -92,8 +92,8 @@ def test_tensor_names_show_adapters(tmp_path: Path, name: str, in_shards: bool, 
 
 def test_adapter_without_a_model_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"adapter_config.json": ADAPTER})
-    with pytest.raises(ModelLoadError, match=r"holds a PEFT adapter .* merge it into owner/base"):
+    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* merge it into owner/base"):
         resolve(tmp_path)
     write(tmp_path, {"modules.json": [{"type": "sentence_transformers.models.Transformer", "path": ""}]})
-    with pytest.raises(ModelLoadError, match=r"holds a PEFT adapter .* merge it into owner/base"):
+    with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* merge it into owner/base"):
         resolve(tmp_path)

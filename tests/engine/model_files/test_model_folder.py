@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files.model_folder import as_load_error, is_local, read_json, read_object
-from penstock.engine.model_files.resolve import locate_model, resolve_model
+from penstock.engine.model_files.model_folder import as_load_error, is_local, locate_model, read_json, read_object
+from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError, WeightError
 from penstock.engine.protocol.setting import json_object

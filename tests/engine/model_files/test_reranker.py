@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES, find_recipe, recipe_named
+from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES, find_recipe
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
 from penstock.engine.protocol.messages import ModelReady, decode_from_core, encode
@@ -66,8 +66,7 @@ def test_published_checkpoint_is_known_by_its_name(
     name: str, config: dict[str, Any], tokens: tuple[int, ...], labels: tuple[str, ...], recipe: str, tmp_path: Path
 ) -> None:
     info = resolve(write(tmp_path / name, config))
-    known = recipe_named(recipe)
-    assert known is not None
+    known = next(each for each in RECIPES if each.name == recipe)
     assert info.kind is ModelKind.CROSS_ENCODER
     assert info.tasks == (PoolingTask.SCORE,)
     assert (info.sequence_pooling, info.activation) == ((PoolingType.LAST,), Activation.SIGMOID)
@@ -197,7 +196,7 @@ def test_sentence_transformers_files_override_the_name(false: int | None, method
 @pytest.mark.parametrize(
     ("modules", "config", "message"),
     [
-        ([TRANSFORMER, POOLING, LOGIT_SCORE], {"true_token_id": 1}, "where penstock cannot run it"),
+        ([TRANSFORMER, POOLING, LOGIT_SCORE], {"true_token_id": 1}, "at a position that is not supported"),
         ([TRANSFORMER, LOGIT_SCORE], {"true_token_id": "yes"}, "true_token_id 'yes'"),
         ([TRANSFORMER, LOGIT_SCORE], {"true_token_id": 99}, "names the token id 99"),
     ],

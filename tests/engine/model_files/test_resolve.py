@@ -392,8 +392,8 @@ def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
         ({"config.json": "{"}, r"config\.json cannot be read"),
         ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
-        ({"config.json": None, "modules.json": [TRANSFORMER]}, r"holds no config\.json"),
-        ({"modules.json": {}}, "must hold a list of modules"),
+        ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
+        ({"modules.json": {}}, "must contain a list of modules"),
         ({"modules.json": [POOLING]}, "needs a Transformer first"),
         ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
         ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
@@ -500,7 +500,7 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
 )
 def test_model_that_reads_no_text_is_refused(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": config})
-    message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock serves text models"
+    message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock supports only text"
     with pytest.raises(UnsupportedModelError, match=message):
         resolve(tmp_path)
 

@@ -110,7 +110,7 @@ def test_wrong_chunks_are_refused_and_change_nothing() -> None:
         manager.process_chunk("a", np.zeros((2, 3), np.float32))
     with pytest.raises(ValueError, match=r"float type, got torch\.int64"):
         manager.process_chunk("a", np.zeros((2, WIDTH), np.int64))
-    with pytest.raises(ValueError, match=r"attention weights must be \[15\], those of all tokens so far, got \[10\]"):
+    with pytest.raises(ValueError, match=r"attention weights must be \[15\], one for each token so far, got \[10\]"):
         manager.process_chunk("a", rows(10), torch.ones(10))
     with pytest.raises(ValueError, match="'a' is incomplete: 15 of 20 tokens remain"):
         manager.finalize("a")

@@ -36,18 +36,18 @@ def test_batch_of_chunks_records_their_spans() -> None:
     assert (metadata.is_partial, metadata.get_incomplete_indices()) == (True, [2])
     assert not PoolingMetadata.for_batch(batch, params).is_partial
     assert not PoolingMetadata.for_batch(batch, params, seq_ids="abc").is_partial
-    with pytest.raises(ValueError, match="prompt_lens holds 1 values for 3 sequences"):
+    with pytest.raises(ValueError, match="prompt_lens has 1 values for 3 sequences"):
         PoolingMetadata.for_batch(batch, params, seq_ids="abc", prompt_lens=[7])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"params": []}, "params holds 0 values for 2 sequences"),
-        ({"seq_ids": ["a"]}, "seq_ids holds 1 values for 2 sequences"),
-        ({"chunk_sizes": [3, 3]}, "3 tokens at 0 do not lie in a sequence of 2"),
-        ({"chunk_sizes": [2, 1], "chunk_starts": [0, 3]}, "1 tokens at 3 do not lie in a sequence of 3"),
-        ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 do not lie in a sequence of 2"),
+        ({"params": []}, "params has 0 values for 2 sequences"),
+        ({"seq_ids": ["a"]}, "seq_ids has 1 values for 2 sequences"),
+        ({"chunk_sizes": [3, 3]}, "3 tokens at 0 are not within a sequence of 2"),
+        ({"chunk_sizes": [2, 1], "chunk_starts": [0, 3]}, "1 tokens at 3 are not within a sequence of 3"),
+        ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 are not within a sequence of 2"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, list[int]], message: str) -> None:

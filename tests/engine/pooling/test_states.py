@@ -111,7 +111,7 @@ def test_token_level_states_count_tokens_and_keep_no_row(pooling_type: PoolingTy
         states.update(part)
     assert states.is_token_level
     assert (states.num_tokens, states.running, states.rows) == (65, {}, [])
-    with pytest.raises(ValueError, match=f"{pooling_type} pooling go out with their chunks"):
+    with pytest.raises(ValueError, match=f"{pooling_type} pooling returns the rows of each chunk"):
         states.finalize()
 
 

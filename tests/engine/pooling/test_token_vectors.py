@@ -100,7 +100,7 @@ def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids
     pooler, params = make_pooler()
     metadata = describe(LENGTHS, [params.clone(is_compared=True)] * NUM_SEQS, token_ids=token_ids)
     metadata.queries = [None] * NUM_SEQS
-    with pytest.raises(ValueError, match="needs the vectors of a query"):
+    with pytest.raises(ValueError, match="needs the vectors of its query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
 
 

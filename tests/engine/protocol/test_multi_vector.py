@@ -192,7 +192,7 @@ async def test_pylate_files_give_the_recipe(tmp_path: Path) -> None:
     assert info.max_model_len == 24
     change_json(tmp_path / "config.json", {"architectures": ["HF_ColBERT"]})  # Stanford's, saved by PyLate
     assert resolve_model(config).multi_vector == info.multi_vector
-    with pytest.raises(errors.ModelLoadError, match="fills queries up to 16 tokens"):
+    with pytest.raises(errors.ModelLoadError, match="pads queries to 16 tokens"):
         resolve_model(dataclasses.replace(config, max_model_len=10))
 
 

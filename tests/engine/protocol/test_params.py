@@ -217,7 +217,7 @@ def test_pooler_config_is_read_from_json() -> None:
         ('{"chunked_processing_mode": "mean"}', "chunked_processing_mode is 'mean'; it must be one of windows, vllm"),
         (
             '{"enable_chunked_processing": true, "chunked_processing_mode": "vllm", "chunk_overlap": 1}',
-            "chunk_overlap is 1; the mode 'vllm' knows no overlap",
+            "chunk_overlap is 1; the mode 'vllm' has no overlap",
         ),
         ('{"attention_head": -1}', "attention_head is -1; it must be 0 or more"),
         ('{"step_tag_id": -1}', "step_tag_id is -1; it must be 0 or more"),

@@ -185,7 +185,7 @@ async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine)
     [
         ("1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "pooling_strategy 'mean'"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "euclidean"}, "similarity_fn_name 'euclidean'"),
-        ("config.json", {"model_type": "t5"}, "for which penstock has no code"),
+        ("config.json", {"model_type": "t5"}, "which penstock does not support"),
     ],
 )
 async def test_unsupported_settings_are_refused(
@@ -198,7 +198,7 @@ async def test_unsupported_settings_are_refused(
 
 
 async def test_splade_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(errors.ModelLoadError, match="holds no head of one that penstock knows"):
+    with pytest.raises(errors.ModelLoadError, match="has no head of a masked language model"):
         await start(write_splade(tmp_path, "BertModel"))
 
 

@@ -126,7 +126,7 @@ def test_empty_and_known_prompts_are_refused(manager: ChunkedPrefillManager) -> 
         with pytest.raises(InvalidRequestError, match="request 'a' has no tokens"):
             manager.create_chunks("a", prompt)
     manager.create_chunks("a", 3)
-    with pytest.raises(InvalidRequestError, match="request 'a' is in chunks already"):
+    with pytest.raises(InvalidRequestError, match="request 'a' was added already"):
         manager.create_chunks("a", 3)
 
 

@@ -69,7 +69,7 @@ def test_longest_ranges_are_taken_if_none_is_long_enough() -> None:
 
 def test_alloc_many_takes_all_blocks_or_none() -> None:
     pool = KvCachePool(4, 16)
-    with pytest.raises(PoolExhausted, match="5 blocks are wanted, but 4 of 4 are free"):
+    with pytest.raises(PoolExhausted, match="5 blocks are needed, but 4 of 4 are free"):
         pool.alloc_many(5)
     with pytest.raises(ValueError, match="count is -1"):
         pool.alloc_many(-1)

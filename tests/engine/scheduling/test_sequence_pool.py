@@ -57,7 +57,7 @@ def test_invalid_calls_of_the_sequence_pool_are_refused() -> None:
     with pytest.raises(ValueError, match="6 tokens of a sequence of 5"):
         sequence_pool.commit(allocation, 6)
     assert (sequence_pool.capacity_tokens, sequence_pool.can_hold(32), sequence_pool.can_hold(33)) == (32, True, False)
-    with pytest.raises(PoolExhausted, match="33 tokens can never be held; 32 fit"):
+    with pytest.raises(PoolExhausted, match="33 tokens never fits; the pool has 32"):
         sequence_pool.allocate("b", 33)
     sequence_pool.free(allocation)
     assert sequence_pool.allocate("a", 5) is not None  # a new allocation of the same owner
@@ -226,5 +226,5 @@ def test_empty_pool_holds_no_sequence() -> None:
     assert not pool.can_hold(1)
     assert not pool.has_room(1)
     assert pool.find(keys_of_blocks("x"), 4) == 0
-    with pytest.raises(PoolExhausted, match="1 tokens can never be held; 0 fit"):
+    with pytest.raises(PoolExhausted, match="1 tokens never fits; the pool has 0"):
         pool.allocate("a", 1)

@@ -57,7 +57,7 @@ async def test_empty_text_becomes_the_end_token(pool: TokenizerPool) -> None:
 
 @pytest.mark.parametrize("pool", [None], indirect=True)
 async def test_empty_text_without_an_end_token_is_refused(pool: TokenizerPool) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: .* could stand for it") as caught:
+    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: .* no end token to use instead") as caught:
         await encoder_of(pool).encode(["a", ""], PARAMS, OPTIONS)
     assert caught.value.param == "input"
 
@@ -84,7 +84,7 @@ async def test_empty_input_error_refuses_empty_texts(pool: TokenizerPool, text: 
 )
 async def test_data_uri_of_an_image_is_refused(pool: TokenizerPool, uri: str, kind: str) -> None:
     encoder = encoder_of(pool)
-    with pytest.raises(InvalidRequestError, match=r"^Input 1 is the data URI of .* reads text only"):
+    with pytest.raises(InvalidRequestError, match=r"^Input 1 is a data URI of .* only reads text"):
         await encoder.encode(["a", uri], PARAMS, OPTIONS)
     with pytest.raises(InvalidRequestError) as caught:
         await encoder.pairs([(uri, "a")], PARAMS, OPTIONS, param=None)

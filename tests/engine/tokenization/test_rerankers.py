@@ -249,7 +249,7 @@ async def test_prompt_stays_whole_beside_a_long_query(published: Publish) -> Non
             result = await engine.score(["water " * 500], ["a dam " * 500], cut)
             assert result.num_tokens == [limit]
             assert whole.num_tokens[0] < limit
-            with pytest.raises(InvalidRequestError, match="prompt around a query and a document leaves them no room"):
+            with pytest.raises(InvalidRequestError, match="the prompt leaves no room for a query and a document"):
                 await engine.score(["a"], ["b"], PoolingParams(truncate_prompt_tokens=20))
             with pytest.raises(InvalidRequestError, match="maximum context length is 640"):
                 await engine.score(["a"], ["water " * 900], PoolingParams())
@@ -333,5 +333,5 @@ async def test_instruction_replaces_that_of_the_query_prompt(save: Callable[...,
     assert np.abs(changed.scores - own.scores).max() > 1e-4
     (folder / "config_sentence_transformers.json").write_text("{}")
     async with serving(folder) as engine:
-        with pytest.raises(InvalidRequestError, match="takes no instruction"):
+        with pytest.raises(InvalidRequestError, match="accepts no instruction"):
             await engine.score([QUERY], DOCUMENTS, PoolingParams(), options)

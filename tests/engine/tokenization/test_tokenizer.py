@@ -90,9 +90,9 @@ async def test_too_long_text_is_refused_with_both_numbers(pool: TokenizerPool) -
 
 
 async def test_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:
-    with pytest.raises(InvalidRequestError, match="special tokens alone are 2"):
+    with pytest.raises(InvalidRequestError, match="the model adds 2 special tokens"):
         await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
-    with pytest.raises(InvalidRequestError, match="special tokens alone are 3"):
+    with pytest.raises(InvalidRequestError, match="the model adds 3 special tokens"):
         await pool.encode_pairs([("a", "b")], Truncation(max_num_tokens=2, cut=True))
 
 

@@ -124,7 +124,7 @@ def test_single_adapter_allows_tasks(make_engine) -> None:
         (PLAIN, {"task": "."}, "task", "'.'"),
         (QWEN, {"input_type": "document", "instruction": "Find"}, "instruction", "documents"),
         (QWEN, {"prompt_name": "document", "instruction": "Find"}, "instruction", "documents"),
-        (E5, {"instruction": "Find"}, "instruction", "takes no instruction"),
+        (E5, {"instruction": "Find"}, "instruction", "accepts no instruction"),
     ],
 )
 def test_unknown_purpose_or_instruction_is_refused(

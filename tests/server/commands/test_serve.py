@@ -119,7 +119,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
 
 def test_contradicting_devices_are_refused() -> None:
     plan = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
-    with pytest.raises(UsageError, match="leave --device cuda:0 out"):
+    with pytest.raises(UsageError, match="remove --device cuda:0"):
         serve.kept_config(plan, 1)
 
 
@@ -205,7 +205,7 @@ def tiers(settings: ServerSettings) -> list[str]:
     cache = serve.open_cache(settings)
     if cache is None:
         return []
-    names = [tier.name for tier in cache.figures()]
+    names = [tier.name for tier in cache.stats()]
     cache.close()
     return names
 

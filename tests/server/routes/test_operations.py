@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.client.replica_group import ReplicaFigures
+from penstock.engine.client.replica_group import ReplicaStatus
 from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.protocol.errors import EngineOverloadedError
 from penstock.server import penstock_version
@@ -43,8 +43,8 @@ async def test_health_and_metrics_list_replicas(client: httpx.AsyncClient, engin
     figures = [DispatcherStats(num_tokens=tokens, num_steps_total=tokens) for tokens in (20, 22)]
     figures[1].step_tokens.observe(9)
     engine.replicas = [
-        ReplicaFigures("cuda:0", EngineState.READY, 0, figures[0]),
-        ReplicaFigures("cuda:1", EngineState.STARTING, 3, figures[1]),
+        ReplicaStatus("cuda:0", EngineState.READY, 0, figures[0]),
+        ReplicaStatus("cuda:1", EngineState.STARTING, 3, figures[1]),
     ]
     health = (await client.get("/health")).json()
     assert health["engines"] == {"fake-model": "ready"}

@@ -49,7 +49,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("input_type", "poetry", "clustering"),
             ("task", "poetry", "'poetry'"),
             ("task", 5, "5"),
-            ("instruction", "Find", "takes no instruction"),
+            ("instruction", "Find", "accepts no instruction"),
             *(("normalize", value, "valid boolean") for value in (0, 1, "true", "no", "on")),
             ("embed_dtype", "float64", "'float64'"),
             ("endianness", "middle", "'middle'"),

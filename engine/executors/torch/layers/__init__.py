@@ -1,1 +1,1 @@
-"""The layers that the model families share."""
+"""The layers of the model families."""

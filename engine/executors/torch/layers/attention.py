@@ -1,7 +1,7 @@
-"""Self-attention over packed tokens, of whole sequences and of chunks whose past is in a paged cache.
+"""Self-attention over packed tokens of whole sequences, and of chunks with a paged cache.
 
-Without a cache in the batch every sequence is whole and attends to itself. With one, new keys and values are stored
-first; the sequences that begin in this batch still attend to their packed rows alone, the others to their blocks.
+Without a cache in the batch every sequence is whole and attends to itself. With a cache, new keys and values are stored
+first. Sequences that begin in this batch attend to their packed rows, the other sequences to their blocks.
 
 Shape letters: T packed tokens, N sequences, D model width, H query heads, G key heads, K head size, C tokens
 before a chunk, L longest sequence.
@@ -29,16 +29,16 @@ from .weights import Fusion, Weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """How the layers of one window walk a batch: first the sequences that begin in it, then those with a past.
+    """Lengths of a batch for the layers with one window: first new sequences, then sequences with a past.
 
     Attributes:
-        num_new_tokens: Rows of the former.
-        new_cu_seqlens: Prefix sums of their lengths, int32.
-        new_seq_lens: Their lengths.
-        new_max_seqlen: At least the longest of them.
-        past_cu_seqlens: Prefix sums of the lengths of the latter, from 0; None where there are none.
-        past: Their lengths; None where there are none.
-        slots: [T] int64, the slot of the cache for every token, -1 for none; None where the rotation does not store.
+        num_new_tokens: Rows of new sequences.
+        new_cu_seqlens: Prefix sums of the lengths of new sequences, int32.
+        new_seq_lens: Lengths of new sequences.
+        new_max_seqlen: Upper bound of the lengths of new sequences.
+        past_cu_seqlens: Prefix sums of the lengths of sequences with a past, from 0; None if there are none.
+        past: Lengths of sequences with a past; None if there are none.
+        slots: [T] int64, the cache slot of every token, -1: not stored; None if the rotation does not store.
     """
 
     num_new_tokens: int
@@ -51,15 +51,15 @@ class BatchPlan:
 
 
 class Attention:
-    """softmax(scale * q k^T + bias) v per head; the output projection is the caller's.
+    """softmax(scale * q k^T + bias) v per head, without the output projection.
 
     Args:
-        qkv: Product that gives the heads of q, k and v side by side, [T, (H + 2 * G) * K].
-        spec: The shape.
-        window: (left, right) tokens that a query sees beside its own; None sees all.
-        kv_index: Number of this layer among the attention layers, which is its number in the cache.
-        head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None has none.
-        fusion: With FUSED, one kernel norms, turns and stores at once.
+        qkv: Projection to the heads of q, k and v, [T, (H + 2 * G) * K].
+        spec: Shape of the attention.
+        window: (left, right) tokens that a query attends to beside itself; None: no window.
+        kv_index: Index of this layer among the attention layers, and in the cache.
+        head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None: no norm.
+        fusion: With FUSED, one kernel normalises, rotates and stores.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Attention:
         kv_index: int = 0,
         layer: LayerSpec | None = None,
     ) -> Self:
-        """Reads the projections, and the norms of heads that `layer` has."""
+        """Reads the projection, and the norms of heads of `layer`."""
         head_norm = None
         if layer is not None and layer.query_norm is not None and layer.key_norm is not None:
             parts = [
@@ -103,7 +103,7 @@ class Attention:
         return cls(product, spec, window, kv_index=kv_index, head_norm=head_norm, fusion=weights.fusion)
 
     def plan(self, batch: PackedBatch) -> BatchPlan:
-        """Returns how the kernels walk this batch; layers of one window share it."""
+        """Returns the plan of a batch, for all layers with the same window."""
         cache = batch.cache
         num_new_seqs = len(batch.seq_lens) if cache is None else cache.num_new_seqs
         seq_lens, cu_seqlens = batch.seq_lens, batch.cu_seqlens
@@ -127,13 +127,13 @@ class Attention:
         rotation: Rotation | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:
-        """Returns [T, H * K]; writes the cache of the batch, where it has one.
+        """Returns [T, H * K]. Writes to the cache of the batch, if it has one.
 
         Args:
             hidden_TD: [T, D].
             batch: The sequences.
             plan: The result of `plan` of a layer with the same window.
-            rotation: Rotary position embedding of q and k; None has none.
+            rotation: Rotary position embedding of q and k; None: no rotation.
             relative_bias: [H, L, L]. Added to the scaled scores of sequences without a past.
         """
         cache = batch.cache
@@ -177,11 +177,11 @@ class Attention:
         rotation: Rotation | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:
-        """Returns how much one token of each sequence attends to its tokens, per head: ModelOutput.attention_weights.
+        """Returns ModelOutput.attention_weights: attention of one token of each sequence to its tokens, per head.
 
-        It is the last token of a causal layer and the first of another. In a batch of chunks the keys before a chunk
-        come from the cache, so the call of the layer comes first. Takes the arguments of the call except the plan.
-        Projects q and k anew: only ATTENTION pooling asks for it, and only of the last layer.
+        The token is the last one in a causal layer, otherwise the first. Call the layer first: in a batch of chunks the
+        keys before a chunk are read from the cache. Takes the arguments of `__call__` except the plan. Computes q and k
+        again, because only ATTENTION pooling needs the weights, and only those of the last layer.
         """
         spec = self.spec
         q_THK, k_TGK, _ = self._project(hidden_TD, rotation)
@@ -243,7 +243,7 @@ class Attention:
     def _project(
         self, hidden_TD: Tensor, rotation: Rotation | None, store: KvSlots | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [T, H, K], k and v [T, G, K]; with a rotation, k and v are in the slots of `store` too."""
+        """Returns q [T, H, K], k and v [T, G, K]. With a rotation, also stores k and v in the slots of `store`."""
         spec = self.spec
         num_qk = spec.num_heads + spec.num_kv_heads
         qkv_TUK = self.qkv(hidden_TD).unflatten(1, (-1, spec.head_size))
@@ -254,7 +254,7 @@ class Attention:
         return qkv_TUK[:, : spec.num_heads], qkv_TUK[:, spec.num_heads : num_qk], qkv_TUK[:, num_qk:]
 
     def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
-        """Writes the keys and values that later chunks read into their slots of the cache."""
+        """Stores the keys and values of later chunks' past in the cache."""
         slots_S = cache.store_slots
         if cache.kv is None or slots_S is None or not len(slots_S):
             return
@@ -271,15 +271,15 @@ class Attention:
         hidden: HiddenTokens,
         relative_bias: Tensor | None,
     ) -> None:
-        """Writes the rows of `hidden` in `attended_THK` anew, from the keys and values that are visible alone.
+        """Recomputes the rows of `hidden` in `attended_THK` from the visible keys and values.
 
-        They are few and short, so they are padded to nothing and masked.
+        Uses a mask without packing, because the sequences are few and short.
         """
         num_tokens = hidden.rows.shape[1]
         mask = hidden.is_visible[:, None, None, :].expand(-1, 1, num_tokens, -1)
         if self.window is not None:
-            places = torch.arange(num_tokens, device=q_THK.device)
-            ahead_LL = places[None, :] - places[:, None]
+            positions = torch.arange(num_tokens, device=q_THK.device)
+            ahead_LL = positions[None, :] - positions[:, None]
             left, right = (reach if reach >= 0 else num_tokens for reach in self.window)
             mask = mask & (ahead_LL >= -left) & (ahead_LL <= right)
         if relative_bias is not None:
@@ -313,7 +313,7 @@ def _slots_of_tokens(batch: PackedBatch) -> Tensor | None:
 
 
 def _paged(cache: BatchCache) -> tuple[KvCache, Tensor]:
-    """Returns where the past of a batch lies."""
+    """Returns the cache and the block tables of a batch with a past."""
     if cache.kv is None or cache.block_tables is None:
-        raise ValueError("a batch of chunks with a past must bring its keys, values and block tables")
+        raise ValueError("a batch of chunks with a past needs keys, values and block tables")
     return cache.kv, cache.block_tables

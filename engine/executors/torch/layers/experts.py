@@ -1,4 +1,4 @@
-"""A sparse mixture of experts: several MLPs; each token goes through a few.
+"""A sparse mixture of experts: several MLPs, of which each token uses a few.
 
 Source: Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538); Fedus et al., Switch Transformers (arXiv
 2101.03961).
@@ -25,11 +25,11 @@ from .weights import Fusion, Weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """The maps of all experts, on top of each other. An Iterable of those of each: views.
+    """The stacked weights of all experts. Iterates over the weights of each expert, as views.
 
     Attributes:
-        both: Gate above up of each, [X, 2 * I, D].
-        down: The maps back, [X, D, I].
+        both: Gate and up projections, [X, 2 * I, D].
+        down: Down projections, [X, D, I].
     """
 
     both: Tensor
@@ -40,10 +40,10 @@ class ExpertStack:
 
     @classmethod
     def of(cls, experts: Iterable[tuple[Tensor, Tensor]], num_experts: int) -> Self:
-        """Returns a stack of experts, each copied in as it comes: those that are read one by one are never held twice.
+        """Copies experts into a stack one by one, so that only one expert is in memory twice.
 
         Raises:
-            ValueError: There are more or fewer experts.
+            ValueError: `experts` does not have `num_experts` entries.
         """
         stacks: list[Tensor] = []
         for index, tensors in zip(range(num_experts), experts, strict=True):
@@ -55,7 +55,7 @@ class ExpertStack:
 
 
 class Experts(Protocol):
-    """X MLPs, and the weighted sum of the chosen ones."""
+    """X MLPs, and the weighted sum of each token's MLPs."""
 
     def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """Adds the weighted sum of each token's K experts.
@@ -63,25 +63,25 @@ class Experts(Protocol):
         Args:
             sum_TD: [T, D] float32. Written in place.
             x_TD: [T, D].
-            expert_TK: [T, K] int64, numbers of different experts.
+            expert_TK: [T, K] int64, indices of the token's experts, all different.
             weight_TK: [T, K] float32.
         """
 
 
 class SparseExperts:
-    """The sum of a token's K best experts, weighted by the router's softmax; no token is dropped.
+    """The sum of a token's K best experts, weighted by the router's softmax. No token is dropped.
 
-    Router, weights and sum are float32 whatever the type of the model.
+    Router, weights and sum are float32 in models of every dtype.
 
     Args:
         router_XD: [X, D] float32.
-        experts: Of each, gate above up [2 * I, D], and the map back [D, I]; taken one after the other, or as they are
-            where they are an ExpertStack and a GPU runs them.
-        activation: Of the gate, name as in config.json.
+        experts: Weights of each expert: gate and up [2 * I, D], and down [D, I]. On a GPU an ExpertStack is used
+            without a copy.
+        activation: Activation of the gate, name as in config.json.
         top_k: K.
-        renormalise: Whether the weights of a token's K experts sum to 1, instead of those of all X.
-        mlp: Every token goes through it beside its experts, and its result is added; None for none.
-        fusion: Of the gates, on a GPU.
+        renormalise: Whether the weights of a token's K experts sum to 1. Otherwise the weights of all X experts do.
+        mlp: A shared MLP. Its output is added to that of the experts; None: no shared MLP.
+        fusion: Fusion of the gates on a GPU.
 
     Raises:
         ModelLoadError: There are fewer than K experts.
@@ -114,7 +114,7 @@ class SparseExperts:
 
     @classmethod
     def load(cls, weights: Weights, spec: ExpertsSpec, mlp: Mlp | None) -> Self:
-        """Reads router and experts of a layer, whose tensors `weights` holds; see there for the other arguments."""
+        """Reads router and experts of a layer. `weights`: view of the layer; `mlp`: see the class."""
         X, D, I = spec.num_experts, spec.up.in_features, spec.down.in_features  # noqa: E741
         assert spec.up.activation is not None
         router_XD = weights.tensor(f"{spec.router}.weight", X, D, dtype=torch.float32)
@@ -130,7 +130,7 @@ class SparseExperts:
         return cls(router_XD, experts, activation, top_k, renormalise=spec.renormalise, mlp=mlp, fusion=weights.fusion)
 
     def __call__(self, x_TD: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """Returns [T, D]; `add`, of the same shape and type, is added to it (a residual)."""
+        """Returns [T, D]. `add`: a residual of the same shape and dtype, added to the result."""
         weight_TK, expert_TK = self._route(x_TD)
         sum_TD = torch.zeros(x_TD.shape, device=x_TD.device)
         self._experts.add_to(sum_TD, x_TD, expert_TK, weight_TK)
@@ -140,7 +140,7 @@ class SparseExperts:
         return mixed_TD if add is None else mixed_TD.add_(add)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns weights and numbers of each token's experts, [T, K] each."""
+        """Returns weights and indices of each token's experts, [T, K] each."""
         logits_TX = self._router(x_TD.float())
         if not self._renormalise:
             weight_TK, expert_TK = logits_TX.softmax(-1).topk(self._top_k, dim=-1)
@@ -150,7 +150,7 @@ class SparseExperts:
 
 
 class OneByOneExperts:
-    """Experts in turn, each over its own rows: for a CPU, which knows at once how many those are. See SparseExperts."""
+    """Runs experts one after another over their rows, for a CPU. See SparseExperts."""
 
     def __init__(self, experts: Iterable[tuple[Tensor, Tensor]], activation: str) -> None:
         self._experts = [
@@ -170,10 +170,10 @@ class OneByOneExperts:
 
 
 class SortedExperts:
-    """All experts in two grouped products over rows that are sorted by expert: nothing waits for a device to count.
+    """Runs all experts in two grouped products over rows sorted by expert. The host does not wait for the counts.
 
-    A token's sum is taken in the order of its experts, and never by atomic additions: it does not depend on the batch.
-    See SparseExperts.
+    A token's sum is computed in the order of its experts, without atomic additions, so that it does not depend on the
+    batch. See SparseExperts.
     """
 
     def __init__(self, stack: ExpertStack, activation: str, *, fusion: Fusion = Fusion.NONE) -> None:
@@ -183,10 +183,10 @@ class SortedExperts:
     def add_to(self, sum_TD: Tensor, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         """See Experts."""
         expert_A, order_A = expert_TK.flatten().sort(stable=True)
-        numbers_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
-        ends_X = torch.searchsorted(expert_A, numbers_X, right=True, out_int32=True)
+        indices_X = torch.arange(len(self._both_X2ID), device=x_TD.device)
+        ends_X = torch.searchsorted(expert_A, indices_X, right=True, out_int32=True)
         both_A2I = grouped_linear(x_TD[order_A // expert_TK.shape[1]], self._both_X2ID, ends_X)
         out_AD = grouped_linear(self._gate(both_A2I), self._down_XDI, ends_X)
-        place_TK = order_A.argsort().view(expert_TK.shape)
-        for place_T, weight_T in zip(place_TK.unbind(1), weight_TK.unbind(1), strict=True):
-            sum_TD.addcmul_(out_AD[place_T].float(), weight_T[:, None])
+        row_TK = order_A.argsort().view(expert_TK.shape)
+        for row_T, weight_T in zip(row_TK.unbind(1), weight_TK.unbind(1), strict=True):
+            sum_TD.addcmul_(out_AD[row_T].float(), weight_T[:, None])

@@ -1,7 +1,7 @@
-"""Activations, gates and affine maps whose weights are prepared once, for the device that runs them.
+"""Activations, gates and linear layers. Weights are prepared once for their device.
 
-On a CPU with oneDNN the weight is reordered at load; else each product of a short text in 16 bits would do so. On a GPU
-in 16 bits, GELU is inside the product.
+On a CPU with oneDNN the weight is reordered at load. Otherwise each product of a short text in 16 bits would reorder
+it. On a GPU in 16 bits, GELU is fused into the product.
 
 Shape letters: T rows, I input features, O output features.
 """
@@ -31,7 +31,7 @@ class ActivationFunction:
 
     Attributes:
         apply: The function itself.
-        gate: Its name in kernels/gated; None where it is not there.
+        gate: Its name in kernels/gated; None if that does not have it.
     """
 
     apply: Callable[[Tensor], Tensor]
@@ -72,10 +72,10 @@ _ACTIVATIONS: Final[dict[str, ActivationFunction]] = {
 
 
 def find_activation(name: str) -> ActivationFunction:
-    """Returns the activation that config.json calls `name`.
+    """Returns an activation by its name in config.json.
 
     Raises:
-        UnsupportedModelError: There is none.
+        UnsupportedModelError: The name is not known.
     """
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
@@ -85,11 +85,11 @@ def find_activation(name: str) -> ActivationFunction:
 
 
 class Gate:
-    """activation(gate) * up, of one product that holds both.
+    """activation(gate) * up, where gate and up are one tensor.
 
     Args:
         activation: Name as in config.json.
-        fusion: With FUSED it is one kernel of kernels/gated, where that knows the activation.
+        fusion: With FUSED it runs as one kernel of kernels/gated, if that has the activation.
     """
 
     __slots__ = ("_apply", "_kernel")
@@ -105,15 +105,15 @@ class Gate:
         return self._kernel is not None
 
     def __call__(self, both_T2O: Tensor) -> Tensor:
-        """Returns [T, O] of gate beside up, [T, 2 * O]."""
+        """Returns [T, O]. `both_T2O`: [T, 2 * O], gate and up."""
         if self._kernel is not None:
             return gated(both_T2O, self._kernel, backend="triton")
         gate_TO, up_TO = both_T2O.chunk(2, dim=-1)
         return self._apply(gate_TO) * up_TO
 
 
-# Kernels kept by oneDNN and, beside it, by torch's wrapper around it.
-_KEPT_KERNELS: Final = "96"
+# Size of the kernel caches of oneDNN and of torch's wrapper.
+_MAX_CACHED_KERNELS: Final = "96"
 _HALF_DTYPES: Final = (torch.bfloat16, torch.float16)
 _REORDERED_DTYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -121,15 +121,15 @@ _REORDERED_DTYPES: Final = (torch.float32, torch.bfloat16)
 class Linear:
     """y = activation(x W^T + b), or x W^T + b plus a residual. Immutable.
 
-    In float32 a row's result is the same in every batch to the rounding of the sum over I (the block sizes of the
-    product depend on T); measured: at most 1e-6 of the row's largest value.
+    In float32 the result of a row differs between batches only by the rounding of the sum over I, because the block
+    sizes of the product depend on T; measured: at most 1e-6 of the row's largest value.
 
     Args:
-        weight_OI: [O, I]. The caller gives it up: a reordered copy may take its place.
+        weight_OI: [O, I]. Do not use it afterwards: a reordered copy may replace it.
         bias_O: [O] or None.
-        activation: Name as in config.json; None for none.
-        is_head: A small product, whose weight is not worth reordering.
-        fusion: See there.
+        activation: Name as in config.json; None: no activation.
+        is_head: A small product. Its weight is not reordered.
+        fusion: See Fusion.
     """
 
     __slots__ = (
@@ -158,9 +158,9 @@ class Linear:
         self._weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if self._is_reordered else weight_OI
         self._bias_O = bias_O
         self._activation: ActivationFunction | None = found
-        # cuBLAS has the tanh form alone, and torch takes it on CUDA whether the product ends with it or not (addmm in
-        # aten/src/ATen/native/cuda/Blas.cpp); on a CPU the same operation is exact. The two forms differ by 4.8e-4 at
-        # most, at |x| = 2.7: half a unit in the last place of a bfloat16 of 1/8. In float32 the exact form stays.
+        # cuBLAS has only the tanh form, and on CUDA torch always uses it for this operation (addmm in
+        # aten/src/ATen/native/cuda/Blas.cpp); on a CPU the operation is exact. The two forms differ by at most 4.8e-4,
+        # at |x| = 2.7: half a unit in the last place of a bfloat16 of 1/8. float32 models use the exact form.
         has_gelu = (
             fusion is not Fusion.NONE
             and found is not None
@@ -172,19 +172,16 @@ class Linear:
 
     @classmethod
     def load(cls, weights: Weights, spec: LinearSpec, *, is_head: bool = False) -> Linear:
-        """Reads a map that is not gated.
-
-        `is_head`: in float32, for the small products after the encoder.
-        """
+        """Reads a layer that is not gated. `is_head`: in float32, for the small products after the encoder."""
         weight_OI, bias_O = weights.linear(spec, dtype=torch.float32 if is_head else None)
         return cls(weight_OI, bias_O, activation=spec.activation, is_head=is_head, fusion=weights.fusion)
 
     def __call__(self, x_TI: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """Applies the map.
+        """Applies the layer.
 
         Args:
             x_TI: [T, I].
-            add: [T, O]. Added to the result (a residual); excludes an activation. Not modified.
+            add: [T, O]. A residual, added to the result instead of an activation. Not modified.
 
         Returns:
             [T, O].
@@ -209,7 +206,7 @@ class Linear:
 
 
 def _takes_reordered(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies with a reordered copy of the weight faster than torch with the weight itself."""
+    """Whether oneDNN with a reordered copy of the weight is faster than torch."""
     if weight.device.type != "cpu" or weight.dtype not in _REORDERED_DTYPES or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -221,10 +218,10 @@ class GatedLinear:
     One product of double width and a Gate.
 
     Args:
-        weight_2OI: [2 * O, I]: U above V.
+        weight_2OI: [2 * O, I]: U and V.
         bias_2O: [2 * O] or None.
         activation: Name as in config.json.
-        fusion: See there.
+        fusion: See Fusion.
     """
 
     __slots__ = ("_both", "_gate")
@@ -244,8 +241,8 @@ class Mlp:
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
 
     Args:
-        up: The first map.
-        down: Back to the model's width.
+        up: The first layer.
+        down: The second layer, back to the model's width.
     """
 
     __slots__ = ("_down", "_up")
@@ -256,7 +253,7 @@ class Mlp:
 
     @classmethod
     def load(cls, weights: Weights, up: LinearSpec, down: LinearSpec) -> Mlp:
-        """Reads the maps."""
+        """Reads both layers."""
         if not up.is_gated:
             return cls(Linear.load(weights, up), Linear.load(weights, down))
         assert up.activation is not None
@@ -264,14 +261,14 @@ class Mlp:
         return cls(gate, Linear.load(weights, down))
 
     def __call__(self, x_TD: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """Returns [T, D]; `add`, of the same shape and type, is added to it (a residual)."""
+        """Returns [T, D]. `add`: a residual of the same shape and dtype, added to the result."""
         return self._down(self._up(x_TD), add=add)
 
 
 def limit_kept_kernels() -> None:
-    """Bounds the memory of the kernels that oneDNN compiles for each number of rows of a product in 16 bits.
+    """Limits the memory of oneDNN's kernels, which it compiles for each number of rows of a product in 16 bits.
 
-    Has an effect before the first product of the process only.
+    Call it before the first product of the process.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KEPT_KERNELS)
-    os.environ.setdefault("LRU_CACHE_CAPACITY", _KEPT_KERNELS)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _MAX_CACHED_KERNELS)
+    os.environ.setdefault("LRU_CACHE_CAPACITY", _MAX_CACHED_KERNELS)

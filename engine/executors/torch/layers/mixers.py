@@ -1,11 +1,11 @@
-"""The mixers of Mamba and Mamba-2: a convolution, a recurrence whose step and matrices depend on the token, a gate.
+"""Mixers of Mamba and Mamba-2: a convolution, a recurrence whose step and matrices depend on the token, and a gate.
 
-`LayerStates` reads and writes the states that a batch in chunks needs.
+`LayerStates` reads and writes the states of sequences that are computed in chunks.
 
 Sources: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (arXiv 2312.00752), section 3.4;
-Dao and Gu, Transformers are SSMs (2405.21060), section 7: the recurrence decays a whole head at once (SSD).
-Shape letters: T packed tokens, D model width, C inner channels, S state size, W width of the convolution,
-Q rank of the step; in Mamba-2 H heads of P channels, and G groups of heads that share their B and C matrices.
+Dao and Gu, Transformers are SSMs (2405.21060), section 7: one decay for each head (SSD).
+Shape letters: T packed tokens, N sequences, D model width, C inner channels, S state size, W convolution width, Q rank
+of the step; in Mamba-2 also H heads of P channels, and G groups of heads with the same B and C matrices.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ _FUSED: Final = ("silu", "swish")
 
 
 class CausalConv:
-    """y_t = activation(sum over w of weight_w * x_(t - W + 1 + w), plus a bias).
-
-    Sums are float32 whatever the type of the input.
+    """y_t = activation(sum over w of weight_w * x_(t - W + 1 + w), plus a bias), summed in float32.
 
     Args:
-        weights: View that holds `name`.
-        name: Of the convolution, whose weight is stored as [C, 1, W].
+        weights: Weights of the mixer.
+        name: Name of the convolution; its weight is stored as [C, 1, W].
         channels: C.
         width: W.
-        bias: Whether it has one.
-        activation: Name as in config.json.
+        bias: Whether the convolution has a bias.
+        activation: Name of the activation, as in config.json.
     """
 
     def __init__(self, weights: Weights, name: str, channels: int, width: int, bias: bool, activation: str) -> None:
@@ -57,12 +55,12 @@ class CausalConv:
     def __call__(
         self, x_TC: Tensor, batch: PackedBatch, initial_states: Tensor | None, *, return_final_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns [T, C] and, if asked for, the last W - 1 inputs of every sequence, [N, C, W - 1].
+        """Returns the outputs [T, C] and the last W - 1 inputs of every sequence [N, C, W - 1], or None.
 
         Args:
-            x_TC: [T, C]; rows need not follow each other without gaps.
-            batch: Where sequences begin.
-            initial_states: [N, C, W - 1], inputs before the first; None for zeros.
+            x_TC: [T, C]; the rows may have gaps between them in memory.
+            batch: Batch with the borders of the sequences.
+            initial_states: [N, C, W - 1], the inputs before each sequence; None for zeros.
             return_final_states: Whether to return the last inputs.
         """
         y_TC, states = causal_conv1d(
@@ -80,11 +78,11 @@ class CausalConv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
-    """One SSM layer's view of a batch's states. Without a cache nothing is found and nothing kept.
+    """Loads and saves the states of one SSM layer; without a cache it does nothing.
 
     Attributes:
-        cache: Where states lie; None in a batch of whole sequences.
-        layer: Number of the layer among the model's SSM layers.
+        cache: Cache of the batch; None in a batch of whole sequences.
+        layer: Index of the layer among the SSM layers.
         num_seqs: N.
     """
 
@@ -94,22 +92,22 @@ class LayerStates:
 
     @classmethod
     def of(cls, batch: PackedBatch, layer: int) -> LayerStates:
-        """Returns the view of `batch`."""
+        """Returns the states of one layer for `batch`."""
         return cls(batch.cache, layer, len(batch.seq_lens))
 
     @property
     def must_save(self) -> bool:
-        """Whether any sequence of the batch goes on in a later one."""
+        """Whether any sequence of the batch continues in a later batch."""
         return self.cache is not None and _has_any(self.cache.save_indices)
 
     def load(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the initial states of convolution and recurrence, [N, ...] each; None if all are zero."""
+        """Returns the initial states [N, ...] of the convolution and of the recurrence; None if all are zero."""
         if self.cache is None or self.cache.ssm is None or not _has_any(self.cache.load_indices):
             return None, None
         return self._gather(self.cache, self.cache.ssm.conv), self._gather(self.cache, self.cache.ssm.ssm)
 
     def save(self, conv: Tensor | None, ssm: Tensor | None) -> None:
-        """Writes the states of the sequences that go on, of [N, ...] after the batch, into their slots."""
+        """Saves the states [N, ...] of the sequences that continue in a later batch."""
         if self.cache is None or self.cache.ssm is None or conv is None or ssm is None:
             return
         indices, slots = self.cache.save_indices, self.cache.save_slots
@@ -119,7 +117,7 @@ class LayerStates:
             pool[self.layer].index_copy_(0, slots, states.index_select(0, indices).to(pool[self.layer].dtype))
 
     def _gather(self, cache: BatchCache, pools: list[Tensor]) -> Tensor:
-        """Returns the states of the sequences that have some, and zeros for the others."""
+        """Returns the saved states [N, ...]; zeros for sequences without one."""
         assert cache.load_indices is not None
         assert cache.load_slots is not None
         pool = pools[self.layer]
@@ -128,20 +126,19 @@ class LayerStates:
 
 
 def _has_any(indices: torch.Tensor | None) -> bool:
-    """Whether there is an entry."""
     return indices is not None and indices.numel() > 0
 
 
 class MambaMixer:
     """out(silu(z) * SSM(conv(x))), with x and z from one product.
 
-    The step, the recurrence and its state are float32 whatever the type of the model.
+    The step, the recurrence and its state are float32 in every model.
 
     Args:
-        weights: View of the mixer.
-        spec: See there.
+        weights: Weights of the mixer.
+        spec: Sizes of the mixer.
         hidden_size: D.
-        index: Number of the layer among the model's SSM layers.
+        index: Index of the layer among the SSM layers.
     """
 
     def __init__(self, weights: Weights, spec: MambaSpec, hidden_size: int, index: int) -> None:
@@ -163,8 +160,8 @@ class MambaMixer:
 
         Args:
             x_TD: [T, D].
-            batch: The sequences.
-            add: [T, D], the type of x. Added to the result (a residual).
+            batch: Batch with the borders and states of the sequences.
+            add: [T, D] in the type of x, added to the result (a residual).
         """
         states = LayerStates.of(batch, self.index)
         conv_state, ssm_state = states.load()
@@ -192,13 +189,13 @@ class MambaMixer:
 
 
 class GatedGroupNorm:
-    """RMSNorm of x * silu(z) over each group of channels. The arithmetic is float32.
+    """RMSNorm of x * silu(z) over each group of channels, computed in float32.
 
     Args:
         weight_C: [C] float32.
         num_groups: G.
         eps: Added to the mean square.
-        fusion: With FUSED, one kernel does it.
+        fusion: FUSED runs all of it in one kernel.
     """
 
     __slots__ = ("_backend", "_eps", "_num_groups", "_weight_C")
@@ -216,9 +213,9 @@ class GatedGroupNorm:
 
 
 class Mamba2Mixer:
-    """out(norm(silu(z) * SSM(conv(x, B, C)))), with z, x, B, C and the step from one product; else as MambaMixer.
+    """out(norm(silu(z) * SSM(conv(x, B, C)))), with z, x, B, C and the step from one product.
 
-    C = H * P, and E = C + 2 * G * S channels go through the convolution.
+    The arguments are those of MambaMixer. C = H * P; the convolution has E = C + 2 * G * S channels.
     """
 
     def __init__(self, weights: Weights, spec: Mamba2Spec, hidden_size: int, index: int) -> None:
@@ -269,7 +266,7 @@ Mixer = MambaMixer | Mamba2Mixer
 
 
 def load_mixer(weights: Weights, spec: MixerSpec, hidden_size: int, index: int) -> Mixer:
-    """Reads the mixer of a layer, whose tensors `weights` holds; see MambaMixer."""
+    """Loads the mixer of a layer; see MambaMixer."""
     scope = weights.scope(spec.prefix)
     if isinstance(spec, MambaSpec):
         return MambaMixer(scope, spec, hidden_size, index)

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE), halves rotated together as in GPT-NeoX and transformers.
+"""Rotary position embedding (RoPE), which rotates column j with column j + J as in GPT-NeoX and transformers.
 
-Source: Su et al., RoFormer (arXiv 2104.09864), equation 34. Frequencies are those of a RopeSpec.
-Shape letters: T packed tokens, N sequences, H heads, K head size, J pairs of columns that turn: K / 2, or fewer.
+Source: Su et al., RoFormer (arXiv 2104.09864), equation 34. A RopeSpec has the frequencies.
+Shape letters: T packed tokens, N sequences, J rotated pairs of columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """The angles of one batch; the same for every layer of one kind.
+    """Cosine and sine of the angles of one batch, for all layers of one kind.
 
     Attributes:
         cos: [T, J] float32.
@@ -33,15 +33,15 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Angles p * w_j of every token at position p.
+    """Computes the angles p * w_j of a token at position p.
 
-    They are taken for each batch anew, which costs less than a thousandth of the forward, so that no table limits the
-    length. Where frequencies depend on the length of the text ("dynamic", "longrope"), it is that of the whole text,
-    never of the chunk or of its neighbours in the batch.
+    It computes them for every batch, which takes less than a thousandth of the forward, so that no table limits the
+    length. Frequencies that depend on the length of the text ("dynamic", "longrope") use the length of the whole
+    text, also for a chunk.
 
     Args:
-        spec: Which frequencies w_j.
-        device: Where the angles live.
+        spec: Frequencies w_j.
+        device: Device of the angles.
     """
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
@@ -51,11 +51,11 @@ class RotaryEmbedding:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angles of a token depend on how long its whole text is."""
+        """Whether the angles of a token depend on the length of its text."""
         return self._spec.depends_on_length
 
     def __call__(self, batch: PackedBatch) -> Rotation:
-        """Returns the angles of the tokens of a batch."""
+        """Returns the angles of a batch."""
         angles_TJ = batch.positions[:, None].float() * self._frequencies(batch)
         cos_TJ, sin_TJ = angles_TJ.cos(), angles_TJ.sin_()
         if self._factor != 1.0:
@@ -63,7 +63,7 @@ class RotaryEmbedding:
         return Rotation(cos_TJ, sin_TJ)
 
     def _frequencies(self, batch: PackedBatch) -> Tensor:
-        """Returns [J], or [T, J] where the sequences of the batch differ in it."""
+        """Returns the frequencies [J], or [T, J] if the sequences of the batch have different ones."""
         if not self._spec.depends_on_length:
             return self._frequencies_J
         stages = [self._spec.stage(length) for length in prompt_lens(batch)]
@@ -76,7 +76,7 @@ class RotaryEmbedding:
 
 
 def prompt_lens(batch: PackedBatch) -> Sequence[int]:
-    """Returns the tokens of each whole sequence of the batch."""
+    """Returns the length of each whole sequence of the batch."""
     cache = batch.cache
     if cache is None:
         return batch.seq_lens

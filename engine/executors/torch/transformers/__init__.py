@@ -1,1 +1,1 @@
-"""Models of other families, which transformers runs."""
+"""Runs models of other families with transformers."""

@@ -1,4 +1,4 @@
-"""Models without a native family, run by transformers: packed where a probe shows that this is right, else padded."""
+"""Runs models without a native family with transformers: packed if a probe gives equal results, otherwise padded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger("penstock.engine")
 
 _TOLERANCE: Final = 1e-4
 _PROBE_LENGTHS: Final = (5, 11)
-# Attention windows are probed with a sequence that is longer by this much.
+# Tokens by which the probe of an attention window is longer than the window.
 _PAST_WINDOW: Final = 8
-# Tokens beyond which a probe would make the start slow.
+# Longer probes would make the start slow.
 _MAX_PROBE_LENGTH: Final = 1100
-# Of sequences that share a forward; the last one passes the limits beyond which models attend to parts of a text.
+# Lengths of the probes for sharing a forward; models with sparse attention use it for the last one.
 _SHARED_LENGTHS: Final = (10, 60, 250, _MAX_PROBE_LENGTH)
-# Parameters up to which the last one takes seconds on a CPU.
+# Number of parameters up to which the longest probe takes only seconds on a CPU.
 _SMALL: Final = 200_000_000
-# Errors of a model that is called in a way that it was not written for.
+# Errors of a model that does not support the way that it is called.
 _CALL_ERRORS: Final = (
     NotPackableError,
     ArithmeticError,
@@ -50,18 +50,18 @@ _CALL_ERRORS: Final = (
 
 
 class TransformersModel(PackedModel):
-    """A model of transformers behind penstock's interface.
+    """A PackedModel that transformers runs.
 
-    What `forward` gives depends on the kind of the checkpoint. An embedding model: hidden states. A token classifier:
-    its logits as hidden states, which `classify_tokens` passes on. A sequence classifier: hidden states where its head
-    is one map of a single row (`score`, or some rows of a language model's output embedding), else logits.
+    `forward` returns the hidden states of an embedding model; the logits of a token classifier as hidden states, which
+    `classify_tokens` returns unchanged; and of a sequence classifier hidden states if its head is one map of a single
+    row (`score`, or rows of the output embedding of a language model), otherwise logits.
 
     Args:
         info: The resolved model.
-        trust_remote_code: Let transformers run code that comes with the model.
+        trust_remote_code: Whether transformers may run code from the model folder.
 
     Raises:
-        UnsupportedModelError: transformers cannot load or run it.
+        UnsupportedModelError: transformers cannot load or run the model.
         WeightError: A tensor is missing or has the wrong shape.
     """
 
@@ -69,7 +69,7 @@ class TransformersModel(PackedModel):
         recipe = info.multi_vector
         if recipe is not None and recipe.expansion is not None and not recipe.expansion.attends:
             raise UnsupportedModelError(
-                f"{info.name} hides the tokens behind short queries from the others, which only native families can."
+                f"{info.name} hides the tokens after short queries; penstock supports that only in native families."
             )
         self._name = info.name
         self._device = torch.device(info.device)
@@ -83,7 +83,7 @@ class TransformersModel(PackedModel):
             elif info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
                 self._separate_head(info)
             pools = self._network.gives_logits
-            packing = "its classification head pools by itself" if pools else self._try_packing(info)
+            packing = "its classification head includes pooling" if pools else self._try_packing(info)
             self._position_offset = packing if isinstance(packing, int) else None
             sharing = self._try_sharing(info) if self._position_offset is None else ""
         architecture = type(self._network.module).__name__
@@ -96,8 +96,7 @@ class TransformersModel(PackedModel):
         """See PackedModel."""
         if need_attention:
             raise UnsupportedTaskError(
-                f"{self._name} runs through transformers, which gives no attention weights: "
-                "ATTENTION pooling needs a native family.",
+                f"ATTENTION pooling needs a model of a native family; {self._name} runs through transformers.",
                 param="pooling_type",
             )
         if self._position_offset is not None:
@@ -108,7 +107,7 @@ class TransformersModel(PackedModel):
         return ModelOutput(hidden_states=rows.new_empty(batch.num_tokens, 0), logits=rows.float())
 
     def _separate_head(self, info: ModelInfo) -> None:
-        """Takes the head off where it is one map of the row that penstock pools too; leaves it on otherwise."""
+        """Separates the head if it is one map of the row that penstock pools; otherwise keeps it in the network."""
         classifier = self._network.module
         self._network = pooling = Network(classifier, gives_logits=True)
         score = getattr(classifier, "score", None)
@@ -126,11 +125,11 @@ class TransformersModel(PackedModel):
             self._network, self.sequence_head = backbone, _ScoreHead(score)
 
     def _take_token_rows(self, info: ModelInfo) -> None:
-        """Replaces the output embedding of a language model by the rows of its answers."""
+        """Replaces the output embedding of a language model by its rows for the answer tokens."""
         network, answers = self._network.module, list(info.classifier_tokens)
         output = network.get_output_embeddings()
         if not isinstance(output, nn.Linear):
-            raise UnsupportedModelError(f"{info.name} has no output embedding that classifier_from_token could read.")
+            raise UnsupportedModelError(f"classifier_from_token needs an output embedding; {info.name} has none.")
         bias_O: Tensor | None = output.bias
         bias_C = bias_O[answers] if bias_O is not None else None
         config = self._network.text_config.to_dict()
@@ -144,12 +143,12 @@ class TransformersModel(PackedModel):
             raise _cannot_run(info, error, self._network.module) from error
         if not is_same:
             raise UnsupportedModelError(
-                f"{info.name} computes its logits in a way of its own, which classifier_from_token cannot read."
+                f"classifier_from_token does not support the way in which {info.name} computes its logits."
             )
         self.sequence_head = head
 
     def _try_packing(self, info: ModelInfo) -> int | str:
-        """Decides by trial whether the network may run packed: returns its position offset, or why it may not."""
+        """Probes whether the network can run packed; returns its position offset, or the reason why not."""
         network, module = self._network, self._network.module
         probe = self._probe(self._probe_lengths(info), info)
         try:
@@ -157,16 +156,16 @@ class TransformersModel(PackedModel):
         except _CALL_ERRORS as error:
             raise _cannot_run(info, error, self._network.module) from error
         if not network.takes_positions:
-            return "it takes no position ids"
+            return "it does not accept position ids"
         implementation = module.config._attn_implementation
-        reason = "packed sequences disturb each other"
+        reason = "packed sequences change the results of each other"
         register()
         try:
             module.set_attn_implementation(NAME)
             for offset in (0, (network.pad_token_id or 0) + 1):
                 rows, row = network.run_packed(probe, offset)
                 if row.num_calls == 0:
-                    reason = "its attention does not go through transformers' interface"
+                    reason = "its attention does not use the interface of transformers"
                 elif _agree(rows, expected) and self._holds_past_window(row.max_window, offset, info, implementation):
                     return offset
         except _CALL_ERRORS as error:
@@ -175,10 +174,10 @@ class TransformersModel(PackedModel):
         return reason
 
     def _try_sharing(self, info: ModelInfo) -> str:
-        """Runs a trial to find sequences that can be padded together. Returns a log line."""
+        """Probes which sequences can be padded together and sets `sharing`; returns its consequence for the log."""
         try:
             while not self._run_as_if_alone(info):
-                # Convolutions read the padding beside a text; experts of limited size leave out tokens of full batches.
+                # Convolutions read the padding after a text; experts with a size limit drop tokens of full batches.
                 is_equal = self._network.sharing is Sharing.EQUAL
                 self._network.sharing = Sharing.NONE if is_equal else Sharing.EQUAL
         except _CALL_ERRORS as error:
@@ -186,7 +185,7 @@ class TransformersModel(PackedModel):
         return self._network.sharing.consequence
 
     def _run_as_if_alone(self, info: ModelInfo) -> bool:
-        """Whether sequences give the same rows together and alone."""
+        """Whether sequences have the same results together and alone."""
         network, sharing = self._network, self._network.sharing
         if sharing is Sharing.NONE:
             return True
@@ -206,7 +205,7 @@ class TransformersModel(PackedModel):
         return True
 
     def _holds_past_window(self, window: int, offset: int, info: ModelInfo, implementation: str) -> bool:
-        """Probes local attention with a sequence that its window does not cover."""
+        """Whether packed results are right for a sequence that is longer than the attention window."""
         length = window + _PAST_WINDOW
         if not window or length > min(_MAX_PROBE_LENGTH, info.max_model_len):
             return True
@@ -218,7 +217,7 @@ class TransformersModel(PackedModel):
         return _agree(rows, expected)
 
     def _probe_lengths(self, info: ModelInfo) -> tuple[int, ...]:
-        """Two short sequences; where that is cheap, also enough tokens to pass every limit that is meant for one."""
+        """Returns two short lengths and, for short models, enough lengths that their sum passes the position limit."""
         limit = max(info.max_model_len, getattr(self._network.text_config, "max_position_embeddings", None) or 0)
         if limit > _MAX_PROBE_LENGTH:
             return _PROBE_LENGTHS
@@ -226,7 +225,7 @@ class TransformersModel(PackedModel):
         return (*_PROBE_LENGTHS, *[length] * (limit // length + 1))
 
     def _probe(self, lengths: Sequence[int], info: ModelInfo) -> PackedBatch:
-        """Returns sequences of ordinary tokens."""
+        """Returns a batch of sequences without special tokens."""
         config = self._network.text_config
         special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep")}
         ordinary = [i for i in range(min(info.vocab_size, 1000)) if i not in special] or [0]
@@ -249,13 +248,13 @@ class _ScoreHead:
 
 
 def _cannot_run(info: ModelInfo, error: Exception, network: nn.Module) -> UnsupportedModelError:
-    """Returns the error of a model that transformers cannot run on token ids; a traceback is in the log of debug."""
+    """Returns the error for a model that transformers cannot run, and logs the traceback with level debug."""
     logger.debug("transformers cannot run %s", info.name, exc_info=error)
     name = f"{info.name} (model_type {info.model_type!r})"
     if others := other_inputs(type(network)):
-        return UnsupportedModelError(f"{name} reads {others} beside text; penstock serves text models.")
+        return UnsupportedModelError(f"{name} reads {others} in addition to text; penstock supports only text.")
     reason = (
-        f"{type(network).__name__} does not run on token ids alone (--log-level debug shows the place)"
+        f"{type(network).__name__} does not run with only token ids (--log-level debug shows the traceback)"
         if isinstance(error, CODE_ERRORS)
         else one_line(error)
     )
@@ -267,7 +266,7 @@ def _identity(logits: Tensor) -> Tensor:
 
 
 def _agree(rows: Tensor, expected: Tensor) -> bool:
-    """Whether two results are the same but for rounding."""
+    """Whether two results are equal except for rounding."""
     if rows.shape != expected.shape:
         return False
     return bool((rows - expected).abs().max() <= _TOLERANCE * max(1.0, expected.abs().max().item()))

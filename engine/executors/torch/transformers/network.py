@@ -1,4 +1,4 @@
-"""How a network of transformers is called with a packed batch: padded, or with all sequences in one row."""
+"""Calls a network of transformers with a packed batch: padded, or with all sequences in one row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .packed_attention import PackedRow, packed_row
 
 
 class Sharing(Enum):
-    """Which sequences may share a padded forward, so that none changes what another gives.
+    """Sequences that may share a padded forward without changing the results of each other.
 
     Attributes:
-        stretch: How much longer the longest may be than the shortest; 0 for none at all.
-        consequence: For the log.
+        stretch: Largest ratio of the longest to the shortest length; 0 if no sequences may share a forward.
+        consequence: Explanation for the log.
     """
 
     LIKE = 1.25, ""
-    EQUAL = 1.0, "; padding changes its results, so that sequences of equal length alone share a forward"
-    NONE = 0.0, "; others in a batch would change its results, so that each sequence runs alone"
+    EQUAL = 1.0, "; padding changes its results, so only sequences of equal length share a forward"
+    NONE = 0.0, "; other sequences in a batch change its results, so each sequence runs alone"
 
     def __init__(self, stretch: float, consequence: str) -> None:
         self.stretch = stretch
@@ -34,17 +34,13 @@ class Sharing(Enum):
 
 
 class Network:
-    """A network of transformers over packed batches.
+    """A network of transformers that runs packed batches.
 
     Attributes:
         module: The network.
-        gives_logits: Whether it pools by itself: it then gives logits [N, num_labels] instead of rows [T, D].
-        pad_token_id: Of its config; None where it has none.
-        sharing: How sequences are grouped where they are padded.
-
-    Args:
-        module: See the attribute.
-        gives_logits: See the attribute.
+        gives_logits: Whether the network pools and returns logits [N, num_labels] instead of rows [T, D].
+        pad_token_id: Padding token of the config; None if it has none.
+        sharing: Sequences that share a padded forward.
     """
 
     def __init__(self, module: Any, *, gives_logits: bool) -> None:
@@ -58,20 +54,20 @@ class Network:
 
     @property
     def text_config(self) -> Any:
-        """The config of the language model, in multimodal ones too."""
+        """The config of the language model, also in multimodal models."""
         return self.module.config.get_text_config()
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the caller may say where tokens stand, without which they cannot be packed."""
+        """Whether the network accepts position ids, which packing needs."""
         return "position_ids" in self._accepted
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, PackedRow]:
         """Runs all sequences in one row; returns [T, D] and the row of the attention function.
 
         Args:
-            batch: Sequences.
-            position_offset: Added to positions; families in RoBERTa's line number them from pad_token_id + 1.
+            batch: The sequences.
+            position_offset: Added to the positions; those of RoBERTa begin at pad_token_id + 1.
         """
         arguments: dict[str, Any] = {
             "input_ids": batch.input_ids[None],
@@ -83,7 +79,7 @@ class Network:
             return self._call(arguments)[0], row
 
     def run_padded(self, batch: PackedBatch) -> Tensor:
-        """Runs sequences that may share together, padded on the right; returns [T, D], or [N, num_labels]."""
+        """Runs groups of sequences that may share a forward, padded on the right; returns [T, D] or [N, num_labels]."""
         parts = []
         for first, last in self._groups(batch.seq_lens):
             lengths = batch.seq_lens[first:last]
@@ -99,7 +95,7 @@ class Network:
         return torch.cat(parts)
 
     def _groups(self, seq_lens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cuts a batch into runs of sequences that may share."""
+        """Yields the first and last + 1 of consecutive sequences that may share a forward."""
         first = 0
         for last in range(1, len(seq_lens) + 1):
             members = seq_lens[first : last + 1]
@@ -108,7 +104,7 @@ class Network:
                 first = last
 
     def _call(self, arguments: dict[str, Any]) -> Tensor:
-        """Calls the network with the arguments that it takes; returns its logits, else its hidden states."""
+        """Calls the network with the arguments that it accepts; returns its logits, or else its hidden states."""
         accepted = self._accepted
         if "use_cache" in accepted:
             arguments["use_cache"] = False
@@ -119,7 +115,7 @@ class Network:
 
 @contextmanager
 def in_float32(network: nn.Module) -> Iterator[None]:
-    """Runs 16-bit weights in float32 for a while, so that a comparison sees errors and not rounding. Lossless."""
+    """Converts 16-bit weights to float32 for a comparison without rounding errors, and restores them exactly."""
     reduced = [t for t in (*network.parameters(), *network.buffers()) if t.dtype in (torch.bfloat16, torch.float16)]
     dtypes = [t.dtype for t in reduced]
     for tensor in reduced:
@@ -132,7 +128,7 @@ def in_float32(network: nn.Module) -> Iterator[None]:
 
 
 def _argument_names(network: Any) -> frozenset[str]:
-    """Names of the inputs that a network takes."""
+    """Returns the names of the arguments that a network accepts."""
     parameters = inspect.signature(network.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if takes_any and "input_ids" not in parameters:

@@ -1,7 +1,7 @@
-"""penstock's packed attention as an attention function of transformers, and the row of sequences that it works on.
+"""Packed attention as an attention function of transformers.
 
-transformers hands an attention function one layer's q, k and v; where sequences begin is taken from the row that the
-caller entered (`packed_row`), because not every model passes keyword arguments through to its attention.
+transformers calls an attention function with q, k and v of one layer. The borders of the sequences come from the
+context `packed_row`, because not every model passes keyword arguments to its attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..packed_batch import PackedBatch
 
 NAME: Final = "penstock_packed"
 
-# Arguments that do not change the result of attention. A model that sets any other runs padded.
+# Arguments that do not change the result of attention. A model that sets any other argument runs padded.
 _HARMLESS: Final = frozenset(
     [
         "cache_position",
@@ -38,16 +38,16 @@ _HARMLESS: Final = frozenset(
 
 
 class NotPackableError(Exception):
-    """The model asks its attention for something that packed attention does not do."""
+    """The attention of the model needs something that packed attention does not support."""
 
 
 class PackedRow:
-    """The sequences of one forward in a row, and the inputs of their attention.
+    """One forward with all sequences in a row.
 
     Attributes:
         batch: The sequences.
-        num_calls: How often attention ran; 0 means that the model goes past transformers' interface.
-        max_window: The longest window that a layer asked for; 0 for none.
+        num_calls: Number of calls of attention; 0 if the model does not use the interface of transformers.
+        max_window: Largest attention window of a layer; 0 if there is none.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -56,7 +56,7 @@ class PackedRow:
         self.max_window = 0
 
     def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, scale: float, is_causal: bool, reach: int) -> Tensor:
-        """Takes [T, H, K], returns [T, H, K]; `reach` is how many tokens a query sees on each side, 0 for all."""
+        """Returns [T, H, K] for inputs [T, H, K]; a query sees `reach` tokens on each side, or all if it is 0."""
         batch = self.batch
         self.num_calls += 1
         self.max_window = max(self.max_window, reach)
@@ -79,7 +79,7 @@ _current_row: ContextVar[PackedRow | None] = ContextVar("penstock_packed_row", d
 
 @contextmanager
 def packed_row(batch: PackedBatch) -> Iterator[PackedRow]:
-    """Makes attention of the models called inside run over the sequences of `batch`."""
+    """Sets the sequences for the attention of all models that are called inside."""
     row = PackedRow(batch)
     token = _current_row.set(row)
     try:
@@ -89,10 +89,7 @@ def packed_row(batch: PackedBatch) -> Iterator[PackedRow]:
 
 
 def register() -> None:
-    """Makes packed attention known to transformers as NAME.
-
-    No mask function goes with it: for an attention function without one, transformers builds no mask.
-    """
+    """Registers packed attention with transformers as NAME, without a mask function, so that no mask is built."""
     AttentionInterface.register(NAME, _attention_forward)
 
 
@@ -109,7 +106,7 @@ def _attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature that transformers calls: query [1, H, R, K], key and value [1, Hkv, R, K]; returns [1, R, H, K]."""
+    """Returns [1, R, H, K] for query [1, H, R, K], key and value [1, Hkv, R, K]; called by transformers."""
     row = _current_row.get()
     if row is None:
         raise RuntimeError("packed attention was called outside packed_row().")
@@ -117,12 +114,12 @@ def _attention_forward(
     if attention_mask is not None:
         unknown.append("attention_mask")
     if unknown:
-        raise NotPackableError(f"its attention takes {', '.join(unknown)}")
+        raise NotPackableError(f"its attention uses {', '.join(unknown)}")
     if query.shape[0] != 1 or query.shape[2] != row.batch.num_tokens or key.shape[2] != query.shape[2]:
-        raise NotPackableError(f"its attention works on shapes {list(query.shape)} and {list(key.shape)}")
+        raise NotPackableError(f"its attention has shapes {list(query.shape)} and {list(key.shape)}")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    # NOTE: transformers counts the query itself in a window: 1 means that a token sees itself alone.
+    # NOTE: transformers includes the query in the window: with 1, a token sees only itself.
     reach = sliding_window - 1 if sliding_window is not None else 0
     if sliding_window is not None and reach < 1:
         raise NotPackableError(f"its attention has a window of {sliding_window}")

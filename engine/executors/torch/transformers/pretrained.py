@@ -1,4 +1,4 @@
-"""Loads a model of transformers from a local folder, and says plainly why where it cannot."""
+"""Loads models of transformers from a local folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOAD_ERRORS: Final = (
     ValueError,
 )
 CODE_ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
-"""Errors whose text is for programmers."""
+"""Errors whose texts help only programmers."""
 _AUTO_CLASSES: Final = {
     ModelKind.SEQUENCE_CLASSIFIER: "AutoModelForSequenceClassification",
     ModelKind.CROSS_ENCODER: "AutoModelForSequenceClassification",
@@ -43,11 +43,11 @@ _MAX_NAMED: Final = 5
 
 
 def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
-    """Loads the weights into transformers' class for the kind of `info`, in evaluation mode on its device.
+    """Loads a model into the class of transformers for its kind, in evaluation mode on its device.
 
     Raises:
-        UnsupportedModelError: transformers does not know the model, or has no text encoder for it.
-        WeightError: A tensor is missing, has the wrong shape, or holds NaN or inf.
+        UnsupportedModelError: transformers does not support the model, or has no text encoder for it.
+        WeightError: A tensor is missing, has the wrong shape, or has NaN or infinite values.
     """
     transformers.utils.logging.disable_progress_bar()
     _check_architecture(info, trust_remote_code=trust_remote_code)
@@ -68,7 +68,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
     except _LOAD_ERRORS as error:
         logger.debug("transformers cannot load %s", info.name, exc_info=True)
         reason = (
-            "its code does not fit the files (--log-level debug shows the place)"
+            "its code does not fit the files (--log-level debug shows the traceback)"
             if isinstance(error, CODE_ERRORS)
             else one_line(error)
         )
@@ -81,7 +81,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
     )
     if missing:
         raise WeightError(f"The checkpoint of {info.name} has no weight {_listed(missing)}.")
-    # Of a table, a forward looks up single rows: one that is damaged costs the inputs that reach it (Weights.table).
+    # A damaged row of a table affects only the inputs that read it (Weights.table).
     tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     damaged = [name for name, weight in model.named_parameters() if weight not in tables and not are_finite(weight)]
     if damaged:
@@ -89,37 +89,37 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
             "" if info.dtype == "float32" else f", or its values are too large for {info.dtype}: try --dtype float32"
         )
         raise WeightError(
-            f"The checkpoint of {info.name} holds NaN or inf in {_listed(damaged)}: its file is damaged{narrow}; "
-            "download the model again, or serve another."
+            f"The checkpoint of {info.name} has NaN or infinite values in {_listed(damaged)}: its file is "
+            f"damaged{narrow}; download the model again, or serve another."
         )
     return model.eval().to(info.device)
 
 
 def other_inputs(model_class: Any) -> str:
-    """Returns the inputs of a class of transformers beside text, such as "image and video"; "" for text alone."""
+    """Returns the other inputs of a class that reads more than text, such as "image and video", or ""."""
     modalities = getattr(model_class, "input_modalities", None) or ("text",)
     modalities = (modalities,) if isinstance(modalities, str) else modalities
     return " and ".join(name for name in modalities if name != "text")
 
 
 def _refuse_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
-    """Refuses a model whose main input is not text, before its weights are read."""
+    """Raises UnsupportedModelError for a model whose main input is not text, before its weights are read."""
     model_class = auto_class._model_mapping.get(type(config), None)
     if isinstance(model_class, tuple | list):
         model_class = model_class[0]
     others = other_inputs(model_class)
     if others and model_class.main_input_name != "input_ids":
         raise UnsupportedModelError(
-            f"{info.name} (model_type {info.model_type!r}) reads {others}; penstock serves text models."
+            f"{info.name} (model_type {info.model_type!r}) reads {others}; penstock supports only text."
         )
 
 
 def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
-    """Refuses models that transformers would silently load as something else."""
+    """Raises UnsupportedModelError for models that transformers would load as other models without an error."""
     if trust_remote_code:
         return
     has_code = bool(info.config.get("auto_map"))
-    own_code = " It comes with code of its own, which --trust-remote-code would run." if has_code else ""
+    own_code = " It has its own Python code; --trust-remote-code runs it." if has_code else ""
     if has_code and not hasattr(transformers, info.architecture):
         raise UnsupportedModelError(
             f"The architecture {info.architecture!r} of {info.name} is not one of "
@@ -129,7 +129,7 @@ def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
     if info.model_type in ("bert", "electra", "roberta", "xlm-roberta", "camembert") and position_type != "absolute":
         raise UnsupportedModelError(
             f"position_embedding_type of {info.name} is {position_type!r}; "
-            f"transformers {transformers.__version__} knows 'absolute' alone.{own_code}"
+            f"transformers {transformers.__version__} supports only 'absolute'.{own_code}"
         )
 
 
@@ -140,7 +140,7 @@ def _overrides(info: ModelInfo) -> dict[str, Any]:
 
 
 def _auto_class(info: ModelInfo, config: Any) -> Any:
-    """Returns the class of transformers that picks the model's own."""
+    """Returns the auto class of transformers that loads the model."""
     if info.classifier_tokens:
         return transformers.AutoModelForCausalLM
     if info.kind in _AUTO_CLASSES:
@@ -149,11 +149,11 @@ def _auto_class(info: ModelInfo, config: Any) -> Any:
     if encoders.get(config.model_type, "").endswith("EncoderModel"):
         return transformers.AutoModelForTextEncoding
     if config.is_encoder_decoder:
-        raise ValueError("it has an encoder and a decoder, and transformers offers its encoder alone for no text task")
+        raise ValueError("it has an encoder and a decoder, and transformers has no text class for only its encoder")
     return transformers.AutoModel
 
 
 def _listed(names: list[str]) -> str:
-    """Returns the first few names for a message."""
+    """Returns the first names as text for a message."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(repr(name) for name in names[:_MAX_NAMED]) + more

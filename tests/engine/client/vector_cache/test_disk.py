@@ -311,7 +311,7 @@ async def test_full_disk_is_written_again_after_a_pause(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, messages
     assert "No space left" in messages[0]
-    assert "written again" in messages[1]
+    assert "writing vectors again" in messages[1]
 
 
 async def test_damaged_file_is_not_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,4 +324,4 @@ async def test_damaged_file_is_not_used_again(tmp_path: Path, caplog: pytest.Log
     assert (shared.is_working, shared.num_dropped, shared.num_bytes()) == (False, 3, num_bytes)
     shared.close()
     (record,) = caplog.records
-    assert "remove the folder" in record.getMessage()
+    assert "remove it and restart" in record.getMessage()

@@ -210,7 +210,7 @@ async def test_failed_and_cancelled_requests_are_not_cached(make: Make, monkeypa
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert cache._cache.figures()[0].num_bytes == 0
+    assert cache._cache.stats()[0].num_bytes == 0
     await engine.embed(["a b"], PARAMS)
     assert cache.stats.num_misses == 3
 
@@ -314,8 +314,8 @@ async def test_rows_on_disk_are_found_by_the_next_server(make: Make, tmp_path: P
         assert (await engine.embed(["a b", "c d e"], PARAMS)).embeddings.tobytes() == first.embeddings.tobytes()
     assert core.num_inputs == 0
     assert (cache.stats.num_disk_hits, cache.stats.num_memory_hits) == (2, 2)
-    assert [tier.name for tier in again.figures()] == ["memory", "disk"]
-    assert all(tier.num_bytes > 0 and tier.is_working for tier in again.figures())
+    assert [tier.name for tier in again.stats()] == ["memory", "disk"]
+    assert all(tier.num_bytes > 0 and tier.is_working for tier in again.stats())
     again.close()
 
 
@@ -326,7 +326,7 @@ async def test_unusable_folder_leaves_the_memory_cache(make: Make, tmp_path: Pat
     for _ in range(2):
         await engine.embed(["a b"], PARAMS)
     assert core.num_inputs == 1
-    assert [(tier.name, tier.is_working) for tier in rows.figures()] == [("memory", True), ("disk", False)]
+    assert [(tier.name, tier.is_working) for tier in rows.stats()] == [("memory", True), ("disk", False)]
     assert len(caplog.records) == 1
 
 

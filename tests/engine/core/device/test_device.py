@@ -129,9 +129,9 @@ def test_auto_takes_cuda_and_its_fastest_dtype(
     ("num_devices", "chosen", "remedy"),
     [
         (0, "cuda", "install a CUDA build"),
-        (1, "cuda:1", "take cuda:0."),
-        (3, "cuda:7", "take cuda:0 to cuda:2."),
-        (2, "cuda:2", "take cuda:0 to cuda:1."),
+        (1, "cuda:1", "set cuda:0."),
+        (3, "cuda:7", "set cuda:0 to cuda:2."),
+        (2, "cuda:2", "set cuda:0 to cuda:1."),
     ],
 )
 def test_missing_device_is_refused_with_a_remedy(
@@ -140,7 +140,7 @@ def test_missing_device_is_refused_with_a_remedy(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     with pytest.raises(ModelLoadError) as caught:
         resolve_device(EngineConfig(model="m", device=chosen))
-    message = f"--device is {chosen}, but torch {torch.__version__} sees {num_devices} CUDA devices; {remedy}"
+    message = f"--device is {chosen}, but torch {torch.__version__} finds {num_devices} CUDA devices; {remedy}"
     assert caught.value.message.startswith(message)
 
 
@@ -200,7 +200,7 @@ def test_gpu_without_code_in_torch_is_refused(
 
 def test_int8_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ModelLoadError, match="--dtype int8 is for the native kernels of a CPU"):
+    with pytest.raises(ModelLoadError, match="--dtype int8 needs the native kernels of a CPU"):
         resolve_device(EngineConfig(model="m", device="cuda", dtype="int8"))
 
 
@@ -235,7 +235,7 @@ def test_old_driver_is_reported(driver_file: Path, kind: str, caplog: pytest.Log
     assert record.levelname == "WARNING"
     for part in ("driver 550.54.14", TOO_OLD, "CUDA 13.0 needs driver 580 or newer", "runs on the CPU", "--device cpu"):
         assert part in record.getMessage()
-    with pytest.raises(ModelLoadError, match=r"sees 0 CUDA devices.*driver 550\.54\.14.*CUDA 13\.0 needs driver 580"):
+    with pytest.raises(ModelLoadError, match=r"finds 0 CUDA devices.*driver 550\.54\.14.*CUDA 13\.0 needs driver 580"):
         resolve_device(EngineConfig(model="m", device="cuda"))
 
 

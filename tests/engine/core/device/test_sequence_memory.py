@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.core.device.sequence_memory import KvPlaces, describe_pool
+from penstock.engine.core.device.sequence_memory import KvSlots, describe_pool
 from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.scheduling import Allocation, KvCachePool, PrefillChunk, SequencePool, SsmStatePool
 
@@ -51,7 +51,7 @@ def test_places_are_those_of_the_blocks() -> None:
     whole, first, later = (make_request(i, [20]).sequences[0] for i in range(3))
     first.allocation = Allocation(0, 20, [7, 3, 5], 0, None, ())
     later.allocation = Allocation(0, 20, [2, 9, 4], 0, None, ())
-    places = KvPlaces.of([PrefillChunk(whole, 0, 2), PrefillChunk(first, 0, 9), PrefillChunk(later, 7, 10)], 8)
+    places = KvSlots.of([PrefillChunk(whole, 0, 2), PrefillChunk(first, 0, 9), PrefillChunk(later, 7, 10)], 8)
     assert places.lengths.tolist() == [0, 0, 7]
     assert places.tables.tolist() == [[0, 0], [0, 0], [2, 9]]
     assert places.slots.tolist() == [-1, -1, *range(56, 64), 24, 23, 72, 73]

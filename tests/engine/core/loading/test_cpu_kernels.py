@@ -98,7 +98,7 @@ def test_unsupported_model_runs_on_torch(model: str, dtype: str, save_folder: Sa
     info, machine = choose(folder, dtype=dtype)
     assert machine is None
     assert (info.kernels, info.dtype) == ("torch", dtype)
-    with pytest.raises(ModelLoadError, match=f"do not know .* in {dtype}; --cpu-kernels auto lets torch run it"):
+    with pytest.raises(ModelLoadError, match=f"do not support .* in {dtype}; with --cpu-kernels auto torch runs it"):
         choose(folder, dtype=dtype, cpu_kernels="native")
 
 
@@ -116,7 +116,7 @@ def test_missing_library_is_logged_once(
         choose(folder, cpu_kernels="native")
     message = str(raised.value)
     assert message.startswith("There are no native kernels: the native kernels are not built")
-    assert message.endswith("--cpu-kernels auto lets torch run it.")
+    assert message.endswith("with --cpu-kernels auto torch runs the model.")
     assert "\n" not in message
 
 
@@ -135,7 +135,7 @@ def test_amx_with_wrong_products_is_not_used(
     info, _ = choose(save_folder(), num_threads=2)
     assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == [] if is_right else ["AMX gives wrong products on this processor: avx512bf16 runs in its place"]
+    assert messages == [] if is_right else ["AMX returns wrong products on this processor: using avx512bf16 instead"]
 
 
 # Type and arithmetic
@@ -215,7 +215,7 @@ def test_int8_needs_products_of_the_processor(
         assert (info.dtype, info.arithmetic) == ("int8", "float32")
         assert Arithmetic.of(info) == (Format.INT8, Format.F32)
     else:
-        message = f"AVX-512 VNNI or AVX-VNNI, and {isa} is what this one has; take float32 or bfloat16"
+        message = f"AVX-512 VNNI or AVX-VNNI, but this one has {isa}; set float32 or bfloat16"
         with pytest.raises(ModelLoadError, match=message):
             choose(save_folder(), dtype="int8")
 

@@ -62,7 +62,7 @@ def test_config_has_the_settings_without_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first_id", "unknown", "parts"),
     [
-        (100, "One", ("makes the ids 100 to 106 of 'One short", "embeddings for 0 to 49 only")),
+        (100, "One", ("with the ids 100 to 106", "embeddings for 0 to 49 only")),
         (3, "<none>", ("{folder}/tokenizer.json", "Missing [UNK] token from the vocabulary")),
     ],
     ids=["ids of another model", "no unknown token"],
@@ -99,7 +99,7 @@ def test_reranker_without_a_prompt_logs_a_warning(
     load(tmp_path, word_level(3), 10)
     info = resolve_model(EngineConfig(model=str(tmp_path)))
     load_tokenizer(replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=tokens))
-    assert ("has no prompt for pairs" in caplog.text) is is_warned
+    assert ("without a prompt for pairs" in caplog.text) is is_warned
 
 
 def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -181,7 +181,7 @@ def test_sparse_vectors_of_logits_equal_torch(family, config, is_sum, machine, s
 def test_sparse_vectors_without_a_head_are_refused(machine, save_model, resolve):
     info = replace(bert(save_model, resolve), sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS))
     for load in (lambda: load_array_encoder(info, machine), lambda: load_model(info)):
-        with pytest.raises(UnsupportedModelError, match="holds no head of one that penstock knows"):
+        with pytest.raises(UnsupportedModelError, match="has no head of a masked language model"):
             load()
 
 

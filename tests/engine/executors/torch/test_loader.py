@@ -172,7 +172,7 @@ def test_unknown_family_is_named():
 
 def test_folder_without_weights_is_named(saved, resolve):
     (saved[0] / "model.safetensors").unlink()
-    with pytest.raises(WeightError, match="holds no weights"):
+    with pytest.raises(WeightError, match="has no weights"):
         load_model(resolve(saved[0]))
 
 
@@ -184,7 +184,7 @@ def test_missing_shard_is_named(file, saved, resolve):
     index = json.loads((folder / INDEX).read_text())
     weight_map = {name: file if "00002" in shard else shard for name, shard in index["weight_map"].items()}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(WeightError, match=f"not there: {file[:20]}"):
+    with pytest.raises(WeightError, match=f"do not exist: {file[:20]}"):
         load_model(resolve(folder))
 
 
@@ -206,7 +206,7 @@ def test_index_with_a_path_outside_is_refused(file, saved, resolve):
     outside.mkdir()
     save_file(tensors, outside / "part")
     replace_checkpoint(folder, INDEX, json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
-    with pytest.raises(WeightError, match=r"index\.json puts the tensor .* not inside the model's folder"):
+    with pytest.raises(WeightError, match=r"index\.json lists the file .* not inside the folder of the model"):
         load_model(resolve(folder))
 
 
@@ -215,7 +215,7 @@ def test_path_outside_does_not_reach_transformers(save_model, resolve):
     (folder / "model.safetensors").rename(folder.parent / "part")
     index = {"weight_map": dict.fromkeys(model.state_dict(), "../part"), "metadata": {}}
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightError, match=r"'../part', which is not inside the model's folder"):
+    with pytest.raises(WeightError, match=r"'../part' for the tensor .* not inside the folder"):
         load_model(resolve(folder))
 
 

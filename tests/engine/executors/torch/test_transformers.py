@@ -62,7 +62,7 @@ def test_hidden_states_equal_transformers(class_name, config, is_packed, save_mo
         model.forward(pack(sequences), need_attention=True)
 
 
-PADDED, EQUAL, ALONE = "", "sequences of equal length alone share a forward", "each sequence runs alone"
+PADDED, EQUAL, ALONE = "", "only sequences of equal length share a forward", "each sequence runs alone"
 
 
 @pytest.mark.parametrize(
