@@ -110,7 +110,7 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
     assert cut.scores[0] != pytest.approx(result.scores[0], abs=1e-4)
 
 
-async def check_refusals(engine: AsyncEngine) -> None:
+async def check_refusals(engine: AsyncEngine, size: int) -> None:
     """Checks that a document that must not be truncated is refused if its passages cannot hold it."""
     uncut = PoolingParams(refuse_too_long=True)
     documents = [LONG, words(0, 20)]
@@ -118,7 +118,8 @@ async def check_refusals(engine: AsyncEngine) -> None:
     (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
     assert pieces.scores[1] == pytest.approx(alone, abs=1e-6)
     assert sum(pieces.num_tokens) > len(LONG.split())
-    with pytest.raises(RequestTooLongError, match="Document 0 has 209 tokens, which do not fit into 2 pieces"):
+    match = f"Document 0 has 209 tokens, which do not fit into 2 pieces of up to {size - 4}"
+    with pytest.raises(RequestTooLongError, match=match):
         await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=2))
     with pytest.raises(RequestTooLongError, match="maximum context length"):
         await engine.score(["water " * 60], documents, uncut, RequestOptions(max_passages=20))
@@ -132,10 +133,10 @@ async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Pa
         assert hopeless.scores == cut.scores  # the query leaves no room for pieces
         with pytest.raises(InvalidRequestError, match="normalize"):
             await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_passages=2))
-        await check_refusals(engine)
+        await check_refusals(engine, MAX_MODEL_LEN - 5 - 3 - 1)
 
 
 async def test_embedding_model_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
     async with started(save_bert(initializer_range=0.3)) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
-        await check_refusals(engine)
+        await check_refusals(engine, MAX_MODEL_LEN - 2 - 1)

@@ -114,9 +114,12 @@ async def test_queued_characters_limit_each_call(pool: TokenizerPool, num_used: 
     assert pool._jobs.chars.used == num_used
 
 
-async def test_token_ids_are_taken_as_they_are(pool: TokenizerPool) -> None:
+async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> None:
     tokenized = await pool.encode([[5, 6, 7], "a", [0]], UNCUT)
     assert [t.token_ids.tolist() for t in tokenized] == [[5, 6, 7], [101, 1037, 102], [0]]
+    for side, expected in (("left", [6, 7]), ("right", [5, 6])):
+        (cut,) = await pool.encode([[5, 6, 7]], Truncation(max_num_tokens=2, cut=True, side=side))
+        assert cut.token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [10**9], [5, 10**6, 7]])
