@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,8 +113,9 @@ def test_encode_runs_the_pooling_task(llm: LLM) -> None:
 
 def test_long_list_runs_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [f"number {i}" for i in range(600)]
-    outputs = llm.embed(prompts)
-    assert "600/600" in capfd.readouterr().err
+    for method in (partial(llm.score, "number"), llm.encode, llm.embed):
+        outputs: Any = method(prompts)
+        assert "600/600" in capfd.readouterr().err
     np.testing.assert_allclose(outputs[599].outputs.embedding, llm.embed(prompts[599])[0].outputs.embedding, atol=1e-5)
     assert len(llm.embed(prompts, use_tqdm=False)) == 600
     assert len(llm.embed(prompts[:2])) == 2

@@ -85,6 +85,14 @@ def test_published_checkpoint_is_known_by_its_name(
         ("Qwen3-Reranker", QWEN2, {}),  # another family
         ("Qwen3-Reranker/of-another", QWEN3, {}),  # only the folder above has the name
         ("Qwen3-Reranker-pooled", QWEN3, {"modules.json": [TRANSFORMER, POOLING]}),
+        (
+            "Qwen3-Reranker-dense",
+            QWEN3,
+            {
+                "modules.json": [TRANSFORMER, {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}],
+                "1_Dense/config.json": {"in_features": 16, "out_features": 8, "bias": False},
+            },
+        ),
         ("Qwen3-Reranker-base", QWEN3 | {"architectures": ["Qwen3Model"]}, {}),
         ("mxbai-rerank-base-v1", QWEN2, {}),
     ],

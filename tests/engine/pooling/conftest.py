@@ -164,6 +164,7 @@ def pool_all(hidden_states: Tensor, attention_weights: Tensor, token_ids: Tensor
         skip_tokens: Tensor | None = None,
     ) -> PoolerOutput[Tensor]:
         metadata = describe(LENGTHS, params, token_ids=token_ids, skip_tokens=skip_tokens)
+        metadata = replace(metadata, chunks=None)
         rows = None
         if indices is not None:
             rows, metadata = metadata.select(indices)

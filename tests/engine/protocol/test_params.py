@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.protocol.config import PoolerConfig
+from penstock.engine.protocol.config import CacheConfig, PoolerConfig, SchedulerConfig
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.params import VALID_PARAMETERS, PoolingParams
@@ -246,3 +246,11 @@ def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: Poo
     wrong: Any = {"pooling_type": "SUM"}
     with pytest.raises(ValueError, match="pooling_type is 'SUM'; it must be one of CLS, LAST, MEAN"):
         PoolerConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"), [(CacheConfig, "kv_block_size"), (SchedulerConfig, "max_num_batched_tokens")]
+)
+def test_setting_below_its_bound_is_refused(config: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0; it must be at least 1"):
+        config(**{field: 0})
