@@ -1,4 +1,4 @@
-"""The public face of the engine: text or token ids in, numpy arrays out. Belongs to one event loop; imports no torch.
+"""The public interface of the engine, which converts text or token ids to numpy arrays, without torch.
 
 engine = await AsyncEngine.start(EngineConfig(model="path/or/hub-id"))
 result = await engine.embed(["some text"], PoolingParams())  # and in the end: await engine.close()
@@ -41,26 +41,26 @@ from .tokenization.input_encoder import InputEncoder
 from .tokenization.tokenizer import OnCount, TokenizerPool
 
 _NUM_PARAMS: Final = 64
-"""Number of resolved parameters that are cached."""
+"""Maximum number of cached resolved parameters."""
 
 
 class AsyncEngine:
-    """One served model. Create it with `start`.
+    """A model that is ready for requests, on one event loop. Create it with `start`.
 
-    Every call that runs the model raises InvalidRequestError where the request is wrong (see PoolingParams.verify and
+    Every method that runs the model raises InvalidRequestError for a wrong request (see PoolingParams.verify and
     TokenizerPool), and EngineUnavailableError, EngineOverloadedError, DeadlineExceededError and
     ModelExecutionError; see Dispatcher.open and OpenRequest.run.
 
     Args:
-        config: What is served.
-        info: The attribute.
+        config: Model and settings.
+        info: The resolved model.
         tokenizer: Tokenizer of the model.
-        dispatcher: Holds the requests under way.
-        group: The replicas, or the connection to an engine that another process supervises.
+        dispatcher: Dispatcher of the requests.
+        group: The replicas, or a connection to an engine that another process supervises.
 
     Attributes:
-        info: The resolved description of the model.
-        tokenizer_config: The class of its tokenizer, and what transformers made it of.
+        info: The resolved model.
+        tokenizer_config: Class and settings of the tokenizer; see TokenizerSpec.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncEngine:
         self._dispatcher = dispatcher
         self._group = group
 
-        # Equal parameters share one object, which a message to the core contains once.
+        # Equal parameters share one object, so that a message to the core has it once.
         @lru_cache(_NUM_PARAMS)
         def resolved(params: PoolingParams, task: PoolingTask) -> PoolingParams:
             return params.resolved(task, info)
@@ -97,17 +97,17 @@ class AsyncEngine:
         process: EngineProcess | None = None,
         cache: VectorCache | None = None,
     ) -> Self:
-        """Loads the model and returns the engine when it can serve.
+        """Loads the model and returns an engine that is ready for requests.
 
         Args:
-            config: What to serve.
-            log_level: Least severe level that the engine process logs.
-            log_format: Its log lines, "console" or "json"; see logs.py.
-            process: An engine process that has been started already; None to start one.
-            cache: Where vectors are looked up and kept, with those of other engines; None for nowhere.
+            config: Model and settings.
+            log_level: Lowest level that the engine process logs.
+            log_format: Format of its log lines, "console" or "json"; see logs.py.
+            process: An engine process that is already started; None starts a new one.
+            cache: Cache of vectors, which several engines may share; None for no cache.
 
         Raises:
-            ModelLoadError: The model cannot be served; the message says why.
+            ModelLoadError: The model cannot be loaded; the message has the reason.
         """
         configs = replica_configs(config)
         limits = config.scheduler
@@ -125,13 +125,13 @@ class AsyncEngine:
     def attached(
         cls, config: EngineConfig, ready: ModelReady, dispatcher: Dispatcher, group: ReplicaGroup | EngineClient
     ) -> Self:
-        """Returns the engine over a model that has been loaded.
+        """Returns an engine for a loaded model.
 
         Args:
-            config: What is served.
-            ready: The message of the engine process.
-            dispatcher: Holds the requests under way.
-            group: The replicas, or the connection to an engine that another process supervises.
+            config: Model and settings.
+            ready: The message from the engine process that the model is loaded.
+            dispatcher: Dispatcher of the requests.
+            group: The replicas, or a connection to an engine that another process supervises.
         """
         tokenizer = TokenizerPool(
             ready.tokenizer,
@@ -150,70 +150,67 @@ class AsyncEngine:
 
     @property
     def num_restarts(self) -> int:
-        """How often a dead core was replaced."""
+        """Number of restarts of the engine processes."""
         return self._group.num_restarts
 
     @property
     def places(self) -> list[str]:
-        """Where each replica runs, in words; empty where the only one has all of the machine."""
+        """Placement of each replica as text; empty if the only replica uses the whole machine."""
         return self._group.places
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """Each replica where there are several; empty for one."""
+        """Status of each replica if there are several; otherwise empty."""
         return self._group.replicas
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue of a working engine is full: `check_room` then refuses clients that have their share.
+        """Whether the queue is full, so that `check_room` refuses clients that have used their share.
 
-        False while a cache looks inputs up first: requests are refused after that.
+        False if requests look up their inputs in a cache before they are refused.
         """
         return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
 
     @property
     def queue_s(self) -> float:
-        """Seconds that what waits or runs takes at the rate of the last forwards; 0 before that is measured."""
+        """Estimated seconds for all requests in the queue, at the speed of the last forwards; 0 before the first."""
         return self._dispatcher.admission.queue_s
 
     def host_bytes(self) -> int:
-        """Returns the Bytes of memory that its processes hold for themselves; 0 where that is not known.
-
-        Files that they have mapped, such as libraries, are not counted: processes share them.
-        """
+        """Returns the memory of the engine processes in bytes, without shared files such as libraries; 0 if unknown."""
         return self._group.host_bytes()
 
     def check_room(self, client: str = "") -> None:
-        """Refuses a request of `client` that the queue cannot take now; see Admission.check."""
+        """Raises an error if the queue has no space for a request of `client`; see Admission.check."""
         self._dispatcher.admission.check(client)
 
     async def wait_for_cache(self) -> None:
-        """Waits until the cache looks inputs up, if there is one: that needs one pass over the weights."""
+        """Waits until the cache, if there is one, is ready, which needs a hash of all weights."""
         if self._dispatcher.cache is not None:
             await self._dispatcher.cache.wait()
 
     def stats(self) -> DispatcherStats:
-        """Returns counters and what is under way."""
+        """Returns the counters and the numbers of requests and tokens in the queue."""
         return self._dispatcher.stats
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those under way. Returns False if some were left after `timeout_s`."""
+        """Refuses new requests and waits for the others; returns False if there are still some after `timeout_s`."""
         self._group.drain()
         return await self._dispatcher.wait_until_idle(timeout_s)
 
     async def close(self) -> None:
-        """Stops the engine; requests under way fail with EngineUnavailableError. May be called twice."""
+        """Stops the engine; requests in progress raise EngineUnavailableError."""
         await self._group.close()
         self._tokenizer.close()
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache; see Dispatcher.clear_prefixes."""
+        """Clears the prefix cache; see Dispatcher.clear_prefixes."""
         return await self._dispatcher.clear_prefixes()
 
     async def embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
-        """Embeds each input into one vector; in long-text mode, longer ones than the model takes too (long_text.py)."""
+        """Returns one vector for each input; long-text mode supports inputs of any length (long_text.py)."""
         params = self._resolved(params, PoolingTask.EMBED)
         async with self._dispatcher.open(options, looks_up=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
@@ -225,24 +222,24 @@ class AsyncEngine:
     async def embed_late(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EmbeddingResult:
-        """Embeds the inputs as parts of one text, one vector each that knows all of it (late_chunking.py).
+        """Returns a vector for each input, computed in the context of all inputs as one text (late_chunking.py).
 
         Raises:
-            InvalidRequestError: The model does not pool by MEAN, or an input has no tokens.
+            InvalidRequestError: The model does not use MEAN pooling, or an input has no tokens.
         """
         return await self._combined.embed_late(inputs, params, options)
 
     async def token_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
-        """Embeds every token of each input; a multi-vector model leaves some out."""
+        """Returns a vector for every token of each input; multi-vector models omit some tokens."""
         result = await self._combined.embed(inputs, (PoolingTask.TOKEN_EMBED,), params, options)
         return TokenResult(result.vectors or [], result.token_ids or [], result.num_tokens)
 
     async def sparse_embed(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> SparseResult:
-        """Embeds each input into a sparse vector over the vocabulary (multi_vector.py)."""
+        """Returns a sparse vector over the vocabulary for each input (multi_vector.py)."""
         result = await self._combined.embed(inputs, (PoolingTask.SPARSE_EMBED,), params, options)
         return SparseResult(result.sparse or [], result.num_tokens)
 
@@ -253,10 +250,11 @@ class AsyncEngine:
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> CombinedResult:
-        """Answers several of EMBED, TOKEN_EMBED and SPARSE_EMBED from one forward.
+        """Runs several of the tasks EMBED, TOKEN_EMBED and SPARSE_EMBED with one forward.
 
         Raises:
-            UnsupportedTaskError: The model lacks one of them, or reads long inputs in chunks and gives one at a time.
+            UnsupportedTaskError: The model does not support a task, or computes long inputs in chunks and therefore
+                supports one task per request.
         """
         if set(tasks) == {PoolingTask.EMBED}:
             dense = await self.embed(inputs, params, options)
@@ -266,7 +264,7 @@ class AsyncEngine:
     async def classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
-        """Gives every input a score for each class of the model."""
+        """Returns a score for each class of the model, for every input."""
         params = self._resolved(params, PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
@@ -276,7 +274,7 @@ class AsyncEngine:
     async def classify_pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> ClassResult:
-        """Gives every pair of texts, read as one sequence, a score for each class of the model."""
+        """Returns a score for each class of the model, for every pair of texts as one sequence."""
         is_scorer = self.info.kind is ModelKind.CROSS_ENCODER
         params = self._resolved(params, PoolingTask.SCORE if is_scorer else PoolingTask.CLASSIFY)
         async with self._dispatcher.open(options) as request:
@@ -287,7 +285,7 @@ class AsyncEngine:
     async def token_classify(
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> TokenResult:
-        """Gives every token of each input a score for each class of the model."""
+        """Returns a score for each class of the model, for every token of each input."""
         params = self._resolved(params, PoolingTask.TOKEN_CLASSIFY)
         async with self._dispatcher.open(options) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
@@ -306,20 +304,20 @@ class AsyncEngine:
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> ScoreResult:
-        """Scores pairs: with a cross-encoder as one joint sequence, with an embedding model by cosine.
+        """Scores pairs of queries and documents.
 
-        A model with one vector per token (ColBERT) scores by MaxSim: the largest similarities of query tokens, summed.
-
-        An instruction stands in the prompt of a reranker, or in the query prompt of an embedding model that has one.
+        A cross-encoder scores a pair as one sequence, an embedding model by cosine similarity, and a multi-vector model
+        by MaxSim: the sum of the largest similarity of each query token. An instruction becomes part of the prompt of a
+        reranker, or of the query prompt of an embedding model.
 
         Args:
-            left: Queries: one for all of `right`, or as many.
+            left: One query for all documents, or one for each.
             right: Documents.
-            params: use_activation and truncation.
-            options: See RequestOptions.
+            params: Only use_activation and truncation are allowed.
+            options: Options of the request.
 
         Raises:
-            InvalidRequestError: The numbers do not match.
+            InvalidRequestError: The numbers of queries and documents do not match.
         """
         return await self._scorer.score(left, right, params, options)
 
@@ -330,10 +328,10 @@ class AsyncEngine:
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> ClassResult:
-        """Classifies inputs among label texts by the similarity of embeddings. Rows of scores sum to 1.
+        """Classifies inputs by the similarity of their embeddings to those of the labels; each row sums to 1.
 
         Raises:
-            InvalidRequestError: Fewer than two labels, or a label twice.
+            InvalidRequestError: There are fewer than two labels, or two labels are equal.
         """
         check_labels(labels, "labels")
         embedded = await self._embed_for_classes([*inputs, *labels], params, options)
@@ -346,10 +344,10 @@ class AsyncEngine:
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> ClassResult:
-        """Classifies inputs given labelled examples (text, label) by the similarity of embeddings. Rows sum to 1.
+        """Classifies inputs by the similarity of their embeddings to examples (text, label); each row sums to 1.
 
         Raises:
-            InvalidRequestError: Fewer than two different labels.
+            InvalidRequestError: There are fewer than two different labels.
         """
         labels = [label for _, label in examples]
         check_labels(dict.fromkeys(labels), "examples")
@@ -359,38 +357,38 @@ class AsyncEngine:
     async def render_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions | None = None
     ) -> list[str]:
-        """Returns the text that the model's chat template makes of each chat, special tokens included.
+        """Returns the text of each chat from the chat template of the model, with special tokens.
 
-        To embed or classify it, set `prompt=""` and `add_special_tokens=False` in the options of that call.
+        To embed or classify the text, set `prompt=""` and `add_special_tokens=False` in the options of that call.
 
         Args:
-            conversations: Messages as mappings with a `role` and a `content`: a text, or parts of type text.
-            options: How to render; None renders the messages as they are.
+            conversations: Lists of messages with a `role` and a `content`, which is a text or parts of type text.
+            options: Options of the template; None for the default.
 
         Raises:
-            InvalidRequestError: The model has no chat template, or it does not take the messages.
+            InvalidRequestError: The model has no chat template, or the template does not support the messages.
         """
         return await self._tokenizer.render_chats(conversations, options or ChatOptions())
 
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None
     ) -> list[list[int]]:
-        """Returns the token ids of each text, uncut; see TokenizerPool.token_details."""
+        """Returns the token ids of each text, not truncated; see TokenizerPool.token_details."""
         return await self._tokenizer.token_ids(texts, add_special_tokens=add_special_tokens, on_count=on_count)
 
     async def tokenize_details(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, on_count: OnCount | None = None
     ) -> list[TokenizedText]:
-        """Returns the tokens of each text with their places in it, uncut; see TokenizerPool.token_details."""
+        """Returns the tokens of each text with their offsets, not truncated; see TokenizerPool.token_details."""
         return await self._tokenizer.token_details(texts, add_special_tokens=add_special_tokens, on_count=on_count)
 
     async def detokenize(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
-        """Returns the text of each list of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
+        """Returns the text of each list of token ids; raises InvalidRequestError for an id outside the vocabulary."""
         return await self._tokenizer.decode(batches, skip_special_tokens=skip_special_tokens)
 
     async def _embed_for_classes(
         self, texts: Sequence[Text], params: PoolingParams, options: RequestOptions
     ) -> EmbeddingResult:
-        """Embeds inputs together with the labels or examples that they are compared with."""
+        """Returns normalized vectors of inputs and of the labels or examples for a comparison."""
         check_embeds(self.info)
         return await self.embed(texts, params.clone(use_activation=None, normalize=True), options)

@@ -1,7 +1,7 @@
-"""Admits requests, sends each to the replica with the fewest tokens, and waits for the results.
+"""Admits requests, sends them to the replicas with the fewest tokens, and waits for the results.
 
-Lives on one event loop. A request is taken whole or refused whole; see admission.py. What is sent and what comes back
-is each core's own table; see replica.py.
+All of it runs on one event loop. admission.py accepts or refuses a request as a whole; replica.py sends it to the
+engine and receives its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .vector_cache.model_cache import ModelCache
 
 
 class OpenRequest:
-    """A request from its arrival to its answer: one deadline, and one run or several. Made by `Dispatcher.open`."""
+    """A request with one deadline and one or several runs; create it with `Dispatcher.open`."""
 
     def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, looks_up: bool) -> None:
         self._dispatcher = dispatcher
@@ -34,7 +34,7 @@ class OpenRequest:
         self._is_admitted = False
         self._is_lookup = looks_up and dispatcher.looks_while_full
         self._was_full = False
-        self._num_looked_up = 0  # tokens
+        self._num_lookup_tokens = 0
 
     async def __aenter__(self) -> Self:
         admission = self._dispatcher.admission
@@ -58,11 +58,11 @@ class OpenRequest:
         finally:
             self._dispatcher.end()
             if self._is_lookup and error is not None and (self._was_full or isinstance(error, EngineOverloadedError)):
-                self._dispatcher.admission.lookups.spend(self._num_looked_up)
+                self._dispatcher.admission.lookups.spend(self._num_lookup_tokens)
 
     @contextlib.contextmanager
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
-        """Admits the inputs of several runs as a whole: the runs inside are not refused; see Admission.enter."""
+        """Admits the inputs of several runs together, so that no run inside is refused; see Admission.enter."""
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
         self._is_admitted = True
@@ -80,19 +80,21 @@ class OpenRequest:
         *,
         uses_cache: bool = True,
     ) -> list[Arrays]:
-        """Runs tokenized inputs and returns, per input, its outputs by name. Also raises the errors of Admission.enter.
+        """Runs tokenized inputs and returns the outputs of each input by name.
 
-        Inputs in the cache are not run, and need no admission. Cancelling the awaiting task cancels them in the engine.
+        Inputs with cached results are not run and need no admission. If the awaiting task is cancelled, the engine
+        cancels the inputs.
 
         Args:
             inputs: Tokenized inputs.
             params: Resolved parameters.
-            finish: Applied to the outputs of each input; None for nothing.
-            uses_cache: Looks the inputs up in the cache, if there is one.
+            finish: Function for the outputs of each input; None for no function.
+            uses_cache: Whether to look the inputs up in the cache, if there is one.
 
         Raises:
-            EngineUnavailableError: The engine is not connected, or it died.
+            EngineUnavailableError: The engine is not running or it ended during the request.
             ModelExecutionError: The model failed on an input.
+            EngineError: The request was refused; see Admission.enter.
         """
         if not inputs:
             return []
@@ -102,7 +104,7 @@ class OpenRequest:
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         if cache is not None and uses_cache:
             if self._is_lookup:
-                self._num_looked_up += num_tokens
+                self._num_lookup_tokens += num_tokens
             compute = partial(self.run, finish=finish, uses_cache=False)
             return await cache.run(inputs, params, options.namespace, compute, "" if finish is None else finish.name)
         admission.enter(num_tokens, options.client)
@@ -113,28 +115,28 @@ class OpenRequest:
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
     def _left_s(self) -> float | None:
-        """Returns the seconds up to the deadline."""
+        """Returns the seconds until the deadline."""
         ends_s = self._deadline.when()
         return None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
 
 
 class Dispatcher:
-    """Requests from their arrival to their results, for one replica or several.
+    """Handles requests from arrival to result, for one or several replicas.
 
     Args:
-        max_queued_tokens: Tokens in the queue at which requests are refused.
-        max_queue_s: Seconds of queued work at which requests are refused.
-        cache: Cache of vectors; None for none.
-        num_replicas: Replicas of the engine.
-        max_request_tokens: Tokens that one request may have; None: `max_queued_tokens`.
+        max_queued_tokens: Number of tokens in the queue from which requests are refused.
+        max_queue_s: Seconds of queued work from which requests are refused.
+        cache: Cache of vectors; None if there is none.
+        num_replicas: Number of replicas of the engine.
+        max_request_tokens: Maximum number of tokens of a request; None for `max_queued_tokens`.
         first_id: Number of the first request.
 
     Attributes:
         stats: Counters, and the numbers of requests and tokens in the queue.
-        cache: The argument.
-        replicas: The replicas, each with its requests.
-        admission: The limits, for all cores together.
-        target: Runs admitted inputs: the only replica, or a router over several.
+        cache: The cache of vectors.
+        replicas: The replicas with their requests.
+        admission: The limits of all replicas together.
+        target: The only replica, or a router for several.
     """
 
     def __init__(
@@ -161,20 +163,20 @@ class Dispatcher:
         self._idle.set()
 
     def open(self, options: RequestOptions, *, looks_up: bool = False) -> OpenRequest:
-        """Holds a request from its arrival to its answer, `async with`: its deadline counts for all that it takes.
+        """Returns a new request as an async context manager, whose deadline applies to everything inside.
 
-        Raises the errors of Admission.check, and DeadlineExceededError if the deadline passes inside. With `looks_up`
-        the request is checked after the lookup in the cache.
+        Entering it raises the errors of Admission.check, with `looks_up` only after the lookup in the cache. Leaving it
+        raises DeadlineExceededError if the deadline has passed.
         """
         return OpenRequest(self, options, looks_up=looks_up)
 
     @property
     def looks_while_full(self) -> bool:
-        """Whether a request may look up its inputs before it is refused."""
+        """Whether requests look up their inputs in the cache before they are refused."""
         return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_spent
 
     def check(self, client: str) -> None:
-        """Raises the errors of Admission.check. The body of a refused request was read, because lookups are allowed."""
+        """Raises the errors of Admission.check and counts a refusal as a lookup, if lookups are possible."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:
@@ -183,18 +185,18 @@ class Dispatcher:
             raise
 
     def begin(self) -> None:
-        """Counts an open request."""
+        """Increases the number of open requests."""
         self._num_open += 1
         self._idle.clear()
 
     def end(self) -> None:
-        """Counts the end of an open request."""
+        """Decreases the number of open requests."""
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is open. Returns False if some were left after `timeout_s`."""
+        """Waits until no request is open; returns False if there are still some after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -203,12 +205,12 @@ class Dispatcher:
         return True
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache of every replica. Later requests find no earlier prefix. Needs no admission.
+        """Clears the prefix caches of all replicas.
 
         Returns:
-            The blocks that they held; None where the cores keep no prefixes.
+            Number of cleared blocks; None if the replicas have no prefix cache.
 
         Raises:
-            EngineUnavailableError: No core is connected, or one died.
+            EngineUnavailableError: No replica is running, or one ended.
         """
         return await self.target.clear_prefixes()

@@ -1,4 +1,4 @@
-"""The engine processes as their clients see them: their requests and results, and the choice of a process for each."""
+"""Sends requests to engine processes, receives their results, and distributes requests over several processes."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from .stats import DispatcherStats, DrainRate
 logger = logging.getLogger("penstock.engine")
 
 Arrays = dict[str, NDArray[np.float32]]
-"""The outputs of one input by name."""
+"""Outputs of one input, by name."""
 Send = Callable[[bytes, Sequence[Frame]], None]
 """Sends an encoded message with its frames; see MessageConnection.send."""
 _FAILURES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, InvalidRequestError, ModelExecutionError)
 }
-_LEAST_PART: Final = 256
-_LEAST_SHARE: Final = 8
-"""Smallest part of a request: 256 tokens and an eighth of a full forward. A smaller part would save no time."""
+_MIN_PART_TOKENS: Final = 256
+_PARTS_PER_BATCH: Final = 8
+"""The smallest part of a request has 256 tokens and an eighth of a full batch, because smaller parts save no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finish:
-    """A function that is applied to the outputs of an input before they are returned.
+    """A function that changes the outputs of an input before they are returned.
 
     Attributes:
-        name: Identifies the function in the keys of the cache.
-        apply: Does it.
+        name: Name of the function in the keys of the cache.
+        apply: The function.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Finish:
 
 
 class Timing(NamedTuple):
-    """Seconds that a run waited for its first forward, and from there to the end of its last."""
+    """Seconds until the first forward of a run, and from there to the end of its last forward."""
 
     queue_s: float
     inference_s: float
@@ -71,17 +71,17 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Inputs that were sent to the engine, until their results have arrived.
+    """Inputs in the engine whose results have not all arrived.
 
     Attributes:
         request_id: Number of the request in the engine.
-        answer: Future of the outputs of each input.
-        outputs: Arrived outputs of each input.
-        num_left: Inputs that are not done.
-        sent_s: Seconds, of time.perf_counter().
-        num_tokens: Tokens of each input that is not done; None if there is only one replica.
+        answer: Future of the outputs of all inputs.
+        outputs: Outputs of each input that have arrived.
+        num_left: Number of incomplete inputs.
+        sent_s: Time of sending in seconds, from time.perf_counter().
+        num_tokens: Tokens of each incomplete input, and 0 for the others; None if there is only one replica.
         parts: Incomplete outputs, by input and name.
-        timing: Times of the run; None until its last row has arrived.
+        timing: Times of the run; None before its last row has arrived.
     """
 
     request_id: int
@@ -94,10 +94,10 @@ class Run:
     timing: Timing | None = None
 
     def put(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
-        """Stores one array of the answer. The last part of an output completes it.
+        """Stores an array, which is a part of an output or, with `is_last`, completes it.
 
-        Arrays of several rows are copied: a view would keep the results of the whole batch alive, in pinned memory if a
-        GPU of this process ran it. Single rows are copied soon, when they are stacked.
+        Arrays of several rows are copied, because a view would keep the results of the whole batch in memory, which may
+        be pinned memory of a GPU. Single rows are not, because they are copied later when they are stacked.
         """
         if is_last and self.parts and (parts := self.parts.pop((index, name), None)) is not None:
             self.outputs[index][name] = np.concatenate([*parts, array])
@@ -109,7 +109,7 @@ class Run:
             self.parts.setdefault((index, name), []).append(own)
 
     def time(self, times: StageTimes) -> None:
-        """Records the waiting and running time of the run."""
+        """Adds the waiting time and the running time to `times`."""
         if self.timing is not None:
             times.add(Stage.QUEUE, self.sent_s, self.timing.queue_s)
             times.add(Stage.INFERENCE, self.sent_s + self.timing.queue_s, self.timing.inference_s)
@@ -119,16 +119,16 @@ class Run:
 class Replica:
     """The requests of one engine process.
 
-    Requests of one iteration of the event loop are sent together, so that they can run as one batch.
+    Requests from one iteration of the event loop are sent together, so that they can run in one batch.
 
     Args:
-        ids: Numbers for requests.
+        ids: Numbers for new requests.
         whole: Counters of all replicas together.
-        is_only: There is no other replica; its counters are `whole`.
+        is_only: Whether this is the only replica, which uses `whole` as its counters.
 
     Attributes:
-        stats: Its counters. With several replicas, `num_tokens` and `num_requests` count its own runs.
-        rate: Its drain rate.
+        stats: Counters of this replica; its tokens and requests if there are several replicas.
+        rate: Drain rate of this replica.
     """
 
     def __init__(self, ids: Iterator[int], whole: DispatcherStats, *, is_only: bool) -> None:
@@ -144,16 +144,16 @@ class Replica:
 
     @property
     def is_live(self) -> bool:
-        """Whether it can run requests."""
+        """Whether the replica can run requests."""
         return self._send is not None
 
     def connect(self, send: Send) -> None:
-        """Starts to run requests. `send` sends messages to the engine."""
+        """Starts running requests; `send` sends a message to the engine."""
         self._send = send
         self.rate.is_live = True
 
     def disconnect(self, reason: str) -> None:
-        """Stops sending requests and fails those in flight with EngineUnavailableError."""
+        """Stops sending requests; raises EngineUnavailableError in the requests that are in progress."""
         self._send = None
         self.rate.is_live = False
         self._outgoing = ClientMessageBuilder()
@@ -161,7 +161,7 @@ class Replica:
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
         for clearing in self._clearings.values():
             if not clearing.done():
-                clearing.set_exception(EngineUnavailableError(f"The prefix cache went with its engine: {reason}."))
+                clearing.set_exception(EngineUnavailableError(f"The engine of the prefix cache ended: {reason}."))
 
     async def run(
         self,
@@ -170,7 +170,7 @@ class Replica:
         options: RequestOptions,
         left_s: float | None,
     ) -> list[Arrays]:
-        """Runs admitted inputs; see OpenRequest.run. `left_s`: seconds until their deadline; None for no deadline."""
+        """Runs admitted inputs as OpenRequest.run does; `left_s` is the seconds until the deadline, or None."""
         run = self.begin(inputs, params, options, left_s)
         try:
             outputs = await run.answer
@@ -188,7 +188,7 @@ class Replica:
         options: RequestOptions,
         left_s: float | None,
     ) -> Run:
-        """Sends inputs, as `run` does. The caller must call `end` afterwards, also after an error."""
+        """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
         self._check_live()
         run = Run(
             next(self._ids),
@@ -208,14 +208,14 @@ class Replica:
         return run
 
     def end(self, run: Run) -> None:
-        """Removes a run. Cancels it in the engine if it has no result yet."""
+        """Removes a run, and cancels it in the engine if it is not complete."""
         if run.num_tokens is not None:
             self.stats.leave(sum(run.num_tokens))
         if self._runs.pop(run.request_id, None) is not None:
             self._next_message().cancels.append(run.request_id)
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix cache of the core; see Dispatcher.clear_prefixes."""
+        """Clears the prefix cache of this replica; see Dispatcher.clear_prefixes."""
         self._check_live()
         request_id = next(self._ids)
         clearing: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
@@ -249,7 +249,7 @@ class Replica:
             if (run := self._runs.get(request_id)) is not None:
                 run.timing = Timing(*seconds)
         done: list[Run] = []
-        seen: set[tuple[int, int]] = set()  # inputs that are done; one may be in several blocks
+        seen: set[tuple[int, int]] = set()  # complete inputs, which may be in several blocks
         for block in blocks:
             name = block.block.name
             for request_id, index, is_last, array in zip(
@@ -289,7 +289,7 @@ class Replica:
         try:
             message, frame = outgoing.pack()
             self._send(encode(message), [frame])
-        except Exception:  # our own bug, such as a number that no message can hold: its requests must not wait for ever
+        except Exception:  # a bug in penstock; the requests must not wait forever
             logger.exception("requests could not be sent to the engine")
             error = ModelExecutionError("The request could not be sent to the engine.")
             for request in outgoing.requests:
@@ -309,10 +309,10 @@ class Replica:
 
 
 class ReplicaRouter:
-    """Distributes requests over several replicas. Belongs to one event loop.
+    """Distributes requests over several replicas, on one event loop.
 
     Args:
-        replicas: At least two.
+        replicas: At least two replicas.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -325,10 +325,10 @@ class ReplicaRouter:
         options: RequestOptions,
         left_s: float | None,
     ) -> list[Arrays]:
-        """Runs inputs; see Replica.run. Where one part fails, the others are cancelled.
+        """Runs inputs as Replica.run does, in parts on several replicas; if one part fails, the others are cancelled.
 
         Raises:
-            EngineUnavailableError: No replica runs, or a replica died that held a part.
+            EngineUnavailableError: No replica is running, or the replica of a part ended.
         """
         runs: list[tuple[Replica, Run]] = []
         try:
@@ -343,7 +343,7 @@ class ReplicaRouter:
             del runs  # the traceback of an error in them refers to this frame
 
     async def clear_prefixes(self) -> int | None:
-        """Empties the prefix caches of all running replicas. See Replica.clear_prefixes."""
+        """Clears the prefix caches of all running replicas; see Dispatcher.clear_prefixes."""
         cleared = await asyncio.gather(*(replica.clear_prefixes() for replica in self._live()))
         counts = [count for count in cleared if count is not None]
         return sum(counts) if counts else None
@@ -355,21 +355,21 @@ class ReplicaRouter:
         return live
 
     def _parts(self, inputs: Sequence[TokenizedInput]) -> Iterator[tuple[Replica, Sequence[TokenizedInput]]]:
-        """Yields each replica and its inputs, in the order of the inputs."""
+        """Yields the chosen replicas with their inputs, in the order of the inputs."""
         live = self._live()
         num_tokens = list(map(len, inputs))
-        least = max(_LEAST_PART, live[0].stats.token_budget // _LEAST_SHARE)
+        least = max(_MIN_PART_TOKENS, live[0].stats.token_budget // _PARTS_PER_BATCH)
         if len(inputs) == 1 or sum(num_tokens) < 2 * least:
             yield min(live, key=lambda replica: replica.stats.num_tokens), inputs
             return
         shares = even_shares([replica.stats.num_tokens for replica in live], sum(num_tokens), least)
-        takers = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
-        last = takers[-1][0]
+        chosen = [(replica, share) for replica, share in zip(live, shares, strict=True) if share]
+        last = chosen[-1][0]
         start, seen, due = 0, 0, 0.0
-        for replica, share in takers:
+        for replica, share in chosen:
             due += share
             end = start
-            # The input at the border of two shares goes to the share that has more of its tokens.
+            # An input on the border of two shares goes to the share with more of its tokens.
             while end < len(inputs) and (replica is last or seen + num_tokens[end] / 2 <= due):
                 seen += num_tokens[end]
                 end += 1
@@ -379,18 +379,18 @@ class ReplicaRouter:
 
 
 def even_shares(queued: Sequence[int], num_tokens: int, least: int) -> list[float]:
-    """Divides the tokens of a request so that all replicas have the same number queued afterwards, if possible.
+    """Divides the tokens of a request so that afterwards, if possible, all replicas have equally many queued tokens.
 
     Args:
-        queued: Tokens that each replica has queued.
-        num_tokens: Tokens of the request.
-        least: Smallest share that is worth sending.
+        queued: Number of queued tokens of each replica.
+        num_tokens: Number of tokens of the request.
+        least: Smallest share.
 
     Returns:
-        A share for each: 0, the whole, or at least `least`.
+        The share of each replica: 0, all tokens, or at least `least`.
     """
     chosen = sorted(range(len(queued)), key=queued.__getitem__)
-    # The fullest replicas drop out until each share is large enough; the emptiest one stays.
+    # Removes the replica with the longest queue until all shares are large enough or one replica is left.
     while True:
         level = (sum(queued[i] for i in chosen) + num_tokens) / len(chosen)
         if len(chosen) == 1 or level - queued[chosen[-1]] >= least:

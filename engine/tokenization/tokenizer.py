@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from .chat_renderer import ChatRenderer
 
 _PROBE_CHARS: Final = 250_000
-"""Characters of a part of a long text whose tokens are counted before all of it is tokenized."""
+"""Characters in a part of a long text; the tokens of the parts are counted before the text is tokenized."""
 _SPARE_TOKENS: Final = 64
-"""A part may begin and end within a word, which adds up to this many tokens."""
+"""Tokens that a part may have in addition because it begins or ends within a word."""
 OnCount = Callable[[int], None]
-"""Called with the number of tokens so far. An error that it raises stops the job."""
+"""Receives the number of tokens so far; an error that it raises stops the job."""
 
 
 class TokenizerPool:
-    """Tokenizes in worker threads. Safe to use from many tasks of one event loop.
+    """Tokenizes in worker threads for the tasks of one event loop.
 
     Every method raises EngineOverloadedError if too much text waits, and EngineUnavailableError after `close`.
 
     Attributes:
-        special_tokens: Tokens that the tokenizer puts around a text; None if it changes texts in other ways too.
-        recipe_tokens: The tokens of a multi-vector model's recipe.
+        special_tokens: Tokens that the tokenizer adds around a text; None if it also changes texts in other ways.
+        recipe_tokens: Special tokens of a multi-vector model.
         end_id: See TokenizerSpec.
         config: See TokenizerSpec.
 
     Args:
         spec: The tokenizer.
-        vocab_size: Token ids given by callers must be below it.
-        do_lower_case: Lower-case text first (a sentence-transformers option).
-        num_workers: Threads.
+        vocab_size: Size of the vocabulary, for the check of token ids from callers.
+        do_lower_case: Whether to lower-case texts (an option of sentence-transformers).
+        num_workers: Number of threads.
         max_chars: See TokenizerJobs.
         on_refusal: See TokenizerJobs.
     """
@@ -88,18 +88,19 @@ class TokenizerPool:
         skip_prompt: bool = False,
         add_special_tokens: bool = True,
     ) -> Awaitable[list[TokenizedInput]]:
-        """Tokenizes texts; token ids are checked and taken as they are.
+        """Tokenizes texts; checks token ids and leaves them unchanged.
 
         Args:
             inputs: Texts or lists of token ids.
-            truncation: Limit and what to do above it.
-            prompt: Put before every text.
-            skip_prompt: Mark the prompt's tokens, leading special tokens included, to be left out of the pooling.
-            add_special_tokens: Put the tokenizer's special tokens around every text.
+            truncation: Maximum length, and whether longer inputs are truncated.
+            prompt: Prompt that is added before every text.
+            skip_prompt: Whether pooling ignores the tokens of the prompt and the special tokens before it.
+            add_special_tokens: Whether to add the special tokens of the tokenizer.
 
         Raises:
-            RequestTooLongError: An input is above the limit and must not be cut.
-            InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the limit leaves no room.
+            RequestTooLongError: An input is too long and must not be truncated.
+            InvalidRequestError: A list of ids is empty, an id is outside the vocabulary, or the maximum is too small
+                for the special tokens and the prompt.
         """
         texts = [item for item in inputs if isinstance(item, str)]
         return self._jobs.run(
@@ -113,15 +114,15 @@ class TokenizerPool:
     async def encode_parts(
         self, inputs: Sequence[Text], truncation: Truncation, *, prompt: str = ""
     ) -> tuple[list[NDArray[np.int32]], bool]:
-        """Tokenizes the parts of one text by themselves, without special tokens; token ids are checked and taken as is.
+        """Tokenizes each part of a text, without special tokens; checks token ids and leaves them unchanged.
 
         Args:
             inputs: Texts or lists of token ids.
-            truncation: Limit of all parts together. Text far beyond it may be left out.
-            prompt: Put before the first part if it is a text.
+            truncation: Maximum length of all parts together; text far beyond it may be omitted.
+            prompt: Prompt that is added before the first part if that is a text.
 
         Returns:
-            The ids of each part, and whether nothing was left out.
+            The ids of each part, and whether the text is complete.
 
         Raises:
             InvalidRequestError: A list of ids is empty, or an id is outside the vocabulary.
@@ -134,20 +135,20 @@ class TokenizerPool:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], truncation: Truncation, *, instruction: str | None = None
     ) -> list[TokenizedInput]:
-        """Tokenizes pairs into joint sequences.
+        """Tokenizes each pair into one sequence.
 
-        If the model has a prompt for pairs, an over-long pair loses tokens of its document, and of a query that takes
-        more than its share. Otherwise the longer text is cut first.
+        Truncation shortens the longer text first; in a model with a prompt for pairs, it shortens the document, and the
+        query only to its share of the tokens.
 
         Args:
             pairs: Queries and documents.
-            truncation: Limit and what to do above it.
-            instruction: Task instruction in the prompt; None takes the model's own.
+            truncation: Maximum length, and whether longer pairs are truncated.
+            instruction: Task instruction in the prompt; None for the instruction of the model.
 
         Raises:
-            RequestTooLongError: A pair is above the limit and must not be cut.
-            InvalidRequestError: The limit leaves no room beside the prompt, its instruction or special tokens, or the
-                model's prompt has no place for an instruction.
+            RequestTooLongError: A pair is too long and must not be truncated.
+            InvalidRequestError: The maximum is too small for the prompt, its instruction and the special tokens, or the
+                prompt of the model does not support an instruction.
         """
         self._pairs.check_instruction(instruction)
         num_chars = sum(len(first) + len(second) for first, second in pairs)
@@ -156,7 +157,7 @@ class TokenizerPool:
         )
 
     async def render_chats(self, conversations: Sequence[Conversation], options: ChatOptions) -> list[str]:
-        """Renders each chat with the model's chat template; see AsyncEngine.render_chats."""
+        """Renders each chat with the chat template of the model; see AsyncEngine.render_chats."""
         renderer = self._renderer()
 
         def work(is_cancelled: IsCancelled) -> list[str]:
@@ -171,7 +172,7 @@ class TokenizerPool:
     async def token_ids(
         self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None
     ) -> list[list[int]]:
-        """Returns the ids of each text, uncut; see `token_details`."""
+        """Returns the ids of each text, not truncated; see `token_details`."""
         return await self._jobs.run(
             lambda is_cancelled: [
                 encoding.ids for encoding in self._uncut(texts, add_special_tokens, is_cancelled, on_count)
@@ -182,12 +183,12 @@ class TokenizerPool:
     async def token_details(
         self, texts: Sequence[str], *, add_special_tokens: bool, on_count: OnCount | None = None
     ) -> list[TokenizedText]:
-        """Returns the tokens of each text with their places in it, uncut.
+        """Returns the tokens of each text with their offsets, not truncated.
 
         Args:
             texts: Texts.
-            add_special_tokens: Put the tokenizer's special tokens around every text.
-            on_count: Called in a worker thread with the tokens so far, before the result is built.
+            add_special_tokens: Whether to add the special tokens of the tokenizer.
+            on_count: Called in a worker thread with the number of tokens so far, before the result is built.
         """
 
         def work(is_cancelled: IsCancelled) -> list[TokenizedText]:
@@ -199,36 +200,36 @@ class TokenizerPool:
         return await self._jobs.run(work, sum(map(len, texts)))
 
     async def decode(self, batches: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Returns the text of each list of ids. Raises InvalidRequestError for an id outside the vocabulary."""
+        """Returns the text of each list of ids; raises InvalidRequestError for an id outside the vocabulary."""
 
         def work(is_cancelled: IsCancelled) -> list[str]:
             texts: list[str] = []
             for first, last in portions([len(ids) for ids in batches], is_cancelled):
                 checked = [self._tokenizer.given_ids(ids).tolist() for ids in batches[first:last]]
-                # `decode` holds the GIL, for seconds if a list is long.
+                # `decode` holds the GIL for seconds if a list is long; `decode_batch` does not.
                 texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
             return texts
 
         return await self._jobs.run(work, sum(map(len, batches)))
 
     def cuts_left(self, truncation: Truncation) -> bool:
-        """Whether the left side of an over-long text is cut away."""
+        """Whether truncation removes the beginning of a text."""
         return self._tokenizer.cuts_left(truncation)
 
     def close(self) -> None:
-        """Ends the worker threads. Pending jobs fail with EngineUnavailableError."""
+        """Ends the worker threads; waiting jobs raise EngineUnavailableError."""
         self._jobs.close()
 
     def _renderer(self) -> ChatRenderer:
-        """Returns the chat renderer, created on first use. Raises InvalidRequestError without a template."""
+        """Returns the chat renderer, created on first use; raises InvalidRequestError if there is no template."""
         if self._chat_template is None:
             raise InvalidRequestError(
-                "The served model has no chat template, so it takes no messages; send the text as input, or add the "
-                "template to the model's folder as chat_template.jinja.",
+                "The model has no chat template, so it does not support messages; send the text as input, or add the "
+                "template to the folder of the model as chat_template.jinja.",
                 param="messages",
             )
         if self._chat_renderer is None:
-            from .chat_renderer import ChatRenderer  # importing jinja2 is slow, and few models need it
+            from .chat_renderer import ChatRenderer  # importing jinja2 is slow and few models need it
 
             self._chat_renderer = ChatRenderer(self._chat_template)
         return self._chat_renderer
@@ -236,7 +237,7 @@ class TokenizerPool:
     def _uncut(
         self, texts: Sequence[str], specials: bool, is_cancelled: IsCancelled, on_count: OnCount | None
     ) -> Iterator[Encoding]:
-        """Encodes texts without truncation. Runs in a worker thread."""
+        """Encodes texts without truncation, in a worker thread."""
         num_tokens = 0
         for first, last in portions([len(text) for text in texts], is_cancelled):
             cased = self._tokenizer.cased(texts[first:last])
@@ -249,7 +250,7 @@ class TokenizerPool:
             yield from encodings
 
     def _probe(self, text: str, num_tokens: int, on_count: OnCount, is_cancelled: IsCancelled) -> None:
-        """Counts the tokens of a long text in parts: millions of tokens at once would take a gigabyte."""
+        """Counts the tokens of a long text in parts, because millions of tokens at once would need a gigabyte."""
         for start in range(0, len(text), _PROBE_CHARS):
             check_cancelled(is_cancelled)
             part = text[start : start + _PROBE_CHARS]

@@ -114,6 +114,6 @@ def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytes
     assert find("text", ".") == RecipeTokens(expansion_id=5, skip_ids=(9,))
     assert not caplog.records
     assert find(None, ";", ".") == RecipeTokens(skip_ids=(9,))
-    assert "no tokens of the vocabulary, so left in documents: ;" in caplog.text
+    assert "not in the vocabulary, so not removed from documents: ;" in caplog.text
     with pytest.raises(UnsupportedModelError, match=r"with the token '\[none\]' \(config.json\)"):
         find("[none]")
