@@ -64,9 +64,9 @@ test("errors are typed", async () => {
   const request = { ...embedding, embeddingTypes: ["float"] };
   const long = { ...request, texts: [http.TOO_LONG], truncate: "NONE" };
   for (const [call, name, part] of [
-    [v2.embed({ ...request, model: "unknown" }), "NotFoundError", "'unknown'"],
-    [v2.embed(long), "BadRequestError", "maximum context length is 256 tokens"],
-    [wrong.embed(request), "UnauthorizedError", "key"],
+    [() => v2.embed({ ...request, model: "unknown" }), "NotFoundError", "'unknown'"],
+    [() => v2.embed(long), "BadRequestError", "maximum context length is 256 tokens"],
+    [() => wrong.embed(request), "UnauthorizedError", "key"],
   ]) {
     await assert.rejects(call, (error) => {
       assert.ok(error instanceof CohereError);
