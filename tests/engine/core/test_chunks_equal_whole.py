@@ -331,7 +331,7 @@ ROWS = [
 
 def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask) -> list[np.ndarray]:
     """Runs a prompt that is preempted by the second one, then the other inputs."""
-    client.submit((0, inputs[0]), task=task, priority=1)
+    client.submit((0, inputs[0]), task=task, priority=100)  # a level counts as one second of waiting
     client.run(num_steps=5)
     client.submit((1, inputs[1]), task=task, priority=0)
     client.submit(*enumerate(inputs[2:], 2), task=task)
