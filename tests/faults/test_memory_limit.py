@@ -110,4 +110,4 @@ def test_chunks_shrink_at_the_memory_limit(launch_limited: Callable[..., Server]
 def test_fixed_chunk_size_exceeds_the_memory_limit(launch_limited: Callable[..., Server]) -> None:
     server = launch_limited("--chunk-size", str(CHUNK_SIZE))
     assert embed(server, NUM_TOKENS).status_code == 503
-    assert "signal 9" in server.log.read_text()
+    server.wait_for_log("signal 9")
