@@ -154,7 +154,7 @@ def test_overrides_make_a_reranker_of_a_language_model(
         ({"classifier_from_token": []}, "must be a list"),
         ({"classifier_from_token": ["yes no"]}, "'yes no' is not one token"),
         ({"classifier_from_token": [0, 10]}, "names the token id 10; the model has the ids 0 to 9"),
-        ({"classifier_from_token": ["yes"], "method": "softmax"}, "method is 'softmax'; penstock knows 'from_2_way"),
+        ({"classifier_from_token": ["yes"], "method": "softmax"}, "method is 'softmax'; penstock supports 'from_2_way"),
         ({"classifier_from_token": ["yes"], "method": "from_2_way_softmax"}, "holds 1 tokens; from_2_way_softmax take"),
         ({"classifier_from_token": ["yes"], "architectures": ["Qwen3Model"]}, "needs a language model"),
         ({"classifier_from_token": ["yes"], "score_template": "qwen"}, "score_template is 'qwen'; known are 'qwen3-re"),

@@ -403,7 +403,7 @@ def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
         *(
             ({"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": dense}, message)
             for dense, message in [
-                ({"in_features": 7, "out_features": 3}, "rows of 7, .* gives 32"),
+                ({"in_features": 7, "out_features": 3}, "rows of 7, .* have 32"),
                 ({"in_features": 32, "out_features": 3, "activation_function": "os.system"}, r"os\.system"),
             ]
         ),

@@ -213,7 +213,7 @@ SETTINGS = "config_sentence_transformers.json"
             "config.json",
             {"model_type": "gpt2"},
             errors.UnsupportedModelError,
-            "must not attend to, for which penstock has code in these families: bert",
+            "must not attend to, which penstock supports in these families: bert",
         ),
     ],
 )

@@ -140,10 +140,10 @@ def reordering(messages: Messages) -> str:
     ("render", "message"),
     [
         (refusing, r"raises TypeError \(no such role\)"),
-        (doubling, "places the query 2 times"),
+        (doubling, "inserts the query 2 times"),
         (upper, "changes the texts"),
-        (reordering, "elsewhere"),
-        (lambda messages: content(messages, "query"), "places the document 0 times.*score_template"),
+        (reordering, "moves the query"),
+        (lambda messages: content(messages, "query"), "inserts the document 0 times.*score_template"),
     ],
 )
 def test_chat_template_that_changes_the_pair_is_refused(render: Callable[[Messages], str], message: str) -> None:

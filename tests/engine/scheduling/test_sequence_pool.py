@@ -48,7 +48,7 @@ def test_invalid_calls_of_the_sequence_pool_are_refused() -> None:
     sequence_pool = kv_pool()
     allocation = sequence_pool.allocate("a", 5)
     assert allocation is not None
-    with pytest.raises(InvalidSlot, match="'a' holds an allocation already"):
+    with pytest.raises(InvalidSlot, match="'a' has an allocation already"):
         sequence_pool.allocate("a", 5)
     with pytest.raises(ValueError, match="num_tokens is 0"):
         sequence_pool.allocate("b", 0)

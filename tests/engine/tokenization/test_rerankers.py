@@ -267,7 +267,7 @@ async def test_overrides_make_a_reranker_of_any_language_model(published: Publis
         assert not engine.info.packed
         result = await engine.score([QUERY], DOCUMENTS, RAW)
         assert np.abs(result.scores - helium.logits(DOCUMENTS, None, None)[:, 0]).max() < 1e-4
-        with pytest.raises(InvalidRequestError, match="without an instruction"):
+        with pytest.raises(InvalidRequestError, match="does not accept an instruction"):
             await engine.score([QUERY], DOCUMENTS, PoolingParams(), RequestOptions(instruction=INSTRUCTION))
     async with serving(helium.folder) as engine:
         assert engine.info.kind is ModelKind.EMBEDDING
