@@ -226,9 +226,10 @@ def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        if field.name in values:
-            changes[field.name] = values[field.name]
-        elif setting_of(field) is None and dataclasses.is_dataclass(hint):
+        if setting_of(field) is not None:
+            if field.name in values:
+                changes[field.name] = values[field.name]
+        elif dataclasses.is_dataclass(hint):  # its name may be that of a setting, such as `cache`
             assert field.default_factory is not dataclasses.MISSING
             inner = field.default_factory() if base is None else getattr(base, field.name)
             changes[field.name] = _built(hint, values, inner)

@@ -52,3 +52,26 @@ def test_info_shows_settings_and_their_sources(run, default_model: Path) -> None
     assert "MEAN" in lines["sequence_pooling"]
     assert "1_Pooling/config.json" in lines["sequence_pooling"]
     assert "256" in lines["max_model_len"]
+
+
+def test_server_with_many_features_serves(launch, tmp_path: Path) -> None:
+    """Flags that only work together at the start of a process: caches, keys, batches, TOML, limits."""
+    config = tmp_path / "penstock.toml"
+    config.write_text('max_inputs_per_request = 7\nlog_format = "json"\n')
+    flags = ["--config", str(config), "--cache", "1MiB", "--cache-dir", str(tmp_path / "cache"), "--api-key", "key"]
+    flags += ["--data-dir", str(tmp_path / "data"), "--dtype", "float32", "--operator-routes", "--num-threads", "1"]
+    server = launch(*flags, "--served-model-name", "mini", "--request-timeout-s", "60", "--answer-memory", "64MiB")
+    headers = {"Authorization": "Bearer key"}
+
+    def metric(name: str) -> float:
+        rows = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text.splitlines()
+        return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(name))
+
+    wait_until(lambda: metric("penstock_vector_cache_open") == 1)
+    first, second = (server.embed(["Water.", "Gate."], **headers).json() for _ in range(2))
+    assert first["data"] == second["data"]
+    assert first["model"] == "mini"
+    assert metric("penstock_vector_cache_memory_hits_total") == 2
+    assert server.embed(["Water."] * 8, **headers).status_code == 400
+    assert server.embed("Water.").status_code == 401
+    assert httpx.get(f"{server.url}/v1/batches", headers=headers, timeout=60).json()["data"] == []

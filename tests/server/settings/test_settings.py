@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from penstock.engine.protocol.config import SchedulerConfig
+from penstock.engine.protocol.config import CacheConfig, SchedulerConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
 from penstock.server.http.connection_limits import TransferLimits
@@ -98,6 +98,12 @@ def test_value_reaches_the_engine(field: str, value: object, expected: object) -
     found = getattr(getattr(config, group) if group else config, name)
     assert (found, type(found)) == (expected, type(expected))
     assert config.model == "some/model"
+
+
+def test_cache_of_vectors_leaves_the_cache_of_the_engine() -> None:
+    settings = load(ServerSettings, {"cache": "64MiB"})
+    assert settings.cache == 64 * 1024**2
+    assert settings.engine_config("some/model").cache == CacheConfig()
 
 
 INVALID_VALUES = [
