@@ -1,7 +1,5 @@
 """Requests of the loads."""
 
-import json
-
 import pytest
 from conditions import AROUND, SizedLoad
 from loads import LOADS
@@ -23,10 +21,3 @@ def test_sized_texts_have_the_stated_tokens() -> None:
     load = SizedLoad("sized", 30, 30, 4, 8, ("dam", "gate"))
     assert load.num_tokens == 30 + AROUND
     assert all(len(text.split()) == 30 for texts in load.requests(3) for text in texts)
-
-
-def test_bodies_have_the_requests() -> None:
-    load = LOADS["mixed"]
-    bodies = [json.loads(body) for body in load.bodies("m", "float", 4, seed=1)]
-    assert [body["input"] for body in bodies] == load.requests(4, seed=1)
-    assert {(body["model"], body["encoding_format"]) for body in bodies} == {("m", "float")}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import processes
@@ -54,33 +52,6 @@ def test_group_gets_a_quota(version: int, tmp_path: Path, monkeypatch: pytest.Mo
     assert removed == [folder]
 
 
-def test_missing_groups_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "CGROUPS", tmp_path / "nowhere")
-    with pytest.raises(processes.NoCgroupError, match="no control group with a quota"), processes.quota(1.0):
-        pass
-
-
-def test_time_of_each_thread_is_measured() -> None:
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            sum(range(1_000))
-
-    thread = threading.Thread(target=work)
-    before = processes.thread_seconds(os.getpid())
-    thread.start()
-    try:
-        wait_until(lambda: sum(processes.thread_seconds(os.getpid()).values()) > sum(before.values()) + 0.05)
-        after = processes.thread_seconds(os.getpid())
-    finally:
-        stop.set()
-        thread.join()
-    (new,) = after.keys() - before.keys()
-    assert new[:2] == (os.getpid(), thread.native_id)
-    assert after[new] > 0
-
-
 @pytest.mark.parametrize("kind", ["beside", "apart"])
 def test_stopped_server_leaves_no_child(tmp_path: Path, free_port: int, kind: str) -> None:
     script, child_file = tmp_path / "server.py", tmp_path / "child"
@@ -98,18 +69,3 @@ def test_stopped_server_leaves_no_child(tmp_path: Path, free_port: int, kind: st
     finally:
         server.stop()
     wait_until(lambda: not exists(child) and not exists(server.pid))
-
-
-def test_failed_start_reports_the_exit_code(tmp_path: Path, free_port: int) -> None:
-    command = f"{sys.executable} -c 'raise SystemExit(7)'"
-    server = Server("short", command, f"http://127.0.0.1:{free_port}", tmp_path / "log")
-    with pytest.raises(RuntimeError, match="short ended with 7"):
-        server.start(60)
-    server.stop()
-
-
-def test_missing_process_is_no_error() -> None:
-    pid = 2**22 - 1  # above the largest pid
-    processes.kill(pid)
-    processes.kill_group(pid)
-    assert processes.memory_bytes(pid) == 0

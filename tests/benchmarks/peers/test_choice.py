@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,18 +11,18 @@ import pytest
 from peers.agreement import least_cosine
 from peers.catalogue import BFLOAT16, FLOAT32, PEERS, Setting
 from peers.comparison import add_shares
-from peers.environments import REQUIREMENTS, Environment
-from peers.sides import SideError
+from peers.environments import Environment
 from peers.trial import Trial, best_of
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_peer_is_pinned_and_its_variants_exist(name: str, tmp_path) -> None:
+def test_every_package_of_a_peer_is_pinned(name: str, tmp_path: Path) -> None:
     peer = PEERS[name]
     assert peer.graph_variants <= set(peer.variants)
     if peer.environment:
-        assert (REQUIREMENTS / f"{peer.environment}.txt").is_file()
-        assert Environment(peer.environment, tmp_path).version(peer.package)
+        environment = Environment(peer.environment, tmp_path)
+        assert environment.version(peer.package)
+        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in environment.pins())
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,6 @@ def test_peer_is_pinned_and_its_variants_exist(name: str, tmp_path) -> None:
         ("infinity", Setting(BFLOAT16, 2, "torch"), [Setting(FLOAT32, 2, "ONNX Runtime")]),
         ("vllm", Setting(BFLOAT16, 1, "as it comes"), [Setting(BFLOAT16, 1, "Intel OpenMP")]),
         ("openvino", Setting(BFLOAT16, 1, "one stream"), []),
-        ("openvino", Setting(BFLOAT16, 2, "one stream"), [Setting(BFLOAT16, 2, "streams")]),
     ],
 )
 def test_further_settings_vary_the_best_one(peer: str, best: Setting, further: list[Setting]) -> None:
@@ -40,33 +41,22 @@ def trial(threads: int, reason: str = "", **rates: float) -> Trial:
     return Trial(Setting("float32", threads, "plain"), 1.0, rates, reason)
 
 
-def test_best_trial_is_the_fastest_with_correct_answers() -> None:
-    trials = [trial(1, query=10), trial(2, query=20), trial(3, "least cosine 0.9", query=90)]
+def test_best_trial_has_the_best_mean_of_loads_and_correct_answers() -> None:
+    trials = [trial(1, query=1000, long=10), trial(2, query=900, long=20), trial(3, "cosine 0.9", query=9000, long=90)]
+    assert trials[0].score == pytest.approx(100)
     assert best_of(trials) is trials[1]
     assert best_of(trials[2:]) is None
-    assert trials[2].as_json()["reason"] == "least cosine 0.9"
-
-
-def test_loads_have_equal_weight_in_a_score() -> None:
-    short_only, even = trial(1, query=1000, long=10), trial(2, query=900, long=20)
-    assert short_only.score == pytest.approx(100)
-    assert best_of([short_only, even]) is even
 
 
 @pytest.mark.parametrize(
     ("row", "least"),
-    [([0, 1, 0], 1.0), ([0, 3, 0], 1.0), ([0, 1, 1], 2**-0.5), ([np.nan] * 3, -1.0), ([0, 0, 0], -1.0)],
+    [([0, 3, 0], 1.0), ([0, 1, 1], 2**-0.5), ([np.nan] * 3, -1.0), ([0, 0, 0], -1.0)],
 )
 def test_least_cosine_is_that_of_the_worst_text(row: list[float], least: float) -> None:
     reference = np.eye(3, dtype=np.float32)
     answers = reference.copy()
     answers[1] = row
     assert least_cosine(answers, reference) == pytest.approx(least)
-
-
-def test_answers_of_another_shape_are_an_error() -> None:
-    with pytest.raises(SideError, match=r"shape \(2, 3\), expected \(3, 3\)"):
-        least_cosine(np.ones((2, 3), np.float32), np.ones((3, 3), np.float32))
 
 
 def test_shares_are_of_the_largest_limit_and_of_the_dtypes() -> None:

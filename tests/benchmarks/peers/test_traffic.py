@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from loads import LOADS
 from peers.model import Model, embedded_model
-from peers.traffic import concurrency_loads, corpus_loads, cut, describe, length_loads
+from peers.traffic import concurrency_loads, corpus_loads, describe, length_loads
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +41,6 @@ def test_token_counts_include_special_tokens(model: Model) -> None:
     assert model.max_tokens == 256
 
 
-def test_model_is_copied_once_per_weights(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "model.safetensors").write_bytes(b"weights")
-    (source / "config.json").write_text(json.dumps({"hidden_size": 4}))
-    model = Model.copy(source, tmp_path / "cache")
-    (model.folder / "file of a peer").touch()
-    assert Model.copy(source, tmp_path / "cache") == model
-    assert (model.folder / "file of a peer").exists()
-    assert not (source / "file of a peer").exists()
-    (source / "model.safetensors").write_bytes(b"others")
-    assert Model.copy(source, tmp_path / "cache") != model
-
-
 def test_corpus_texts_have_real_lengths_up_to_the_limit(data: Path, model: Model) -> None:
     loads, missing = corpus_loads(data, model)
     assert not missing
@@ -64,27 +49,8 @@ def test_corpus_texts_have_real_lengths_up_to_the_limit(data: Path, model: Model
     assert describe(loads["scifact"]) == "SciFact's abstracts, 4 to 254 words, 32 a request, 4 at once"
 
 
-def test_cut_text_is_a_prefix(model: Model) -> None:
-    text = "Überlänge, naïvely: " * 100
-    assert text.startswith(cut(text, model))
-    assert model.num_tokens([cut(text, model)]) == [256]
-    assert cut("short", model) == "short"
-
-
-def test_missing_data_is_reported(tmp_path: Path, model: Model) -> None:
-    loads, missing = corpus_loads(tmp_path, model)
-    assert not loads
-    assert set(missing) == {"sharegpt", "scifact"}
-    assert all("--data" in reason for reason in missing.values())
-
-
 def test_sweeps_vary_one_value(model: Model) -> None:
     assert [load.concurrency for load in concurrency_loads().values()] == [1, 2, 4, 8, 16, 32, 64]
     lengths = length_loads().values()
     assert [load.min_words for load in lengths] == [load.max_words for load in lengths] == [8, 16, 32, 64, 128, 200]
     assert max(model.num_tokens(texts_of(length_loads()["200"]))) <= model.max_tokens
-
-
-def test_load_is_described_in_words() -> None:
-    assert describe(LOADS["mixed"]) == "5 to 150 words, 32 a request, 4 at once"
-    assert describe(LOADS["long"]) == "200 words, 8 a request, 4 at once"
