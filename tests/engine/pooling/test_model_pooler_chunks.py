@@ -285,7 +285,7 @@ def test_attention_weights_must_cover_earlier_chunks() -> None:
     sequences = embedding_sequences(PoolingType.ATTENTION)
     sequences.step([Chunk(3, 0, 20)])
     batch = [Chunk(3, 20, 63)]
-    for weights, message in ((None, "needs the attention weights"), (sequences.attention[:43], "hold 43 rows for 63")):
+    for weights, message in ((None, "needs the attention weights"), (sequences.attention[:43], "have 43 rows for 63")):
         output = ModelOutput(hidden_states=sequences.output(batch).hidden_states, attention_weights=weights)
         with pytest.raises(ValueError, match=message):
             sequences.pooler.pool(output, sequences.metadata(batch), sequences.manager)

@@ -190,7 +190,7 @@ def test_gpu_without_code_in_torch_is_refused(
     assert message.startswith(f"--device is {device}, which is Tesla V100-SXM2-16GB of compute capability 7.0")
     for part in (
         f"torch {torch.__version__} supports only sm_75,",
-        "sm_120 alone",
+        "sm_120. Install",
         "a build of torch for sm_70",
         "cpu.",
     ):
