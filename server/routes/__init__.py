@@ -1,1 +1,1 @@
-"""One file per dialect, or per task where dialects share a path: the bodies and their routes."""
+"""One file per dialect, or per task if dialects share a path: request bodies, response bodies and routes."""

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches. Their state is on the disk; the lines of a batch are requests to the other routes."""
+"""OpenAI's files and batches. Their state is on disk; each line of a batch is a request to another route."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from ..schemas.batch_bodies import UPLOAD, BatchList, BatchObject, BatchRequest,
 
 FILES: Final = "/v1/files"
 _MORE_ERRORS: Final[Responses] = {
-    404: {"model": ErrorBody, "description": "No such file or batch of whoever asks."},
-    507: {"model": ErrorBody, "description": "The disk is full, or fails."},
+    404: {"model": ErrorBody, "description": "The client has no such file or batch."},
+    507: {"model": ErrorBody, "description": "The disk is full or failed."},
 }
-_CONFLICT: Final[Responses] = {409: {"model": ErrorBody, "description": "It is in no state for that."}}
+_CONFLICT: Final[Responses] = {
+    409: {"model": ErrorBody, "description": "The state of the file or batch does not allow this."}
+}
 _CONTENT: Final[Responses] = {
     200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}, "description": "The bytes of the file."}
 }
 router = Router(OPENAI, tag="openai", responses={**OPENAI.responses, **_MORE_ERRORS})
 off = Router(OPENAI, in_schema=False)
 
-FileId = Annotated[str, Path(description="Of the file.")]
-BatchId = Annotated[str, Path(description="Of the batch.")]
-After = Annotated[str | None, Query(description="Id of the last entry of the page before.")]
+FileId = Annotated[str, Path(description="Id of the file.")]
+BatchId = Annotated[str, Path(description="Id of the batch.")]
+After = Annotated[str | None, Query(description="Id of the last entry of the previous page.")]
 
 
 class OpenFileResponse(FileResponse):
-    """Sends a file that is open, so that it is sent whole even if it is removed meanwhile.
+    """Sends an open file. It is sent completely even if it is removed meanwhile.
 
     Args:
         file: The file. It is closed when it has been sent.
@@ -70,7 +72,7 @@ class _Entry(Protocol):
 
 @router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
 async def upload_file(request: Request) -> Response:
-    """Takes a file of requests for a batch."""
+    """Uploads a file of requests for a batch."""
     batches, headers = _batches(request), request.headers
     origins = context_of(request).settings.cors_origins
     if not _owner(request) and is_from_other_origin(request.scope["headers"], origins):  # a form needs no preflight
@@ -86,11 +88,11 @@ async def upload_file(request: Request) -> Response:
 async def list_files(
     request: Request,
     after: After = None,
-    limit: Annotated[int, Query(ge=1, le=10_000, description="Entries at most.")] = 10_000,
-    order: Annotated[Literal["asc", "desc"], Query(description="By the time of their making.")] = "desc",
-    purpose: Annotated[str | None, Query(description="Of those files alone.")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Maximum number of entries.")] = 10_000,
+    order: Annotated[Literal["asc", "desc"], Query(description="Order by creation time.")] = "desc",
+    purpose: Annotated[str | None, Query(description="List only files with this purpose.")] = None,
 ) -> Response:
-    """Lists the files of whoever asks."""
+    """Lists the files of the client."""
     page = Page(after, limit, is_ascending=order == "asc")
     return _page(await _batches(request).page_of_files(_owner(request), page, purpose), limit)
 
@@ -124,7 +126,7 @@ async def delete_file(request: Request, file_id: FileId) -> Response:
 
 @router.post("/v1/batches", ends_with_client=False, response_model=BatchObject)
 async def create_batch(body: BatchRequest, request: Request) -> Response:
-    """Begins to answer the requests of a file, one by one, while nobody else wants the model."""
+    """Creates a batch that runs the requests of a file, one at a time, while the model has no other requests."""
     return json_response((await _batches(request).create(body, _owner(request))).shown())
 
 
@@ -132,21 +134,21 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
 async def list_batches(
     request: Request,
     after: After = None,
-    limit: Annotated[int, Query(ge=1, le=100, description="Entries at most.")] = 20,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of entries.")] = 20,
 ) -> Response:
-    """Lists the batches of whoever asks, the newest first."""
+    """Lists the batches of the client, newest first."""
     return _page(await _batches(request).page(_owner(request), Page(after, limit)), limit)
 
 
 @router.get("/v1/batches/{batch_id}", response_model=BatchObject)
 async def get_batch(request: Request, batch_id: BatchId) -> Response:
-    """Describes a batch: how far it is, and which files it has made."""
+    """Returns a batch: its status, counts and output files."""
     return json_response((await _batches(request).find(batch_id, _owner(request))).shown())
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject, responses=_CONFLICT)
 async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
-    """Ends a batch; what has been answered is kept."""
+    """Cancels a batch. The output of completed requests is kept."""
     return json_response((await _batches(request).cancel(batch_id, _owner(request))).shown())
 
 
@@ -155,7 +157,7 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
 @off.route(["GET", "POST"], "/v1/batches")
 @off.route(["GET", "POST"], "/v1/batches/{rest:path}")
 async def tell_flag() -> Response:
-    """Says how files and batches are switched on."""
+    """Responds with 404 and the flag that enables files and batches."""
     return OPENAI.status_error(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
 
 
@@ -178,7 +180,7 @@ async def _body(request: Request) -> AsyncIterator[bytes]:
 
 
 def _page(found: Sequence[_Entry], limit: int) -> Response:
-    """Returns one page. `found` has one entry more than `limit` if another page follows."""
+    """Returns one page. `found` has `limit` + 1 entries if another page follows."""
     entries = found[:limit]
     return json_response(
         {

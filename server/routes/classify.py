@@ -1,4 +1,4 @@
-"""Classification: by the classifier that is served, or by an embedding model with classes from the request."""
+"""Classification by a classifier, or by an embedding model with classes from the request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..schemas.options import (
 from ..schemas.tei_bodies import TeiPrediction
 from .tei import prediction_rows
 
-MAX_SCORES: Final = 1_000_000  # Classes of a request times its inputs, which are compared on the event loop.
+MAX_SCORES: Final = 1_000_000  # Number of classes times number of inputs. The event loop compares them.
 
 
 class Example(BaseModel):
@@ -64,19 +64,19 @@ class ClassifyRequest(InputFields, PoolingBody):
     ignored_keys: ClassVar = keys_ignored_by(VLLM, INFINITY, COHERE)
     prompt_fields: ClassVar = ("instruction",)
 
-    inputs: TextOrTexts | None = Field(None, description="Texts; the answer is Cohere's.")
+    inputs: TextOrTexts | None = Field(None, description="Texts. The response has Cohere's format.")
     labels: Listed[str] | None = Field(None, description="Classes for an embedding model, as texts (zero-shot).")
     examples: Listed[Example] | None = Field(None, description="Labelled texts for an embedding model (few-shot).")
     instruction: str | None = Field(
         None,
-        description="For embedding models with a prompt of the form `Instruct: ...`: replaces its instruction.",
+        description="Replaces the instruction of embedding models with a prompt of the form `Instruct: ...`.",
     )
-    truncate: CohereTruncate | None = Field(None, description="Cohere: the side that is cut; END where it is absent.")
+    truncate: CohereTruncate | None = Field(None, description="Cohere: the side that is truncated. Default: END.")
     raw_scores: Flag | None = Field(
         None,
         description=(
-            "Infinity's: true leaves the activation out. With it, be it false, `input` gets Infinity's answer, and is "
-            "cut to fit."
+            "Field of Infinity: true returns logits. If the key is present, even as false, the response to `input` has "
+            "Infinity's format, and inputs are truncated."
         ),
     )
 
@@ -85,7 +85,7 @@ class ClassifyRequest(InputFields, PoolingBody):
         return super().field_names() if self.inputs is None or self.input is not None else {"input": "inputs"}
 
     def is_infinity(self) -> bool:
-        """Returns whether a client of Infinity asks, which sends `raw_scores` always."""
+        """Returns whether the client is Infinity's: it always sends `raw_scores`."""
         return "raw_scores" in self.model_fields_set and self.inputs is None
 
     def texts(self) -> list[Text]:
@@ -93,28 +93,29 @@ class ClassifyRequest(InputFields, PoolingBody):
         return super().texts() if self.inputs is None else list(self.inputs)
 
     def check_given(self) -> None:
-        """Raises InvalidRequestError unless exactly one of `input`, `messages` and `inputs` is there."""
+        """Raises InvalidRequestError unless the body has exactly one of `input`, `messages` and `inputs`."""
         given = [name for name in ("input", "messages", "inputs") if getattr(self, name) is not None]
         if len(given) != 1:
             has = f"both {' and '.join(given)}" if given else "neither"
             raise InvalidRequestError(
-                f"Give one of input or messages (vLLM's answer) and inputs (Cohere's answer); the body has {has}.",
+                f"Give one of input or messages (vLLM) and inputs (Cohere); the body has {has}.",
                 param="input",
             )
 
     def class_names(self) -> list[str]:
-        """Returns the classes that come with the request; none: those of the model."""
+        """Returns the classes of the request; empty if the model's classes are used."""
         return list(dict.fromkeys(example.label for example in self.examples)) if self.examples else self.labels or []
 
     def check_classes(self) -> None:
-        """Checks the classes that come with the request.
+        """Checks the classes of the request.
 
         Raises:
-            InvalidRequestError: Both kinds are there, or chats, or the answer would hold too many scores.
+            InvalidRequestError: The body has both labels and examples, or messages, or the response would have too many
+                scores.
         """
         if self.messages is not None and (self.labels or self.examples):
             raise InvalidRequestError(
-                "messages are for classes of the model's own; with labels or examples send texts as input.",
+                "messages need a classifier. With labels or examples, send texts as input.",
                 param="messages",
             )
         if self.labels and self.examples:
@@ -149,18 +150,18 @@ class ClassRow(BaseModel):
 
 
 class ClassifyResponse(ListResponse[ClassRow]):
-    """vLLM's answer of POST /classify."""
+    """vLLM's response of POST /classify."""
 
 
 class InfinityClassifyResponse(OpenAIResponse):
-    """Infinity's answer of POST /classify: the classes of each input, best first."""
+    """Infinity's response of POST /classify: the classes of each input, best first."""
 
     object: Literal["classify"]
     data: list[list[TeiPrediction]]
 
 
 class TokenClass(BaseModel):
-    """The class of one token. Special tokens are there too, as the model saw them."""
+    """The class of one token. Special tokens are included."""
 
     token: str
     token_id: int
@@ -178,7 +179,7 @@ class TokenClassRow(BaseModel):
 
 
 class TokenClassifyResponse(ListResponse[TokenClassRow]):
-    """Answer of POST /classify by a token classifier, such as a named-entity model."""
+    """Response of POST /classify by a token classifier, such as a named-entity model."""
 
     labels: list[str] = Field(description="Class names in the order of `probs`.")
 
@@ -190,7 +191,7 @@ class Confidence(BaseModel):
 
 
 class Classification(BaseModel):
-    """Cohere's answer for one input."""
+    """Cohere's result for one input."""
 
     id: str
     input: str
@@ -215,7 +216,7 @@ class CohereClassifyMeta(VersionMeta):
 
 
 class CohereClassifyResponse(BaseModel):
-    """Cohere's answer of POST /classify."""
+    """Cohere's response of POST /classify."""
 
     id: str
     classifications: list[Classification]
@@ -230,9 +231,9 @@ AnyClassifyResponse = ClassifyResponse | CohereClassifyResponse | InfinityClassi
 @router.task("/v1/classify", batch_use=BatchUse.TASK, response_model=AnyClassifyResponse)
 @router.task("/classify", batch_use=BatchUse.TASK, response_model=AnyClassifyResponse)
 async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """Classifies texts. `input` or `messages` gets vLLM's answer, `inputs` Cohere's; some models answer per token.
+    """Classifies texts, or their tokens if the model is a token classifier.
 
-    `input` with `raw_scores` gets Infinity's answer.
+    `input` and `messages` give vLLM's response format, `input` with `raw_scores` Infinity's, `inputs` Cohere's.
     """
     call = await Call.start(request, body.model, EMBEDDERS if body.class_names() else CLASSIFIERS)
     info = call.info
@@ -268,11 +269,11 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
-    """Refuses requests that do not fit the training of the served model.
+    """Rejects requests that the served model was not trained for.
 
     Raises:
-        UnsupportedTaskError: It reads pairs in a prompt of its own, which no single text has.
-        InvalidRequestError: It classifies texts as they are, without an instruction.
+        UnsupportedTaskError: The model is a reranker whose prompt needs a query and a document.
+        InvalidRequestError: The body has an instruction, but the model's prompt has none.
     """
     if PoolingTask.SCORE in model.tasks and PoolingTask.CLASSIFY not in model.tasks and not model.embedding_size:
         raise UnsupportedTaskError(
@@ -289,7 +290,7 @@ def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
 async def _classes(
     engine: AsyncEngine, body: ClassifyRequest, texts: list[Text], options: RequestOptions
 ) -> ClassResult:
-    """Runs the engine call that the body and the model's kind ask for."""
+    """Runs the engine call for the body and the kind of model."""
     params = body.pooling_params()
     if body.examples:
         examples = [(example.text, example.label) for example in body.examples]
@@ -298,15 +299,15 @@ async def _classes(
         return await engine.zero_shot(texts, body.labels, params, options)
     if engine.info.kind is ModelKind.EMBEDDING:
         raise InvalidRequestError(
-            "The served model gives embeddings and has no classes of its own; name them in labels (texts, zero-shot) "
-            "or show them in examples (labelled texts, few-shot).",
+            "The served model is an embedding model without classes. Send labels (texts, zero-shot) or examples "
+            "(labelled texts, few-shot).",
             param="labels",
         )
     return await engine.classify(texts, params, options)
 
 
 async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
-    """Answers with the classes of every token."""
+    """Returns the classes of every token."""
     if body.examples or body.labels or body.inputs is not None:
         raise UnsupportedTaskError(
             f"{call.name} classifies tokens: send texts as input, without labels and examples.", param="input"
@@ -331,7 +332,7 @@ def _vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:
 def _cohere_rows(
     answer_id: str, inputs: Sequence[str], result: ClassResult, *, is_multi_label: bool
 ) -> Iterator[dict[str, Any]]:
-    """Returns Cohere's `classifications`. Of several labels those at 0.5 or more are predicted, the best at least."""
+    """Returns Cohere's `classifications`. A multi-label model predicts all labels at 0.5 or more, or the best one."""
     for i, (text, scores) in enumerate(zip(inputs, result.scores, strict=True)):
         best = int(scores.argmax())
         chosen = [k for k in range(len(scores)) if scores[k] >= 0.5] if is_multi_label else []

@@ -1,4 +1,4 @@
-"""Cohere: embed v1 and v2, tokenize and detokenize. Its rerank and classify share their routes with other dialects."""
+"""Cohere's embed v1 and v2, tokenize and detokenize. rerank.py and classify.py have its other routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ENDPOINTS: Final = {
 
 
 def cohere_endpoints(model: ModelInfo) -> list[str]:
-    """Returns Cohere's names of the endpoints that the model serves."""
+    """Returns Cohere's names of the endpoints that the model supports."""
     return [name for name, tasks in _ENDPOINTS.items() if any(task in model.tasks for task in tasks)]
 
 
@@ -50,7 +50,7 @@ _NO_IMAGES: Final = WithJsonSchema({"type": "array", "items": {}, "maxItems": 0}
 
 
 class CohereBody(RequestBody):
-    """Base of Cohere's own bodies."""
+    """Base of the bodies that only Cohere uses."""
 
     tag: ClassVar[str] = COHERE_TAG
     ignored_keys: ClassVar = keys_ignored_by(COHERE)
@@ -69,20 +69,24 @@ class CohereEmbedRequest(CohereBody):
 
     texts: Texts | None = Field(None, description="Texts.")
     inputs: Contents | None = Field(None, description="Texts as objects of contents, instead of `texts`.")
-    images: Annotated[list[Any], _NO_IMAGES] | None = Field(None, description="Refused: the served models embed text.")
+    images: Annotated[list[Any], _NO_IMAGES] | None = Field(None, description="Rejected: the served models embed text.")
     input_type: str | None = Field(
         None,
-        description="What the texts are for, such as search_query or search_document: chooses the model's prompt.",
+        description="Purpose of the texts, such as search_query or search_document. It selects the model's prompt.",
     )
     embedding_types: EmbeddingTypes | None = Field(
-        None, description="Forms to answer with, all from one pass. Absent: float; v1 then answers with plain lists."
+        None, description="Number formats to return, all from one forward. Absent: float; v1 then returns plain lists."
     )
     output_dimension: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
     truncate: CohereTruncate | None = Field(
-        None, description="The side of an over-long text that is cut: END (default), START; NONE refuses it."
+        None,
+        description=(
+            "Side at which texts that are too long are truncated: END (default) or START. NONE rejects such texts."
+        ),
     )
     max_tokens: Count | None = Field(
-        None, description="Tokens. What is over-long, special tokens and prompt included; 0 or absent: the model's own."
+        None,
+        description="Maximum tokens per text, with special tokens and prompt. 0 or absent: the limit of the model.",
     )
     priority: Priority | None = PRIORITY
 
@@ -111,7 +115,7 @@ class CohereEmbedRequest(CohereBody):
         return self.texts if self.texts is not None else list(self.inputs or ())
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns the pooling parameters. As with Cohere, a text is cut to fit unless the request forbids."""
+        """Returns the pooling parameters. As with Cohere, texts are truncated unless `truncate` is NONE."""
         longest = (model.max_embed_len or sys.maxsize) if model.enable_chunked_processing else model.max_model_len
         return PoolingParams(
             dimensions=self.output_dimension,
@@ -122,7 +126,7 @@ class CohereEmbedRequest(CohereBody):
 
 
 class InputTokens(BaseModel):
-    """Cohere's units: tokens as the model saw them."""
+    """Cohere's billed units: tokens after truncation, with special tokens."""
 
     input_tokens: int
     image_tokens: int = Field(description="0: the served models read text.")
@@ -135,13 +139,13 @@ class CohereEmbedMeta(VersionMeta):
 
 
 class EmbeddingsByType(BaseModel):
-    """One list per form that was asked for, each with one entry per text."""
+    """One list per requested type, each with one entry per text."""
 
     float_: list[list[float]] | None = Field(None, alias="float")
     int8: list[list[int]] | None = None
     uint8: list[list[int]] | None = None
-    binary: list[list[int]] | None = Field(None, description="A bit per dimension, eight to a signed byte.")
-    ubinary: list[list[int]] | None = Field(None, description="A bit per dimension, eight to an unsigned byte.")
+    binary: list[list[int]] | None = Field(None, description="One bit per dimension, packed into signed bytes.")
+    ubinary: list[list[int]] | None = Field(None, description="One bit per dimension, packed into unsigned bytes.")
     base64: list[str] | None = Field(None, description="Base64 of little-endian float32.")
 
 
@@ -152,14 +156,14 @@ class _EmbedResponse(BaseModel):
 
 
 class CohereEmbedByTypeResponse(_EmbedResponse):
-    """Answer of POST /v2/embed, and of /v1/embed with `embedding_types`."""
+    """Response of POST /v2/embed, and of /v1/embed with `embedding_types`."""
 
     response_type: Literal["embeddings_by_type"]
     embeddings: EmbeddingsByType
 
 
 class CohereEmbedFloatsResponse(_EmbedResponse):
-    """Answer of POST /v1/embed without `embedding_types`."""
+    """Response of POST /v1/embed without `embedding_types`."""
 
     response_type: Literal["embeddings_floats"]
     embeddings: list[list[float]]
@@ -183,7 +187,7 @@ class CohereDetokenizeRequest(CohereBody):
 
 
 class CohereTokenizeResponse(BaseModel):
-    """Answer of POST /v1/tokenize: the tokens of the text itself, without special ones around it."""
+    """Response of POST /v1/tokenize: the tokens of the text, without special tokens."""
 
     tokens: list[int]
     token_strings: list[str]
@@ -191,7 +195,7 @@ class CohereTokenizeResponse(BaseModel):
 
 
 class CohereDetokenizeResponse(BaseModel):
-    """Answer of POST /v1/detokenize."""
+    """Response of POST /v1/detokenize."""
 
     text: str
     meta: VersionMeta
@@ -202,7 +206,7 @@ router = Router(COHERE, tag="cohere")
 
 @router.task("/v2/embed", batch_use=BatchUse.EMBEDDING, response_model=CohereEmbedByTypeResponse)
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
-    """Embeds texts, one vector each, in every form that is asked for."""
+    """Embeds texts: one vector per text, in each requested type."""
     return await embed(body, request, version="2")
 
 
@@ -212,12 +216,12 @@ async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     response_model=CohereEmbedFloatsResponse | CohereEmbedByTypeResponse,
 )
 async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
-    """Embeds texts, one vector each: as plain lists, or with `embedding_types` in every form that is asked for."""
+    """Embeds texts: one vector per text, as plain lists, or in each type of `embedding_types`."""
     return await embed(body, request, version="1")
 
 
 async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> Response:
-    """Answers an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
+    """Runs an embed request of a `version` of Cohere's API. Responses of version "1" may have no types."""
     call = await Call.start(request, body.model, EMBEDDERS)
     texts, param = body.contents(), "texts" if body.texts is not None else "inputs"
     call.check_count(texts, param)
@@ -248,7 +252,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
 
 @router.post("/v1/tokenize", response_model=CohereTokenizeResponse)
 async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
-    """Returns the tokens of a text, without the special ones that the model puts around it."""
+    """Returns the tokens of a text, without special tokens."""
     call = await Call.start(request, body.model)
     check_num_chars(len(body.text), "text")
     (token_ids,) = await call.engine.tokenize(
@@ -265,7 +269,7 @@ async def tokenize(body: CohereTokenizeRequest, request: Request) -> Response:
 
 @router.post("/v1/detokenize", response_model=CohereDetokenizeResponse)
 async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Response:
-    """Returns the text of tokens."""
+    """Returns the text of token ids."""
     call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
     (text,) = await call.engine.detokenize([body.tokens])
@@ -274,7 +278,7 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
 
 
 def _check_widths(body: CohereEmbedRequest, width: int) -> None:
-    """Raises InvalidRequestError for widths that cannot be packed into bytes."""
+    """Raises InvalidRequestError if a width cannot be packed into bytes."""
     for kind in body.embedding_types or ():
         if kind in QUANTIZATIONS:
             check_width(width, QUANTIZATIONS[kind], param="embedding_types")

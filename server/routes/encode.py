@@ -1,4 +1,4 @@
-"""Dense, sparse and token vectors of one forward, in one answer."""
+"""The route /v1/encode: dense, sparse and token vectors from one forward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ TASKS: Final[dict[Output, PoolingTask]] = {
 
 
 def trained_outputs(model: ModelInfo) -> list[Output]:
-    """Returns the vectors that a model was trained to give; a token of any embedding model has one, trained or not."""
+    """Returns the kinds of vectors for which a model was trained.
+
+    Token vectors of an embedding model that was trained only for dense vectors are not listed.
+    """
     heads = model.token_heads
     has_vectors = model.multi_vector is not None or (heads is not None and heads.vectors_file is not None)
     given: dict[Output, bool] = {
@@ -58,19 +61,19 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
     outputs: Listed[Output] | None = Field(
         None,
         min_length=1,
-        description="What to answer with, all from one forward. Absent: all that the model was trained to give.",
+        description=(
+            "Kinds of vectors to return, computed in one forward. Absent: all kinds for which the model was trained."
+        ),
     )
     instruction: str | None = Field(None, description="Replaces the instruction of the model's query prompt.")
-    return_token_ids: Flag | None = Field(
-        None, description="Answer with the ids of the tokens that the rows of `multi_vector` stand for as well."
-    )
+    return_token_ids: Flag | None = Field(None, description="Also return the token id of each row of `multi_vector`.")
 
     def wanted(self, model: ModelInfo) -> list[Output]:
-        """Returns the outputs to answer with, always in one order: together they name the task in the metrics.
+        """Returns the kinds of vectors to compute, in the order of TASKS: their names form the task label in metrics.
 
         Raises:
-            UnsupportedTaskError: The model does not give one of `outputs`.
-            InvalidRequestError: The ids of tokens are asked for without their vectors.
+            UnsupportedTaskError: The model does not support one of `outputs`.
+            InvalidRequestError: `return_token_ids` is set without the output `multi_vector`.
         """
         if self.outputs is None:
             wanted: list[Output] = trained_outputs(model) or ["dense"]
@@ -85,47 +88,49 @@ class EncodeRequest(EncodingOptions, InputFields, EmbeddingBody):
             wanted = [output for output in TASKS if output in self.outputs]
         if self.return_token_ids and "multi_vector" not in wanted:
             raise InvalidRequestError(
-                "return_token_ids names the tokens of multi_vector, which the answer does not hold; ask for it in "
-                "outputs, or leave return_token_ids out.",
+                "return_token_ids needs multi_vector, which is not in outputs. Add multi_vector to outputs, or leave "
+                "return_token_ids out.",
                 param="return_token_ids",
             )
         return wanted
 
     def encoding(self) -> Encoding:
-        """Returns how dense vectors and those of tokens are written.
+        """Returns the encoding of dense vectors and token vectors.
 
         Raises:
-            InvalidRequestError: As bytes, which carry one output alone; or fields that contradict each other.
+            InvalidRequestError: The format `bytes` holds one output only, or fields contradict each other.
         """
         encoding = super().encoding()
         if encoding.is_bytes:
             raise InvalidRequestError(
-                f"encoding_format is {encoding.format.value!r}, which carries one output; ask for 'float' or 'base64'.",
+                f"encoding_format is {encoding.format.value!r}, which holds only one output; use 'float' or 'base64'.",
                 param="encoding_format",
             )
         return encoding
 
 
 class SparseRow(BaseModel):
-    """A sparse vector: what is not listed is 0."""
+    """A sparse vector. Entries that are not listed are 0."""
 
     indices: list[int] = Field(description="Token ids, in ascending order.")
     values: list[float]
 
 
 class EncodeRow(BaseModel):
-    """The outputs of one input. Present only on request: each of them."""
+    """The outputs of one input. An output that was not requested is absent."""
 
     object: Literal["encoding"]
     index: int
     dense: list[float] | list[int] | str | None = None
     sparse: SparseRow | None = None
-    multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="A row per token.")
-    token_ids: list[int] | None = Field(None, description="Of the rows of multi_vector; with return_token_ids only.")
+    multi_vector: list[list[float]] | list[list[int]] | str | None = Field(None, description="One row per token.")
+    token_ids: list[int] | None = Field(
+        None, description="Token ids of the rows of multi_vector, with return_token_ids only."
+    )
 
 
 class EncodeResponse(ListResponse[EncodeRow]):
-    """Answer of POST /v1/encode, in the order of the inputs."""
+    """Response of POST /v1/encode, in the order of the inputs."""
 
 
 router = Router(PENSTOCK, tag="penstock")
@@ -135,7 +140,7 @@ router = Router(PENSTOCK, tag="penstock")
     "/v1/encode", batch_use=BatchUse.EMBEDDING, response_model=EncodeResponse, response_model_exclude_unset=True
 )
 async def encode(body: EncodeRequest, request: Request) -> Response:
-    """Answers with every kind of vector that the model gives, or with some of them, from a single forward."""
+    """Returns dense, sparse and token vectors of each input, computed in one forward."""
     call = await Call.start(request, body.model, EMBEDDERS)
     check_inputs(call, body)
     params, encoding = body.pooling_params(), body.encoding()

@@ -1,6 +1,6 @@
-"""The served models: their list for the clients of OpenAI and Cohere, and their loading and unloading by an operator.
+"""Routes that list the served models for OpenAI and Cohere clients, and admin routes that load and unload models.
 
-`admin_router` is on with an admin key.
+`admin_router` is used only if an admin key is set.
 """
 
 from __future__ import annotations
@@ -25,54 +25,58 @@ from .encode import Output, trained_outputs
 
 
 class ModelFacts(BaseModel):
-    """What a model is and can; names and values are those of `penstock info`."""
+    """Kind, tasks and limits of a model. Names and values are the same as in `penstock info`."""
 
     kind: ModelKind
     tasks: list[PoolingTask]
-    outputs: list[Output] = Field(description="Vectors that it was trained to give: what /v1/encode answers unasked.")
+    outputs: list[Output] = Field(
+        description="Kinds of vectors for which the model was trained: the default outputs of /v1/encode."
+    )
     model_type: str
     dtype: str
     sequence_pooling: list[PoolingType]
-    embedding_size: int = Field(description="Width of its embeddings; 0 where it gives none.")
-    is_matryoshka: bool = Field(description="`dimensions` may be any up to embedding_size.")
-    matryoshka_dimensions: list[int] = Field(description="The widths that it declares, if it names them.")
+    embedding_size: int = Field(description="Dimensions of its embeddings; 0 if it has none.")
+    is_matryoshka: bool = Field(description="Whether `dimensions` may be any number up to embedding_size.")
+    matryoshka_dimensions: list[int] = Field(description="Dimensions that its files declare.")
     prompts: dict[str, str] = Field(description="Its prompts by name.")
-    default_prompt_name: str | None = Field(description="The prompt of requests that name none.")
-    num_labels: int = Field(description="Classes of its own.")
+    default_prompt_name: str | None = Field(description="Prompt of requests that name no prompt.")
+    num_labels: int = Field(description="Number of its classes.")
 
 
 class ModelLife(BaseModel):
-    """Where a model is, in llama.cpp's words, and its engine."""
+    """The state of a model in llama.cpp's terms, and the state of its engine."""
 
     value: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
-    state: str = Field(description="As /health has it: of the engine, where there is one.", examples=["ready"])
+    state: str = Field(
+        description="State as in /health: the engine's state if the model is loaded.", examples=["ready"]
+    )
 
 
 class ModelCard(BaseModel):
-    """One served model. `name`, `endpoints` and `context_length` are what Cohere's clients read.
+    """One served model. Cohere's clients read `name`, `endpoints` and `context_length`.
 
-    What is only known once a model has been loaded is null or empty before.
+    Values that are unknown before the model is loaded are null or empty.
     """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int | None = Field(description="Tokens. Longest input.")
+    max_model_len: int | None = Field(description="Longest input in tokens.")
     name: str
     aliases: list[str] = Field(description="Its other names.")
     endpoints: list[Literal["embed", "rerank", "classify"]]
-    context_length: int | None = Field(description="Tokens. Longest input.")
+    context_length: int | None = Field(description="Longest input in tokens.")
     status: ModelLife
-    facts: ModelFacts | None = Field(description="penstock's own; its playground reads them.")
+    facts: ModelFacts | None = Field(description="penstock's additional fields, which the playground reads.")
 
 
 class ModelList(BaseModel):
-    """Answer of GET /v1/models."""
+    """Response of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
-    models: list[ModelCard] = Field(description="The same for Cohere's clients.")
+    models: list[ModelCard] = Field(description="The same list for Cohere's clients.")
 
 
 class ModelRequest(JsonBody):
@@ -89,7 +93,7 @@ admin_router = Router(PENSTOCK, tag="operations")
 
 @router.get("/v1/models", aliases=["/models"], access=Access.OPEN, response_model=ModelList)
 async def list_models(request: Request, endpoint: str | None = None) -> Response:
-    """Lists every model once, with its other names; with `endpoint`, as Cohere's clients ask, those that serve it."""
+    """Lists each model once, with its other names. `endpoint` (Cohere) selects models that serve an endpoint."""
     context = context_of(request)
     cards = [_card(context, model) for model in context.models.describe_all()]
     if endpoint is not None:
@@ -106,7 +110,7 @@ async def get_model(name: str, request: Request) -> Response:
 
 @admin_router.post("/models/load", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def load(body: ModelRequest, request: Request) -> Response:
-    """Loads a model and answers when it can serve. What it takes may make others go."""
+    """Loads a model and responds when it is ready. Other on-demand models may be unloaded to free memory."""
     context = context_of(request)
     await context.models.load_now(body.model)
     return json_response(_card(context, context.models.describe(body.model)))
@@ -114,14 +118,14 @@ async def load(body: ModelRequest, request: Request) -> Response:
 
 @admin_router.post("/models/unload", ends_with_client=False, access=Access.ADMIN_KEY, response_model=ModelCard)
 async def unload(body: ModelRequest, request: Request) -> Response:
-    """Unloads a model, a pinned one too, once the requests that it runs have ended. The next request loads it again."""
+    """Unloads a model, even a pinned one, after its running requests. The next request loads it again."""
     context = context_of(request)
     await context.models.unload_now(body.model)
     return json_response(_card(context, context.models.describe(body.model)))
 
 
 def _card(context: ServerContext, model: ModelDescription) -> dict[str, Any]:
-    """Returns a ModelCard. Little is known of a model that was never on this machine before it is loaded."""
+    """Returns a ModelCard. It has few values before a model is loaded for the first time on this machine."""
     entry, info = model.entry, model.info
     max_model_len = None if info is None else info.max_model_len
     return {

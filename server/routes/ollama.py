@@ -43,7 +43,7 @@ _DURATION: Final = rf"^-?([0-9]+(\.[0-9]+)?|({_PART})+)$"
 
 
 def _seconds(value: object) -> object:
-    """Returns the seconds of a number of seconds, or of a duration as Go writes it; below 0 is for ever."""
+    """Returns the seconds of a number or of a duration in Go's format, such as "5m". Negative: for ever."""
     seconds = value
     if isinstance(value, str) and re.fullmatch(_DURATION, value):
         parts = re.findall(_PART, value)
@@ -57,7 +57,9 @@ def _seconds(value: object) -> object:
 KeepAlive = Annotated[
     float,
     BeforeValidator(_seconds, json_schema_input_type=float | Annotated[str, Field(pattern=_DURATION)]),
-    Field(description="Seconds, or a duration such as 5m, that a model which comes and goes stays; below 0: for ever."),
+    Field(
+        description="Seconds, or a duration such as 5m, for which an on-demand model stays loaded. Negative: for ever."
+    ),
 ]
 
 
@@ -75,7 +77,10 @@ class OllamaEmbedBody(OllamaBody):
     """Options of both routes that embed."""
 
     options: dict[str, Any] | None = Field(
-        None, description="Ollama's: `num_ctx` is the longest input in tokens, others say nothing about embeddings."
+        None,
+        description=(
+            "Ollama's options. `num_ctx` limits the input length in tokens; other options do not affect embeddings."
+        ),
     )
 
     keep_alive: KeepAlive | None = None
@@ -99,7 +104,9 @@ class OllamaEmbedRequest(OllamaEmbedBody):
     own_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
 
     input: TextOrTexts = Field(description="A text or a list of texts.")
-    truncate: Flag | None = Field(None, description="Cut over-long texts (default); false refuses them.")
+    truncate: Flag | None = Field(
+        None, description="Truncate texts that are too long (default). False rejects such texts."
+    )
     dimensions: Width | None = Field(None, description="Width of the embeddings (Matryoshka).")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
@@ -113,15 +120,15 @@ class OllamaEmbedRequest(OllamaEmbedBody):
 
 
 class OllamaEmbeddingRequest(OllamaEmbedBody):
-    """Body of POST /api/embeddings, which is older."""
+    """Body of POST /api/embeddings, Ollama's older route."""
 
     own_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
     model_config = documented({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
 
-    prompt: str = Field(description="The text; it is cut to fit.")
+    prompt: str = Field(description="The text. It is truncated if it is too long.")
 
     def pooling_params(self, model: ModelInfo) -> PoolingParams:
-        """Returns the pooling parameters: as Ollama, vectors are left at their own length."""
+        """Returns the pooling parameters. Like Ollama, this route does not normalise vectors."""
         return PoolingParams(truncate_prompt_tokens=self.longest(model), normalize=False)
 
 
@@ -130,13 +137,13 @@ class OllamaShowRequest(OllamaBody):
 
     model_config = documented({"model": "all-MiniLM-L6-v2"}, named_by=("model", "name"))
 
-    name: str | None = Field(None, description="Older name of `model`.")
-    verbose: Flag | None = Field(None, description="Ollama's; the answer is the same.")
-    stream: Flag | None = Field(None, description="Ollama's, of /api/pull; the answer is one line.")
-    insecure: Flag | None = Field(None, description="Ollama's, of /api/pull; nothing is fetched.")
+    name: str | None = Field(None, description="Older name for `model`.")
+    verbose: Flag | None = Field(None, description="Accepted for Ollama's clients; it does not change the response.")
+    stream: Flag | None = Field(None, description="Accepted on /api/pull; the response is always one line.")
+    insecure: Flag | None = Field(None, description="Accepted on /api/pull; nothing is downloaded.")
 
     def served_name(self) -> str | None:
-        """See OllamaBody. Raises InvalidRequestError where no model is named."""
+        """See OllamaBody. Raises InvalidRequestError if the body names no model."""
         name = self.model or self.name
         if not name:
             raise InvalidRequestError("model is missing or empty; name a model that is served.", param="model")
@@ -144,13 +151,13 @@ class OllamaShowRequest(OllamaBody):
 
 
 class TextRequest(JsonBody):
-    """A request for generated text, which is refused in any form."""
+    """A request for generated text. It is always rejected."""
 
     def check_keys(self) -> None:
-        """Lets all keys pass."""
+        """Accepts all keys."""
 
     def life(self) -> dict[str, Any] | None:
-        """Returns the body of an OllamaLifeRequest where there is nothing to write about: it is about the model."""
+        """Returns the body of an OllamaLifeRequest if the request has no prompt and no messages."""
         sent = self.model_extra or {}
         if "model" not in sent or sent.get("prompt") or sent.get("messages"):
             return None
@@ -158,7 +165,7 @@ class TextRequest(JsonBody):
 
 
 class OllamaLifeRequest(OllamaBody):
-    """Body of POST /api/generate and /api/chat without a text: it loads a model, or lets it go."""
+    """Body of POST /api/generate and /api/chat without a text. It loads or unloads a model."""
 
     model_config = documented({"model": "all-MiniLM-L6-v2", "keep_alive": 0})
 
@@ -166,23 +173,25 @@ class OllamaLifeRequest(OllamaBody):
 
 
 class OllamaEmbedResponse(BaseModel):
-    """Answer of POST /api/embed."""
+    """Response of POST /api/embed."""
 
     model: str
     embeddings: list[list[float]]
     total_duration: int = Field(description="Nanoseconds.")
-    load_duration: int = Field(description="Nanoseconds that the request waited for the model; 0: it was loaded.")
+    load_duration: int = Field(
+        description="Nanoseconds that the request waited for the model to load; 0 if it was loaded."
+    )
     prompt_eval_count: int = Field(description="Tokens of the inputs.")
 
 
 class OllamaEmbeddingResponse(BaseModel):
-    """Answer of POST /api/embeddings."""
+    """Response of POST /api/embeddings."""
 
     embedding: list[float]
 
 
 class OllamaDetails(BaseModel):
-    """What kind of model it is."""
+    """Format and architecture of a model."""
 
     parent_model: Literal[""]
     format: Literal["safetensors"]
@@ -204,7 +213,7 @@ class OllamaModel(BaseModel):
 
 
 class OllamaModels(BaseModel):
-    """Answer of GET /api/tags."""
+    """Response of GET /api/tags."""
 
     models: list[OllamaModel]
 
@@ -212,19 +221,21 @@ class OllamaModels(BaseModel):
 class OllamaRunningModel(OllamaModel):
     """A model that is loaded."""
 
-    expires_at: str = Field(description="When it is unloaded if it is not used; the year 2999: never.")
+    expires_at: str = Field(
+        description="Time at which the model is unloaded if it is not used. A time in the year 2999 means never."
+    )
     size_vram: int = Field(description="Bytes on a GPU.")
     context_length: Count
 
 
 class OllamaRunningModels(BaseModel):
-    """Answer of GET /api/ps."""
+    """Response of GET /api/ps."""
 
     models: list[OllamaRunningModel]
 
 
 class OllamaShowResponse(BaseModel):
-    """Answer of POST /api/show."""
+    """Response of POST /api/show."""
 
     license: str
     modelfile: str
@@ -237,7 +248,7 @@ class OllamaShowResponse(BaseModel):
 
 
 class OllamaStatus(BaseModel):
-    """Answer of POST /api/pull of a model that is served."""
+    """Response of POST /api/pull of a model that is served."""
 
     status: Annotated[str, Field(examples=["success"])]
 
@@ -276,7 +287,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 
 @router.task("/api/embeddings", response_model=OllamaEmbeddingResponse)
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
-    """Embeds one text; /api/embed is newer."""
+    """Embeds one text. New clients use /api/embed."""
     call = await _start(request, body)
     options = call.options(call.target.default_prompt_name)
     result = await call.engine.embed([body.prompt], body.pooling_params(call.info), options)
@@ -297,7 +308,7 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps", response_model=OllamaRunningModels)
 async def running(request: Request) -> Response:
-    """Lists the models that are loaded, and until when they stay if nobody uses them."""
+    """Lists the loaded models, each with the time at which it is unloaded if it is not used."""
     models, context = [], context_of(request)
     for entry in context.models.entries:
         if (info := entry.info) is None or entry.engine is None:
@@ -339,21 +350,21 @@ async def show(body: OllamaShowRequest, request: Request) -> Response:
 
 @router.post("/api/pull", response_model=OllamaStatus)
 async def pull(body: OllamaShowRequest, request: Request) -> Response:
-    """Succeeds for a model that is served; others are chosen when the server is started."""
+    """Succeeds for a served model. It downloads nothing: models are chosen when the server starts."""
     context_of(request).models.describe(body.served_name())
     return json_response({"status": "success"})
 
 
 @router.get("/api/version", access=Access.OPEN, response_model=Version)
 async def version() -> Response:
-    """The version of penstock."""
+    """Returns the version of penstock."""
     return json_response({"version": penstock_version()})
 
 
 @router.post("/api/generate", aliases=["/api/chat"], include_in_schema=False)
 @router.post("/v1/chat/completions", aliases=["/v1/completions"], dialect=OPENAI, include_in_schema=False)
 async def generate(body: TextRequest, request: Request) -> Response:
-    """Refuses to generate text. Ollama's clients load or unload a model by a request without a prompt."""
+    """Rejects requests for generated text. A request without a prompt loads or unloads a model."""
     life = body.life() if request.scope["path"].startswith("/api/") else None
     if life is not None:
         return await respond_as(load_or_let_go, OllamaLifeRequest, life, request)
@@ -369,7 +380,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
 
 
 async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
-    """Loads a model, or with a `keep_alive` of 0 unloads it, if it is one that comes and goes."""
+    """Loads an on-demand model, or unloads it if `keep_alive` is 0."""
     name = body.served_name()
     if body.keep_alive == 0:
         context_of(request).models.set_ttl(name, 0.0)
@@ -381,7 +392,7 @@ async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
 
 
 async def _start(request: Request, body: OllamaEmbedBody | OllamaLifeRequest) -> Call:
-    """Starts a call; its model stays loaded afterwards for as long as the request says."""
+    """Starts a call. Its model then stays loaded for the request's `keep_alive`."""
     call = await Call.start(request, body.served_name(), EMBEDDERS)
     if body.keep_alive is not None:
         call.context.models.set_ttl(call.name, body.keep_alive)

@@ -1,4 +1,4 @@
-"""Embeddings for OpenAI, Jina, Voyage and vLLM clients: one for each text or for each token."""
+"""Embedding routes for OpenAI, Jina, Voyage and vLLM clients: one vector for each text or for each token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARAM_FIELDS: Final = frozenset(
         *("dimensions", "output_dimension", "normalize", "normalized"),
     }
 )
-"""Fields that `pooling_params` reads: most bodies have none of them."""
+"""Fields that `pooling_params` reads. Most bodies set none of these."""
 
 
 class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
@@ -53,48 +53,50 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
     dimensions: WidthOrZero | None = Field(
         None,
         description=(
-            "Width of the embeddings (Matryoshka). 0 is refused, unless it stands beside `modality`, as Infinity's "
-            "client sends it unasked."
+            "Number of dimensions of the embeddings (Matryoshka). 0 is accepted only together with `modality`: "
+            "Infinity's client sends both by default."
         ),
     )
-    modality: Literal["text"] | None = Field(None, description="Infinity's; the served models embed text.")
-    output_dimension: Width | None = Field(None, description="Voyage's name of `dimensions`.")
-    normalized: Flag | None = Field(None, description="Jina's name of `normalize`.")
+    modality: Literal["text"] | None = Field(
+        None, description="Field of Infinity's client. The served models embed text only."
+    )
+    output_dimension: Width | None = Field(None, description="Voyage's name for `dimensions`.")
+    normalized: Flag | None = Field(None, description="Jina's name for `normalize`.")
     truncate: Truncate | None = Field(
         None,
-        description="Cut long inputs to fit: true or false, or 'NONE', 'START' or 'END', the side that is cut away.",
+        description="Truncate long inputs: true, false, 'NONE', 'START' (cuts the start) or 'END' (cuts the end).",
     )
-    truncation: Flag | None = Field(None, description="Voyage's name of `truncate`.")
+    truncation: Flag | None = Field(None, description="Voyage's name for `truncate`.")
     prefix: str | None = Field(
-        None, description="Text to put before every text in place of the model's prompt, as Open WebUI may send it."
+        None, description="Text put before every input instead of the model's prompt. Open WebUI sends it."
     )
     task: str | None = Field(
         None,
         description=(
-            "Jina's name of `input_type`, such as `retrieval.query`. Refused for models that have a LoRA adapter for "
-            "each task: adapters are not applied."
+            "Jina's name for `input_type`, such as `retrieval.query`. Rejected for models with a LoRA adapter for each "
+            "task, because adapters are not applied."
         ),
     )
     instruction: str | None = Field(
         None,
-        description="For queries, and models with a prompt of the form `Instruct: ...`: replaces its instruction.",
+        description="Replaces the instruction in the query prompt of models with a prompt of the form `Instruct: ...`.",
     )
     late_chunking: Flag | None = Field(
         None,
         description=(
-            "Run all inputs as one text, in their order and with nothing put between them, and answer each with the "
-            "mean of its own tokens, so that every vector knows the whole text. For models that pool by MEAN; the "
-            "inputs together must fit the model's maximum, or truncate_prompt_tokens cuts the text as a whole. The "
-            "prompt is put once before the first text."
+            "Concatenate all inputs in their order, without separators, and run them as one text. The vector of an "
+            "input is the mean of its own token vectors, so it depends on the whole text. Only for models with MEAN "
+            "pooling. The joined text must fit the model's maximum length, or truncate_prompt_tokens truncates it as "
+            "a whole. The prompt is put once before the first input."
         ),
     )
 
     return_multivector: Flag | None = Field(
-        None, description="Jina's: answer with a vector per token, in `embeddings` in place of `embedding`."
+        None, description="Field of Jina: return one vector per token, in `embeddings` instead of `embedding`."
     )
 
     def check_given(self) -> None:
-        """Raises InvalidRequestError for nothing to embed, chats as parts of one text, and two kinds of vectors."""
+        """Raises InvalidRequestError without input, or for late_chunking with messages or token vectors."""
         super().check_given()
         if self.late_chunking and self.messages is not None:
             raise InvalidRequestError(
@@ -103,12 +105,12 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
             )
         if self.late_chunking and self.return_multivector:
             raise InvalidRequestError(
-                "late_chunking gives one vector for each input, return_multivector one for each token; ask for one.",
+                "late_chunking returns one vector per input, return_multivector one per token. Set only one.",
                 param="return_multivector",
             )
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters. Raises InvalidRequestError where `dimensions` is 0."""
+        """Returns the pooling parameters. Raises InvalidRequestError if `dimensions` is 0."""
         if _PARAM_FIELDS.isdisjoint(self.model_fields_set):
             return _PLAIN_PARAMS
         if self.dimensions == 0 and self.modality is None:
@@ -125,7 +127,7 @@ class EmbeddingRequest(EmbeddingTypeOptions, InputFields, EmbeddingBody):
         return params if truncate is None else truncated(params, truncate)
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody: names of options are those that the request used."""
+        """See JsonBody. Returns the option names that the request used."""
         names = dict(super().field_names())
         if self.dimensions is None and self.output_dimension is not None:
             names["dimensions"] = "output_dimension"
@@ -140,7 +142,9 @@ class EmbeddingRow(BaseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | list[int] | str | dict[str, list[float] | list[int] | str] = Field(
-        description="Numbers, their base64, or both and more by name where embedding_type holds several."
+        description=(
+            "List of numbers or base64 text. An object with one entry per type if embedding_type is a list of types."
+        )
     )
 
 
@@ -153,16 +157,19 @@ class MultiVectorRow(BaseModel):
     object: Literal["embeddings"]
     index: int
     embeddings: Rows | dict[str, Rows] = Field(
-        description="A row per token, the base64 of all rows, or both and more by name."
+        description=(
+            "One row per token, or all rows as base64. An object with one entry per type if several types are "
+            "requested."
+        )
     )
 
 
 class MultiVectorResponse(ListResponse[MultiVectorRow]):
-    """Answer of POST /v1/multi-vector."""
+    """Response of POST /v1/multi-vector."""
 
 
 class EmbeddingResponse(ListResponse[EmbeddingRow]):
-    """Answer of POST /v1/embeddings."""
+    """Response of POST /v1/embeddings."""
 
 
 router = Router(OPENAI, tag="openai")
@@ -176,7 +183,7 @@ router = Router(OPENAI, tag="openai")
     responses={200: BYTES_RESPONSE},
 )
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """Embeds texts or token ids, one vector each, in their order; with `return_multivector` as /v1/multi-vector."""
+    """Embeds texts or token ids: one vector per input, in order. `return_multivector` gives one vector per token."""
     if body.return_multivector:
         return await create_multi_vectors(body, request)
     call = await Call.start(request, body.model, EMBEDDERS)
@@ -200,8 +207,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Response:
     """Embeds texts or token ids, one vector per token.
 
-    `input_type` tells a model that reads queries and documents differently (ColBERT) which they are; without it they
-    are documents.
+    `input_type` states whether the inputs are queries or documents, for models that treat them differently (ColBERT).
+    The default is documents.
     """
     call = await Call.start(request, body.model, EMBEDDERS)
     params, encodings, options = _checked(call, body)
@@ -212,7 +219,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
 
 
 def _checked(call: Call, body: EmbeddingRequest) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:
-    """Checks a body. Returns its pooling parameters, the encodings of its response, and the engine's options."""
+    """Checks a body. Returns its pooling parameters, the response encodings, and the engine options."""
     check_inputs(call, body)
     params, encodings = body.pooling_params(), body.encodings()
     check_encodings(encodings, body.num_inputs(), call.info, params, quantized_by=body.quantized_by())

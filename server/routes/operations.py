@@ -27,19 +27,19 @@ router = Router(PENSTOCK, tag="operations", responses={})
 
 
 class ReplicaHealth(BaseModel):
-    """One of several replicas of an engine: where it is in its life, and where it runs."""
+    """State and placement of one of several replicas of an engine."""
 
     state: str = Field(examples=["ready"])
     place: str = Field(examples=["cuda:0"])
 
 
 class Health(BaseModel):
-    """Whether the server works, and the state of each model by its shown name: ready while one of its replicas is."""
+    """State of the server and of each model, by shown name. A model is ready while one of its replicas is ready."""
 
     status: str = Field(examples=["ok"])
     engines: dict[str, str] = Field(examples=[{"all-MiniLM-L6-v2": "ready"}])
     replicas: dict[str, list[ReplicaHealth]] | None = Field(
-        None, description="Of engines that have several; absent where none has."
+        None, description="Replicas of engines with several replicas. Absent if no engine has several."
     )
 
 
@@ -50,7 +50,7 @@ class Version(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of GET /tokenizer_info: what tokenizer_config.json holds, special tokens and chat template among it."""
+    """Response of GET /tokenizer_info: the content of tokenizer_config.json, with special tokens and chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,34 +58,36 @@ class TokenizerInfo(BaseModel):
 
 
 class ResolvedField(BaseModel):
-    """What was resolved of a model, and the file and key that it was read from."""
+    """A resolved value of a model, and the file and key from which it was read."""
 
     value: str
     source: str
 
 
 class ServerInfo(BaseModel):
-    """Answer of GET /server_info."""
+    """Response of GET /server_info."""
 
     version: str = Field(examples=["0.1.0"])
     settings: dict[str, JsonValue] = Field(description="Flags by their names, without API keys and other secrets.")
     models: dict[str, dict[str, ResolvedField]] = Field(description="By shown name.")
     places: dict[str, list[str]] = Field(
-        description="Where each replica of a model runs, by its shown name; empty where one has all of the machine.",
+        description=(
+            "Placement of each replica by the model's shown name. Empty if there is one replica on the whole machine."
+        ),
         examples=[{"all-MiniLM-L6-v2": ["cores 0-3", "cores 4-7"]}],
     )
     system: dict[str, JsonValue] = Field(description="Python, machine and cores.")
 
 
 class ClearedPrefixes(BaseModel):
-    """What POST /reset_prefix_cache did to one model."""
+    """Result of POST /reset_prefix_cache for one model."""
 
-    prefix_caching: bool = Field(description="False: the model keeps no prefixes, or prefix caching is off.")
-    cleared_blocks: int = Field(description="Blocks that the cache held.")
+    prefix_caching: bool = Field(description="False if prefix caching is off or the model does not support it.")
+    cleared_blocks: int = Field(description="Number of blocks that the cache had.")
 
 
 class PrefixCacheReset(BaseModel):
-    """Answer of POST /reset_prefix_cache, when it has happened."""
+    """Response of POST /reset_prefix_cache."""
 
     success: bool
     models: dict[str, ClearedPrefixes] = Field(description="By shown name.")
@@ -98,7 +100,7 @@ _UNHEALTHY: Final[Responses] = {503: {"model": Health, "description": "Not healt
     "/health/live", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY
 )
 async def live(request: Request) -> Response:
-    """200 while the process works: an engine that is being loaded does not count, but all given up do."""
+    """Returns 200 while the server runs. A loading engine does not change that; 503 if all engines have failed."""
     return _health(request, can_serve=context_of(request).models.is_alive)
 
 
@@ -108,9 +110,9 @@ async def live(request: Request) -> Response:
 @router.get("/health", has_head=True, access=Access.OPEN, is_probe=True, response_model=Health, responses=_UNHEALTHY)
 @router.route(["GET", "POST"], "/ping", access=Access.OPEN, is_probe=True, include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """200 when a model takes requests, or will be loaded for them; 503 while the server starts or drains.
+    """Returns 200 if a model accepts requests or is loaded on demand, 503 while the server starts or drains.
 
-    Of several models one may be down: `engines` tells which.
+    If one of several models is down, `engines` names it.
     """
     return _health(request, can_serve=context_of(request).models.is_ready)
 
@@ -123,13 +125,13 @@ async def ready(request: Request) -> Response:
     responses={200: {"content": {"text/plain": {}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Figures in Prometheus' text format."""
+    """Returns the metrics in Prometheus' text format."""
     return Response(await context_of(request).metrics.scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/version", access=Access.OPEN, response_model=Version)
 async def get_version() -> Response:
-    """The version of penstock."""
+    """Returns the version of penstock."""
     return json_response({"version": penstock_version()})
 
 
@@ -153,7 +155,7 @@ ModelName = Annotated[str | None, Query(description="A served name; absent: the 
 
 @operator_router.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
-    """The settings of the tokenizer, as in tokenizer_config.json."""
+    """Returns the settings of the tokenizer, as in tokenizer_config.json."""
     with ClientWatch(request):
         call = await Call.start(request, model)
     try:
@@ -164,7 +166,7 @@ async def tokenizer_info(request: Request, model: ModelName = None) -> Response:
 
 @operator_router.get("/server_info", response_model=ServerInfo)
 async def server_info(request: Request) -> Response:
-    """The settings of the server, and what was resolved of its models."""
+    """Returns the settings of the server and the resolved values of its models."""
     context = context_of(request)
     models = {
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
@@ -180,9 +182,9 @@ async def server_info(request: Request) -> Response:
 
 @operator_router.post("/reset_prefix_cache", response_model=PrefixCacheReset)
 async def reset_prefix_cache(request: Request) -> Response:
-    """Empties the prefix cache of every model. Requests under way go on, and leave nothing in it."""
+    """Clears the prefix cache of every model. Running requests continue and add no blocks to it."""
     models = context_of(request).models
-    models.describe_all()  # refuses while all are being loaded
+    models.describe_all()  # raises an error while all models are loading
     targets = models.engines()
     cleared = await asyncio.gather(*(target.engine.clear_prefixes() for target in targets))
     answer = {

@@ -173,26 +173,26 @@ async def documentation(request: Request) -> Response:
 
 @router.get("/openapi.json", has_head=True, access=Access.OPEN)
 async def openapi_document(request: Request) -> Response:
-    """The OpenAPI document of the routes."""
+    """Returns the OpenAPI document of the routes."""
     document = request.app.encoded_document(request.scope.get("root_path", ""))
     return Response(document, media_type="application/json")
 
 
 @router.get("/docs/swagger-ui-bundle.js", access=Access.OPEN)
 async def script() -> Response:
-    """Swagger UI itself."""
+    """Returns the script of Swagger UI."""
     return _asset("swagger-ui-bundle.js", "text/javascript")
 
 
 @router.get("/docs/swagger-ui.css", access=Access.OPEN)
 async def style() -> Response:
-    """How Swagger UI looks."""
+    """Returns the stylesheet of Swagger UI."""
     return _asset("swagger-ui.css", "text/css")
 
 
 @router.get("/docs/favicon-32x32.png", access=Access.OPEN)
 async def icon() -> Response:
-    """The picture in the browser's tab."""
+    """Returns the icon of the browser tab."""
     return _asset("favicon-32x32.png", "image/png")
 
 

@@ -1,4 +1,4 @@
-"""Rankings of documents, for Cohere, Jina, vLLM, Voyage and TEI clients, and scores of pairs of texts for vLLM's."""
+"""Rerank routes for Cohere, Jina, vLLM, Voyage and TEI clients, and score routes for vLLM clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..schemas.tei_bodies import TeiRank, TeiRerankRequest
 from .tei import RERANK, TEI_HEADERS, rerank_texts
 
 _NO_DOCUMENTS: Final = {"rank_fields", "max_chunks_per_doc", "top_k"}
-"""Keys of dialects that return documents on request only: Cohere's and Voyage's."""
+"""Keys of Cohere and Voyage: these dialects return documents on request only."""
 
 
 class RerankRequest(PairBody):
@@ -57,54 +57,64 @@ class RerankRequest(PairBody):
     ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE)
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
-    documents: Documents = Field(description='Texts or objects {"text": ...}. Each is cut to fit.')
+    documents: Documents = Field(description='Texts or objects {"text": ...}. Long documents are truncated.')
     rank_fields: Listed[str] | None = Field(
-        None, description="Fields of documents that are objects: their values are read as lines, in this order."
+        None,
+        description=(
+            "Fields to rank of documents that are objects. Each value becomes one line of the text, in this order."
+        ),
     )
-    top_n: Count | None = Field(None, description="Results to return; absent, 0 or more than there are documents: all.")
+    top_n: Count | None = Field(
+        None, description="Number of results. Absent, 0 or more than the number of documents: all."
+    )
     top_k: Count | None = Field(
-        None, description="Voyage's name of `top_n`. A request that has it, be it null, gets Voyage's `data` as well."
+        None,
+        description=(
+            "Voyage's name for `top_n`. If the key is present, even as null, the response also has Voyage's `data`."
+        ),
     )
     truncation: Flag | None = Field(
-        None, description="False refuses a document that is too long with its query; absent: it is cut to fit."
+        None,
+        description=(
+            "False rejects a document that does not fit together with the query. Absent: documents are truncated."
+        ),
     )
-    raw_scores: Flag | None = Field(None, description="True leaves the activation out, as use_activation: false does.")
+    raw_scores: Flag | None = Field(None, description="True returns logits, as `use_activation: false` does.")
     return_documents: FlagOrWord | None = Field(
         None,
         description=(
-            "Return each document: its text, and what else it was sent with. Absent: yes, as Jina and vLLM do; no on "
-            "/v2/rerank, and where the request has a key of Cohere's or Voyage's alone: rank_fields, "
-            "max_chunks_per_doc or top_k."
+            "Return each document with all of its fields. Absent: true as in Jina and vLLM, but false on /v2/rerank "
+            "and if the request has a key that only Cohere or Voyage uses: rank_fields, max_chunks_per_doc or top_k."
         ),
     )
     max_chunks_per_doc: Count | None = Field(
         None,
         description=(
-            "Read a document that does not fit in up to this many pieces, of which the best counts; 0, 1 or absent: "
-            "cut it to fit."
+            "Split a document that does not fit into up to this many chunks; the score is that of the best chunk. 0, 1 "
+            "or absent: truncate the document."
         ),
     )
 
-    instruct: str | None = Field(None, description="SGLang's name of `instruction`, which wins.")
+    instruct: str | None = Field(None, description="SGLang's name for `instruction`. `instruction` has precedence.")
 
     def wanted_instruction(self) -> str | None:
-        """Returns the instruction of the request, in whichever place it stands."""
+        """Returns the instruction of the request, from any of its fields."""
         wanted = super().wanted_instruction()
         return wanted if wanted or self.instruct is None else self.instruct
 
     def field_names(self) -> Mapping[str, str]:
-        """See JsonBody: the instruction is named as the request did."""
+        """See JsonBody. Returns the field name of the instruction that the request used."""
         names = dict(super().field_names())
         if self.instruct is not None and self.wanted_instruction() is self.instruct:
             names["instruction"] = "instruct"
         return names
 
     def texts(self) -> list[str]:
-        """Returns the text to rank of each document; see `document_texts`."""
+        """Returns the text of each document; see `document_texts`."""
         return document_texts(self.documents, self.rank_fields)
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the pooling parameters. Documents are cut to fit unless the request sets a limit."""
+        """Returns the pooling parameters. Documents are truncated to fit unless the request sets a limit."""
         params = super().pooling_params()
         if self.raw_scores and params.use_activation is None:
             params = params.clone(use_activation=False)
@@ -115,22 +125,22 @@ class RerankRequest(PairBody):
         return self.top_n or self.top_k or None
 
     def wants_documents(self, path: str) -> bool:
-        """Returns whether the answer holds the documents: as asked for, or as the dialect of the request does unasked.
+        """Returns whether the response holds the documents: as the request states, or else the dialect's default.
 
         Args:
-            path: Of the request. /v2/rerank is Cohere's alone.
+            path: Path of the request. Only Cohere uses /v2/rerank.
         """
         if self.return_documents is not None:
             return self.return_documents
         return not (path.startswith("/v2/") or _NO_DOCUMENTS & self.model_fields_set)
 
     def is_voyage(self) -> bool:
-        """Returns whether a client of Voyage asks, which sends `top_k` always."""
+        """Returns whether the client is Voyage's: it always sends `top_k`."""
         return "top_k" in self.model_fields_set
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent; of one without `text`, what was ranked of it stands there."""
+    """A document as it was sent. If it has no `text`, `text` is the text that was ranked."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -138,15 +148,15 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """One document's place."""
+    """The score of one document."""
 
-    index: int = Field(description="Place of the document in the request.")
+    index: int = Field(description="Index of the document in the request.")
     relevance_score: float
-    document: RerankDocument | None = Field(None, description="Unless return_documents, or its default, says no.")
+    document: RerankDocument | None = Field(None, description="Absent if return_documents or its default is false.")
 
 
 class VoyageResult(BaseModel):
-    """One document's place as Voyage writes it. Present only on request: `document`."""
+    """The score of one document in Voyage's format."""
 
     index: int
     relevance_score: float
@@ -166,12 +176,14 @@ class RerankMeta(VersionMeta):
 
 
 class RerankResponse(BaseModel):
-    """Answer of the rerank routes, best first."""
+    """Response of the rerank routes, best first."""
 
     id: str
     model: str
     results: list[RerankResult]
-    data: list[VoyageResult] | None = Field(None, description="The results again; only where the request has top_k.")
+    data: list[VoyageResult] | None = Field(
+        None, description="The results in Voyage's format, only if the request has top_k."
+    )
     meta: RerankMeta
     usage: Usage
 
@@ -180,7 +192,7 @@ _PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "it
 
 
 def parse_score_side(value: Any) -> list[str]:
-    """Returns the texts of one side, where vLLM's objects `{"content": [...]}` may stand for texts, too."""
+    """Returns the texts of one side. Entries may be texts or vLLM's objects `{"content": [...]}`."""
     return parse_text_or_texts([_content(entry) for entry in value] if isinstance(value, list) else _content(value))
 
 
@@ -192,7 +204,7 @@ ScoreSide = Annotated[list[str], PlainValidator(parse_score_side), WithJsonSchem
 
 
 class ScoreRequest(PairBody):
-    """Body of POST /score: one pair of fields, 1 to 1, 1 to N or N to N."""
+    """Body of POST /score: one pair of fields with 1 and 1, 1 and N, or N and N texts."""
 
     model_config = documented(
         {"text_1": "What holds back the water?", "text_2": ["A gate.", "A song."]},
@@ -202,15 +214,15 @@ class ScoreRequest(PairBody):
 
     ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
-    text_1: ScoreSide | None = Field(None, description="Queries. Together with `text_2`.")
+    text_1: ScoreSide | None = Field(None, description="Queries. Used with `text_2`.")
     text_2: ScoreSide | None = Field(None, description="Documents.")
-    queries: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `documents` or `items`.")
-    documents: ScoreSide | None = Field(None, description="Other name of `text_2`.")
-    items: ScoreSide | None = Field(None, description="Other name of `text_2`.")
-    data_1: ScoreSide | None = Field(None, description="Other name of `text_1`. Together with `data_2`.")
-    data_2: ScoreSide | None = Field(None, description="Other name of `text_2`.")
+    queries: ScoreSide | None = Field(None, description="Other name for `text_1`. Used with `documents` or `items`.")
+    documents: ScoreSide | None = Field(None, description="Other name for `text_2`.")
+    items: ScoreSide | None = Field(None, description="Other name for `text_2`.")
+    data_1: ScoreSide | None = Field(None, description="Other name for `text_1`. Used with `data_2`.")
+    data_2: ScoreSide | None = Field(None, description="Other name for `text_2`.")
     encoding_format: Literal["float"] | None = Field(
-        None, description="Scores are numbers; vLLM's documentation shows it."
+        None, description="Accepted because vLLM's documentation shows it. Scores are JSON numbers."
     )
 
     def field_names(self) -> Mapping[str, str]:
@@ -219,7 +231,7 @@ class ScoreRequest(PairBody):
         return dict(zip(_PAIRS[0], given[0], strict=True)) if len(given) == 1 else {}
 
     def sides(self) -> tuple[str, str]:
-        """Returns the names of the fields of the two sides. Raises InvalidRequestError unless one pair is there."""
+        """Returns the field names of the two sides. Raises InvalidRequestError unless the body has exactly one pair."""
         given = self._given()
         if len(given) != 1:
             names = "; ".join(f"{a} and {b}" for a, b in _PAIRS)
@@ -239,7 +251,7 @@ class ScoreRow(BaseModel):
 
 
 class ScoreResponse(ListResponse[ScoreRow]):
-    """Answer of POST /score, in the order of the pairs."""
+    """Response of POST /score, in the order of the pairs."""
 
 
 router = Router(COHERE, tag="rerank")
@@ -263,7 +275,7 @@ _FEWER_DOCUMENTS: Final = "Send fewer documents at once, or set return_documents
 @router.task("/v1/rerank", **_RERANK)
 @router.task("/rerank", **_RERANK)
 async def rerank(body: RerankBody, request: Request) -> Response:
-    """Sorts documents by their relevance to a query, best first. `texts` instead of `documents` get TEI's answer."""
+    """Sorts documents by relevance to a query, best first. A body with `texts` instead of `documents` is TEI's."""
     if isinstance(body, TeiRerankRequest):
         return await rerank_texts(body, request)
     call = await Call.start(request, body.model, RERANKERS)
@@ -305,7 +317,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
 @router.task("/v1/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)
 @router.task("/score", dialect=VLLM, tags=["score"], batch_use=BatchUse.TASK, response_model=ScoreResponse)
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """Scores pairs of texts: by the cross-encoder that is served, or by the cosine of embeddings."""
+    """Scores pairs of texts, with a cross-encoder or by the cosine of embeddings."""
     call = await Call.start(request, body.model, RERANKERS)
     left, right = sides = body.sides()
     for side in sides:

@@ -1,4 +1,4 @@
-"""Text Embeddings Inference (TEI): embeddings, predictions, rankings, tokens, the model's description, and POST /."""
+"""Routes of Text Embeddings Inference (TEI): embeddings, predictions, rankings, tokens, model facts, and POST /."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from . import cohere
 from .cohere import CohereEmbedByTypeResponse, CohereEmbedFloatsResponse, CohereEmbedRequest
 
 RERANK: Final = "rerank"
-"""Name of the task in metrics and logs. Scores of pairs have another one."""
+"""Name of the task in metrics and logs. /score uses another name."""
 _NO_TEXTS: Final = "Send fewer texts at once, or leave return_text out."
 _POOLING_NAMES: Final = {"LAST": "last_token"}
 _STAGE_HEADERS: Final = {
@@ -68,7 +68,7 @@ _WHOLE: Final = {"type": "integer", "minimum": 0}
 TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "headers": {
-            "x-compute-type": {"description": "What computed.", "schema": {"enum": ["cpu", "gpu"]}},
+            "x-compute-type": {"description": "Device type.", "schema": {"enum": ["cpu", "gpu"]}},
             "x-compute-characters": {"description": "Characters of the inputs.", "schema": _WHOLE},
             "x-compute-tokens": {"description": "Tokens of the inputs.", "schema": _WHOLE},
             **{
@@ -78,7 +78,7 @@ TEI_HEADERS: Final[dict[int | str, dict[str, Any]]] = {
         }
     }
 }
-"""For OpenAPI: the headers of TEI's answers. A path that other dialects share has answers without them."""
+"""For OpenAPI: the headers of TEI's responses. Responses of other dialects on the same path lack these headers."""
 
 Scores = NDArray[np.float32]
 
@@ -96,9 +96,9 @@ router = Router(TEI, tag="tei")
     responses=TEI_HEADERS,
 )
 async def embed(body: EmbedBody, request: Request) -> Response:
-    """Embeds texts or token ids, one vector each, in their order; a single text gets a list of one.
+    """Embeds texts or token ids: one vector per input, in order. A single text gives a list with one vector.
 
-    `texts` instead of `inputs` get Cohere's answer, as on /v1/embed.
+    A body with `texts` instead of `inputs` is Cohere's, as on /v1/embed.
     """
     if isinstance(body, CohereEmbedRequest):
         return await cohere.embed_v1(body, request)
@@ -116,7 +116,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
 async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     """Embeds every token of each input, special tokens included, without pooling and normalisation.
 
-    A model that was trained for vectors of tokens (ColBERT) answers with those.
+    A model that was trained for token vectors (ColBERT) returns these with its own normalisation.
     """
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
@@ -134,7 +134,7 @@ async def embed_all(body: TeiTokenEmbedRequest, request: Request) -> Response:
     "/embed_sparse", batch_use=BatchUse.EMBEDDING, response_model=list[list[TeiSparseValue]], responses=TEI_HEADERS
 )
 async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response:
-    """Embeds each input into a sparse vector over the vocabulary, with a model that gives some (SPLADE, bge-m3)."""
+    """Embeds each input into a sparse vector over the vocabulary. Needs a sparse model (SPLADE, bge-m3)."""
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
     options = call.options(body.prompt_name or call.target.default_prompt_name, priority=body.priority)
@@ -147,7 +147,7 @@ async def embed_sparse(body: TeiTokenEmbedRequest, request: Request) -> Response
 
 @router.task("/similarity", batch_use=BatchUse.TASK, response_model=list[float], responses=TEI_HEADERS)
 async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
-    """Compares a sentence with others by the cosine of their embeddings; all are read with the same prompt."""
+    """Returns the cosine similarity of a sentence with each of several others. All use the same prompt."""
     call = await Call.start(request, body.model, EMBEDDERS)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     call.check_count(sentences, "inputs.sentences")
@@ -156,7 +156,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     if call.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{call.info.name} is a {call.info.kind.value}; similarity needs embeddings.")
     if options.prompt_name is None:
-        options = replace(options, prompt="")  # Or a query prompt would stand before one side alone.
+        options = replace(options, prompt="")  # otherwise only one side gets a query prompt
     call.reserve(size_of_numbers(len(sentences)), param="inputs.sentences")
     result = await call.engine.score([source], sentences, body.pooling_params(), options)
     call.count(PoolingTask.SCORE, result)
@@ -171,7 +171,10 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     responses=TEI_HEADERS,
 )
 async def predict(body: TeiPredictRequest, request: Request) -> Response:
-    """Classifies texts and pairs of texts. A list of them gets a list of lists, and so does a body of `parameters`."""
+    """Classifies texts and pairs of texts.
+
+    A list of inputs, or a body with `parameters`, gives a list of lists.
+    """
     call = await Call.start(request, body.model, CLASSIFIERS)
     info, entries = call.info, body.inputs.entries
     call.check_count(entries, "inputs")
@@ -194,7 +197,7 @@ async def predict(body: TeiPredictRequest, request: Request) -> Response:
 
 
 async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
-    """Sorts texts by their relevance to a query, best first. Other dialects share its path: see rerank.py."""
+    """Sorts texts by relevance to a query, best first. rerank.py calls it: other dialects share its path."""
     call = await Call.start(request, body.model, RERANKERS)
     call.check_count(body.texts, "texts")
     options = call.options(instruction=body.instruction, priority=body.priority)
@@ -210,7 +213,7 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
 
 
 async def _classify(engine: AsyncEngine, body: TeiPredictRequest, options: RequestOptions) -> ClassResult:
-    """Returns the classes of texts and pairs, in their order."""
+    """Returns the classes of texts and pairs, in input order."""
     params, entries = body.pooling_params(), body.inputs.entries
     texts = [i for i, entry in enumerate(entries) if len(entry) == 1]
     pairs = [i for i, entry in enumerate(entries) if len(entry) == 2]
@@ -266,7 +269,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
 
 
 async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response:
-    """Returns the tokens of each text with their places. Other dialects share its path: see vllm.py."""
+    """Returns the tokens of each text with their offsets. vllm.py calls it: other dialects share its path."""
     call = await Call.start(request, body.model)
     call.check_count(body.inputs, "inputs")
     prompt = _prompt(call.info, body.prompt_name)
@@ -285,7 +288,7 @@ async def tokenize_texts(body: TeiTokenizeRequest, request: Request) -> Response
 
 @router.task("/", include_in_schema=False)
 async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) -> Response:
-    """Answers as the Inference API: with the task of the body or of the served model."""
+    """Responds as the Inference API does: the body or the served model determines the task."""
     model = body.get("model")
     call = await Call.start(request, model if isinstance(model, str) else None)
     if isinstance(body.get("inputs"), dict):
@@ -298,12 +301,12 @@ async def by_model(body: Annotated[dict[str, Any], Body()], request: Request) ->
         return await respond_as(embed, TeiEmbedRequest, body, request)
     if call.info.kind is ModelKind.TOKEN_CLASSIFIER:
         raise UnsupportedTaskError(f"{call.name} classifies tokens; POST its texts to /classify as `input`.")
-    # Clients of the Inference API read a list of lists, for a single text too.
+    # Clients of the Inference API expect a list of lists, even for a single text.
     return await respond_as(predict, TeiPredictRequest, {"parameters": {}, **body}, request)
 
 
 def _respond(call: Call, content: Any, *, num_chars: int) -> Response:
-    """Returns a response with TEI's headers, for which memory has been reserved.
+    """Returns a response with TEI's headers. Its memory has been reserved.
 
     Args:
         call: The call that computed it.
@@ -333,9 +336,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _probabilities(scores: Scores, model: ModelInfo) -> Scores:
-    """Returns relevance scores between 0 and 1, which TEI gives unless `raw_scores` is set.
+    """Returns relevance scores between 0 and 1, TEI's default without `raw_scores`.
 
-    Most models' own files say the same. Those of some cross-encoders ask for logits.
+    The files of most models request the same. The files of some cross-encoders request logits.
     """
     if model.kind is ModelKind.CROSS_ENCODER and model.activation is Activation.IDENTITY and model.use_activation:
         return np.exp(-np.logaddexp(np.float32(0), -scores))
@@ -343,21 +346,21 @@ def _probabilities(scores: Scores, model: ModelInfo) -> Scores:
 
 
 def prediction_rows(scores: Scores, labels: Sequence[str], top_k: int | None = None) -> Iterator[list[dict[str, Any]]]:
-    """Returns the classes of each input, best first, made while they are written."""
+    """Yields the classes of each input, best first."""
     for own in scores:
         best = np.argsort(-own, kind="stable")[: top_k or None]
         yield [{"score": own[i], "label": labels[i]} for i in best.tolist()]
 
 
 def _rank_rows(scores: Scores, texts: Sequence[str] | None, top_n: int | None) -> Iterator[dict[str, Any]]:
-    """Returns the places of texts, best first, made while they are written; with `texts`, each holds its own."""
+    """Yields the ranked texts, best first. Rows contain their text if `texts` is given."""
     for i in np.argsort(-scores, kind="stable")[: top_n or None].tolist():
         row = {"index": i, "score": scores[i]}
         yield row if texts is None else {**row, "text": texts[i]}
 
 
 def _sparse_rows(vectors: Sequence[SparseVector]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Returns the entries of sparse vectors that are not zero, made while they are written."""
+    """Yields the non-zero entries of each sparse vector."""
     for vector in vectors:
         entries = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
         yield ({"index": i, "value": value} for i, value in entries)
@@ -386,7 +389,7 @@ def _prompt(model: ModelInfo, name: str | None) -> str:
 
 
 def _tokens(text: str, tokenized: TokenizedText) -> Iterator[dict[str, Any]]:
-    """Returns the tokens of a text, made while they are written."""
+    """Yields the tokens of a text."""
     places = zip(tokenized.token_ids, tokenized.tokens, tokenized.offsets, tokenized.is_special, strict=True)
     for token_id, token, (start, stop), is_special in places:
         yield (

@@ -1,6 +1,6 @@
-"""vLLM: the outputs of the model, tokens, the load of the server, and SageMaker's route for all bodies.
+"""Routes of vLLM: /pooling, tokens, server load, and SageMaker's /invocations.
 
-The keys of a body tell the dialects apart that share /tokenize and /invocations.
+Several dialects share /tokenize and /invocations. The keys of a body determine its dialect.
 """
 
 from __future__ import annotations
@@ -80,27 +80,29 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
         None,
         description=(
-            "One vector or one row of class scores for each input, or one for each of its tokens. Absent: the first of "
-            "these that the model serves."
+            "Whether to return one vector or row of class scores per input, or one per token. Absent: the first task "
+            "that the model supports."
         ),
     )
-    step_tag_id: Count | None = Field(None, description="STEP pooling: answer with the rows of tokens with this id.")
-    returned_token_ids: Listed[Count] | None = Field(None, description="STEP pooling: columns of the scores.")
+    step_tag_id: Count | None = Field(None, description="STEP pooling: return only the rows of tokens with this id.")
+    returned_token_ids: Listed[Count] | None = Field(
+        None, description="STEP pooling: return only these columns of the scores."
+    )
 
     def pooling_task(self, tasks: tuple[PoolingTask, ...]) -> PoolingTask:
-        """Returns the task: that of the body, else the first that the model serves, else CLASSIFY."""
+        """Returns the task of the body, or the first one that the model supports, or CLASSIFY."""
         if self.task is not None:
             return PoolingTask(self.task)
         order = (PoolingTask.EMBED, PoolingTask.CLASSIFY, PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY)
         return next((task for task in order if task in tasks), PoolingTask.CLASSIFY)
 
     def check_prompt(self, task: PoolingTask) -> None:
-        """Raises InvalidRequestError if the body names a prompt: this task reads texts without one."""
+        """Raises InvalidRequestError if the body names a prompt but the task uses none."""
         for name in self.prompt_fields:
             if getattr(self, name):
                 raise InvalidRequestError(
-                    f"{name} puts a prompt before texts that are embedded; the task {task.value!r} reads them as they "
-                    f"are. Leave {name} out.",
+                    f"{name} selects a prompt for embedding, but the task {task.value!r} uses no prompt. "
+                    f"Leave {name} out.",
                     param=name,
                 )
 
@@ -117,17 +119,20 @@ class PoolingRequest(EncodingOptions, InputFields, EmbeddingBody):
 
 
 class PoolingRow(BaseModel):
-    """What the model makes of one input."""
+    """The output of the model for one input."""
 
     index: int
     object: Literal["pooling"]
     data: list[float] | list[list[float]] | list[int] | list[list[int]] | str = Field(
-        description="One row, one row per token, or the base64 of either, flattened: `bytes` tells the shape."
+        description=(
+            "One row, or one row per token, or base64 of the flattened numbers. With `bytes`, the metadata header"
+            " has the shape."
+        )
     )
 
 
 class PoolingResponse(ListResponse[PoolingRow]):
-    """Answer of POST /pooling, in the order of the inputs."""
+    """Response of POST /pooling, in the order of the inputs."""
 
 
 class TokenizeRequest(ChatFields):
@@ -142,11 +147,11 @@ class TokenizeRequest(ChatFields):
     ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     prompt: str | None = Field(None, description="The text.")
-    return_token_strs: Flag | None = Field(None, description="Answer with the tokens as the vocabulary has them, too.")
+    return_token_strs: Flag | None = Field(None, description="Also return the tokens as they are in the vocabulary.")
     tools: Listed[dict[str, Any]] | None = Field(None, description="Tools for the chat template.")
 
     def check_given(self) -> None:
-        """Raises InvalidRequestError unless there is one text to tokenize: `prompt`, or `messages` of one chat."""
+        """Raises InvalidRequestError unless the body has either `prompt` or `messages` of one chat."""
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
             raise InvalidRequestError(
@@ -157,7 +162,7 @@ class TokenizeRequest(ChatFields):
             raise InvalidRequestError("messages holds several chats; send one.", param="messages")
 
     def chat_options(self) -> ChatOptions:
-        """Returns how the messages are to be rendered; here the head of an answer is added unless it is refused."""
+        """Returns the options for the chat template. As in vLLM, add_generation_prompt defaults to true here."""
         options = super().chat_options()
         adds = not options.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return ChatOptions(
@@ -168,10 +173,10 @@ class TokenizeRequest(ChatFields):
 
 
 class TokenizeResponse(BaseModel):
-    """vLLM's answer of POST /tokenize."""
+    """vLLM's response of POST /tokenize."""
 
     count: int
-    max_model_len: int = Field(description="Tokens. Longest input that the model takes.")
+    max_model_len: int = Field(description="Longest input of the model in tokens.")
     tokens: list[int]
     token_strs: list[str] | None = Field(description="With return_token_strs only.")
 
@@ -188,15 +193,15 @@ class DetokenizeRequest(RequestBody):
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer of POST /detokenize."""
+    """Response of POST /detokenize."""
 
-    prompt: str = Field(description="The text, with special tokens as they are spelled.")
+    prompt: str = Field(description="The text, including special tokens.")
 
 
 class Load(BaseModel):
-    """Answer of GET /load."""
+    """Response of GET /load."""
 
-    server_load: int = Field(description="Requests under way in the engines.")
+    server_load: int = Field(description="Number of running and queued requests of all engines.")
 
 
 router = Router(VLLM, tag="vllm")
@@ -214,7 +219,7 @@ _EMBEDS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
     responses={200: BYTES_RESPONSE},
 )
 async def pooling(body: PoolingRequest, request: Request) -> Response:
-    """Answers with the numbers themselves: embeddings or class scores, of each input or of each of its tokens."""
+    """Returns embeddings or class scores, per input or per token."""
     call = await Call.start(request, body.model)
     check_inputs(call, body)
     task, encoding, params = body.pooling_task(call.info.tasks), body.encoding(), body.pooling_params()
@@ -238,13 +243,13 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
 
 @router.get("/load", response_model=Load)
 async def load(request: Request) -> Response:
-    """Tells how many requests are under way."""
+    """Returns the number of requests in the engines."""
     engines = context_of(request).models.engines()
     return json_response({"server_load": sum(target.engine.stats().num_requests for target in engines)})
 
 
 def _check_encoding(encoding: Encoding, task: PoolingTask, width: int) -> None:
-    """Raises InvalidRequestError for integers where they make no sense."""
+    """Raises InvalidRequestError if class scores are requested as integers."""
     if encoding.quantization is None:
         return
     if task not in _EMBEDS:
@@ -291,7 +296,10 @@ TokenizeBody = Annotated[
     response_model=TokenizeResponse | list[list[TeiToken]] | CohereTokenizeResponse,
 )
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Returns the tokens of a text. `prompt` and `messages` get vLLM's answer, `inputs` TEI's, `text` Cohere's."""
+    """Returns the tokens of a text.
+
+    The response format is vLLM's for `prompt` and `messages`, TEI's for `inputs`, and Cohere's for `text`.
+    """
     match body:
         case TeiTokenizeRequest():
             return await tei.tokenize_texts(body, request)
@@ -308,7 +316,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 @router.post("/detokenize", tags=["tokenize"], response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """Returns the text of tokens, in vLLM's answer; /v1/detokenize gives Cohere's and /decode TEI's."""
+    """Returns the text of token ids in vLLM's format. /v1/detokenize has Cohere's format and /decode TEI's."""
     call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
     text = ""
@@ -355,7 +363,7 @@ _SCHEMA: Final[dict[str, Any]] = {
 async def invocations(
     body: Annotated[dict[str, Any], Body(examples=_EXAMPLES, json_schema_extra=_SCHEMA)], request: Request
 ) -> Response:
-    """Answers as the route that takes such a body: /rerank, /score, /pooling, /classify, /v1/embeddings, or TEI's."""
+    """Runs the route that fits the body: /rerank, /score, /pooling, /classify, /v1/embeddings, or a route of TEI."""
     has = {key for key, value in body.items() if value is not None}
     if has & {"inputs", "texts"}:
         return await tei.by_model(body, request)
@@ -365,7 +373,7 @@ async def invocations(
         return await respond_as(rerank.score, ScoreRequest, body, request)
     if not has & {"input", "messages"}:
         raise InvalidRequestError(
-            "The body fits no route: give input or messages, query with documents, text_1 with text_2, or inputs; "
+            "The body fits no route. Send input or messages, query with documents, text_1 with text_2, or inputs; "
             f"it has {shown_names(body)}.",
             param="input",
         )

@@ -1,1 +1,1 @@
-"""Fields of request and response bodies that several dialects share, and the bodies of batches and of TEI."""
+"""Request and response fields that several dialects share, and the bodies of batches and TEI."""

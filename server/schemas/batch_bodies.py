@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's clients send and read them."""
+"""Bodies of OpenAI's file and batch routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .options import Count
 
 LEAST_EXPIRY_S: Final = 3600
 MOST_EXPIRY_S: Final = 30 * 24 * 3600
-"""Also the default of files."""
+"""Also the default for files."""
 MOST_HOURS: Final = 168
 _HOURS: Final = r"^[1-9][0-9]{0,2}h$"
 
@@ -28,9 +28,9 @@ Metadata = Annotated[
 
 
 class ExpiresAfter(BaseModel):
-    """When a file is gone."""
+    """When a file expires."""
 
-    anchor: Literal["created_at"] = Field(description="The time that counts: when the file was made.")
+    anchor: Literal["created_at"] = Field(description="Start of the period: the creation of the file.")
     seconds: Annotated[Count, Field(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
 
 
@@ -51,13 +51,13 @@ class BatchRequest(JsonBody):
     )
 
     input_file_id: str = Field(description="An uploaded file of JSON lines.")
-    endpoint: str = Field(description="The route of all its lines.")
+    endpoint: str = Field(description="The route of all lines.")
     completion_window: CompletionWindow = Field(
-        description=f"Hours after which what is left is given up, from 1h to {MOST_HOURS}h; OpenAI's clients send 24h."
+        description=f"Hours after which the batch expires, from 1h to {MOST_HOURS}h. OpenAI's clients send 24h."
     )
-    metadata: Metadata | None = Field(None, description="Notes, which the answers hold again.")
+    metadata: Metadata | None = Field(None, description="Notes of the client. Responses return them.")
     output_expires_after: ExpiresAfter | None = Field(
-        None, description="When the files that it makes are gone; absent: after 30 days."
+        None, description="When the output files expire. Absent: after 30 days."
     )
 
 
@@ -76,7 +76,7 @@ class FileObject(BaseModel):
 
 
 class FileDeleted(BaseModel):
-    """What is left of a file."""
+    """Response of DELETE /v1/files/{file_id}."""
 
     id: str
     object: Literal["file"]
@@ -84,7 +84,7 @@ class FileDeleted(BaseModel):
 
 
 class ObjectList(BaseModel):
-    """What lists hold beside their entries."""
+    """The fields of a list page, without its entries."""
 
     object: Literal["list"]
     first_id: str | None
@@ -99,7 +99,7 @@ class FileList(ObjectList):
 
 
 class BatchError(BaseModel):
-    """What is wrong with an input file."""
+    """An error in an input file."""
 
     code: str
     message: str
@@ -115,7 +115,7 @@ class BatchErrors(BaseModel):
 
 
 class RequestCounts(BaseModel):
-    """How many lines a batch has, and what became of them."""
+    """Number of lines of a batch: all, completed and failed."""
 
     total: int
     completed: int
@@ -177,7 +177,7 @@ UPLOAD: Final[dict[str, Any]] = {
                             "type": "integer",
                             "minimum": LEAST_EXPIRY_S,
                             "maximum": MOST_EXPIRY_S,
-                            "description": "Seconds after which the file is gone; absent: 30 days.",
+                            "description": "Seconds after which the file expires. Absent: 30 days.",
                         },
                     },
                 }
@@ -185,4 +185,4 @@ UPLOAD: Final[dict[str, Any]] = {
         },
     }
 }
-"""The form of an upload, which FastAPI does not read: it goes to the disk as it comes."""
+"""OpenAPI schema of an upload form. FastAPI does not parse the form: it is streamed to disk."""

@@ -1,4 +1,4 @@
-"""Inputs of a pooling request as vLLM takes them: texts, token ids, or the messages of chats."""
+"""Inputs of a pooling request as in vLLM: texts, token ids, or chat messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Conversations = list[list[dict[str, Any]]]
 
 
 def parse_conversations(value: Any) -> Conversations:
-    """Returns a list of chats for `messages`, which is the messages of one chat, or a list of such lists."""
+    """Returns a list of chats. `messages` is the list of messages of one chat, or a list of such lists."""
     if not isinstance(value, list):
         raise ValueError('must be a list of messages {"role": ..., "content": ...}')
     if not value:
@@ -64,36 +64,36 @@ Messages = Annotated[Conversations, PlainValidator(parse_conversations), WithJso
 
 
 class ChatFields(RequestBody):
-    """Messages, and how the model's chat template is to render them."""
+    """Chat messages and options for the model's chat template."""
 
     messages: Messages | None = Field(
         None,
         description=(
-            "The messages of a chat, rendered by the model's chat template into one text; or a list of chats. No "
+            "The messages of one chat, or a list of chats. The model's chat template renders each chat to one text. No "
             "prompt of the model is put before it."
         ),
     )
     add_special_tokens: Flag | None = Field(
         None,
         description=(
-            "Put the tokenizer's special tokens around every text. Absent: for texts yes, for messages no, because "
-            "chat templates spell their own."
+            "Add the tokenizer's special tokens to every text. Absent: true for texts and false for messages, because "
+            "chat templates contain special tokens."
         ),
     )
-    add_generation_prompt: Flag | None = Field(None, description="End the chat with the head of an answer.")
-    continue_final_message: Flag | None = Field(None, description="End the chat within its last message.")
-    chat_template: str | None = Field(None, description="Refused: chats are rendered by the model's own template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further values for the chat template.")
+    add_generation_prompt: Flag | None = Field(None, description="Append the start of an assistant message.")
+    continue_final_message: Flag | None = Field(None, description="Leave the last message open instead of ending it.")
+    chat_template: str | None = Field(None, description="Rejected: only the model's own template is used.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables for the chat template.")
 
     def chat_options(self) -> ChatOptions:
-        """Returns how the messages are to be rendered.
+        """Returns the options for the chat template.
 
         Raises:
-            InvalidRequestError: The request brings a template.
+            InvalidRequestError: The request contains a template.
         """
         if self.chat_template is not None:
             raise InvalidRequestError(
-                "chat_template is not taken from requests: leave it out, and chats are rendered by the template in "
+                "chat_template is not taken from requests. Leave it out: chats are rendered with the template in "
                 "the model's folder (chat_template.jinja or tokenizer_config.json).",
                 param="chat_template",
             )
@@ -105,7 +105,7 @@ class ChatFields(RequestBody):
 
 
 class InputFields(ChatFields):
-    """`input` or `messages`, one of them."""
+    """The fields `input` and `messages`. A body has one of the two."""
 
     input: Inputs | None = Field(
         None,
@@ -115,7 +115,7 @@ class InputFields(ChatFields):
     @model_validator(mode="before")
     @classmethod
     def find_chats(cls, body: Any) -> Any:
-        """Moves chats that came as `input` to `messages`."""
+        """Moves chats from `input` to `messages`."""
         if isinstance(body, dict) and body.get("messages") is None and _holds_messages(body.get("input")):
             return {**body, "input": None, "messages": body["input"]}
         return body
@@ -129,11 +129,11 @@ class InputFields(ChatFields):
         return list(self.input or ())
 
     def num_inputs(self) -> int:
-        """Returns how many rows the answer will have."""
+        """Returns the number of inputs, which is the number of rows of the response."""
         return len(self.texts() or self.messages or ())
 
     def check_given(self) -> None:
-        """Raises InvalidRequestError unless exactly one of `input` and `messages` is there."""
+        """Raises InvalidRequestError unless the body has exactly one of `input` and `messages`."""
         if self.input is not None and self.messages is not None:
             raise InvalidRequestError("Give one of input and messages; the body has both.", param="input")
         if self.input is None and self.messages is None:

@@ -1,4 +1,4 @@
-"""The request fields that say how vectors are written, in the words of OpenAI, vLLM, Jina and Voyage."""
+"""Request fields for the encoding of vectors, with the names of OpenAI, vLLM, Jina and Voyage."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ _PLAIN_ENCODINGS: Final[Mapping[EncodingFormat | None, Mapping[str, Encoding]]] 
     EncodingFormat.FLOAT: {"embedding": Encoding()},
     EncodingFormat.BASE64: {"embedding": Encoding(format=EncodingFormat.BASE64)},
 }
-"""The encodings of most requests, which name no other option."""
+"""The encodings of most requests: without the other options."""
 _ENCODING_FIELDS: Final = ("embed_dtype", "endianness", "embedding_type", "encoding_type", "output_dtype")
 QUANTIZATIONS: Final[dict[str, Quantization]] = {kind: kind for kind in get_args(Quantization)}
 
 
 def _listed(value: Any) -> Any:
-    """Takes one type for a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 EmbeddingTypes = Annotated[
     Listed[EmbeddingType], BeforeValidator(_listed, json_schema_input_type=EmbeddingType | list[EmbeddingType])
 ]
-"""One type or several, which Jina and Cohere take."""
+"""One type or a list of types, for Jina and Cohere."""
 
 
 class EncodingOptions(BaseModel):
-    """OpenAI's `encoding_format`, and vLLM's fields beside it."""
+    """OpenAI's `encoding_format` and vLLM's additional fields."""
 
     encoding_format: EncodingFormat | None = Field(
         None,
@@ -47,15 +46,15 @@ class EncodingOptions(BaseModel):
         ),
     )
     embed_dtype: EmbedDtype | None = Field(
-        None, description="Number format of base64 and bytes; absent: float32. JSON numbers are not affected."
+        None, description="Number format in base64 and bytes. Absent: float32. It does not affect JSON numbers."
     )
-    endianness: Endianness | None = Field(None, description="Byte order of base64 and bytes; absent: little.")
+    endianness: Endianness | None = Field(None, description="Byte order in base64 and bytes. Absent: little.")
 
     def encoding(self) -> Encoding:
-        """Returns how the request wants its vectors.
+        """Returns the encoding of the vectors.
 
         Raises:
-            InvalidRequestError: Fields that contradict each other.
+            InvalidRequestError: Fields contradict each other.
         """
         asked = self.encoding_format or EncodingFormat.FLOAT
         base = Encoding(
@@ -66,7 +65,7 @@ class EncodingOptions(BaseModel):
         return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
 
     def encodings(self) -> Mapping[str, Encoding]:
-        """Returns how the request wants its vectors, one way or several by name; see `encoding`."""
+        """Returns the encoding of the vectors by name, or several encodings; see `encoding`."""
         return {"embedding": self.encoding()}
 
     def quantized_by(self) -> str:
@@ -83,25 +82,25 @@ class EncodingOptions(BaseModel):
 
 
 class EmbeddingTypeOptions(EncodingOptions):
-    """The above, with Jina's `embedding_type` and Voyage's `output_dtype`."""
+    """EncodingOptions with Jina's `embedding_type` and Voyage's `output_dtype`."""
 
     embedding_type: EmbeddingTypes | None = Field(
         None,
         description=(
-            "Jina's name: one type or a list. Integers of it are JSON numbers unless encoding_format asks for bytes; "
-            "of a list of several, every `embedding` is an object that holds them by name."
+            "Field of Jina: one type or a list of types. Integers are JSON numbers unless encoding_format is bytes. "
+            "For several types, every `embedding` is an object with one entry per type."
         ),
     )
-    encoding_type: EmbeddingType | None = Field(None, description="Older name of `embedding_type`.")
+    encoding_type: EmbeddingType | None = Field(None, description="Older name for `embedding_type`.")
     output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = Field(
-        None, description="Voyage's name: the type of the numbers, in the encoding that encoding_format says."
+        None, description="Field of Voyage: the type of the numbers. encoding_format selects how they are written."
     )
 
     def encodings(self) -> Mapping[str, Encoding]:
-        """Returns how the request wants its vectors, one way or several by name.
+        """Returns the encoding of the vectors by name, or several encodings.
 
         Raises:
-            InvalidRequestError: Fields that contradict each other.
+            InvalidRequestError: Fields contradict each other.
         """
         if self.model_fields_set.isdisjoint(_ENCODING_FIELDS) and self.encoding_format in _PLAIN_ENCODINGS:
             return _PLAIN_ENCODINGS[self.encoding_format]
@@ -110,8 +109,8 @@ class EmbeddingTypeOptions(EncodingOptions):
         types: dict[EmbeddingType, None] = dict.fromkeys(asked)
         if len(types) > 1 and base.is_bytes:
             raise InvalidRequestError(
-                f"embedding_type holds {len(types)} types, but encoding_format is {base.format.value!r}, which carries "
-                "one; ask for one type, or leave encoding_format out.",
+                f"embedding_type holds {len(types)} types, but encoding_format is {base.format.value!r}, which holds "
+                "one; send one type, or leave encoding_format out.",
                 param="embedding_type",
             )
         if len(types) > 1:
@@ -133,6 +132,6 @@ class EmbeddingTypeOptions(EncodingOptions):
             return base
         if name == "base64":
             return replace(base, format=EncodingFormat.BASE64, quantization=None)
-        # The OpenAI SDKs ask for base64 unasked and would read integers in it as floats.
+        # The OpenAI SDKs request base64 by default and would decode integers as floats.
         base = base if base.is_bytes else replace(base, format=EncodingFormat.FLOAT)
         return self._quantized(base, QUANTIZATIONS[name], "embedding_type")

@@ -1,6 +1,6 @@
-"""Texts, token ids and documents in request bodies, in every form that a dialect accepts.
+"""Parsers of texts, token ids and documents in request bodies, for the forms of all dialects.
 
-Every parser raises ValueError for other values; the message names the entry.
+Every parser raises ValueError for other forms. The message names the entry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .options import Listed
 
 Text = str | list[int]
 MAX_ENTRIES: Final = 1_000_000
-"""Texts or lists of ids in a body, or ids in a list, independent of the settings."""
+"""Maximum number of texts or id lists in a body, and of ids in a list. No setting changes it."""
 
 
 def parse_inputs(value: Any) -> list[Text]:
@@ -57,7 +57,7 @@ def parse_inputs(value: Any) -> list[Text]:
 
 
 def check_length(values: list[Any]) -> None:
-    """Raises ValueError for a list that is too long: checking it would block the event loop for seconds."""
+    """Raises ValueError if the list is too long: checking its entries would block the event loop for seconds."""
     if len(values) > MAX_ENTRIES:
         raise ValueError(f"has {len(values)} entries; no request may have more than {MAX_ENTRIES}")
 
@@ -72,14 +72,14 @@ def _checked_ids(ids: list[int]) -> list[int]:
 
 
 def whole_numbers(values: list[Any]) -> list[Any]:
-    """Returns a list with the integers that are written as 5.0, which JSON does not tell from 5."""
+    """Returns the list with floats such as 5.0 as integers: JSON does not distinguish 5.0 from 5."""
     if float not in set(map(type, values)):
         return values
     return [int(value) if type(value) is float and value.is_integer() else value for value in values]
 
 
 def parse_token_ids(value: Any) -> list[int]:
-    """Returns the ids of one list, which may be empty; millions are looked at in no time."""
+    """Returns the ids of one list, which may be empty. The check is fast for millions of ids."""
     if not isinstance(value, list):
         raise ValueError(f"must be a list of token ids, not {_kind(value)}")
     check_length(value)
@@ -99,7 +99,7 @@ def parse_some_token_ids(value: Any) -> list[int]:
 
 
 def parse_text(value: Any) -> Any:
-    """Returns the text of `{"text": ...}`; anything else is left to the check for a string."""
+    """Returns the text of `{"text": ...}`. Other values are returned unchanged; pydantic then checks for a string."""
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         return value["text"]
     return value
@@ -120,13 +120,13 @@ def parse_texts(value: Any) -> list[str]:
 
 
 def parse_text_or_texts(value: Any) -> list[str]:
-    """Returns the texts of a text, `{"text": ...}`, or a list of them."""
+    """Returns the texts of a text, `{"text": ...}`, or a list of both."""
     text = parse_text(value)
     return [text] if isinstance(text, str) else parse_texts(value)
 
 
 def _kind(value: Any) -> str:
-    """Names a JSON value for a message: its kind, and the value itself where it is short."""
+    """Describes a JSON value for an error message: its type, and the value if it is short."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -149,7 +149,7 @@ Document = str | dict[str, Any]
 
 
 def content_text(content: Any) -> str:
-    """Returns the text of `content`: a text, or a list of parts `{"type": "text", "text": ...}` as its lines."""
+    """Returns the text of `content`: a text, or parts `{"type": "text", "text": ...}` joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -179,7 +179,7 @@ def parse_contents(value: Any) -> list[str]:
 
 
 def parse_documents(value: Any) -> list[Document]:
-    """Returns a list of texts and objects as it is."""
+    """Checks a list of texts and objects, and returns it unchanged."""
     if not isinstance(value, list):
         raise ValueError(f"must be a list of texts or objects, not {shown(value)}")
     if not value:
@@ -193,10 +193,10 @@ def parse_documents(value: Any) -> list[Document]:
 
 
 def document_texts(documents: Sequence[Document], rank_fields: Sequence[str] | None) -> list[str]:
-    """Returns the text to rank of each document: the `rank_fields` of an object in their order, or its text.
+    """Returns the text of each document: the `rank_fields` of an object in this order, or else its text.
 
     Raises:
-        InvalidRequestError: An object has none of them.
+        InvalidRequestError: An object has none of these fields.
     """
     return [
         document if isinstance(document, str) else _object_text(document, rank_fields, i)
@@ -224,13 +224,13 @@ def _object_text(document: dict[str, Any], rank_fields: Sequence[str] | None, in
             raise InvalidRequestError(f"documents: entry {index} {error}.", param="documents") from None
     raise InvalidRequestError(
         f"documents: entry {index} is an object without a text; it has {shown_names(document)}. "
-        "Send the text as text, or name the fields that are to be read in rank_fields.",
+        "Send the text as text, or name the fields to rank in rank_fields.",
         param="documents",
     )
 
 
 def _can_be_written(value: dict[str, Any]) -> bool:
-    """Returns whether orjson, which reads deeper than it writes, can write an object back: as one of the results."""
+    """Returns whether orjson can serialise the object for the response: its parser allows deeper nesting."""
     try:
         orjson.dumps({"results": [{"document": value}]})
     except orjson.JSONEncodeError:
@@ -249,8 +249,8 @@ class Sequences(NamedTuple):
     """Texts and pairs to classify.
 
     Attributes:
-        entries: One text or two for each.
-        is_batch: Sent as a list of them; False for a single one.
+        entries: One or two texts per entry.
+        is_batch: True if the body has a list of texts or pairs, false if it has a single one.
     """
 
     entries: list[list[str]]
@@ -276,7 +276,7 @@ def parse_sequences(value: Any) -> Sequences:
 
 
 def refuse_empty(value: TextOrList) -> TextOrList:
-    """Returns a text, or a list of texts and token ids, as it is; an empty one in it is TEI's error of its own."""
+    """Returns the value unchanged. An empty text raises the error that becomes TEI's error type "empty"."""
     if value == "" or (not isinstance(value, str) and "" in value):
         where = "" if isinstance(value, str) else f" in entry {value.index('')}"
         raise PydanticCustomError(EMPTY_TEXT, "holds an empty text{where}; send some text", {"where": where})
@@ -290,7 +290,7 @@ def _sequence(entry: Any, index: int) -> list[str]:
 
 
 def lower_case(value: Any) -> Any:
-    """Returns a text in lower case: clients say both `Left` and `left`."""
+    """Returns a text in lower case: clients send both `Left` and `left`."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -306,7 +306,7 @@ TruncationSide = Annotated[
 
 
 def parse_batches(value: Any) -> list[list[int]]:
-    """Returns the lists of token ids of `ids`, which may be one list."""
+    """Returns a list of id lists. `ids` may be one list of ids."""
     batches = [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
     if not isinstance(batches, list) or not batches:
         raise ValueError("must be a list of token ids, or a list of such lists, and not empty")

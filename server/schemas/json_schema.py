@@ -1,4 +1,4 @@
-"""JSON Schema of rules that pydantic cannot derive from the parsers of bodies, and examples of bodies."""
+"""JSON Schemas for body parsers, which pydantic cannot derive, and example bodies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, JsonValue
 JsonSchema = dict[str, JsonValue]
 
 MAX_INTEGER: Final = 2**53 - 1
-"""The largest that every JSON parser reads exactly."""
+"""The largest integer that every JSON parser reads exactly."""
 
 _STRING: Final[JsonSchema] = {"type": "string"}
 FULL_STRING: Final[JsonSchema] = {"type": "string", "minLength": 1}
@@ -24,7 +24,7 @@ _TEXT_PART: Final[JsonSchema] = {
 
 
 def list_of(*entries: JsonSchema) -> JsonSchema:
-    """Returns the schema of a non-empty list; each entry matches one of `entries`."""
+    """Returns the schema of a non-empty list whose entries each match one of `entries`."""
     return {"type": "array", "minItems": 1, "items": one_of(*entries)}
 
 
@@ -77,12 +77,12 @@ CHATS: Final = one_of(_CHAT, list_of(_CHAT))
 def documented(
     *examples: JsonSchema, one_of: Sequence[str | tuple[str, ...]] = (), named_by: Sequence[str] = ()
 ) -> ConfigDict:
-    """Returns the part of the OpenAPI document about a body beside its fields.
+    """Returns the model configuration with the examples and the field rules of a body for OpenAPI.
 
     Args:
-        examples: Bodies.
-        one_of: Fields, or groups of fields; a body has exactly one. Null counts as absent.
-        named_by: Texts; a body has one or more. Empty counts as absent.
+        examples: Example bodies.
+        one_of: Fields, or groups of fields. A body has exactly one of these. Null counts as absent.
+        named_by: Text fields. A body has at least one of these. An empty text counts as absent.
     """
     groups = [(choice,) if isinstance(choice, str) else choice for choice in one_of]
     rules: list[JsonValue] = []
@@ -90,7 +90,7 @@ def documented(
         rules.append({"oneOf": [{"required": [*g], "properties": dict.fromkeys(g, _NOT_NULL)} for g in groups]})
     if named_by:
         rules.append({"anyOf": [{"required": [name], "properties": {name: FULL_STRING}} for name in named_by]})
-    # In `allOf`: generators of clients take a bare `oneOf` for other types in place of the body's fields.
+    # Inside `allOf`, because client generators replace the body's fields by a bare `oneOf`.
     rule: JsonSchema = {"allOf": rules} if rules else {}
     return ConfigDict(json_schema_extra={**rule, "examples": [*examples]})
 

@@ -1,6 +1,6 @@
-"""Options that bodies of all dialects share, and the usage in responses.
+"""Body options that all dialects share, and the usage in responses.
 
-Clients send null for an option that they leave out: null means absent everywhere.
+Clients send null for omitted options, so null means absent everywhere.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from . import json_schema
 
 Entry = TypeVar("Entry")
 Listed = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list whose check stops at the first wrong entry. Pydantic would make an error of each entry."""
+"""A list whose check stops at the first wrong entry. By default pydantic makes an error for each entry."""
 
 
 def parse_flag(value: Any) -> Any:
-    """Returns true or false for the words, which RAGFlow sends."""
+    """Returns a bool for the texts "true" and "false", which RAGFlow sends."""
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 def parse_whole_number(value: Any) -> Any:
-    """Returns 5 for 5.0, which is the same in JSON, and refuses true and "5", which no client means."""
+    """Returns 5 for 5.0, which is the same number in JSON. Raises ValueError for true and "5"."""
     if isinstance(value, bool | str):
         raise ValueError(f"must be a whole number, not {shown(value)}")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_width(value: Any) -> Any:
-    """Returns a width as `parse_whole_number` does, and refuses one below 1."""
+    """Like `parse_whole_number`, and raises ValueError for integers below 1."""
     return check_width(parse_whole_number(value), 1)
 
 
 def parse_width_or_zero(value: Any) -> Any:
-    """Returns a width as `parse_width` does, or 0."""
+    """Like `parse_width`, but allows 0."""
     return check_width(parse_whole_number(value), 0)
 
 
 def check_width(value: Any, least: int) -> Any:
-    """Returns a value, and raises ValueError for an integer below `least`, in the words for every width below 1."""
+    """Returns the value. Raises ValueError, with one message for all widths, if it is an integer below `least`."""
     if isinstance(value, int) and value < least:
         raise ValueError(f"must be at least 1, not {value}")
     return value
@@ -61,13 +61,13 @@ WidthOrZero = Annotated[
 ]
 TokenLimit = Annotated[int, BeforeValidator(parse_whole_number), WithJsonSchema(json_schema.TOKEN_LIMIT)]
 Flag = StrictBool
-"""true or false, and not the 0, "no" or "off" that pydantic would take for them."""
+"""true or false. Unlike pydantic's bool it does not accept 0, "no" or "off"."""
 FlagOrWord = Annotated[StrictBool, BeforeValidator(parse_flag, json_schema_input_type=bool | Literal["true", "false"])]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(parse_whole_number)]
 PRIORITY: Final[Any] = Field(
     None,
     description=(
-        "Lower goes first; a level is worth a second of waiting. Absent: what the header x-priority says, otherwise 0."
+        "Lower values run first. One level counts like one second of waiting. Absent: the header x-priority, or 0."
     ),
 )
 
@@ -76,15 +76,15 @@ class RequestBody(JsonBody):
     """Base of all request bodies.
 
     Attributes:
-        model: Served name; the default model where it is absent or empty.
-        prompt_fields: Those of its fields that say which prompt its texts want, by the names that `prompt_for` knows.
+        model: Served name. Absent or empty: the default model.
+        prompt_fields: Names of the fields that select the prompt: parameters of `prompt_for`.
     """
 
     prompt_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = Field(None, description="Served name; absent: the default model.")
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
-        None, description="Names the request, in place of the header x-request-id: in the answer and in the log."
+        None, description="Request id for response and log. It replaces the header x-request-id."
     )
 
     def request_name(self) -> str | None:
@@ -93,19 +93,23 @@ class RequestBody(JsonBody):
 
 
 class PoolingBody(RequestBody):
-    """Options that every task of a pooling model takes."""
+    """Options of all tasks of pooling models."""
 
     truncate_prompt_tokens: TokenLimit | None = Field(
         None,
-        description="Tokens. Cut every input to this many; -1: to the longest taken; absent: as --auto-truncate says.",
+        description=(
+            "Truncate every input to this many tokens. -1: the maximum length of the model. Absent: see --auto-"
+            "truncate."
+        ),
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="The side that is cut away.")
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Side at which inputs are truncated.")
     use_activation: Flag | None = Field(
-        None, description="Classes and scores: apply the activation. Embeddings: newer name of `normalize`."
+        None, description="For classes and scores: apply the activation. For embeddings: a newer name for `normalize`."
     )
     priority: Priority | None = PRIORITY
     padding: Literal["do_not_pad"] | None = Field(
-        None, description="vLLM's. Inputs are never padded, which no answer would show; other values are refused."
+        None,
+        description="Field of vLLM. Inputs are never padded, which does not affect results. Other values are rejected.",
     )
 
     def pooling_params(self) -> PoolingParams:
@@ -118,21 +122,25 @@ class PoolingBody(RequestBody):
 
 
 class EmbeddingBody(PoolingBody):
-    """Options of the routes that embed, as vLLM names them."""
+    """Options of the embedding routes, with vLLM's names."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = ("prompt_name", "input_type")
 
-    dimensions: Width | None = Field(None, description="Width of the vectors, but for sparse ones (Matryoshka).")
-    normalize: Flag | None = Field(
-        None, description="L2-normalise the vectors, but for sparse ones; absent: as the model does."
+    dimensions: Width | None = Field(
+        None, description="Number of dimensions of the vectors (Matryoshka). Sparse vectors ignore it."
     )
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    normalize: Flag | None = Field(
+        None, description="L2-normalise the vectors. Sparse vectors ignore it. Absent: as the model's files state."
+    )
+    prompt_name: str | None = Field(
+        None, description="Name of a prompt of the model. The prompt is put before every text."
+    )
     input_type: str | None = Field(
         None,
         description=(
-            "What the texts are for: `query`, `document`, `classification`, `clustering` or `similarity`, in the words "
-            "of Voyage, Cohere or Jina, or the name of a prompt of the model. Puts the model's prompt for it before "
-            "every text, where it has one."
+            "Purpose of the texts: `query`, `document`, `classification`, `clustering` or `similarity`, or the terms "
+            "of Voyage, Cohere or Jina, or the name of a prompt. If the model has a prompt for the purpose, it is put "
+            "before every text."
         ),
     )
 
@@ -142,7 +150,7 @@ class EmbeddingBody(PoolingBody):
 
 
 def _only_one(value: Any) -> Any:
-    """Refuses an object of several keys at once: pydantic would make an error of each."""
+    """Rejects an object of several keys with one error: pydantic makes an error for each key."""
     if isinstance(value, dict) and len(value) > 1:
         raise ValueError(f"may hold instruction alone; it has {shown_names(value)}")
     return value
@@ -160,32 +168,33 @@ class PairBody(PoolingBody):
     instruction: str | None = Field(
         None,
         description=(
-            "What the model is to look for, for rerankers that take an instruction and for embedding models with a "
-            "query prompt of the form `Instruct: ...`; other models refuse it. Absent or empty: the model's own."
+            "Ranking instruction, for rerankers that take an instruction and embedding models with a query prompt of "
+            "the form `Instruct: ...`. Other models reject it. Absent or empty: the model's own instruction."
         ),
         examples=["Given a question about the law, retrieve the paragraphs that answer it"],
     )
     chat_template_kwargs: InstructionKwargs | None = Field(
-        None, description="vLLM's other place of `instruction`, which wins; it may hold nothing else."
+        None, description="vLLM's other place for `instruction`. It has precedence and allows no other key."
     )
     max_tokens_per_query: Count | None = Field(
-        None, description="Tokens. Cut each query to this many first; 0 or absent: leave it whole."
+        None, description="Truncate each query to this many tokens first. 0 or absent: do not truncate it."
     )
     max_tokens_per_doc: Count | None = Field(
-        None, description="Tokens. Cut each document to this many first; 0 or absent: leave it whole, or cut it to fit."
+        None,
+        description="Truncate each document to this many tokens first. 0 or absent: truncate it only to fit the model.",
     )
 
     def wanted_instruction(self) -> str | None:
-        """Returns the instruction of the request, in whichever place it stands."""
+        """Returns the instruction of the request, from either field."""
         return (self.chat_template_kwargs or {}).get("instruction") or self.instruction
 
 
 class Usage(BaseModel):
-    """Tokens of the inputs as the model saw them: after truncation, with prompts and special tokens.
+    """Number of input tokens after truncation, with prompts and special tokens.
 
-    A text that is embedded in windows counts once, not every window of it.
-    A query counts once for every document that a cross-encoder reads it with, once for an embedding model; labels and
-    examples of a classification count, too.
+    A text that is embedded in windows counts once.
+    A query counts once per document with a cross-encoder, and once with an embedding model. Labels and examples of a
+    classification count too.
     """
 
     prompt_tokens: int = Field(examples=[12])
@@ -193,7 +202,7 @@ class Usage(BaseModel):
 
 
 class OpenAIResponse(BaseModel):
-    """What answers in OpenAI's shape hold beside their rows."""
+    """Fields of OpenAI's responses without the rows."""
 
     id: str
     created: int
@@ -202,7 +211,7 @@ class OpenAIResponse(BaseModel):
 
 
 class ListResponse(OpenAIResponse, Generic[Entry]):
-    """An answer in OpenAI's shape, with a row for each input, in their order."""
+    """A response in OpenAI's format, with one row per input, in input order."""
 
     object: Literal["list"]
     data: list[Entry]
@@ -215,13 +224,13 @@ class ApiVersion(BaseModel):
 
 
 class VersionMeta(BaseModel):
-    """Cohere's meta object where nothing is billed."""
+    """Cohere's meta object without billed units."""
 
     api_version: ApiVersion
 
 
 class CohereTruncate(StrEnum):
-    """Cohere's choice of the side of an over-long input that is cut away."""
+    """Cohere's choice of the side at which long inputs are truncated."""
 
     NONE = "NONE"
     START = "START"
@@ -229,7 +238,7 @@ class CohereTruncate(StrEnum):
 
 
 def parse_truncate(value: Any) -> Any:
-    """Returns true, false, "START" or "END" for what any dialect says in `truncate`; "NONE" is false."""
+    """Returns true, false, "START" or "END" for the `truncate` values of all dialects. "NONE" becomes false."""
     if isinstance(value, str):
         known: dict[str, bool | str] = {"none": False, "false": False, "true": True, "start": "START", "end": "END"}
         return known.get(value.lower(), value)
@@ -243,12 +252,12 @@ Truncate = Annotated[
 
 
 def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams:
-    """Returns `params` with what `truncate` asks for; a truncate_prompt_tokens in them wins.
+    """Applies `truncate` to the parameters unless `params.truncate_prompt_tokens` is set.
 
     Args:
         params: Pooling parameters of the request.
-        truncate: True cuts inputs to fit, on the side that the tokenizer cuts; "START" and "END" cut there; False
-            refuses longer inputs. None: the server's default.
+        truncate: True truncates inputs at the tokenizer's side, "START" and "END" at that side. False rejects longer
+                inputs. None: the server's default.
     """
     if truncate is None or params.truncate_prompt_tokens is not None:
         return params

@@ -1,6 +1,6 @@
-"""Text Embeddings Inference (TEI), as its clients and those of the Inference API send and read it.
+"""Bodies of Text Embeddings Inference (TEI) and of the Inference API.
 
-Most answers are bare lists. Options may stand beside the inputs or, as the Inference API has them, in `parameters`.
+Most responses are bare lists. Options are fields of the body or, as in the Inference API, of `parameters`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class TeiModelBody(TeiBody):
         "cut_to_fit": "truncate to true",
     }
 
-    truncate: Flag | None = Field(None, description="Cut over-long inputs (default); false refuses them.")
-    truncation_direction: TruncationSide | None = Field(None, description="The side that is cut away.")
-    parameters: dict[str, Any] | None = Field(None, description="The options, as the Inference API sends them.")
+    truncate: Flag | None = Field(
+        None, description="Truncate inputs that are too long (default). False rejects such inputs."
+    )
+    truncation_direction: TruncationSide | None = Field(None, description="Side at which inputs are truncated.")
+    parameters: dict[str, Any] | None = Field(None, description="The options in the form of the Inference API.")
     priority: Priority | None = PRIORITY
 
     @model_validator(mode="before")
@@ -62,13 +64,13 @@ class TeiModelBody(TeiBody):
         own, others = (
             {name: value for name, value in part.items() if value is not None} for part in (body, parameters)
         )
-        if own.keys() & others.keys():  # those of the body win; the others are to be right all the same
+        if own.keys() & others.keys():  # fields of the body have precedence, but `parameters` must be valid too
             cls.model_validate({**own, **others, "parameters": None})
         return {**others, **own}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Returns the JSON Schema, whose `parameters` hold what is optional in the body."""
+        """Returns the JSON Schema. `parameters` has the optional fields of the body."""
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         fields = schema["properties"]
         options = {name: fields[name] for name in fields if name not in (*schema["required"], "parameters")}
@@ -97,7 +99,7 @@ class TeiTokenEmbedRequest(TeiModelBody):
     inputs: FullInputs = Field(
         description="A text, a list of texts, the token ids of one text, or a list of such lists. No text may be empty."
     )
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    prompt_name: str | None = Field(None, description="Name of a prompt of the model. It is put before every text.")
 
 
 class TeiEmbedRequest(TeiTokenEmbedRequest):
@@ -108,12 +110,17 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
         {"inputs": "One text is fine too.", "normalize": False},
     )
 
-    normalize: Flag | None = Field(None, description="L2-normalise (default), whatever the model's files say.")
+    normalize: Flag | None = Field(None, description="L2-normalise (default), independent of the model's files.")
     dimensions: Width | None = Field(
         None,
-        description="Width of the embeddings. As in TEI, of any model; only Matryoshka models were trained for it.",
+        description=(
+            "Number of dimensions of the embeddings. As in TEI, any model accepts it, but only Matryoshka models "
+            "support it well."
+        ),
     )
-    encoding_format: Literal["float"] | None = Field(None, description="Hugging Face's client: answers are numbers.")
+    encoding_format: Literal["float"] | None = Field(
+        None, description="Sent by Hugging Face's client. Responses are always numbers."
+    )
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters."""
@@ -122,7 +129,7 @@ class TeiEmbedRequest(TeiTokenEmbedRequest):
 
 
 class TeiSentences(BaseModel):
-    """A sentence, and those that it is compared with."""
+    """A sentence and the sentences to compare with it."""
 
     source_sentence: FullText
     sentences: FullTexts = Field(min_length=1)
@@ -134,7 +141,7 @@ class TeiSimilarityRequest(TeiModelBody):
     model_config = documented({"inputs": {"source_sentence": "A gate.", "sentences": ["A dam.", "A song."]}})
 
     inputs: TeiSentences
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every sentence.")
+    prompt_name: str | None = Field(None, description="Name of a prompt of the model. It is put before every sentence.")
 
 
 class TeiPredictRequest(TeiModelBody):
@@ -146,10 +153,14 @@ class TeiPredictRequest(TeiModelBody):
     )
 
     inputs: SequenceInputs = Field(description="A text, a pair [text, text], or a list of [text] and [text, text].")
-    raw_scores: Flag | None = Field(None, description="Answer with logits instead of probabilities.")
-    top_k: Count | None = Field(None, description="Classes to answer with, best first; 0 or absent: all.")
+    raw_scores: Flag | None = Field(None, description="Return logits instead of probabilities.")
+    top_k: Count | None = Field(None, description="Number of classes to return, best first. 0 or absent: all.")
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
-        None, description="What makes scores of logits: none is `raw_scores`; else only the model's own is taken."
+        None,
+        description=(
+            "Activation of the scores. none is the same as `raw_scores`. Other values must match the model's own "
+            "activation."
+        ),
     )
 
     @property
@@ -163,7 +174,7 @@ class TeiPredictRequest(TeiModelBody):
 
 
 class TeiRerankRequest(TeiModelBody):
-    """TEI's body of POST /rerank: with `texts` in place of `documents`."""
+    """TEI's body of POST /rerank, with `texts` instead of `documents`."""
 
     own_names: ClassVar = {
         **TeiModelBody.own_names,
@@ -178,10 +189,12 @@ class TeiRerankRequest(TeiModelBody):
 
     query: TextOrObject = Field(description="The query.")
     texts: Texts = Field(description="Texts.")
-    raw_scores: Flag | None = Field(None, description="Answer with logits.")
+    raw_scores: Flag | None = Field(None, description="Return logits.")
     return_text: Flag | None = Field(None, description="Return each text.")
-    top_n: Count | None = Field(None, description="Ranks to return; absent, 0 or more than there are texts: all.")
-    instruction: str | None = Field(None, description="What to look for, for models that take an instruction.")
+    top_n: Count | None = Field(
+        None, description="Number of ranks to return. Absent, 0 or more than the number of texts: all."
+    )
+    instruction: str | None = Field(None, description="Ranking instruction, for models that take one.")
 
     def pooling_params(self) -> PoolingParams:
         """Returns the pooling parameters."""
@@ -194,8 +207,8 @@ class TeiTokenizeRequest(TeiBody):
     model_config = documented({"inputs": "A gate holds the water."})
 
     inputs: TextOrTexts = Field(description="A text or a list of texts.")
-    add_special_tokens: Flag | None = Field(None, description="Put the model's special tokens around (default).")
-    prompt_name: str | None = Field(None, description="Named prompt of the model to put before every text.")
+    add_special_tokens: Flag | None = Field(None, description="Add the model's special tokens (default).")
+    prompt_name: str | None = Field(None, description="Name of a prompt of the model. It is put before every text.")
 
 
 class TeiDecodeRequest(TeiBody):
@@ -216,9 +229,9 @@ class TeiPrediction(BaseModel):
 
 
 class TeiRank(BaseModel):
-    """One text's place. Present only on request: `text`."""
+    """The rank of one text."""
 
-    index: int = Field(description="Place of the text in the request.")
+    index: int = Field(description="Index of the text in the request.")
     score: float
     text: str | None = Field(None, description="With return_text only.")
 
@@ -231,11 +244,11 @@ class TeiSparseValue(BaseModel):
 
 
 class TeiToken(BaseModel):
-    """A token, and the characters of the text that it stands for."""
+    """A token and its characters in the text."""
 
     id: int
-    text: str = Field(description="Those characters; of a special token its name.")
-    special: bool = Field(description="Put around the text by the tokenizer.")
+    text: str = Field(description="The characters of the token. For a special token, its name.")
+    special: bool = Field(description="Whether it is a special token that the tokenizer added.")
     start: int | None
     stop: int | None
 
@@ -254,7 +267,7 @@ class TeiClassifierType(BaseModel):
 
 
 class TeiModelType(BaseModel):
-    """The kind of the model, as the only key."""
+    """The type of the model, as the only key."""
 
     embedding: TeiEmbeddingType | None = None
     classifier: TeiClassifierType | None = None
@@ -262,20 +275,20 @@ class TeiModelType(BaseModel):
 
 
 class TeiInfo(BaseModel):
-    """Answer of GET /info."""
+    """Response of GET /info."""
 
     model_id: str
     model_sha: str | None
     model_dtype: str
     served_model_name: str
     model_type: TeiModelType
-    max_concurrent_requests: int = Field(description="Inputs of full length that fit the queue.")
-    max_input_length: int = Field(description="Tokens. Longest input.")
-    max_batch_tokens: int = Field(description="Tokens in one forward.")
-    max_batch_requests: int | None = Field(description="Inputs in one forward.")
-    max_client_batch_size: int = Field(description="Inputs in one request.")
-    auto_truncate: bool = Field(description="Whether over-long inputs are cut where a request does not say.")
+    max_concurrent_requests: int = Field(description="Number of inputs of maximum length that fit in the queue.")
+    max_input_length: int = Field(description="Longest input in tokens.")
+    max_batch_tokens: int = Field(description="Maximum tokens in one forward.")
+    max_batch_requests: int | None = Field(description="Maximum inputs in one forward.")
+    max_client_batch_size: int = Field(description="Maximum inputs in one request.")
+    auto_truncate: bool = Field(description="Whether inputs that are too long are truncated by default.")
     tokenization_workers: int
-    version: str = Field(description="Of penstock.")
+    version: str = Field(description="Version of penstock.")
     sha: str | None
     docker_label: str | None

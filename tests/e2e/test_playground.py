@@ -134,7 +134,7 @@ def test_unloaded_model_shows_its_state_and_names(page: Page, server) -> None:
     stub(page, {"/v1/models": (200, unloaded), "/health/ready": (200, health)})
     page.open(server.url, READY)
     shown = page.text("#facts")
-    for part in ("known once it is loaded", "n, o", "unloaded; a request loads it"):
+    for part in ("unknown until it is loaded", "n, o", "unloaded; a request loads it"):
         assert part in shown
     assert "undefined" not in shown
     assert "null" not in shown
@@ -184,7 +184,7 @@ def test_long_text_is_refused_or_cut(page: Page, server) -> None:
     page.fill("#embed-texts", "a " * 300)
     page.send("embed")
     alert = page.text("#embed [role=alert]")
-    assert alert.startswith("Refused with 400\n")
+    assert alert.startswith("Status 400\n")
     assert "truncate_prompt_tokens" in alert
     assert "\nrequest " in alert
     page.value("document.querySelector('#embed-cut').value = 'END'")
@@ -215,7 +215,7 @@ def test_rerank_score_and_classify_show_sorted_bars(page: Page, server) -> None:
     assert sorted(map(float, page.texts("#score .score")), reverse=True) == pytest.approx(scores, abs=2e-4)
     page.fill("#score-left", "a\nb")
     page.send("score")
-    assert page.text("#score [role=alert]").startswith("Refused with 400\n")
+    assert page.text("#score [role=alert]").startswith("Status 400\n")
     page.click("#classify-tab")
     page.send("classify")
     assert page.texts("#classify .card .bars li:first-child .text") == ["banking", "cinema", "sport"]
@@ -303,7 +303,7 @@ def test_api_key_is_sent_and_not_shown(page: Page, server) -> None:
     page.fill("#key", "secret-key")
     page.value("document.querySelector('#embed-texts').focus()")
     page.send("embed")
-    assert page.text("#embed [role=alert]").split("\n")[:2] == ["Refused with 401", "The API key is missing or wrong."]
+    assert page.text("#embed [role=alert]").split("\n")[:2] == ["Status 401", "The API key is missing or wrong."]
     assert page.value("document.activeElement.id") == "key"
     assert page.value("window.calls[0].headers.Authorization") == "Bearer secret-key"
     for view, variable in (("curl", "$PENSTOCK_API_KEY"), ("python", 'os.environ["PENSTOCK_API_KEY"]')):
@@ -355,7 +355,12 @@ def test_token_classifier_shows_labels(page: Page, server) -> None:
 
 # (response of /v1/models, first tab, disabled tabs, a reason)
 KINDS = [
-    (models("cross_encoder", ("classify", "score")), "Rerank", ["Embed", "Sparse", "Multi-vector"], "reads pairs"),
+    (
+        models("cross_encoder", ("classify", "score")),
+        "Rerank",
+        ["Embed", "Sparse", "Multi-vector"],
+        "scores of text pairs",
+    ),
     (
         models("cross_encoder", ("score",)),
         "Rerank",
@@ -366,13 +371,13 @@ KINDS = [
         models("sequence_classifier", ("classify",), num_labels=2),
         "Classify",
         ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"],
-        "gives classes, not vectors",
+        "returns classes, not vectors",
     ),
     (
         models("embedding", ("token_embed", "score"), ("multi_vector",)),
         "Multi-vector",
         ["Embed", "Classify", "Sparse"],
-        "vectors of tokens, not of texts",
+        "token vectors, not text vectors",
     ),
     (
         models("embedding", ("embed", "token_embed", "score", "sparse_embed"), ("dense", "sparse", "multi_vector")),
@@ -413,7 +418,7 @@ def test_prompts_and_dimensions_are_sent(page: Page, server) -> None:
     page.click("#facts summary")
     page.wait_for("document.querySelectorAll('#facts q').length === 2")
     assert page.value("document.querySelector('#facts q').textContent") == "Find <b>this</b>: "
-    assert page.texts("#embed-prompt option") == ["the default, document", "query", "document"]
+    assert page.texts("#embed-prompt option") == ["default (document)", "query", "document"]
     page.value("document.querySelector('#embed-prompt').value = 'query'")
     page.fill("#embed-dimensions", "2")
     page.fill("#embed-texts", "a")

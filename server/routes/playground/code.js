@@ -1,7 +1,7 @@
-// The same requests elsewhere: curl, the OpenAI client in Python; and the answer as it came.
+// The last requests as curl commands and as Python code, and the last response.
 
 const MAX_SHOWN_CHARS = 20000, KEY_VARIABLE = "PENSTOCK_API_KEY";
-const OPENAI_FIELDS = ["model", "input", "dimensions"];  // Those that the client's create() has by name.
+const OPENAI_FIELDS = ["model", "input", "dimensions"];  // Named parameters of the client's create().
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
@@ -84,7 +84,7 @@ async function copy() {
   try {
     await navigator.clipboard.writeText(code);
     $("copy").textContent = "Copied";
-  } catch {  // Without TLS, browsers let only localhost write there.
+  } catch {  // Without TLS, browsers allow clipboard access on localhost only.
     $("code").textContent = code;
     getSelection().selectAllChildren($("code"));
     $("copy").textContent = "Selected";

@@ -1,8 +1,8 @@
-// Numbers as colours: a matrix as a table or, where it is large, as a picture; rows of vectors as strips.
+// Numbers as colours: a matrix as a table, or as a picture if it is large; vectors as strips.
 
 const MAX_CELLS = 4096;
 
-// "rgb(1, 2, 3)" of the inks, which follow the theme.
+// Returns the [red, green, blue] of named theme colours.
 const inks = (...names) => names.map((name) => {
   return getComputedStyle(document.querySelector(`#inks .${name}`)).color.match(/[\d.]+/g).map(Number);
 });
@@ -27,7 +27,7 @@ function picture(width, height, colour) {
   return canvas;
 }
 
-// Pointer and arrow keys read single values of a picture aloud.
+// Shows the value under the pointer, or at a position moved by the arrow keys, in a live region.
 function readable(box, reading, numRows, numColumns, tell) {
   let place = [0, -1];
   const read = (row, column) => {
@@ -54,7 +54,7 @@ function legend(from, to, kind, ...more) {
   return make("div", { class: "legend" }, from, scale, to, ...more);
 }
 
-// A matrix whose colours are stretched over the values that are shown: NaN, such as a text with itself, is left out.
+// A matrix. Colours span the shown values. NaN is left blank, for example the similarity of a text with itself.
 function matrix({ label, corner, rows, columns, value, digits = 2 }) {
   const values = new Float64Array(rows.length * columns.length);
   let low = Infinity, high = -Infinity;
@@ -73,7 +73,7 @@ function matrix({ label, corner, rows, columns, value, digits = 2 }) {
   const box = make("div", attributes, body);
   const reading = make("output", { "aria-live": "polite" });
   if (!isTable) {
-    box.setAttribute("aria-label", `${label}; arrow keys read single values`);
+    box.setAttribute("aria-label", `${label}; the arrow keys read single values`);
     readable(box, reading, rows.length, columns.length, (i, k) => {
       const own = of(i, k), shown = Number.isNaN(own) ? "left out" : own.toFixed(digits);
       return `${rows[i].name} with ${columns[k].name}: ${shown}`;

@@ -1,4 +1,4 @@
-// Elements, texts of fields, and how numbers are written.
+// Helpers for elements, fields and number formats.
 
 const $ = (id) => document.getElementById(id);
 const url = (path) => new URL(path, document.baseURI).href;
@@ -16,7 +16,7 @@ function section(title, ...children) {
   return make("section", {}, make("h2", {}, title), ...children);
 }
 
-// What is made when it is opened for the first time: a page of 500 texts stays quick.
+// Builds its content when it is first opened, so that a page with 500 texts stays fast.
 function folded(title, build, isOpen = false) {
   const node = make("details", {}, make("summary", {}, title));
   const fill = () => { if (node.open && node.childElementCount === 1) { node.append(build()); paint(node); } };
@@ -26,7 +26,7 @@ function folded(title, build, isOpen = false) {
   return node;
 }
 
-// A blank line between texts says that they hold paragraphs; without one, each line is a text.
+// If the field has a blank line, blank lines separate texts. Otherwise each line is a text.
 function texts(id) {
   const value = $(id).value.trim();
   const parts = /\n[^\S\n]*\n/.test(value) ? value.split(/\n(?:[^\S\n]*\n)+/) : value.split("\n");
@@ -44,7 +44,7 @@ function chosen(id) {
 function bars(entries) {
   const scores = entries.map((entry) => entry.score);
   const low = scores.reduce((a, b) => Math.min(a, b), 0);
-  const high = scores.reduce((a, b) => Math.max(a, b), 1);  // Logits reach further than 0 to 1.
+  const high = scores.reduce((a, b) => Math.max(a, b), 1);  // Logits may lie outside 0 to 1.
   return entries.map(({ text, score, place }) => {
     const fill = make("div", { class: "fill" });
     fill.style.width = `${(100 * (score - low)) / (high - low)}%`;

@@ -1,4 +1,4 @@
-// Embeddings: which texts are close, and what the vectors look like.
+// Embeddings: cosine similarities and a heat map of the vectors.
 
 const MAX_COMPARED = 1000, MAX_CLOSEST = 5, NUM_OPEN_STRIPS = 8, MAX_STRIPS = 500;
 
@@ -57,7 +57,7 @@ function similarities(rows, input) {
   if (units.length === 2) return section("Cosine similarity", list);
   const names = numbered(input.slice(0, units.length));
   const shown = matrix({
-    label: "Cosine similarity of each text with each",
+    label: "Cosine similarity of every pair of texts",
     corner: "Text",
     rows: names,
     columns: names,
@@ -71,7 +71,7 @@ function similarities(rows, input) {
 function heatMap(rows, input) {
   const shown = rows.slice(0, MAX_STRIPS), width = rows[0].length;
   const sizes = shown.slice(0, 64).flat().map(Math.abs).sort((a, b) => a - b);
-  const limit = sizes[Math.floor((sizes.length - 1) * 0.99)] || 1;  // A few outliers would leave the rest pale.
+  const limit = sizes[Math.floor((sizes.length - 1) * 0.99)] || 1;  // A few outliers would make all other values pale.
   const strips = (from, to) => {
     const nodes = shown.slice(from, to).map((row, at) => {
       const canvas = picture(width, 1, () => {
@@ -84,7 +84,7 @@ function heatMap(rows, input) {
     });
     return make("div", { class: "strips" }, ...nodes);
   };
-  const label = `Heat map of ${plural(shown.length, "embedding")}; arrow keys read single numbers`;
+  const label = `Heat map of ${plural(shown.length, "embedding")}; the arrow keys read single numbers`;
   const box = make("div", { class: "heat", role: "group", tabindex: "0", "aria-label": label });
   box.append(strips(0, NUM_OPEN_STRIPS));
   const rest = shown.length - NUM_OPEN_STRIPS;

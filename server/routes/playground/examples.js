@@ -1,4 +1,4 @@
-// What the fields begin with: texts that show what a model for English does well.
+// Example texts in English for each task.
 
 const PAIRS = ["Four pairs", {
   texts: `I forgot my password and cannot sign in.
@@ -64,7 +64,7 @@ const PIECES = ["Pieces", {
 Antidisestablishmentarianism, 3.14159 and naïve café-goers`,
 }];
 
-// By task: its fields, the name of each in the examples first.
+// Task to its fields: name in the examples to element id.
 const FIELDS = {
   embed: { texts: "embed-texts" },
   rerank: { query: "rerank-query", documents: "rerank-documents" },
@@ -74,7 +74,7 @@ const FIELDS = {
   multi: { query: "multi-query", documents: "multi-documents" },
   tokenize: { texts: "tokenize-texts" },
 };
-const given = {};  // By task: the example that its fields hold.
+const given = {};  // Task to the example in its fields.
 
 function examplesOf(task) {
   if (task === "classify") {
@@ -98,7 +98,7 @@ function useExample(task, example) {
   document.querySelector(`#${task} .examples`).replaceChildren("Examples", ...buttons);
 }
 
-// Whether the fields hold what an example put there, and nothing that somebody wrote.
+// Returns whether the fields still hold the example, without changes by the user.
 function isUntouched(task) {
   const own = given[task]?.[1] ?? {};
   return Object.entries(FIELDS[task]).every(([name, id]) => $(id).value === (own[name] ?? ""));

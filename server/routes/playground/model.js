@@ -1,6 +1,6 @@
-// What the server serves: facts of the model, the tabs that it can fill, and whether it is there.
+// The selected model: its properties, its available tasks, and the state of the server.
 
-const cards = new Map();  // Served names to what /v1/models says of them.
+const cards = new Map();  // Served names to their entries of /v1/models.
 const NO_FACTS = {
   kind: "embedding", tasks: ["embed", "score"], outputs: ["dense"], sequence_pooling: [], prompts: {},
   matryoshka_dimensions: [], embedding_size: 0, num_labels: 0,
@@ -9,7 +9,7 @@ const KINDS = {
   embedding: "embedding model",
   sequence_classifier: "classifier",
   cross_encoder: "reranker (cross-encoder)",
-  token_classifier: "classifier of tokens",
+  token_classifier: "token classifier",
 };
 const TRAINED_FOR = { dense: "embed", sparse: "sparse", multi_vector: "multi" };
 
@@ -17,31 +17,31 @@ const facts = () => cards.get($("model").value)?.facts ?? NO_FACTS;
 const isKnown = () => !cards.size || Boolean(cards.get($("model").value)?.facts);
 const longest = () => cards.get($("model").value)?.max_model_len ?? Infinity;
 
-// Why the model cannot do a task; undefined where it can.
+// Returns why the model cannot run a task; undefined if it can.
 function lack(task) {
   const { kind, tasks, outputs } = facts();
-  const given = outputs.includes("sparse") ? "sparse vectors, no dense ones" : "vectors of tokens, not of texts";
+  const given = outputs.includes("sparse") ? "sparse vectors, not dense ones" : "token vectors, not text vectors";
   const gives = {
-    embedding: `gives ${given}`,
-    sequence_classifier: "gives classes, not vectors",
-    cross_encoder: "reads pairs of texts and gives scores, not vectors",
-    token_classifier: "gives classes of tokens, not vectors",
+    embedding: `returns ${given}`,
+    sequence_classifier: "returns classes, not vectors",
+    cross_encoder: "returns scores of text pairs, not vectors",
+    token_classifier: "returns classes of tokens, not vectors",
   }[kind];
   switch (task) {
     case "embed":
       return tasks.includes("embed") ? undefined : gives;
     case "rerank":
     case "score":
-      return tasks.includes("score") ? undefined : "compares no texts";
+      return tasks.includes("score") ? undefined : "cannot compare texts";
     case "classify":
       if (["classify", "token_classify", "embed"].some((own) => tasks.includes(own))) return undefined;
       return kind === "cross_encoder" ? "has no classes for single texts" : `has no classes, and ${gives}`;
     case "sparse":
       if (tasks.includes("sparse_embed")) return undefined;
-      return kind === "embedding" ? "was not trained to give sparse vectors" : gives;
+      return kind === "embedding" ? "was not trained for sparse vectors" : gives;
     case "multi":
       if (tasks.includes("token_embed")) return undefined;
-      return kind === "embedding" ? "gives no vectors of single tokens" : gives;
+      return kind === "embedding" ? "does not return token vectors" : gives;
   }
   return undefined;
 }
@@ -77,14 +77,14 @@ function offer() {
 function showFacts() {
   const { kind, embedding_size, is_matryoshka, matryoshka_dimensions, sequence_pooling, ...own } = facts();
   const { aliases = [], status } = cards.get($("model").value) ?? {};
-  const entries = [["Kind", isKnown() ? KINDS[kind] : "known once it is loaded"]];
+  const entries = [["Kind", isKnown() ? KINDS[kind] : "unknown until it is loaded"]];
   if (aliases.length) entries.push(["Also called", aliases.join(", ")]);
   if (status && status.value !== "loaded") entries.push(["In memory", `${status.value}; a request loads it`]);
   if (embedding_size) {
     let width = embedding_size.toLocaleString("en");
     if (matryoshka_dimensions.length) width += `, or ${matryoshka_dimensions.join(", ")}`;
-    else if (is_matryoshka) width += ", or any below";
-    if (own.outputs.join() === "multi_vector") width += " a token";
+    else if (is_matryoshka) width += ", or any smaller number";
+    if (own.outputs.join() === "multi_vector") width += " per token";
     entries.push(["Dimensions", width]);
   }
   if (own.num_labels && kind !== "cross_encoder") entries.push(["Classes", own.num_labels.toLocaleString("en")]);
@@ -113,7 +113,7 @@ function fillFields() {
   const names = Object.keys(prompts);
   for (const select of document.querySelectorAll(".prompt")) {
     const hasDefault = default_prompt_name && select.id !== "tokenize-prompt", before = select.value;
-    const unnamed = hasDefault ? `the default, ${default_prompt_name}` : "texts, as they are";
+    const unnamed = hasDefault ? `default (${default_prompt_name})` : "no prompt";
     const options = [["", unnamed], ...names.map((name) => [name, name])];
     select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
     select.value = names.includes(before) ? before : "";
@@ -139,7 +139,7 @@ async function load() {
   $("version").textContent = `penstock ${(await (await fetch(url("version"))).json()).version}`;
 }
 
-// Whether a model has come or gone since the cards were read.
+// Returns whether the state of a model has changed since the cards were read.
 const hasNews = (states) => states.join() !== [...cards.values()].map((card) => card.status?.state).join();
 
 let timer;
@@ -153,7 +153,7 @@ async function watch() {
     text = response.ok ? "ready" : states.find((state) => state !== "ready") ?? "starting";
     name = response.ok ? "ready" : text === "dead" ? "down" : "busy";
   } catch {
-    cards.clear();  // What comes back may serve other models.
+    cards.clear();  // A restarted server may serve other models.
   }
   if ($("status").textContent !== text) $("status").textContent = text;
   $("status").className = name;

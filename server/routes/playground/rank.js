@@ -1,4 +1,4 @@
-// Scores of pairs, and classes.
+// Rerank, score and classify.
 
 const MAX_BARS = 12;
 
@@ -30,7 +30,7 @@ async function classify(ask) {
     entries.sort((a, b) => b.score - a.score);
     const best = make("ol", { class: "bars" }, ...bars(entries.slice(0, MAX_BARS)));
     const rest = entries.length - MAX_BARS;
-    const notes = rest > 0 ? [make("p", { class: "facts" }, `${rest} more are lower`)] : [];
+    const notes = rest > 0 ? [make("p", { class: "facts" }, `${rest} more with lower scores`)] : [];
     return card(input[i], best, ...notes);
   });
   return [[plural(cards.length, "text")], ...cards];

@@ -1,7 +1,7 @@
-// Requests, and what becomes of their answers.
+// Sends requests and shows their responses.
 
-const sent = {};  // By task: what went out last, and what came back.
-const running = {};  // By task: what stops the request under way.
+const sent = {};  // Task to its last exchanges (request and response).
+const running = {};  // Task to the AbortController of its running request.
 
 class Refusal extends Error {
   constructor(exchange) {
@@ -13,7 +13,7 @@ class Refusal extends Error {
 class Unreachable extends Error {}
 
 async function post(path, fields, signal) {
-  const body = JSON.parse(JSON.stringify({ model: chosen("model"), ...fields }));  // Leaves out what is undefined.
+  const body = JSON.parse(JSON.stringify({ model: chosen("model"), ...fields }));  // Removes undefined fields.
   const headers = { "Content-Type": "application/json" };
   const key = $("key").value.trim();
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -27,7 +27,7 @@ async function post(path, fields, signal) {
   } catch (error) {
     throw error.name === "AbortError" ? error : new Unreachable();
   }
-  try { exchange.answer = JSON.parse(exchange.text); } catch { /* A proxy may answer with anything. */ }
+  try { exchange.answer = JSON.parse(exchange.text); } catch { /* A proxy may send a body that is not JSON. */ }
   if (exchange.status !== 200 || exchange.answer === null) throw new Refusal(exchange);
   return exchange;
 }
@@ -37,7 +37,7 @@ async function send(task) {
   const button = document.querySelector(`#${task} .go button`), name = button.textContent;
   const { signal } = running[task] = new AbortController();
   const exchanges = [], began = performance.now();
-  // Helpers, such as the names of tokens, are not among what is shown as sent.
+  // Helper requests, such as token names, are not shown to the user.
   const ask = async (path, fields, isHelper = false) => {
     try {
       const exchange = await post(path, fields, signal);
@@ -58,10 +58,10 @@ async function send(task) {
     put(task, make("p", { class: "facts", role: "status" }, facts.join(" · ")), ...nodes);
   } catch (error) {
     if (error instanceof Refusal) put(task, refused(error.exchange));
-    else if (error instanceof Unreachable) put(task, complaint("No answer", "The server cannot be reached."));
-    else if (error.name === "AbortError") put(task, complaint("Stopped", "The server drops the request, too."));
+    else if (error instanceof Unreachable) put(task, complaint("No response", "The server cannot be reached."));
+    else if (error.name === "AbortError") put(task, complaint("Stopped", "The server cancels the request."));
     else {
-      put(task, complaint("This page failed", String(error)));
+      put(task, complaint("Error in this page", String(error)));
       throw error;
     }
     if (error instanceof Unreachable) watch();
@@ -88,11 +88,11 @@ function complaint(title, text, id) {
 function messageOf({ answer, text }) {
   const error = answer?.error;
   const message = answer?.message ?? error?.message ?? (typeof error === "string" ? error : undefined);
-  return String(message ?? (text.slice(0, 300) || "The answer is empty."));
+  return String(message ?? (text.slice(0, 300) || "The response is empty."));
 }
 
 function refused(exchange) {
   const again = exchange.retryAfter ? ` Try again in ${exchange.retryAfter} s.` : "";
   if (exchange.status === 401) $("key").focus();
-  return complaint(`Refused with ${exchange.status}`, messageOf(exchange) + again, exchange.id);
+  return complaint(`Status ${exchange.status}`, messageOf(exchange) + again, exchange.id);
 }

@@ -1,4 +1,4 @@
-// The frame: tabs, colours of the page, and what begins it all.
+// Tabs, colour theme, event listeners, and the start of the page.
 
 const RUN = { embed, rerank, score, classify, sparse, multi, tokenize };
 const TASKS = Object.keys(RUN);
@@ -57,7 +57,7 @@ for (const button of document.querySelectorAll("[data-view]")) {
 for (const field of document.querySelectorAll("[data-counted]")) countBelow(field);
 $("copy").addEventListener("click", copy);
 $("model").addEventListener("change", () => {
-  for (const task of TASKS) {  // What another model has answered.
+  for (const task of TASKS) {  // Results of the previous model.
     delete sent[task];
     put(task, HINTS[task]);
   }

@@ -1,4 +1,4 @@
-// Tokens: the pieces themselves, and how many there are while a text is written.
+// The tokenize task, and token counts below text fields.
 
 const MAX_TOKENS = 5000, MAX_COUNTED_CHARS = 20000, COUNT_AFTER_MS = 400;
 
@@ -31,7 +31,7 @@ async function tokenize(ask) {
   return [[plural(inputs.length, "text"), plural(total, "token")], ...cards];
 }
 
-// The line below a field: how many texts and tokens it holds.
+// Adds a line below a field with its number of texts and tokens.
 function countBelow(field) {
   const line = make("output", { class: "count", for: field.id });
   field.after(line);

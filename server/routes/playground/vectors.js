@@ -1,13 +1,13 @@
-// Sparse vectors, and one vector for each token.
+// Sparse vectors and token vectors.
 
 const MAX_WEIGHTS = 24, MAX_NAMED = 4000;
 
-// The text of single tokens, by id.
+// Returns a Map of token id to text.
 async function tokenNames(ask, ids) {
-  const asked = unique(ids).slice(0, MAX_NAMED);
-  if (!asked.length) return new Map();
-  const named = await ask("decode", { ids: asked.map((id) => [id]), skip_special_tokens: false }, true);
-  return new Map(asked.map((id, i) => [id, named[i].trim() || `#${id}`]));
+  const known = unique(ids).slice(0, MAX_NAMED);
+  if (!known.length) return new Map();
+  const named = await ask("decode", { ids: known.map((id) => [id]), skip_special_tokens: false }, true);
+  return new Map(known.map((id, i) => [id, named[i].trim() || `#${id}`]));
 }
 
 async function sparse(ask) {
@@ -45,7 +45,7 @@ function overlaps(vectors, input) {
   });
   const names = numbered(input.slice(0, vectors.length));
   return section("Dot product", matrix({
-    label: "Dot product of each text with each",
+    label: "Dot product of every pair of texts",
     corner: "Text",
     rows: names,
     columns: names,
@@ -55,7 +55,7 @@ function overlaps(vectors, input) {
 
 async function multi(ask) {
   const isTrained = facts().outputs.includes("multi_vector");
-  const asked = (input, side) => ask("v1/encode", {
+  const encode = (input, side) => ask("v1/encode", {
     input,
     outputs: ["multi_vector"],
     input_type: side,
@@ -64,8 +64,8 @@ async function multi(ask) {
     encoding_format: "base64",
   });
   const documents = texts("multi-documents");
-  const [query] = tokenRows((await asked([$("multi-query").value], "query")).data);
-  const rows = tokenRows((await asked(documents, "document")).data);
+  const [query] = tokenRows((await encode([$("multi-query").value], "query")).data);
+  const rows = tokenRows((await encode(documents, "document")).data);
   const names = await tokenNames(ask, [query, ...rows].flatMap(({ ids }) => ids));
   const named = (ids) => ids.map((id) => names.get(id) ?? `#${id}`);
   const found = rows.map((row, at) => ({ at, ids: row.ids, ...maxSim(query.vectors, row.vectors) }));
@@ -76,13 +76,13 @@ async function multi(ask) {
     const pairs = () => tokenPairs(named(query.ids), named(ids), best, cosines);
     return folded(`Document ${at + 1}, token by token: ${score.toFixed(4)}`, pairs, place < 1);
   });
-  const told = [`${plural(query.ids.length, "vector")} of the query`, plural(documents.length, "document")];
-  const note = `${$("model").value} was trained for one vector a text: this is a look inside.`;
+  const summary = [`${plural(query.ids.length, "query vector")}`, plural(documents.length, "document")];
+  const note = `${$("model").value} was trained for one vector per text, not for token vectors.`;
   const notes = isTrained ? [] : [make("p", { class: "facts" }, note)];
-  return [told, ...notes, order, make("section", { class: "folds" }, ...cards)];
+  return [summary, ...notes, order, make("section", { class: "folds" }, ...cards)];
 }
 
-// Base64 of float32 rows, one for each id.
+// Decodes base64 of float32 rows, one row per id.
 function tokenRows(data) {
   return data.map(({ token_ids: ids, multi_vector: text }) => {
     const binary = atob(text), bytes = new Uint8Array(binary.length);
@@ -92,7 +92,7 @@ function tokenRows(data) {
   });
 }
 
-// Every token of the query takes the most similar one of the document; the score is the sum.
+// The score is the sum, over query tokens, of the similarity to the closest document token.
 function maxSim(query, document) {
   const cosines = query.map((row) => document.map((other) => dot(row, other)));
   const best = cosines.map((row) => row.reduce((most, cosine, k) => (cosine > row[most] ? k : most), 0));
@@ -100,7 +100,7 @@ function maxSim(query, document) {
 }
 
 function tokenPairs(query, document, best, cosines) {
-  if (!document.length) return make("p", { class: "facts" }, "All of its tokens are left out.");
+  if (!document.length) return make("p", { class: "facts" }, "All tokens of this document are left out.");
   const rows = query.map((token, i) => {
     const cosine = cosines[i][best[i]], fill = make("div", { class: "fill" });
     fill.style.width = `${100 * Math.max(0, Math.min(1, cosine))}%`;
@@ -108,13 +108,14 @@ function tokenPairs(query, document, best, cosines) {
     cells[2].append(make("div", { class: "track", "aria-hidden": "true" }, fill));
     return make("tr", {}, ...cells);
   });
-  const heads = ["Query", "finds in the document", "Similarity"].map((text) => make("th", { scope: "col" }, text));
+  const titles = ["Query token", "Closest document token", "Similarity"];
+  const heads = titles.map((text) => make("th", { scope: "col" }, text));
   const head = make("thead", {}, make("tr", {}, ...heads));
-  const title = "What each token of the query finds";
+  const title = "Closest document token of each query token";
   const list = make("table", { class: "pairs", "aria-label": title }, head, make("tbody", {}, ...rows));
-  const label = "Similarity of each token of the query with each of the document";
+  const label = "Similarity of every query token with every document token";
   const named = (tokens) => tokens.map((text) => ({ name: text, text }));
-  const every = folded("Every token with every token", () => matrix({
+  const every = folded("All pairs of tokens", () => matrix({
     label, corner: "Query", rows: named(query), columns: named(document), value: (i, k) => cosines[i][k],
   }));
   const attributes = { class: "scroll", role: "group", tabindex: "0", "aria-label": title };

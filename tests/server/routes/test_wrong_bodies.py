@@ -149,10 +149,10 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
         [
             ("examples", [{"text": "b"}], "examples[0].label"),
             ("labels", "b", "'b'"),
-            ("labels", None, "no classes of its own"),
+            ("labels", None, "embedding model without classes"),
         ],
     ),
-    ("/classify", {"inputs": ["a"]}, [("labels", None, "no classes of its own")]),
+    ("/classify", {"inputs": ["a"]}, [("labels", None, "embedding model without classes")]),
     ("/classify", {"input": "a", "examples": EXAMPLES}, [("labels", ["b", "c"], "examples (few-shot), not both")]),
     (
         "/classify",
@@ -193,8 +193,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("outputs", ["dense", "colour"], "colour"),
             ("outputs", [], "at least 1"),
             ("outputs", ["sparse"], "holds 'sparse', but fake-model gives dense, multi_vector"),
-            ("encoding_format", "bytes", "carries one output"),
-            ("return_token_ids", True, "which the answer does not hold"),
+            ("encoding_format", "bytes", "holds only one output"),
+            ("return_token_ids", True, "which is not in outputs"),
             *(("dimensions", *case) for case in WIDTHS),
         ],
     ),
