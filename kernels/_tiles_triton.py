@@ -1,4 +1,4 @@
-"""Which rows a program owns, where sequences lie end to end: found on the device, so that the host need not know."""
+"""Assigns the rows of a packed batch to programs on the device, so that the host needs no list of sequences."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def find_tile(cu_seqlens_ptr, tile, num_seqs, SIZE: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr = 1):
-    """(Sequence n, its first row, first row of the tile, row after the sequence's last).
+    """Returns (sequence n, its first row, first row of the tile, end row of the sequence).
 
-    The tiles of sequence n begin at number cu_seqlens[n] * ROWS_PER_TOKEN // SIZE + n. No two sequences share a number,
-    and T * ROWS_PER_TOKEN // SIZE + N numbers are enough, so that the host need not know where sequences lie; a tile
-    that begins past its sequence's end has no rows.
+    The tiles of sequence n start at number cu_seqlens[n] * ROWS_PER_TOKEN // SIZE + n. Tile numbers of two sequences
+    never overlap, and a grid of T * ROWS_PER_TOKEN // SIZE + N programs covers all tiles. A tile that starts past the
+    end of its sequence has no rows.
     """
     low = 0
     high = num_seqs - 1

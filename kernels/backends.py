@@ -1,4 +1,4 @@
-"""Choice of a backend, checks of arguments and uploads to a device, for all kernels."""
+"""Backend selection, argument checks and uploads to the device, shared by all kernels."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,32 +30,32 @@ class Recurrence(NamedTuple):
 
 @cache
 def has_triton() -> bool:
-    """Whether the kernels for CUDA can be imported."""
+    """Whether triton is installed."""
     return find_spec("triton") is not None
 
 
 @cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; of a CPU, where triton interprets, the least that the kernels are for."""
+    """Compute capability of a CUDA device. (8, 0), the lowest supported one, for a CPU (triton's interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
 def takes_tensor_cores(device: torch.device) -> bool:
-    """Whether the triton kernels that are made for Ampere and later can run: on CUDA, where triton is installed."""
+    """Whether triton is installed and the device is a CUDA device with compute capability 8.0 (Ampere) or later."""
     return device.type == "cuda" and has_triton() and capability_of(device) >= (8, 0)
 
 
 def choose(backend: Backend | None, x: Tensor, *, has_products: bool = False) -> Backend:
-    """Returns the given backend; for None triton if `x` is on CUDA and triton is installed, else torch.
+    """Returns the backend; None becomes "triton" if `x` is on CUDA and triton is installed, else "torch".
 
     Args:
-        backend: As the caller of the kernel gave it.
+        backend: The argument of the kernel.
         x: The kernel's input.
-        has_products: Whether the triton kernel multiplies matrices: its tiles are made for compute capability 8.0, and
-            devices before that have too little shared memory, or too few registers, for them. They take torch.
+        has_products: Whether the triton kernel multiplies matrices. Its tiles need the shared memory and registers of
+            compute capability 8.0; on older devices None becomes "torch".
 
     Raises:
-        ValueError: There is no such backend.
+        ValueError: The backend is unknown.
     """
     if backend is None:
         is_fit = takes_tensor_cores(x.device) if has_products else x.is_cuda and has_triton()
@@ -66,16 +66,12 @@ def choose(backend: Backend | None, x: Tensor, *, has_products: bool = False) ->
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the device of a tensor the current one, for triton; does nothing on a CPU, where it interprets."""
+    """Makes the CUDA device of a tensor current, as a triton launch needs. Does nothing for a CPU tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
-    """Checks that the rows of `x` are floats and as many as the sequences say.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Raises ValueError unless `x` has a float dtype and `seq_lens` and `cu_seqlens` fit its number of rows."""
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     check_cu_seqlens(cu_seqlens, len(seq_lens))
@@ -84,13 +80,13 @@ def check_rows(x: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_seqs: int) -> None:
-    """Raises ValueError unless cu_seqlens is int32 and has the length for `num_seqs` sequences."""
+    """Raises ValueError unless cu_seqlens is int32 [num_seqs + 1]."""
     if cu_seqlens.shape != (num_seqs + 1,) or cu_seqlens.dtype != torch.int32:
         raise ValueError(f"cu_seqlens must be int32 [{num_seqs + 1}], got {describe(cu_seqlens)}")
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Raises ValueError for a cap that is not positive."""
+    """Raises ValueError if the cap is not positive."""
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
 
@@ -98,11 +94,7 @@ def check_softcap(softcap: float | None) -> None:
 def check_tensor(
     name: str, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks shape, dtype and device of an argument; one that is None passes.
-
-    Raises:
-        ValueError: One of them is wrong; the message names the argument.
-    """
+    """Raises ValueError if an argument has another shape, dtype or device. Accepts None."""
     if value is None:
         return
     if value.shape != shape or value.dtype != dtype:
@@ -112,15 +104,15 @@ def check_tensor(
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape, for messages."""
+    """Dtype and shape for error messages."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
-    """Returns a tensor on `device`: itself where it is there.
+    """Returns the tensor on `device`. Does not copy if it is already there.
 
-    On CUDA the host goes on at once. The copy runs through pinned memory, which torch keeps until it has been made: one
-    out of memory that is not pinned may wait for all that the stream has to do before it.
+    A copy to CUDA is asynchronous: it reads pinned memory, which torch keeps until the copy is done. A copy from
+    pageable memory could block the host until the stream has finished its earlier work.
     """
     if values.is_cuda or torch.device(device).type != "cuda":
         return values.to(device)

@@ -1,7 +1,6 @@
-"""Attention over a packed batch: every sequence attends to itself alone.
+"""Attention over a packed batch. Each sequence attends to its own tokens only.
 
-The only operation that looks at sequence borders before pooling. Knows nothing about projections, rotary positions or
-models.
+Projections, rotary positions and models are outside this module.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ PagedBackend = Literal["sdpa", "triton"]
 
 __all__ = ["MAX_HEAD_SIZE", "Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged"]
 
-# The largest head that the triton kernel has a tile for.
+# Largest head size of the triton kernel.
 MAX_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLengths:
-    """The lengths of a batch of chunks, checked once for all layers. `of` makes one.
+    """Lengths of a batch of chunks, checked once for all layers. Created by `of`.
 
     Attributes:
-        seq_lens: N numbers of rows.
-        context_lens: N numbers of tokens before the chunk.
+        seq_lens: Rows of each of the N chunks.
+        context_lens: Tokens before each chunk.
         num_rows: Sum of `seq_lens`.
-        longest: Largest of `seq_lens`; 0 without any.
-        longest_sequence: Largest sum of both numbers of one chunk; 0 without any.
+        longest: Rows of the longest chunk; 0 without chunks.
+        longest_sequence: Largest context length plus chunk length; 0 without chunks.
     """
 
     seq_lens: Sequence[int]
@@ -45,15 +44,15 @@ class PagedLengths:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], context_lens: Sequence[int]) -> PagedLengths:
-        """Returns the lengths that `attention_paged` takes.
+        """Checks and summarises the lengths for `attention_paged`.
 
         Raises:
-            ValueError: There are not as many of both, or one is negative.
+            ValueError: The lists differ in length, or a number is negative.
         """
         num_seqs = len(seq_lens)
         if len(context_lens) != num_seqs or min(context_lens, default=0) < 0 or min(seq_lens, default=0) < 0:
             raise ValueError(
-                f"seq_lens and context_lens must be {num_seqs} numbers from 0 on each, "
+                f"seq_lens and context_lens must be {num_seqs} numbers of at least 0 each, "
                 f"got {list(seq_lens)} and {list(context_lens)}"
             )
         ends = map(int.__add__, seq_lens, context_lens)
@@ -75,36 +74,36 @@ def attention(
     softcap: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T + relative_bias) v, within each sequence of a packed batch. Inference only.
+    """Computes softmax(scale * q k^T + relative_bias) v within each sequence of a packed batch. Inference only.
 
-    Token i of a sequence sees the tokens j of the same sequence with i - window[0] <= j <= i + window[1], and j <= i
-    if causal. Nothing else of the batch enters its arithmetic: a NaN in one sequence stays there, and in float32 a
-    sequence gives the same rows alone and in any batch within 1e-6. Held to the float32 reference within 1e-5
-    (float32) and 3e-2 (bfloat16, float16) of the largest absolute value of `v`.
+    Token i of a sequence attends to the tokens j of the same sequence with i - window[0] <= j <= i + window[1], and
+    j <= i if causal. A NaN in one sequence does not affect another. In float32 the rows of a sequence differ by at most
+    1e-6 between batches. Tests allow a difference to the float32 reference of 1e-5 (float32) or 3e-2 (bfloat16,
+    float16) of the largest absolute value of `v`.
 
     Args:
         q: [T, H, K], float32/bfloat16/float16. Rows may be strided. Not modified.
-        k: [T, Hkv, K]. H must be a multiple of Hkv; query head h reads key head h // (H / Hkv). Not modified.
+        k: [T, Hkv, K]. H must be a multiple of Hkv; query head h uses key head h // (H / Hkv). Not modified.
         v: [T, Hkv, K]. Not modified.
         cu_seqlens: [N+1], int32, same device.
         seq_lens: N lengths on the host, equal to the differences of `cu_seqlens`; they sum to T. A length may be 0.
             On a CPU, neighbours of equal length share a call.
-        max_seqlen: The largest of `seq_lens`.
+        max_seqlen: At least the largest of `seq_lens`.
         scale: Factor of the scores.
-        is_causal: Whether a token sees only itself and earlier ones.
-        window: (left, right) reach of local attention, in tokens; a negative number is no limit. None is (-1, -1).
+        is_causal: Whether a token attends only to itself and earlier tokens.
+        window: (left, right) sizes of the local attention window in tokens; negative: unlimited. None is (-1, -1).
         relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
-            rows and columns, which is right for any bias that depends on (i, j) alone. Fastest in the dtype of q.
-        softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: they stay.
-        backend: None chooses by device and dtype. On CPU: "sdpa". On CUDA: "varlen" (flash attention) for 16 bits
-            without bias and cap; else "triton", or without it (or Ampere, or for heads of more than 256) "sdpa".
-            "triton" takes positive scales, "varlen" no cap and no bias.
+            rows and columns, so the bias may depend on (i, j) only. Fastest in the dtype of q.
+        softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: no cap.
+        backend: None chooses by device and dtype. CPU: "sdpa". CUDA: "varlen" (flash attention) for 16-bit dtypes
+            without bias and cap; else "triton"; "sdpa" without triton, before Ampere or for head sizes above 256.
+            "triton" needs a positive scale. "varlen" supports neither a cap nor a bias.
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
 
     Raises:
-        ValueError: Shapes, dtypes or lengths do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes or lengths do not match; the message gives expected and actual values.
     """
     longest = max(seq_lens, default=0)
     _check(q, k, v, cu_seqlens, seq_lens, longest, max_seqlen, relative_bias)
@@ -118,11 +117,11 @@ def attention(
         return attention_sdpa(q, k, v, seq_lens, scale, reach, relative_bias, softcap)
     if backend == "varlen":
         if softcap is not None or relative_bias is not None:
-            raise ValueError("the varlen backend knows no softcap and no relative_bias")
+            raise ValueError("the varlen backend supports neither softcap nor relative_bias")
         return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale, reach)
     if backend == "triton":
         if scale <= 0:
-            raise ValueError(f"the triton backend takes a positive scale, got {scale}")
+            raise ValueError(f"the triton backend needs a positive scale, got {scale}")
         from ._triton import attention_triton
 
         return attention_triton(q, k, v, cu_seqlens, longest, scale, reach, softcap, relative_bias)
@@ -130,7 +129,7 @@ def attention(
 
 
 def _reach(window: tuple[int, int] | None, is_causal: bool, longest: int) -> tuple[int, int]:
-    """(left, right): the window with the causal limit in it; -1 where it hides nothing of a sequence of `longest`."""
+    """Window including the causal limit: (left, right), -1 for a side that masks no key in `longest` tokens."""
     left, right = window or (-1, -1)
     if is_causal:
         right = 0
@@ -153,20 +152,20 @@ def _check(
     max_seqlen: int,
     relative_bias: Tensor | None,
 ) -> None:
-    """Checks shapes, types and lengths. Runs once a layer and takes a few microseconds."""
+    """Runs once per layer and takes a few microseconds."""
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q must be [T, H, K], k and v [T, Hkv, K], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(f"the number of heads of q must be a multiple of that of k, got {q.shape[1]} and {k.shape[1]}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
     check_cu_seqlens(cu_seqlens, len(seq_lens))
     num_tokens = sum(seq_lens)
     if num_tokens != q.shape[0] or longest > max_seqlen:
         raise ValueError(
-            f"seq_lens must sum to the {q.shape[0]} rows of q and not pass max_seqlen {max_seqlen}, "
+            f"seq_lens must sum to the {q.shape[0]} rows of q and not exceed max_seqlen {max_seqlen}, "
             f"got a sum of {num_tokens} and a largest of {longest}"
         )
     if relative_bias is not None:
@@ -193,40 +192,39 @@ def attention_paged(
     lengths: PagedLengths | None = None,
     backend: PagedBackend | None = None,
 ) -> Tensor:
-    """Causal softmax(scale * q k^T) v of chunks of sequences. Keys and values lie in blocks. Inference only.
+    """Causal attention of chunks of sequences over keys and values in a paged cache. Inference only.
 
-    Row i of chunk n is token context_lens[n] + i of its sequence. It sees the tokens up to itself (and from its
-    position - window[0] on), all of which must be in the caches: store the chunk before. Chunks of one
-    sequence give the rows that `attention` gives for the whole of it, to the rounding of sums. Nothing is read that
-    the chunks do not see but the rest of a token's own sequence: other blocks, and the end of the last block, may hold
-    anything, NaN included. Held to the float32 reference within 1e-5 (float32) and 3e-2 (bfloat16, float16) of the
-    largest absolute value of `v_cache` that is seen.
+    Row i of chunk n is token context_lens[n] + i of its sequence. It attends to the tokens up to itself, limited by
+    window[0]. The caches must already contain the chunk's own keys and values. The chunks of a sequence give the same
+    rows as `attention` on the whole sequence, except for the rounding of sums. Other sequences' blocks and the unused
+    end of the last block are not read; they may contain NaN. Tests allow a difference to the float32 reference of 1e-5
+    (float32) or 3e-2 (bfloat16, float16) of the largest absolute value among the attended rows of `v_cache`.
 
     Args:
         q: [T, H, K], float32/bfloat16/float16: the rows of the chunks, packed. Rows may be strided. Not modified.
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. H must be a multiple of Hkv. Not modified.
         v_cache: As `k_cache`.
         block_tables: [N, M], int32, on the CPU or the device of q: block_tables[n, j // block_size] is the block of
-            token j of sequence n. Entries after a sequence's last block are not read. Values
-            are not checked.
+            token j of sequence n. Entries after a sequence's last block are not read. Values are not checked.
         cu_seqlens: [N+1], int32, device of q: first row of each chunk, and T.
-        seq_lens: N numbers of rows on the host, equal to the differences of `cu_seqlens`. A chunk may be empty.
-        context_lens: N numbers of tokens before the chunk, on the host.
+        seq_lens: Rows of each of the N chunks, on the host, equal to the differences of `cu_seqlens`. May be 0.
+        context_lens: Tokens before each chunk, on the host.
         scale: Factor of the scores.
-        window: (left, right) reach in tokens; a negative number is no limit. Right is none in any case: it is causal.
-        softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: they stay.
-        context_lens_on_device: [N], int32, `context_lens` on the device of q, so that not every layer copies them.
-            Read by "triton" alone.
-        lengths: The result of `PagedLengths.of` for the same `seq_lens` and `context_lens`. Make it once per batch and
-            pass it in every layer; None, or one of other lists, checks them anew.
-        backend: None takes "triton" on CUDA if that is installed, the device has compute capability 8.0 or later and
+        window: (left, right) sizes of the window in tokens; negative: unlimited. Right is ignored (causal attention).
+        softcap: c > 0: the scaled scores s become c * tanh(s / c) (Gemma 2). None: no cap.
+        context_lens_on_device: [N], int32, `context_lens` on the device of q. Saves a copy per layer. Only "triton"
+            reads it.
+        lengths: The result of `PagedLengths.of` for the same `seq_lens` and `context_lens`. Create it once per batch
+            and pass it to every layer. If it is None or belongs to other lists, the lengths are checked again.
+        backend: None selects "triton" on CUDA if triton is installed, the compute capability is at least 8.0 and
             K <= 256, else "sdpa".
 
     Returns:
         [T, H, K], dtype and device of q, contiguous.
 
     Raises:
-        ValueError: Shapes, dtypes, devices, strides or lengths do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes, devices, strides or lengths do not match; the message gives expected and actual
+            values.
     """
     if lengths is None or lengths.seq_lens is not seq_lens or lengths.context_lens is not context_lens:
         lengths = PagedLengths.of(seq_lens, context_lens)
@@ -273,7 +271,7 @@ def _check_paged(
     lengths: PagedLengths,
     softcap: float | None,
 ) -> None:
-    """Checks shapes, types, devices and lengths. Runs once a layer and takes a few microseconds."""
+    """Runs once per layer and takes a few microseconds."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
             f"q must be [T, H, K], the caches [P, block_size, Hkv, K], "
@@ -281,7 +279,7 @@ def _check_paged(
         )
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(
-            f"the heads of q must be a multiple of those of k_cache, got {q.shape[1]} and {k_cache.shape[2]}"
+            f"the number of heads of q must be a multiple of that of k_cache, got {q.shape[1]} and {k_cache.shape[2]}"
         )
     if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Attention through operators of torch.
+"""Attention with torch's operators.
 
-scaled_dot_product_attention (SDPA) serves any device and dtype. torch's flash kernel for CPUs needs memory for the rows
-only, but its masks are [rows, keys]. Attention with a mask is therefore computed in blocks of rows, over the keys that
-the block sees.
+scaled_dot_product_attention (SDPA) supports any device and dtype. The memory of torch's flash kernel for CPUs grows
+with the rows only, but a mask is [rows, keys]. Attention with a mask is therefore computed in blocks of rows, over the
+keys that the block attends to.
 
-On CUDA, 16 bits take the flash attention operator in one call for the whole batch ("varlen"). The public
-torch.nn.attention.varlen adds an operator in Python, a fill and a check of the heads to every call. The operator has
-begun with the same parameters from torch 2.5 on; a torch with other parameters does not take this path.
+On CUDA, 16-bit dtypes use the flash attention operator: one call for the whole batch ("varlen"). The operator is called
+directly because the public torch.nn.attention.varlen adds a Python operator, a fill and a check of the heads to every
+call. Its first parameters are the same since torch 2.5. A torch with other parameters does not use this path.
 
 Shape letters besides those of the package: I rows, J keys of one sequence, G key heads.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..backends import capability_of
 
 MAX_BLOCK_ROWS = 128
-# Elements of a mask, or of scores.
+# Elements of a mask or of a block of scores.
 MAX_BLOCK_SCORES = 1 << 22
 
 _FLASH_PARAMETERS = (
@@ -41,7 +41,7 @@ def attention_sdpa(
     relative_bias: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Same as `attention`; `reach` is the window with the causal limit in it, negative for no limit."""
+    """Same as `attention`; `reach` is the window including the causal limit, negative if unlimited."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for length, num_seqs in _runs(seq_lens, may_share=softcap is None):
@@ -63,7 +63,7 @@ def attention_paged_sdpa(
     left: int,
     softcap: float | None,
 ) -> Tensor:
-    """Same as `attention_paged`; `left` is the reach of the window, negative for no limit."""
+    """Same as `attention_paged`; `left` is the left size of the window, negative if unlimited."""
     block_size = k_cache.shape[1]
     tables_NM = block_tables.to(q.device, torch.int64)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -80,7 +80,7 @@ def attention_paged_sdpa(
 
 
 def _runs(seq_lens: Sequence[int], *, may_share: bool) -> Iterator[tuple[int, int]]:
-    """(length, number) of neighbours of equal length, without empty sequences."""
+    """Yields (length, count) for runs of neighbours of equal length. Skips empty sequences."""
     if not may_share:
         yield from ((length, 1) for length in seq_lens if length)
         return
@@ -99,7 +99,7 @@ def _attend(
     relative_bias: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Attention of N sequences of one length; the rows are the last I of J tokens, all of them with a bias."""
+    """Attention of N sequences of equal length. The rows are the last I of J tokens; with a bias, I equals J."""
     num_heads, num_rows = q_NHIK.shape[1:3]
     num_keys = k_NGJK.shape[2]
     past = num_keys - num_rows
@@ -131,7 +131,7 @@ def _attend(
 
 
 def _mask(rows: range, keys: range, reach: tuple[int, int], relative_bias: Tensor | None, q: Tensor) -> Tensor:
-    """[1, 1 or H, I, J], dtype of q: the bias, or 0, where a row sees a key; else -inf."""
+    """[1, 1 or H, I, J], dtype of q: the bias (0 without one) for visible keys, -inf for masked keys."""
     if relative_bias is None:
         mask = torch.zeros((1, len(rows), len(keys)), dtype=q.dtype, device=q.device)
     else:
@@ -149,13 +149,13 @@ def _mask(rows: range, keys: range, reach: tuple[int, int], relative_bias: Tenso
 
 
 def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention with scores softcap * tanh(score / softcap), in float32: SDPA has no such cap."""
+    """Attention with scores softcap * tanh(score / softcap), in float32, because SDPA has no cap."""
     scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
     return scores.add_(mask).softmax(-1) @ v.float()
 
 
 def takes_varlen(q: Tensor, relative_bias: Tensor | None) -> bool:
-    """Whether flash attention can compute this: 16-bit, no bias, a head size that it knows, Ampere or later."""
+    """Whether flash attention supports this call: 16-bit, no bias, a supported head size, Ampere or later."""
     head_size = q.shape[2]
     return (
         q.is_cuda
@@ -170,7 +170,7 @@ def takes_varlen(q: Tensor, relative_bias: Tensor | None) -> bool:
 
 @cache
 def has_flash_operator() -> bool:
-    """Whether this version of torch has the operator with these parameters."""
+    """Whether this torch has the flash attention operator with the expected parameters."""
     arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     return tuple(argument.name for argument in arguments[: len(_FLASH_PARAMETERS)]) == _FLASH_PARAMETERS
 
@@ -186,9 +186,10 @@ def attention_varlen(
 
 @cache
 def takes_grouped_heads(device: torch.device) -> bool:
-    """Whether flash attention reads one key head for several query heads. Tried once a device, on a few tokens.
+    """Whether the flash attention operator accepts fewer key heads than query heads.
 
-    Its kernels do in every version; whether the operator lets it through, no signature tells.
+    Its kernels support this in every version, but the operator's signature does not tell. Tried once per device on a
+    few tokens.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, heads, 16, generator=generator).to(device, torch.float16) for heads in (4, 2, 2))
@@ -204,7 +205,7 @@ def takes_grouped_heads(device: torch.device) -> bool:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, reach: tuple[int, int]
 ) -> Tensor:
-    # A longest sequence of 1 would send grouped heads to a decoding kernel, which fails where a sequence is empty
+    # With a longest sequence of 1, grouped heads run in a decoding kernel that fails if a sequence is empty
     # (Dao-AILab/flash-attention#1537).
     longest = max(max_seqlen, 2)
     attended_THK: Tensor = torch.ops.aten._flash_attention_forward(

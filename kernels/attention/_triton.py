@@ -1,9 +1,9 @@
-"""Flash attention in triton: over packed rows, or over a paged cache. CUDA.
+"""Flash attention in triton over packed rows or a paged cache. CUDA.
 
-One program owns `BLOCK_M` rows of one sequence and one key head. The query heads that share the key head are rows too
-(row r is token r // GROUP_SIZE, head r % GROUP_SIZE), so that a chunk of a few tokens still fills a tile. It walks the
-keys that its rows see, `BLOCK_N` at a time, with the running maximum and sum of Dao, "FlashAttention-2" (2023): first
-the tiles that all of its rows see whole, without masks, then those at a border.
+One program computes `BLOCK_M` rows of one sequence and one key head. Query heads that share a key head are rows of the
+same tile (row r is token r // GROUP_SIZE, head r % GROUP_SIZE), so that a chunk of a few tokens fills a tile. The
+program reads keys in tiles of `BLOCK_N` with the running maximum and sum of Dao, "FlashAttention-2" (2023). It reads
+full tiles (all rows attend to all keys) first, without masks, then border tiles.
 """
 
 import math
@@ -23,10 +23,7 @@ SHORT_ROWS = 64
 
 
 class Tile(NamedTuple):
-    """Rows of queries and keys that a program holds at once, its warps, and how many tiles of keys are under way.
-
-    Also the registers of a thread: None leaves them to ptxas.
-    """
+    """Tile sizes and launch options of a program. `max_registers` is per thread; None leaves it to ptxas."""
 
     block_m: int
     block_n: int
@@ -35,12 +32,12 @@ class Tile(NamedTuple):
     max_registers: int | None = None
 
 
-# Tiles by the width of a head, a power of two: a table instead of trials in traffic.
-# A warp group of Hopper (4 warps) multiplies 64 rows at once, so 64 rows want 4 warps and 128 rows 8. Larger tiles read
-# keys and values less often and need more registers: none is known to spill for the shapes of models on sm_80 and
-# sm_90; test_compiled.py lists a spread of it.
+# Tiles by head size, rounded up to a power of two. A fixed table avoids autotuning while requests run.
+# A warp group of Hopper (4 warps) multiplies 64 rows at once: 64 rows need 4 warps and 128 rows 8. Larger tiles read
+# keys and values less often and need more registers. For the shapes of known models none spills on sm_80 and sm_90;
+# test_compiled.py compiles a selection.
 
-# Without tensor cores; ptxas spills to get by with 72 or 80 registers, if let:
+# float32, without tensor cores. Without a register limit ptxas uses 72 or 80 registers and spills.
 _EXACT = {
     16: Tile(32, 32, 4, 2, 128),
     32: Tile(32, 32, 4, 2, 128),
@@ -48,7 +45,7 @@ _EXACT = {
     128: Tile(16, 16, 4, 2, 128),
     256: Tile(16, 16, 4, 2),
 }
-# 16 bits, and 16 bits with the shared memory of Hopper:
+# 16 bits; 16 bits with the shared memory of Hopper.
 _HALF = {
     16: Tile(128, 32, 8, 2),
     32: Tile(128, 32, 8, 2),
@@ -63,13 +60,13 @@ _HALF_ON_HOPPER = {
     128: Tile(128, 64, 8, 3),
     256: Tile(128, 32, 8, 2),
 }
-# Where the tile of a bias, or the tanh of a cap, takes registers too:
+# With a bias or a cap, which need further registers.
 _LOADED = _HALF | {64: Tile(128, 32, 8, 2), 128: Tile(64, 64, 8, 2)}
 _LOADED_ON_HOPPER = _HALF | {64: Tile(128, 32, 8, 2)}
 
 
 def padded_head(head_size: int) -> int:
-    """The width that a head is computed at: a power of two from 16."""
+    """Head size rounded up to a power of two, at least 16."""
     return max(16, 1 << (head_size - 1).bit_length())
 
 
@@ -79,16 +76,16 @@ def tile_of(
     """Returns the tile for a call.
 
     Args:
-        dtype: Of q, k and v.
+        dtype: Dtype of q, k and v.
         head_size: K, at most MAX_HEAD_SIZE.
-        capability: Of the device.
-        num_rows: Tokens of the longest sequence times the query heads of a key head.
-        is_loaded: Whether the scores get a bias or a cap.
+        capability: Compute capability of the device.
+        num_rows: Tokens of the longest sequence times the query heads per key head.
+        is_loaded: Whether the scores have a bias or a cap.
     """
     width = padded_head(head_size)
     if dtype == torch.float32:
         return _EXACT[width]
-    # From 12.0 on there are devices with as little shared memory as 8.6 has.
+    # Some devices of capability 12.0 and later have as little shared memory as 8.6.
     if (9, 0) <= capability < (12, 0):
         tile = (_LOADED_ON_HOPPER if is_loaded else _HALF_ON_HOPPER)[width]
     else:
@@ -98,7 +95,7 @@ def tile_of(
     if width == MAX_HEAD_SIZE:
         return _HALF[width]
     block_n = 32 if is_loaded else tile.block_n
-    # At 128 ptxas spills on sm_80 to get by with 168 registers, if let.
+    # Width 128: without a limit ptxas uses 168 registers on sm_80 and spills.
     return Tile(SHORT_ROWS, block_n, 4, tile.num_stages, 255 if width == 128 else None)
 
 
@@ -134,7 +131,7 @@ def add_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Adds the keys from j0 on to (maximum, total, rows) of the softmax; without IS_BORDER every row sees them all."""
+    """Adds the tile of keys at j0 to the running (maximum, total, rows). IS_BORDER: some rows do not see all keys."""
     j = j0 + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
     is_key = j < end
@@ -156,7 +153,7 @@ def add_tile(
     else:
         k = tl.load(k_addresses, mask=(d < HEAD_SIZE)[None, :], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    # With a cap or a bias the scores are made here; else the scale is part of the exponent.
+    # Without cap and bias the scale is applied in the exponent.
     factor = scale
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores arrive divided by the cap, times 2 log2(e).
@@ -179,7 +176,7 @@ def add_tile(
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
     shift = new_maximum
     if IS_BORDER or HAS_BIAS:
-        # A row that has seen nothing yet must not subtract infinities.
+        # Avoids inf - inf for rows without a visible key so far.
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(scores * factor - shift[:, None])
     shrink = tl.exp2(maximum - shift)
@@ -238,8 +235,8 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[rows] = softmax(scores) v. `scale` and `cap` are times log2(e); `left` and `right` are the reach."""
-    # Batches ascend in length, and the last rows of a causal sequence see most: the longest work begins first.
+    """out[rows] = softmax(scores) v. `scale` and `cap` include the factor log2(e); `left`, `right`: the window."""
+    # Longest work first: batches are sorted by length, and the last rows of a causal sequence have the most keys.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program // num_kv_heads
     kv_head = program % num_kv_heads
@@ -257,7 +254,7 @@ def _attention_kernel(
 
         r = offset + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_K)
-        # Rows past the end repeat the last, so that no row sees nothing.
+        # Rows past the end repeat the last row, so that every row has a visible key.
         token = tl.minimum(r, num_rows - 1) // GROUP_SIZE
         position = context_len + token
         head = kv_head * GROUP_SIZE + r % GROUP_SIZE
@@ -268,7 +265,7 @@ def _attention_kernel(
         k_head_ptr = k_ptr + kv_head * stride_k_head
         v_head_ptr = v_ptr + kv_head * stride_v_head
 
-        # Some row of the tile sees the keys from `first` to `end`; all rows see those from `whole` to `whole_end`.
+        # At least one row of the tile sees the keys from `first` to `end`; all rows see `whole` to `whole_end`.
         first_position = context_len + offset // GROUP_SIZE
         last_position = context_len + (tl.minimum(offset + BLOCK_M, num_rows) - 1) // GROUP_SIZE
         first = 0
@@ -286,7 +283,7 @@ def _attention_kernel(
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         rows = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        # First the tiles that all rows see whole: t is their first key. Then those at a border: t counts them.
+        # Full tiles first: t is the first key of the tile. Then border tiles: t is their index.
         for IS_BORDER in tl.static_range(2):
             begin = whole
             stop = whole_end
@@ -331,8 +328,7 @@ def _attention_kernel(
                 )
 
         rows = rows / total[:, None]
-        # The addresses are computed again from values that are read again: kept since the beginning, they would take
-        # registers from the loops.
+        # Recompute the addresses from values that are loaded again: live during the loops, they would cost registers.
         start = tl.load(cu_seqlens_ptr + n, volatile=True)
         num_rows = (tl.load(cu_seqlens_ptr + n + 1, volatile=True) - start) * GROUP_SIZE
         r = tile_row - start * GROUP_SIZE + tl.arange(0, BLOCK_M)
@@ -357,16 +353,16 @@ def attention_triton(
     context_lens: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Same as `attention`; with `block_tables`, k and v are caches: same as `attention_paged`.
+    """Same as `attention`. With `block_tables`, k and v are caches: same as `attention_paged`.
 
-    `tile` is that of the table unless given. The last axes of q, k, v and the bias are contiguous, the scale positive.
+    `tile` replaces the tile of the table. The last axes of q, k, v and the bias must be contiguous, the scale positive.
     """
     num_rows, _, head_size = q.shape
     if head_size > MAX_HEAD_SIZE:
-        raise ValueError(f"the triton backend takes heads of at most {MAX_HEAD_SIZE}, got {head_size}")
+        raise ValueError(f"the triton backend supports head sizes of at most {MAX_HEAD_SIZE}, got {head_size}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = cu_seqlens.shape[0] - 1
-    # [slots, Hkv, K], a view of a cache.
+    # [slots, Hkv, K]; for a cache a view.
     k3, v3 = (x if block_tables is None else x.flatten(0, 1) for x in (k, v))
     num_kv_heads = k3.shape[1]
     group_size = q.shape[1] // num_kv_heads
@@ -375,7 +371,7 @@ def attention_triton(
         tile = tile_of(
             q.dtype, head_size, capability_of(q.device), num_rows=max_seqlen * group_size, is_loaded=is_loaded
         )
-    # Tensors that a call does not need are never read; any tensor stands in for them.
+    # The kernel does not read unused arguments; pass any tensor.
     tables = cu_seqlens if block_tables is None else block_tables
     contexts = cu_seqlens if context_lens is None else context_lens
     bias = q if relative_bias is None else relative_bias

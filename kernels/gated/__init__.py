@@ -1,6 +1,5 @@
-"""The gate of gated linear units (SwiGLU, GeGLU): activation(gate) * up, from one product that holds both.
+"""Gated linear units (SwiGLU, GeGLU): activation(gate) * up, both in one tensor. Also the gated RMSNorm of Mamba-2.
 
-Also the gate of Mamba-2, which a norm of groups follows.
 Sources: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202); Dao and Gu, Transformers are SSMs (2405.21060).
 """
 
@@ -18,7 +17,7 @@ GATE_ACTIVATIONS: tuple[GateActivation, ...] = get_args(GateActivation)
 
 __all__ = ["GATE_ACTIVATIONS", "MAX_GROUP_WIDTH", "Backend", "GateActivation", "gated", "gated_norm"]
 
-# One program of the triton backend holds a whole group.
+# A program of the triton backend holds a whole group.
 MAX_GROUP_WIDTH = 8192
 
 
@@ -29,19 +28,19 @@ def gated(x: Tensor, activation: GateActivation, *, backend: Backend | None = No
         gelu        g * (1 + erf(g / sqrt(2))) / 2
         gelu_tanh   g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2
 
-    Every backend is held to the reference within 1e-5 of the largest value, or of 1, for float32, and 1e-2
-    otherwise.
+    Tests allow a difference to the reference of 1e-5 of the largest value, or of 1, for float32, else 1e-2.
 
     Args:
-        x: [T, 2 * I], float32/bfloat16/float16, last axis contiguous: gate beside up. Not modified.
-        activation: See above.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". "reference" is "torch".
+        x: [T, 2 * I], float32/bfloat16/float16, last axis contiguous: gate, then up. Not modified.
+        activation: One of the names above.
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch". "reference" is the same as
+            "torch".
 
     Returns:
-        [T, I], type of x.
+        [T, I], dtype of x.
 
     Raises:
-        ValueError: The activation is not known, or x has the wrong shape, type or strides; the message says which.
+        ValueError: The activation is unknown, or x has a wrong shape, dtype or stride.
     """
     if activation not in GATE_ACTIVATIONS:
         raise ValueError(f"activation must be one of {GATE_ACTIVATIONS}, got {activation!r}")
@@ -62,23 +61,23 @@ def gated_norm(
 ) -> Tensor:
     """Returns the RMSNorm of x * silu(gate) over each group of columns, computed in float32 and rounded once.
 
-    With s = x * silu(gate), a group of columns becomes s / sqrt(mean(s^2) + eps) * weight. Every backend is held to the
-    reference within 1e-5 of the largest value for float32, and 1e-2 otherwise.
+    With s = x * silu(gate), a group of columns becomes s / sqrt(mean(s^2) + eps) * weight. Tests allow a difference to
+    the reference of 1e-5 of the largest value for float32, else 1e-2.
 
     Args:
         x: [T, C], float32/bfloat16/float16, last axis contiguous. Not modified.
         gate: As `x`.
         weight: [C], float32, contiguous.
-        num_groups: Neighbouring groups of equal width that C is cut into.
+        num_groups: Number of groups of C / num_groups adjacent columns.
         eps: Added to the mean square.
-        backend: None takes "triton" for CUDA tensors where it is installed (and groups are at most 8192 wide), else
-            "torch". "reference" is "torch".
+        backend: None selects "triton" for CUDA tensors if it is installed and groups have at most 8,192 columns, else
+            "torch". "reference" is the same as "torch".
 
     Returns:
-        [T, C], type of gate, contiguous.
+        [T, C], dtype of gate, contiguous.
 
     Raises:
-        ValueError: Shapes, types or strides do not fit together; the message says which.
+        ValueError: Shapes, dtypes or strides do not match; the message names the argument.
     """
     if x.dim() != 2 or x.shape != gate.shape or x.dtype not in FLOAT_DTYPES or gate.dtype not in FLOAT_DTYPES:
         raise ValueError(
@@ -101,7 +100,6 @@ def gated_norm(
 
 
 def _gated_torch(x: Tensor, activation: str) -> Tensor:
-    """Same as `gated`."""
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate).mul_(up).to(x.dtype)
@@ -109,7 +107,6 @@ def _gated_torch(x: Tensor, activation: str) -> Tensor:
 
 
 def _gated_norm_torch(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
-    """Same as `gated_norm`."""
     groups = (x * F.silu(gate.float())).unflatten(1, (num_groups, -1))
     inverse = torch.rsqrt(groups.square().mean(-1, keepdim=True).add_(eps))
     normed: Tensor = groups.mul_(inverse).flatten(1)

@@ -1,4 +1,4 @@
-"""The gates on CUDA: one program reads a tile of gates and the tile of values beside it, and writes their product."""
+"""Gates on CUDA: one program reads a tile of gates and the matching tile of values and writes their product."""
 
 import torch
 import triton
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from ..backends import on_device
 
-# Elements of a tile, and its most columns: the last tile of a row is cut, and a narrow one wastes less.
+# Elements and maximum columns of a tile. Narrow tiles waste less in the last, partial tile of a row.
 BLOCK_SIZE = 2048
 MAX_BLOCK_COLUMNS = 512
-# Elements and rows of a tile of whole groups.
+# Elements and maximum rows of a tile of whole groups.
 NORM_BLOCK_SIZE = 4096
 MAX_BLOCK_ROWS = 16
 
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), without an exponential that overflows."""
+    """1 / (1 + exp(-x)) without overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
@@ -33,7 +33,7 @@ def _gated_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """The product of activation(gate) and up for one tile; the tiles of a row follow each other."""
+    """Computes activation(gate) * up for one tile. Tiles of a row have consecutive program numbers."""
     num_blocks = tl.cdiv(width, BLOCK_COLUMNS)
     program = tl.program_id(0)
     rows = (program // num_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -49,8 +49,8 @@ def _gated_kernel(
     else:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) * (gate + 0.044715 * gate^3).
         active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    places = rows[:, None] * width + columns[None, :]
-    tl.store(out_ptr + places, (active * up).to(out_ptr.dtype.element_ty), mask=mask)
+    offsets = rows[:, None] * width + columns[None, :]
+    tl.store(out_ptr + offsets, (active * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -68,7 +68,7 @@ def _gated_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The norm of x * silu(gate) for one group of BLOCK_ROWS rows; the groups of a row follow each other."""
+    """Computes norm(x * silu(gate)) for one group of BLOCK_ROWS rows. Groups of a row have consecutive numbers."""
     program = tl.program_id(0)
     rows = (program // num_groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offsets = tl.arange(0, BLOCK_D)
@@ -80,13 +80,13 @@ def _gated_norm_kernel(
     s = x * gate * _sigmoid(gate)
     inverse = tl.rsqrt(tl.sum(s * s, axis=1) / group_width + eps)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
-    places = rows[:, None] * (num_groups * group_width) + columns[None, :]
+    out_offsets = rows[:, None] * (num_groups * group_width) + columns[None, :]
     normed = s * inverse[:, None] * weight[None, :]
-    tl.store(out_ptr + places, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + out_offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
-    """Same as `gated_norm`, for groups that a program holds. Does not synchronise host and device."""
+    """Same as `gated_norm`, for groups of at most MAX_GROUP_WIDTH columns. Does not synchronise host and device."""
     num_rows, width = x.shape
     out = torch.empty((num_rows, width), dtype=gate.dtype, device=gate.device)
     if not out.numel():
@@ -104,7 +104,7 @@ def gated_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, 
 
 
 def norm_tile_options(group_width: int) -> dict[str, int]:
-    """Launch options by the width of a group alone, so that a row's sums have one order in every batch."""
+    """Launch options. They depend on the width only, so that a row's sums have the same order in every batch."""
     block_d = max(64, 1 << (group_width - 1).bit_length())
     block_rows = min(MAX_BLOCK_ROWS, max(1, NORM_BLOCK_SIZE // block_d))
     return {"BLOCK_ROWS": block_rows, "BLOCK_D": block_d, "num_warps": 4 if block_d <= NORM_BLOCK_SIZE else 8}
@@ -124,6 +124,6 @@ def gated_triton(x: Tensor, activation: str) -> Tensor:
 
 
 def tile_options(width: int) -> dict[str, int]:
-    """Launch options by the width of the result."""
+    """Launch options for the width of the result."""
     block_columns = min(MAX_BLOCK_COLUMNS, max(64, 1 << (width - 1).bit_length()))
     return {"BLOCK_ROWS": BLOCK_SIZE // block_columns, "BLOCK_COLUMNS": block_columns, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""A linear map for each group of rows: the products of a mixture of experts, whose sizes only the device knows."""
+"""One linear map per group of rows, for mixtures of experts. The group sizes are on the device only."""
 
 from typing import Literal
 
@@ -11,35 +11,34 @@ Backend = Literal["triton", "torch", "reference"]
 
 __all__ = ["Backend", "grouped_linear"]
 
-_TORCH_DOES_NOT_WAIT = ((9, 0), (10, 0))
-"""Compute capabilities for which torch has a grouped product in bfloat16 that reads the sizes on the device."""
-
-# torch wants rows that begin at multiples of 16 bytes.
+# Compute capabilities with a bfloat16 grouped product in torch that reads the sizes on the device.
+_ASYNC_TORCH_CAPABILITIES = ((9, 0), (10, 0))
+# torch needs rows that start at multiples of 16 bytes.
 _ALIGNMENT = 16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend | None = None) -> Tensor:
     """Returns y[m] = W_g x[m] for every row m of group g.
 
-    Groups lie end to end from the first row; each may be empty. The triton backend does not wait for the sizes: its
-    launch covers every division of the rows. Sums are float32 (no TF32) and rounded once. Every backend is held to
-    the reference within 1e-5 of the largest value for float32, and a unit in the last place of the type otherwise.
+    Groups are consecutive rows, starting at row 0; a group may be empty. The triton backend does not read the sizes on
+    the host: its grid covers every division of the rows. Sums are float32 (no TF32) and rounded once. Tests allow a
+    difference to the reference of 1e-5 of the largest value for float32, else one unit in the last place of the dtype.
 
     Args:
         x: [M, I], float32/bfloat16/float16, last axis contiguous. Not modified.
-        weight: [G, O, I], type and device of `x`, contiguous.
-        ends: [G] int32, same device: where each group ends; not decreasing, and at most M. Not checked: that would cost
-            a copy to the host.
-        backend: On CUDA "torch" is `torch._grouped_mm`, which takes rows of multiples of 16 bytes. It does not wait for
-            the sizes in bfloat16 on compute capability 9.0 and 10.0, and None takes it there. On other devices None
-            takes "triton" if it is installed and the compute capability is at least 8.0, else "torch"; on CUDA
-            "reference" stands in for torch if that refuses the widths.
+        weight: [G, O, I], dtype and device of `x`, contiguous.
+        ends: [G] int32, same device: end row of each group, not decreasing, at most M. The values are not checked,
+            because a check would need a device-to-host copy.
+        backend: "torch" on CUDA is `torch._grouped_mm`, which needs rows of multiples of 16 bytes. In bfloat16 on
+            compute capability 9.0 and 10.0 it does not synchronise with the host, and None selects it. Otherwise None
+            selects "triton" if it is installed and the compute capability is at least 8.0, else "torch". On CUDA
+            "reference" replaces "torch" if the widths are no multiples of 16 bytes.
 
     Returns:
-        [M, O], type of `x`. Rows from the last end on hold anything.
+        [M, O], dtype of `x`. Rows after the last group are undefined.
 
     Raises:
-        ValueError: Shapes, types or devices do not fit together; the message says which.
+        ValueError: Shapes, dtypes or devices do not match; the message names the argument.
     """
     if x.dim() != 2 or x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x must be [M, I] float32, bfloat16 or float16, got {describe(x)}")
@@ -60,15 +59,15 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: Backend 
 
 
 def _choose(x: Tensor, weight: Tensor) -> Backend:
-    takes_torch = takes_widths(x, weight)
-    if takes_torch and x.is_cuda and x.dtype == torch.bfloat16 and capability_of(x.device) in _TORCH_DOES_NOT_WAIT:
+    has_torch = torch_supports(x, weight)
+    if has_torch and x.is_cuda and x.dtype == torch.bfloat16 and capability_of(x.device) in _ASYNC_TORCH_CAPABILITIES:
         return "torch"
     backend = choose(None, x, has_products=True)
-    return backend if takes_torch or backend == "triton" else "reference"
+    return backend if has_torch or backend == "triton" else "reference"
 
 
-def takes_widths(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch takes the widths of a grouped product on the device of `x`."""
+def torch_supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch supports the widths of a grouped product on the device of `x`."""
     width = _ALIGNMENT // x.itemsize
     return not x.is_cuda or not (x.shape[1] % width or weight.shape[1] % width)
 
@@ -77,22 +76,21 @@ def grouped_linear_torch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Same as `grouped_linear`.
 
     Raises:
-        ValueError: I or O is no multiple of 16 bytes, on CUDA.
+        ValueError: On CUDA, rows of I or O values are no multiple of 16 bytes.
     """
-    if not takes_widths(x, weight):
+    if not torch_supports(x, weight):
         raise ValueError(
-            f"the torch backend takes widths that are multiples of {_ALIGNMENT // x.itemsize}, "
+            f"the torch backend needs widths that are multiples of {_ALIGNMENT // x.itemsize}, "
             f"got {x.shape[1]} and {weight.shape[1]}"
         )
     if not x.is_cuda:
         return _loop(x, weight, ends)
-    # The same in torch 2.11 and 2.13; torch.nn.functional.grouped_mm is its public name.
+    # The operator is the same in torch 2.11 and 2.13. Its public name is torch.nn.functional.grouped_mm.
     out: Tensor = torch.ops.aten._grouped_mm.default(x.contiguous(), weight.transpose(1, 2), ends)
     return out
 
 
 def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """On a CPU, where the sizes are at hand."""
     out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
     first = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):

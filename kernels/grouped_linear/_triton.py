@@ -1,7 +1,7 @@
-"""Grouped products on CUDA: a program finds its group and its rows by itself, from the ends on the device.
+"""Grouped products on CUDA: each program finds its group and rows from the group ends on the device.
 
-There are at most M / BLOCK_M + G tiles of rows, however they are divided; a program beyond those that there are ends at
-once. All programs of a tile's columns read the same rows, those of neighbouring tiles the same weights: from L2.
+Any division of M rows has at most M / BLOCK_M + G tiles; surplus programs return at once. Programs of one tile share
+its rows, programs of neighbouring tiles share weights, through the L2 cache.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import on_device
 
 BLOCK_O = 128
-# From as many rows for a group on the tiles are higher.
+# Average rows per group from which tiles have twice the rows.
 MANY_ROWS = 128
 
 
@@ -39,7 +39,7 @@ def _grouped_kernel(
     tiles = (ends - firsts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(tiles, 0)
     tile = tl.program_id(0)
-    # Groups that end before this tile: so many precede its own. What fills BLOCK_G has no tiles.
+    # Number of groups that end before this tile. The padding up to BLOCK_G has no tiles.
     group = tl.sum(((tile_ends <= tile) & (g < num_groups)).to(tl.int32), 0)
     if group >= num_groups:
         return
@@ -65,11 +65,11 @@ def _grouped_kernel(
 
 
 def tile_options(dtype: torch.dtype, num_rows: int, num_groups: int) -> dict[str, int]:
-    """Sizes of a tile, warps and stages; tests compile each of them."""
+    """Tile sizes, warps and stages; test_compiled.py compiles all variants."""
     is_many = num_rows >= MANY_ROWS * num_groups
-    if dtype == torch.float32:  # exact products take registers, not tensor cores
+    if dtype == torch.float32:  # exact products use no tensor cores and need more registers
         tile = {"BLOCK_O": 64, "BLOCK_I": 16, "num_warps": 4, "num_stages": 2}
-        # NOTE: without `maxnreg` ptxas spills two registers to get by with 80, where there are 64 groups or more.
+        # Without `maxnreg` ptxas uses 80 registers and spills two, with 64 groups or more.
         return {"BLOCK_M": 64, **tile} if is_many else {"BLOCK_M": 32, "maxnreg": 96, **tile}
     return {
         "BLOCK_M": 128 if is_many else 64,

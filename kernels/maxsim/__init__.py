@@ -1,6 +1,6 @@
-"""MaxSim, the late interaction of ColBERT: for each token of a query, the largest dot product with a document's tokens.
+"""MaxSim of ColBERT: for each token of a query, the largest dot product with a document's tokens.
 
-Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3. Knows nothing about requests or models.
+Source: Khattab and Zaharia, ColBERT (arXiv 2004.12832), equation 3.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from ..backends import FLOAT_DTYPES, Backend, choose
+from ..backends import FLOAT_DTYPES, Backend, choose, describe
 
 __all__ = ["Backend", "maxsim"]
 
-# Similarities held at once, 4 bytes each.
+# Maximum number of similarities in memory, 4 bytes each.
 MAX_SIMILARITIES = 1 << 22
 
 
@@ -28,32 +28,30 @@ def maxsim(
 ) -> Tensor:
     """Returns out[n, i] = max_j q_i . d_j over the rows d_j of document n and the rows q_i of its query.
 
-    The sum of a row is the MaxSim score of the pair; the largest of several rows, by column, is that of documents that
-    come in parts. Columns past the length of the query are 0, and so is the row of a document without rows. A NaN or an
-    infinity in one document or query never reaches the row of a pair without it.
+    The sum of a row is the MaxSim score of the pair. For a document in several parts, take the maximum of their rows by
+    column, then the sum. Columns past the length of the query are 0; the row of a document without rows is 0. A NaN or
+    an infinity in one document or query does not affect other pairs.
 
-    Products and sums are float32 (no TF32). Every backend is held to the reference within 2e-6
-    times the product of the largest norms.
+    Products and sums are float32 (no TF32). Tests allow a difference to the reference of 2e-6 times the product of the
+    largest norms.
 
     Args:
         queries: [S, D], float32/bfloat16/float16: the rows of M queries end to end. Not modified.
         documents: [R, D], dtype and device of `queries`: the rows of N documents end to end. Not modified.
         query_lens: M lengths; they sum to S.
         document_lens: N lengths, which may be 0; they sum to R.
-        query_of: For each document the number of its query, 0 to M-1.
-        backend: None takes "triton" if it is installed and the compute capability is at least 8.0, else "torch".
+        query_of: Query number of each document, 0 to M-1.
+        backend: None selects "triton" if it is installed and the compute capability is at least 8.0, else "torch".
 
     Returns:
         [N, max(query_lens)] float32.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which.
+        ValueError: Shapes, dtypes, devices or lengths do not match; the message names the argument.
     """
     for name, rows, lengths in (("queries", queries, query_lens), ("documents", documents, document_lens)):
         if rows.dim() != 2 or rows.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"{name} must be [rows, D] float32, bfloat16 or float16, got {rows.dtype} {list(rows.shape)}"
-            )
+            raise ValueError(f"{name} must be [rows, D] float32, bfloat16 or float16, got {describe(rows)}")
         if sum(lengths) != rows.shape[0] or min(lengths, default=0) < 0:
             raise ValueError(f"the lengths of {name} sum to {sum(lengths)}, but there are {rows.shape[0]} rows")
     if (queries.shape[1], queries.dtype, queries.device) != (documents.shape[1], documents.dtype, documents.device):
@@ -63,9 +61,9 @@ def maxsim(
             f"{documents.shape[1]} {documents.dtype} {documents.device}"
         )
     if len(query_of) != len(document_lens):
-        raise ValueError(f"query_of holds {len(query_of)} values for {len(document_lens)} documents")
+        raise ValueError(f"query_of has {len(query_of)} values for {len(document_lens)} documents")
     if query_of and not 0 <= min(query_of) <= max(query_of) < len(query_lens):
-        raise ValueError(f"query_of must be within 0 and {len(query_lens) - 1}, got {min(query_of)} to {max(query_of)}")
+        raise ValueError(f"query_of must be from 0 to {len(query_lens) - 1}, got {min(query_of)} to {max(query_of)}")
 
     width = max(query_lens, default=0)
     if not document_lens or not width:
@@ -100,7 +98,7 @@ def maxsim_torch(
 
 
 def _blocks(members: list[int], lengths: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Cuts neighbours into runs of at most `max_rows` rows; a longer document stands alone."""
+    """Splits consecutive documents into blocks of at most `max_rows` rows; a longer document is its own block."""
     blocks: list[list[int]] = []
     num_rows = 0
     for n in members:

@@ -1,4 +1,4 @@
-"""MaxSim on CUDA: one program per document and block of query tokens; similarities live and die in registers."""
+"""MaxSim on CUDA: one program per document and block of query tokens. Similarities stay in registers."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..backends import on_device, upload
 
-# tl.dot takes no fewer rows or columns than 16.
+# tl.dot needs at least 16 rows and columns.
 MIN_BLOCK_Q = 16
-# Blocks of 64 rows or query tokens spill registers in float32.
+# Larger blocks (64 rows or query tokens) spill registers in float32.
 MAX_BLOCK_Q = 32
 BLOCK_R = 32
 BLOCK_D = 32
@@ -37,7 +37,7 @@ def _maxsim_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[n, i] = max_j q_i . d_j; bounds: first row and length of the query, first row and length of the document."""
+    """out[n, i] = max_j q_i . d_j. bounds[n]: first row and length of the query, then of the document."""
     n = tl.program_id(0).to(tl.int64)
     first_query = tl.load(bounds_ptr + 4 * n)
     query_len = tl.load(bounds_ptr + 4 * n + 1)

@@ -1,6 +1,6 @@
-"""Normalisation of rows together with the step before it: the sum with a residual, or the look-up of embeddings.
+"""Normalisation of rows, fused with the step before it: the sum with a residual, or the lookup of embeddings.
 
-Statistics, sums and products are float32 whatever the tensors are, and every result is rounded once.
+Statistics, sums and products are float32 for every input dtype, and every result is rounded once.
 Sources: Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, Root Mean Square Layer Normalization
 (arXiv 1910.07467).
 """
@@ -15,19 +15,19 @@ from ..backends import FLOAT_DTYPES, Backend, choose, describe
 
 __all__ = ["MAX_TRITON_WIDTH", "Backend", "Embeddings", "Norm", "NormKind", "add_norm", "embed_norm"]
 
-# One program holds a whole row.
+# A program of the triton backend holds a whole row.
 MAX_TRITON_WIDTH = 8192
 
 NormKind = Literal["layer", "rms"]
 
 
 class Norm(NamedTuple):
-    """Kind, weight and bias of a norm.
+    """Parameters of a LayerNorm or RMSNorm.
 
     Attributes:
         kind: "layer" or "rms".
         weight: [D], float32/bfloat16/float16, contiguous.
-        bias: [D], as `weight`; None for 0.
+        bias: [D], as `weight`; None: no bias.
         eps: Added to the variance, or to the mean square.
     """
 
@@ -38,16 +38,16 @@ class Norm(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """The tables of rows that make a token's embedding; of any float type, contiguous.
+    """Embedding tables of any float dtype, contiguous.
 
     Attributes:
         word: [V, D], by token id.
-        place: [Y * P, D], by token type and position: row y * P + p. None where there is none.
+        position: [Y * P, D], by token type and position: row y * P + p. None if the model has no position embeddings.
         num_positions: P.
     """
 
     word: Tensor
-    place: Tensor | None = None
+    position: Tensor | None = None
     num_positions: int = 0
 
 
@@ -64,22 +64,23 @@ def add_norm(
         layer   (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
         rms     s / sqrt(mean(s^2) + eps) * weight + bias
 
-    The sum is not rounded before it is normalised. A row's result does not depend on the other rows. Every backend is
-    held to the reference within 1e-5 of the largest value for float32, and 1e-2 otherwise.
+    The sum is not rounded before it is normalised. A row's result does not depend on the other rows. Tests allow a
+    difference to the reference of 1e-5 of the largest value for float32, else 1e-2.
 
     Args:
         x: [T, D], float32/bfloat16/float16, last axis contiguous. Not modified.
-        norm: Kind, weight and bias; see there.
-        residual: [T, D], any of these types, last axis contiguous; may be wider than `x`. Not modified. None for 0.
-        return_sum: Whether the sum is wanted too.
-        backend: None takes "triton" for CUDA tensors where it is installed (and D <= 8192), else "torch".
-            "reference" is "torch".
+        norm: Parameters of the norm.
+        residual: [T, D], any of these dtypes (float32 beside a bfloat16 `x`, for example), last axis contiguous. Not
+            modified. None: no residual.
+        return_sum: Whether to return the sum, too.
+        backend: None selects "triton" for CUDA tensors if it is installed and D <= 8192, else "torch". "reference" is
+            the same as "torch".
 
     Returns:
-        The normed rows [T, D], type of x; and the sum [T, D], type of `residual` (of x where that is None), or None.
+        The normalised rows [T, D], dtype of x; and the sum [T, D], dtype of `residual` (of x without one), or None.
 
     Raises:
-        ValueError: Shapes, types or strides do not fit together; the message says which.
+        ValueError: Shapes, dtypes or strides do not match; the message names the argument.
     """
     width = norm.weight.shape[0]
     if x.dim() != 2 or x.shape[1] != width or x.dtype not in FLOAT_DTYPES:
@@ -108,18 +109,18 @@ def embed_norm(
     out_dtype: torch.dtype,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Looks up rows, adds them in float32 and normalises the sum: the first rows of an encoder, in one kernel.
+    """Looks up embeddings, adds them in float32 and normalises the sum: the input of an encoder in one kernel.
 
-    s = word[id] + place[position + type * num_positions], then as `add_norm`. A NaN in a row of a table reaches the
-    tokens alone that look it up.
+    s = word[id] + position_table[position + type * num_positions], then as `add_norm`. A NaN in a row of a table
+    affects only the tokens that use the row.
 
     Args:
-        input_ids: [T], int64 or int32. On CUDA neither these values nor the places are checked: that would cost a
-            device-to-host copy.
-        tables: The rows that are looked up; see there.
-        norm: Kind, weight and bias.
-        positions: [T], type of `input_ids`; None where there is no table of places.
-        token_type_ids: As `positions`; None for 0.
+        input_ids: [T], int64 or int32. On CUDA the values of ids, positions and types are not checked, because a check
+            would need a device-to-host copy.
+        tables: The embedding tables.
+        norm: Parameters of the norm.
+        positions: [T], int64 or int32; None if there is no position table.
+        token_type_ids: As `positions`; None: all 0.
         out_dtype: float32, bfloat16 or float16.
         backend: As for `add_norm`.
 
@@ -127,17 +128,17 @@ def embed_norm(
         [T, D], `out_dtype`.
 
     Raises:
-        ValueError: Shapes or types do not fit together; the message says which.
-        IndexError: On CPU: a row does not exist.
+        ValueError: Shapes or dtypes do not match; the message names the argument.
+        IndexError: An id, position or type has no row (CPU only).
     """
     width = norm.weight.shape[0]
-    for name, table in (("word", tables.word), ("place", tables.place)):
+    for name, table in (("word", tables.word), ("position", tables.position)):
         if table is not None and (table.dim() != 2 or table.shape[1] != width or not table.is_contiguous()):
             raise ValueError(f"the {name} table must be [rows, {width}] and contiguous, got {describe(table)}")
-    if (positions is None) != (tables.place is None):
-        raise ValueError("positions go with a table of places, and that with them")
+    if (positions is None) != (tables.position is None):
+        raise ValueError("positions and the position table must be given together")
     if token_type_ids is not None and positions is None:
-        raise ValueError("token_type_ids go with positions")
+        raise ValueError("token_type_ids need positions")
     if input_ids.dim() != 1 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [T], got {describe(input_ids)}")
     for name, index in (("positions", positions), ("token_type_ids", token_type_ids)):
@@ -156,7 +157,6 @@ def embed_norm(
 
 
 def _norm_torch(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """Same as `add_norm`."""
     sum_TD = x.float()
     if residual is not None:
         sum_TD = sum_TD + residual
@@ -172,16 +172,15 @@ def _embed_norm_torch(
     token_type_ids: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Same as `embed_norm`."""
     sum_TD = F.embedding(input_ids, tables.word).float()
-    if tables.place is not None and positions is not None:
-        places_T = positions if token_type_ids is None else positions + token_type_ids * tables.num_positions
-        sum_TD = sum_TD + F.embedding(places_T, tables.place)
+    if tables.position is not None and positions is not None:
+        rows_T = positions if token_type_ids is None else positions + token_type_ids * tables.num_positions
+        sum_TD = sum_TD + F.embedding(rows_T, tables.position)
     return _normalise(sum_TD, norm).to(out_dtype)
 
 
 def _normalise(sum_TD: Tensor, norm: Norm) -> Tensor:
-    """Returns the normed rows of float32 rows, float32."""
+    """Normalises float32 rows; returns float32."""
     kind, weight, bias, eps = norm
     bias = None if bias is None else bias.float()
     if kind == "layer":

@@ -1,4 +1,4 @@
-"""The norms on CUDA: one program reads a few rows whole, and writes them once. README.md has the layout."""
+"""Norms on CUDA: one program reads a few whole rows and writes each result once. README.md has the layout."""
 
 import torch
 import triton
@@ -6,17 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import on_device
-from . import Embeddings, Norm
+from . import MAX_TRITON_WIDTH, Embeddings, Norm
 
-MAX_WIDTH = 8192
-# Elements of the rows of one program, and the most rows: weights are read once for all of them.
+# Elements and maximum rows of a program. The rows of a program share one read of the weights.
 BLOCK_SIZE = 4096
 MAX_BLOCK_ROWS = 16
 
 
 @triton.jit
 def _normalise(s, weight_ptr, bias_ptr, columns, width, eps, IS_RMS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Normed rows of [ROWS, BLOCK_D] float32 that is 0 from column `width` on; from there the result is undefined."""
+    """Normalises s, float32 [ROWS, BLOCK_D]. Columns from `width` on must be 0; their results are undefined."""
     is_column = columns < width
     if not IS_RMS:
         mean = tl.sum(s, axis=1) / width
@@ -49,7 +48,7 @@ def _norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The rows norm(x + residual), BLOCK_ROWS of them."""
+    """Computes norm(x + residual) for BLOCK_ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -57,11 +56,11 @@ def _norm_kernel(
     if HAS_RESIDUAL:
         addresses = residual_ptr + rows[:, None] * stride_residual + columns[None, :]
         s += tl.load(addresses, mask=mask, other=0.0).to(tl.float32)
-    places = rows[:, None] * width + columns[None, :]
+    offsets = rows[:, None] * width + columns[None, :]
     if STORES_SUM:
-        tl.store(sum_ptr + places, s.to(sum_ptr.dtype.element_ty), mask=mask)
+        tl.store(sum_ptr + offsets, s.to(sum_ptr.dtype.element_ty), mask=mask)
     normed = _normalise(s, weight_ptr, bias_ptr, columns, width, eps, IS_RMS, HAS_BIAS)
-    tl.store(out_ptr + places, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ids_ptr", "positions_ptr", "types_ptr", "num_rows"])
@@ -70,7 +69,7 @@ def _embed_norm_kernel(
     positions_ptr,
     types_ptr,
     word_ptr,
-    place_ptr,
+    position_table_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
@@ -79,24 +78,26 @@ def _embed_norm_kernel(
     width,
     eps,
     IS_RMS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_TYPES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The rows norm(word[id] + place[position + type * num_positions]) of BLOCK_ROWS tokens."""
+    """Computes norm(word[id] + position_table[position + type * num_positions]) for BLOCK_ROWS tokens."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_D)
     is_row = rows < num_rows
     mask = is_row[:, None] & (columns < width)[None, :]
     word = tl.load(ids_ptr + rows, mask=is_row, other=0).to(tl.int64)
     s = tl.load(word_ptr + word[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_PLACES:
-        place = tl.load(positions_ptr + rows, mask=is_row, other=0).to(tl.int64)
+    if HAS_POSITIONS:
+        position = tl.load(positions_ptr + rows, mask=is_row, other=0).to(tl.int64)
         if HAS_TYPES:
-            place += tl.load(types_ptr + rows, mask=is_row, other=0).to(tl.int64) * num_positions
-        s += tl.load(place_ptr + place[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            position += tl.load(types_ptr + rows, mask=is_row, other=0).to(tl.int64) * num_positions
+        s += tl.load(position_table_ptr + position[:, None] * width + columns[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     normed = _normalise(s, weight_ptr, bias_ptr, columns, width, eps, IS_RMS, HAS_BIAS)
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], normed.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -105,7 +106,7 @@ def norm_triton(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool
     """Same as `add_norm`. Does not synchronise host and device.
 
     Raises:
-        ValueError: Rows are wider than one program can hold.
+        ValueError: Rows have more than 8,192 columns.
     """
     kind, weight, bias, eps = norm
     num_rows, width = x.shape
@@ -119,7 +120,7 @@ def norm_triton(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool
     with on_device(x):
         _norm_kernel[(-(-num_rows // tile["BLOCK_ROWS"]),)](
             x,
-            # Pointers that a call does not need are never read or written; any tensor stands in for them.
+            # The kernel does not use the pointers of absent arguments; pass any tensor.
             x if residual is None else residual,
             weight,
             weight if bias is None else bias,
@@ -150,7 +151,7 @@ def embed_norm_triton(
     """Same as `embed_norm`. Does not synchronise host and device.
 
     Raises:
-        ValueError: Rows are wider than one program can hold.
+        ValueError: Rows have more than 8,192 columns.
     """
     kind, weight, bias, eps = norm
     num_rows, width = input_ids.shape[0], weight.shape[0]
@@ -164,7 +165,7 @@ def embed_norm_triton(
             input_ids if positions is None else positions.contiguous(),
             input_ids if token_type_ids is None else token_type_ids.contiguous(),
             tables.word,
-            tables.word if tables.place is None else tables.place,
+            tables.word if tables.position is None else tables.position,
             weight,
             weight if bias is None else bias,
             out,
@@ -173,7 +174,7 @@ def embed_norm_triton(
             width,
             eps,
             IS_RMS=kind == "rms",
-            HAS_PLACES=positions is not None,
+            HAS_POSITIONS=positions is not None,
             HAS_TYPES=token_type_ids is not None,
             HAS_BIAS=bias is not None,
             **tile,
@@ -182,13 +183,15 @@ def embed_norm_triton(
 
 
 def tile_options(width: int) -> dict[str, int]:
-    """Launch options by width alone, so that a row's sums have one order in every batch.
+    """Launch options. They depend on the width only, so that a row's sums have the same order in every batch.
 
     Raises:
-        ValueError: Rows are wider than one program can hold.
+        ValueError: Rows have more than 8,192 columns.
     """
-    if width > MAX_WIDTH:
-        raise ValueError(f"the triton backend holds at most {MAX_WIDTH} columns, got {width}; take the torch backend")
+    if width > MAX_TRITON_WIDTH:
+        raise ValueError(
+            f"the triton backend supports at most {MAX_TRITON_WIDTH} columns, got {width}; use the torch backend"
+        )
     block_d = max(64, 1 << (width - 1).bit_length())
     return {
         "BLOCK_ROWS": min(MAX_BLOCK_ROWS, max(1, BLOCK_SIZE // block_d)),

@@ -1,6 +1,6 @@
-"""Pooling of packed hidden states: pool, cut to `dimensions`, L2-normalise and cast, in one pass over memory.
+"""Pooling of packed hidden states: pool, truncate to `dimensions`, L2-normalise and cast in one pass over memory.
 
-Knows nothing about requests or models. Sequences that arrive in chunks are pooled by engine/pooling/states.py.
+Requests and models are outside this module. engine/pooling/states.py pools sequences that arrive in chunks.
 """
 
 from typing import Literal, get_args
@@ -42,7 +42,7 @@ def pool(
     machine: Machine | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Pools every sequence of a packed batch to one row, cuts the row, normalises it and casts it.
+    """Pools every sequence of a packed batch to one row, then truncates, normalises and casts the row.
 
     With rows h_0 .. h_{L-1} of a sequence, s = its `skip_tokens`, and sums over the rows i = s .. L-1:
 
@@ -51,43 +51,41 @@ def pool(
         max             max_i h_i, by column
         mean            sum h_i / (L - s)
         mean_sqrt_len   sum h_i / sqrt(L - s)
-        weighted_mean   sum (i+1) h_i / sum (i+1); positions count from the sequence's first row, skipped or not
+        weighted_mean   sum (i+1) h_i / sum (i+1); i counts from the sequence's first row, also if rows are skipped
         weighted        sum w_i h_i / max(sum w_i, 1e-9)
 
-    then the columns from `dimensions` on are dropped, and the row is divided by max(its L2 norm, 1e-12) where
-    `normalize` says so. sentence-transformers computes the same. A sequence without rows (L <= s, an empty one
-    included) gives a row of zeros, for every kind. A NaN or an infinity in the rows of one sequence never reaches the
-    row of another.
+    Then the columns from `dimensions` on are dropped, and the row is divided by max(its L2 norm, 1e-12) if `normalize`
+    is true. sentence-transformers computes the same. A sequence without rows (L <= s, or L = 0) gives a row of zeros
+    for every kind. A NaN or an infinity in one sequence does not affect another.
 
-    Sums, maxima, norms and divisions are float32 whatever the input is. Every backend is held to the reference within
-    5e-6 of the largest absolute value for float32 results, and one unit in the last place of `out_dtype` otherwise.
+    Sums, maxima, norms and divisions are float32 for every input dtype. Tests allow a difference to the reference of
+    5e-6 of the largest absolute value for float32 results, else one unit in the last place of `out_dtype`.
 
     Args:
         hidden_states: [T, D], float32/bfloat16/float16, last axis contiguous. Not modified.
-        cu_seqlens: [N+1], int32, same device, from 0, not decreasing. Its values are not checked: that would cost a
-            device-to-host copy.
-        pooling: The kind, see above.
-        dimensions: Columns kept. An int holds for all sequences and is the width of the result. An int32 [N] tensor
-            gives each sequence its own; the columns of a row past its value are zero. None keeps all D.
-        max_dimensions: Columns of the result when `dimensions` is a tensor; a larger value in the tensor is cut to
+        cu_seqlens: [N+1], int32, same device, from 0, not decreasing. The values are not checked, because a check
+            would need a device-to-host copy.
+        pooling: One of the kinds above.
+        dimensions: Number of columns to keep. An int applies to all sequences and is the width of the result. An int32
+            [N] tensor has a value per sequence; later columns of a row are zero. None keeps all D.
+        max_dimensions: Columns of the result if `dimensions` is a tensor. Larger values in the tensor are reduced to
             it. None means D.
-        normalize: Whether rows are L2-normalised; a bool [N] tensor decides by sequence.
-        skip_tokens: [N], int32. Tokens at the head of each sequence that are left out (an instruction prompt). None
-            leaves out none.
-        weights: [T], float32. Row weights of the kind "weighted"; not allowed for the others.
-        out_dtype: Type of the result: float32, bfloat16 or float16.
-        max_seqlen: Tokens of the longest sequence, or an upper bound. Only a hint: it tells the CUDA path how far
-            sequences need cutting.
-        machine: The native kernels, which then pool float32 rows on a CPU unless `backend` names another.
-        backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed (and D <=
-            8192), else torch.
+        normalize: Whether rows are L2-normalised; a bool [N] tensor has a value per sequence.
+        skip_tokens: [N], int32: tokens to skip at the start of each sequence (an instruction prompt). None skips none.
+        weights: [T], float32: row weights of the kind "weighted"; not allowed for other kinds.
+        out_dtype: Dtype of the result: float32, bfloat16 or float16.
+        max_seqlen: Tokens of the longest sequence, or an upper bound. A hint for the CUDA path, which splits long
+            sequences into blocks.
+        machine: The C library. It pools float32 rows on a CPU if `backend` is None.
+        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed and
+            D <= 8192, else torch.
 
     Returns:
         [N, width], `out_dtype`, same device; width is `dimensions` if an int, else `max_dimensions`, else D.
 
     Raises:
-        ValueError: An argument has the wrong kind, shape, dtype or device, or `dimensions` is outside 1..D; the
-            message names it and its value.
+        ValueError: An argument has a wrong value, shape, dtype or device, or `dimensions` is outside 1..D. The message
+            names the argument and its value.
     """
     if pooling not in POOLING_KINDS:
         raise ValueError(f"pooling must be one of {POOLING_KINDS}, got {pooling!r}")
@@ -102,7 +100,7 @@ def pool(
     if hidden_size > 1 and num_tokens > 1 and hidden_states.stride(1) != 1:
         raise ValueError(f"the last axis of hidden_states must be contiguous, got strides {hidden_states.stride()}")
     if (weights is not None) != (pooling == "weighted"):
-        raise ValueError(f'weights go with pooling "weighted" and with no other, got pooling {pooling!r}')
+        raise ValueError(f'weights are required for pooling "weighted" and allowed for no other, got {pooling!r}')
 
     optional = (
         ("cu_seqlens", cu_seqlens, torch.int32, num_seqs + 1),
@@ -120,7 +118,7 @@ def pool(
             raise ValueError(f"{name} must be on {hidden_states.device} like hidden_states, got {value.device}")
 
     if max_dimensions is not None and not isinstance(dimensions, Tensor):
-        raise ValueError("max_dimensions goes with a tensor of dimensions only")
+        raise ValueError("max_dimensions needs a tensor of dimensions")
     width = dimensions if isinstance(dimensions, int) else max_dimensions
     if width is None:
         width = hidden_size
@@ -147,11 +145,11 @@ def pool(
     if backend is None and hidden_size > MAX_TRITON_WIDTH:
         backend = "torch"
     backend = choose(backend, hidden_states)
-    given = Pooling(
+    args = Pooling(
         hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
     )
     if backend == "triton":
         from ._triton import pool_triton
 
-        return pool_triton(given, max_seqlen)
-    return pool_torch(given) if backend == "torch" else pool_reference(given)
+        return pool_triton(args, max_seqlen)
+    return pool_torch(args) if backend == "torch" else pool_reference(args)

@@ -1,4 +1,4 @@
-"""Pooling of sequences by the C library: one sequence at a time, while its rows are in the processor's cache."""
+"""Pooling with the C library: one sequence at a time, so that its rows stay in the processor's cache."""
 
 from enum import Enum
 from typing import Any, overload
@@ -15,9 +15,9 @@ from ._torch import MAX_TRITON_WIDTH, Pooling, pool_torch
 Array = NDArray[Any]
 Integers = Tensor | Array | list[int] | tuple[int, ...]
 
-_OTHER_NAMES = {"first": "cls", "last_token": "last"}
+_ALIASES = {"first": "cls", "last_token": "last"}
 _KINDS = ("cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean")
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 @overload
@@ -29,28 +29,28 @@ def pool_native(hidden_states: Tensor, seq_starts: Integers, seq_lens: Integers,
 def pool_native(
     hidden_states: Tensor | Array, seq_starts: Integers, seq_lens: Integers, strategy: str | Enum
 ) -> Tensor | NDArray[np.float32]:
-    """Pools sequences that lie anywhere in packed hidden states to one row each.
+    """Pools sequences at any rows of packed hidden states to one row each.
 
-    Rows on the CPU are pooled by the C library. Where the library is not built or does not know the processor, and for
-    rows on another device, torch or triton pools them with the same result: every path is within 5e-6 of the largest
-    absolute value of the reference. Sequences may overlap and may be in any order. A sequence of length 0 gives a row
-    of zeros. A NaN or an infinity in the rows of one sequence never reaches the row of another.
+    The C library pools rows on the CPU. If it is not built or does not support the processor, or if the rows are on
+    another device, torch or triton pools them. Every path is within 5e-6 of the reference, relative to the largest
+    absolute value. Sequences may overlap and may be in any order. A sequence of length 0 gives a row of zeros. A NaN or
+    an infinity in one sequence does not affect another.
 
     Args:
-        hidden_states: [T, D], an array or a tensor of any float type (numpy has no bfloat16). Need not be contiguous;
-            rows that are float32 and contiguous along D are read in place, others are copied to float32 first. Not
-            modified; no gradient flows back.
+        hidden_states: [T, D], an array or a tensor of any float type (numpy has no bfloat16). Float32 rows that are
+            contiguous along D are read in place; others are copied to float32 first. Not modified. Gradients are not
+            supported.
         seq_starts: [N], integers: the first row of each sequence.
         seq_lens: [N], integers: the number of rows of each sequence.
-        strategy: "cls" or "first", "last" or "last_token", "mean", "max", "mean_sqrt_len" or "weighted_mean", in any
-            case; or a member of an enum with such a name. The formulas are those of `pool`.
+        strategy: "cls" or "first", "last" or "last_token", "mean", "max", "mean_sqrt_len" or "weighted_mean",
+            case-insensitive; or an enum member with such a name. `pool` has the formulas.
 
     Returns:
         [N, D] float32: an array for an array, a tensor on the same device for a tensor.
 
     Raises:
-        TypeError: An argument is of another type, or holds numbers of another type.
-        ValueError: An argument has another shape, a sequence lies outside the rows, or `strategy` is unknown.
+        TypeError: An argument or its numbers have an unsupported type.
+        ValueError: An argument has a wrong shape, a sequence lies outside the rows, or `strategy` is unknown.
     """
     kind = _kind_of(strategy)
     if not isinstance(hidden_states, Tensor | np.ndarray):
@@ -96,18 +96,18 @@ def pool_on_machine(
     skip_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Pools sequences as `pool` does, by the library that the caller has opened. Checks nothing.
+    """Same as `pool`, with the C library that the caller has opened. Checks nothing.
 
     Args:
-        machine: The native kernels.
+        machine: The C library.
         hidden_states: [T, D] float32 on the CPU, contiguous along D.
         seq_starts: [N] int32, the first row of each sequence.
-        seq_lens: [N] int32, their numbers of rows.
+        seq_lens: [N] int32, the number of rows of each sequence.
         strategy: A kind of `pool`.
         width: Columns of the result, 1..D.
         dimensions: [N] int32, columns of each sequence; None: `width`.
-        normalize: For all, or a bool [N].
-        skip_tokens: [N] int32; None leaves out none.
+        normalize: A bool for all sequences, or a bool tensor [N].
+        skip_tokens: [N] int32, tokens to skip; None skips none.
         weights: [T] float32 for the kind "weighted".
 
     Returns:
@@ -129,15 +129,14 @@ def pool_on_machine(
 
 
 def _kind_of(strategy: str | Enum) -> str:
-    """Returns the kind of `pool` for a name or a member of an enum."""
     name = strategy.name if isinstance(strategy, Enum) else strategy
     if not isinstance(name, str):
-        raise TypeError(f"strategy must be a name or a member of an enum, got {type(strategy).__name__}")
+        raise TypeError(f"strategy must be a name or an enum member, got {type(strategy).__name__}")
     kind = name.lower().replace("-", "_")
-    kind = _OTHER_NAMES.get(kind, kind)
+    kind = _ALIASES.get(kind, kind)
     if kind not in _KINDS:
-        known = ", ".join([*_KINDS, *_OTHER_NAMES])
-        hint = '; "weighted" needs the weights that `pool` takes' if kind in ("weighted", "attention") else ""
+        known = ", ".join([*_KINDS, *_ALIASES])
+        hint = '; "weighted" needs weights: use `pool`' if kind in ("weighted", "attention") else ""
         raise ValueError(f"strategy must be one of {known}, got {name!r}{hint}")
     return kind
 
@@ -147,7 +146,7 @@ def _is_float(rows: Tensor | Array) -> bool:
 
 
 def _indices(name: str, values: Integers) -> Array:
-    """Returns row numbers [N] on the host, in their own integer type."""
+    """Returns row numbers [N] as an array on the host. Keeps the integer dtype."""
     if isinstance(values, Tensor):
         array: Array = values.detach().cpu().numpy()
     elif isinstance(values, np.ndarray | list | tuple):
@@ -165,9 +164,9 @@ def _indices(name: str, values: Integers) -> Array:
 
 def _check_bounds(starts: Array, lengths: Array, num_rows: int) -> None:
     if len(starts) != len(lengths):
-        raise ValueError(f"seq_starts holds {len(starts)} values and seq_lens {len(lengths)}; both must hold N")
-    if num_rows > _MOST_ROWS:
-        raise ValueError(f"hidden_states has {num_rows} rows; at most {_MOST_ROWS} can be addressed")
+        raise ValueError(f"seq_starts has {len(starts)} values and seq_lens {len(lengths)}; the numbers must be equal")
+    if num_rows > _MAX_ROWS:
+        raise ValueError(f"hidden_states has {num_rows} rows; at most {_MAX_ROWS} are supported")
     outside = (starts < 0) | (lengths < 0) | (starts > num_rows) | (lengths > num_rows)
     safe_starts, safe_lengths = (np.where(outside, 0, values).astype(np.int64) for values in (starts, lengths))
     outside |= safe_starts + safe_lengths > num_rows
@@ -179,7 +178,7 @@ def _check_bounds(starts: Array, lengths: Array, num_rows: int) -> None:
 
 
 def _readable(rows: Array) -> NDArray[np.float32]:
-    """Returns rows as the library reads them: float32, aligned, contiguous along D; the same memory if it is so."""
+    """Returns float32 rows, aligned and contiguous along D. Copies only if necessary."""
     rows = np.require(rows, np.float32, ["ALIGNED"])
     stride, step = rows.strides
     is_contiguous = (step == rows.itemsize or rows.shape[1] == 1) and stride >= 0 and stride % rows.itemsize == 0
@@ -187,19 +186,19 @@ def _readable(rows: Array) -> NDArray[np.float32]:
 
 
 def _pool_gathered(rows: Tensor, starts: Array, lengths: Array, kind: str) -> Tensor:
-    """Pools by torch or triton, which take sequences end to end: the rows of each are copied to their place."""
+    """Pools with torch or triton, which need sequences end to end: copies the rows of each sequence."""
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     ends = np.cumsum(lengths)
-    if len(ends) and ends[-1] > _MOST_ROWS:
-        raise ValueError(f"the sequences have {ends[-1]} rows together; at most {_MOST_ROWS} can be pooled at once")
-    places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-    rows = rows[torch.from_numpy(places).to(rows.device)]
+    if len(ends) and ends[-1] > _MAX_ROWS:
+        raise ValueError(f"the sequences have {ends[-1]} rows together; at most {_MAX_ROWS} can be pooled at once")
+    indices = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    rows = rows[torch.from_numpy(indices).to(rows.device)]
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         rows = rows.float()
     bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(rows.device)
-    given = Pooling(rows, bounds, kind, rows.shape[1], None, False, None, None, torch.float32)
+    args = Pooling(rows, bounds, kind, rows.shape[1], None, False, None, None, torch.float32)
     if len(lengths) and rows.shape[1] <= MAX_TRITON_WIDTH and choose(None, rows) == "triton":
         from ._triton import pool_triton
 
-        return pool_triton(given, int(lengths.max()))
-    return pool_torch(given)
+        return pool_triton(args, int(lengths.max()))
+    return pool_torch(args)

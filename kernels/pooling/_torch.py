@@ -1,10 +1,8 @@
-"""Pooling in torch, and the reference.
+"""Pooling in torch, and the float32 reference.
 
-`pool_torch` serves the CPU, and any device without triton.
-
-Sums run through `embedding_bag`, whose bags are the sequences: one call, one float32 accumulator per sequence, no row
-of one sequence in the arithmetic of another, and 5 to 30 times faster than a loop over short sequences or
-`segment_reduce` (README.md has the figures).
+`pool_torch` runs on the CPU and on devices without triton. It sums with `embedding_bag`, one bag per sequence: one
+call, one float32 accumulator per sequence. Sequences do not affect each other, and it is 5 to 30 times faster than a
+loop over short sequences or `segment_reduce` (times in README.md).
 """
 
 import math
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of the triton kernels one program holds a whole row.
+# A program of the triton kernels holds a whole row.
 MAX_TRITON_WIDTH = 8192
 MIN_WEIGHT = 1e-9
 MIN_NORM = 1e-12
@@ -34,9 +32,9 @@ class Pooling(NamedTuple):
     out_dtype: torch.dtype
 
 
-def pool_torch(given: Pooling) -> Tensor:
+def pool_torch(args: Pooling) -> Tensor:
     """Same as `pool`."""
-    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = args
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
     firsts = starts if skip_tokens is None else torch.minimum(starts + skip_tokens.clamp(min=0), ends)
     hidden_states = hidden_states[:, :width]
@@ -57,7 +55,7 @@ def pool_torch(given: Pooling) -> Tensor:
 
 
 def _divisor(pooling: str, starts: Tensor, firsts: Tensor, ends: Tensor, token_weights: Tensor | None) -> Tensor:
-    """The denominators, float32 [N]; never below `MIN_WEIGHT`."""
+    """Divisors of the sums, float32 [N], at least `MIN_WEIGHT`."""
     if pooling == "weighted":
         assert token_weights is not None
         total = segment_sum(token_weights[:, None], firsts, ends, None)[:, 0]
@@ -84,7 +82,7 @@ def sequence_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def take_rows(hidden_states: Tensor, indices: Tensor, has_rows: Tensor) -> Tensor:
-    """[N, D], float32: one row per sequence; zeros where `has_rows` is false."""
+    """[N, D], float32: one row per sequence; zeros if `has_rows` is false."""
     if hidden_states.shape[0] == 0:
         return hidden_states.new_zeros((indices.shape[0], hidden_states.shape[1]), dtype=torch.float32)
     indices = indices.clamp(0, hidden_states.shape[0] - 1)
@@ -92,9 +90,9 @@ def take_rows(hidden_states: Tensor, indices: Tensor, has_rows: Tensor) -> Tenso
 
 
 def segment_sum(hidden_states: Tensor, firsts: Tensor, ends: Tensor, token_weights: Tensor | None) -> Tensor:
-    """[N, D], float32: the (weighted) sum of rows firsts[n] to ends[n]; zeros where there are none.
+    """[N, D], float32: the (weighted) sum of rows firsts[n] to ends[n]; zeros without rows.
 
-    NOTE: bags tile the rows, so rows before a first row and after the last end form bags of their own, dropped.
+    Bags cover all rows: rows before a first row and after the last end are separate bags, which are dropped.
     """
     num_seqs, num_tokens = firsts.shape[0], hidden_states.shape[0]
     if num_tokens == 0:
@@ -112,13 +110,13 @@ def segment_sum(hidden_states: Tensor, firsts: Tensor, ends: Tensor, token_weigh
 
 
 def segment_max(hidden_states: Tensor, firsts: Tensor, ends: Tensor) -> Tensor:
-    """[N, D], float32: the maximum of rows firsts[n] to ends[n] by column; zeros where there are none."""
+    """[N, D], float32: the maximum of rows firsts[n] to ends[n] by column; zeros without rows."""
     num_seqs, num_tokens, hidden_size = ends.shape[0], hidden_states.shape[0], hidden_states.shape[1]
-    if hidden_states.device.type != "cpu":  # where asking for the borders would stop the host
-        places = torch.arange(num_tokens, device=ends.device)
-        sequence = torch.searchsorted(ends.contiguous(), places, right=True, out_int32=False).clamp(max=num_seqs - 1)
-        is_left_out = (places < firsts[sequence]) | (places >= ends[sequence])
-        index = sequence.masked_fill(is_left_out, num_seqs)[:, None].expand(-1, hidden_size)
+    if hidden_states.device.type != "cpu":  # no loop: reading the borders would synchronise host and device
+        indices = torch.arange(num_tokens, device=ends.device)
+        sequence = torch.searchsorted(ends.contiguous(), indices, right=True, out_int32=False).clamp(max=num_seqs - 1)
+        is_skipped = (indices < firsts[sequence]) | (indices >= ends[sequence])
+        index = sequence.masked_fill(is_skipped, num_seqs)[:, None].expand(-1, hidden_size)
         rows = hidden_states.new_full((num_seqs + 1, hidden_size), float("-inf"), dtype=torch.float32)
         rows.scatter_reduce_(0, index, hidden_states.float(), "amax")
         return rows[:-1].masked_fill((firsts >= ends)[:, None], 0.0)
@@ -130,7 +128,7 @@ def segment_max(hidden_states: Tensor, firsts: Tensor, ends: Tensor) -> Tensor:
 
 
 def finish_rows(rows: Tensor, dimensions: Tensor | None, normalize: bool | Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Zeroes the columns past `dimensions`, normalises, casts. May write `rows` (float32 [N, width]) in place."""
+    """Truncates rows to `dimensions`, normalises and casts. May write `rows` (float32 [N, width]) in place."""
     if dimensions is not None:
         columns = torch.arange(rows.shape[1], device=rows.device)
         rows.masked_fill_(columns >= dimensions[:, None], 0.0)
@@ -142,13 +140,13 @@ def finish_rows(rows: Tensor, dimensions: Tensor | None, normalize: bool | Tenso
     return rows.to(out_dtype)
 
 
-def pool_reference(given: Pooling) -> Tensor:
+def pool_reference(args: Pooling) -> Tensor:
     """Same as `pool`."""
-    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = args
     bounds = cu_seqlens.tolist()
     num_seqs = len(bounds) - 1
     skips = [0] * num_seqs if skip_tokens is None else skip_tokens.tolist()
-    cuts = [width] * num_seqs if dimensions is None else dimensions.clamp(0, width).tolist()
+    widths = [width] * num_seqs if dimensions is None else dimensions.clamp(0, width).tolist()
     norms = normalize.tolist() if isinstance(normalize, Tensor) else [normalize] * num_seqs
 
     out_ND = torch.zeros(num_seqs, width, dtype=torch.float32, device=hidden_states.device)
@@ -159,8 +157,8 @@ def pool_reference(given: Pooling) -> Tensor:
         rows_LD = hidden_states[start:end].float()
         positions_L = torch.arange(start - bounds[n], end - bounds[n], device=rows_LD.device)
         row_D = _pool_one(rows_LD, pooling, positions_L, None if weights is None else weights[start:end])
-        row_D = row_D[: cuts[n]]
-        out_ND[n, : cuts[n]] = F.normalize(row_D, dim=0, eps=1e-12) if norms[n] else row_D
+        row_D = row_D[: widths[n]]
+        out_ND[n, : widths[n]] = F.normalize(row_D, dim=0, eps=1e-12) if norms[n] else row_D
     return out_ND.to(out_dtype)
 
 

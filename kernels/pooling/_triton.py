@@ -1,11 +1,10 @@
-"""Fused pooling on CUDA: one program reads the rows of one sequence once and writes its finished row.
+"""Fused pooling on CUDA: one program reads the rows of one sequence once and writes the result.
 
-Long sequences are cut into blocks of `BLOCK_ROWS` rows that programs of their own reduce; a second kernel adds the
-blocks and finishes. Both ways add the same numbers in the same order, so whether a batch is cut does not change a
-result. README.md has the layout.
+Long sequences are split into blocks of `BLOCK_ROWS` rows with a program each; a second kernel adds the blocks and
+finishes. Both paths add the same numbers in the same order, so the result is the same. README.md has the layout.
 
-Letters beside those of the layer: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns a
-sequence keeps; `width` is that of the output.
+Names: a block is `BLOCK_ROWS` rows of one sequence; `limit` is the number of columns that a sequence keeps; `width` is
+the number of columns of the output.
 """
 
 import torch
@@ -14,18 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import on_device
-from ._torch import Pooling
+from ._torch import MAX_TRITON_WIDTH, Pooling
 
 BLOCK_ROWS = 256
-# Empty programs cost little, but not nothing: past this many, each sequence stays with one program.
+# With more programs than this, many of them empty, sequences are not split.
 MAX_PROGRAMS = 1 << 15
-MAX_WIDTH = 8192
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 
 
 @triton.jit
 def _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP: tl.constexpr):
-    """(First row of the sequence, first row pooled, end)."""
+    """Returns (first row of the sequence, first row to pool, end row)."""
     start = tl.load(cu_seqlens_ptr + n)
     end = tl.load(cu_seqlens_ptr + n + 1)
     first = start
@@ -35,7 +33,7 @@ def _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP: tl.constexpr):
 
 
 @triton.jit
-def _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
+def _column_limit(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
     limit = width
     if HAS_DIMENSIONS:
         limit = tl.minimum(tl.maximum(tl.load(dimensions_ptr + n), 0), width)
@@ -44,18 +42,17 @@ def _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS: tl.constexpr):
 
 @triton.jit
 def _read_mask(columns, limit, hidden_size, is_row):
-    """The columns to read: up to `limit`, none if not `is_row`.
+    """Mask of the columns to read: up to `limit`; none if `is_row` is false.
 
-    Rounded up to 16, and cut at the end of the row, which is a multiple of 16 in most models: a mask that may end
-    anywhere forbids loads of 16 bytes.
+    The limit is rounded up to a multiple of 16 so that the compiler can use 16-byte loads. The row's width, a multiple
+    of 16 in most models, bounds it.
     """
     read_limit = tl.where(is_row, tl.cdiv(limit, 16) * 16, 0)
     return (columns < tl.multiple_of(read_limit, 16)) & (columns < hidden_size)
 
 
 @triton.jit
-def _total_of_none(POOLING: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The initial value: the maximum, or the sum, of no row."""
+def _initial_total(POOLING: tl.constexpr, BLOCK_D: tl.constexpr):
     if POOLING == "max":
         total = tl.full((BLOCK_D,), float("-inf"), tl.float32)
     else:
@@ -78,11 +75,11 @@ def _reduce_block(
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows `row` to `end` of one sequence: (their sum or maximum, the sum of their explicit weights), float32.
+    """Returns (sum or maximum, sum of the explicit weights) of rows `row` to `end` of one sequence, float32.
 
-    UNROLL loads are in flight at a time; rows past the end add nothing.
+    UNROLL loads are in flight at a time. Loads past the end are masked.
     """
-    total = _total_of_none(POOLING, BLOCK_D)
+    total = _initial_total(POOLING, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
     for i in range(row, end, UNROLL):
         for u in tl.static_range(UNROLL):
@@ -121,7 +118,7 @@ def _finish(
     POOLING: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """out[n] = cut(total / divisor), divided by max(norm, 1e-12) where asked for."""
+    """out[n] = truncate(total / divisor), divided by max(norm, 1e-12) if NORMALIZE says so."""
     divisor = tl.full((), 1.0, tl.float32)
     if POOLING == "mean":
         divisor = (end - first).to(tl.float32)
@@ -164,10 +161,10 @@ def _pool_kernel(
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[n] = normalize(cut(pool(rows of sequence n))), one program per sequence."""
+    """out[n] = normalize(truncate(pool(rows of sequence n))), one program per sequence."""
     n = tl.program_id(0)
     start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
-    limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    limit = _column_limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
     if POOLING == "cls" or POOLING == "last":
@@ -175,7 +172,7 @@ def _pool_kernel(
         mask = _read_mask(columns, limit, hidden_size, first < end)
         total = tl.load(hidden_ptr + r.to(tl.int64) * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
     else:
-        total = _total_of_none(POOLING, BLOCK_D)
+        total = _initial_total(POOLING, BLOCK_D)
         for row in range(first, end, BLOCK_ROWS):
             block_end = tl.minimum(row + BLOCK_ROWS, end)
             block_total, block_weight = _reduce_block(
@@ -220,13 +217,13 @@ def _partial_kernel(
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """block_total[n, b] = sum or maximum of block b of sequence n; not written where the sequence has no block b."""
+    """block_total[n, b] = sum or maximum of block b of sequence n; not written if the sequence has no block b."""
     n = tl.program_id(0)
     block = tl.program_id(1)
     start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
-    # NOTE: in blocks first, so that block * BLOCK_ROWS cannot leave int32 for a block that does not exist.
+    # Compares block numbers, because block * BLOCK_ROWS could overflow int32 for a block that does not exist.
     if block < tl.cdiv(end - first, BLOCK_ROWS):
-        limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+        limit = _column_limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
         columns = tl.arange(0, BLOCK_D)
         row = first + block * BLOCK_ROWS
         block_end = tl.minimum(row + BLOCK_ROWS, end)
@@ -269,13 +266,13 @@ def _combine_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[n] = normalize(cut(blocks of sequence n, added in order)), one program per sequence."""
+    """out[n] = normalize(truncate(blocks of sequence n, added in order)), one program per sequence."""
     n = tl.program_id(0)
     start, first, end = _bounds(cu_seqlens_ptr, skip_ptr, n, HAS_SKIP)
-    limit = _columns_kept(dimensions_ptr, n, width, HAS_DIMENSIONS)
+    limit = _column_limit(dimensions_ptr, n, width, HAS_DIMENSIONS)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.full((), 0.0, tl.float32)
-    total = _total_of_none(POOLING, BLOCK_D)
+    total = _initial_total(POOLING, BLOCK_D)
     for block in range(tl.cdiv(end - first, BLOCK_ROWS)):
         index = n.to(tl.int64) * num_blocks + block
         mask = _read_mask(columns, limit, hidden_size, first < end)
@@ -289,23 +286,23 @@ def _combine_kernel(
     _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
+def pool_triton(args: Pooling, max_seqlen: int | None) -> Tensor:
     """Same as `pool`. Does not synchronise host and device.
 
     Raises:
-        ValueError: The rows are longer than one program can hold.
+        ValueError: Rows have more than 8,192 columns.
     """
-    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = given
+    hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = args
     num_tokens, hidden_size = hidden_states.shape
     num_seqs = cu_seqlens.shape[0] - 1
-    if hidden_size > MAX_WIDTH:
+    if hidden_size > MAX_TRITON_WIDTH:
         raise ValueError(
-            f"the triton backend holds at most {MAX_WIDTH} columns, got {hidden_size}; take the torch backend"
+            f"the triton backend supports at most {MAX_TRITON_WIDTH} columns, got {hidden_size}; use the torch backend"
         )
     out = torch.empty(num_seqs, width, dtype=out_dtype, device=hidden_states.device)
-    # NOTE: by the model's width and not by `width`, which a client names: a new tile would be compiled during traffic.
+    # Not by `width`, which clients choose: a new tile would be compiled while requests run.
     tile = tile_options(hidden_size)
-    # Pointers that a call does not need are never read; any tensor stands in for them.
+    # The kernel does not read unused pointers; pass any tensor.
     dimensions_or_any = cu_seqlens if dimensions is None else dimensions.contiguous()
     normalize_or_any = normalize.contiguous().view(torch.uint8) if isinstance(normalize, Tensor) else cu_seqlens
     skip_or_any = cu_seqlens if skip_tokens is None else skip_tokens.contiguous()
@@ -381,9 +378,9 @@ def pool_triton(given: Pooling, max_seqlen: int | None) -> Tensor:
 
 
 def tile_options(hidden_size: int) -> dict[str, int]:
-    """Launch options by the length of a row: 8 columns a thread (16 bytes in bfloat16), more beyond 4,096 columns.
+    """Launch options for a row width: 8 columns per thread (16 bytes in bfloat16), more beyond 4,096 columns.
 
-    NOTE: without `maxnreg` ptxas spills two registers to need 32 or 40 only; 16 warps can have 128 each.
+    Without `maxnreg` ptxas uses only 32 or 40 registers and spills two. With 16 warps, 128 per thread are available.
     """
     block_d = max(64, triton.next_power_of_2(hidden_size))
     num_warps = min(16, max(1, block_d // 256))

@@ -1,6 +1,7 @@
-"""The steps of decoders between the product for q, k and v and attention: norm and rotation of heads, stored rows.
+"""Steps of a decoder between the QKV projection and attention: head norm, rotary embedding, KV cache write.
 
-Knows nothing about frequencies: the angles come as cosines and sines. Halves turn together, as in GPT-NeoX.
+The caller passes the angles as cosines and sines. The first half of the columns is rotated with the second half, as in
+GPT-NeoX.
 Sources: Su et al., RoFormer (arXiv 2104.09864), equation 34; Zhang and Sennrich, Root Mean Square Layer Normalization
 (arXiv 1910.07467).
 """
@@ -28,13 +29,13 @@ class HeadNorm(NamedTuple):
 
 
 class KvSlots(NamedTuple):
-    """Where keys and values are kept.
+    """Destination of keys and values in the KV cache.
 
     Attributes:
         k_cache: [P, block_size, Hkv, K], dtype and device of q, contiguous. Written in place.
         v_cache: As `k_cache`.
-        slots: [T], int64, same device: slot b * block_size + i is place i of block b; a negative one is not stored. No
-            slot twice. The values are not checked.
+        slots: [T], int64, same device: slot b * block_size + i is row i of block b. Tokens with a negative slot are not
+            stored. Slots must be unique. The values are not checked.
     """
 
     k_cache: Tensor
@@ -46,7 +47,7 @@ def rotary(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    num_turned: int,
+    num_rotated: int,
     *,
     norm: HeadNorm | None = None,
     store: KvSlots | None = None,
@@ -54,58 +55,59 @@ def rotary(
 ) -> None:
     """Normalises and rotates the first heads of every row in place, and stores keys and values, in one pass.
 
-    A head x of the first `num_turned` becomes x / sqrt(mean(x^2) + eps) * weight where there is a norm. Then, of its
-    columns, a = x[:J] and b = x[J : 2 J] become a cos - b sin and b cos + a sin; the others stay. The arithmetic is
-    float32, and each result is rounded once. Every backend is held to the reference within 1e-5 of the largest
-    value for float32, and 1e-2 otherwise.
+    With a norm, each of the first `num_rotated` heads x becomes x / sqrt(mean(x^2) + eps) * weight. Then the columns
+    a = x[:J] and b = x[J : 2 J] become a cos - b sin and b cos + a sin; other columns do not change. The arithmetic is
+    float32, and each result is rounded once. Tests allow a difference to the reference of 1e-5 of the largest value for
+    float32, else 1e-2.
 
     Args:
         qkv: [T, U, K], float32/bfloat16/float16, last two axes contiguous: heads of q, then of k, then of v. The first
-            `num_turned` are written in place, the others only read.
+            `num_rotated` are written in place, the others only read.
         cos: [T, J], float32, last axis contiguous, 2 J <= K.
         sin: As `cos`, with the same strides.
-        num_turned: Heads of q and k together.
-        norm: Norm of these heads before the rotation; None has none.
-        store: Slots of the cache that keys and values are copied to; None stores nothing.
-        backend: None takes "triton" for CUDA tensors where it is installed, else "torch". "reference" is "torch".
+        num_rotated: Number of heads of q and k.
+        norm: Norm of the heads of q and k before the rotation; None: no norm.
+        store: Slots of the cache for keys and values; None stores nothing.
+        backend: None selects "triton" for CUDA tensors if it is installed, else "torch". "reference" is the same as
+            "torch".
 
     Raises:
-        ValueError: Shapes, dtypes or strides do not fit together; the message says which.
+        ValueError: Shapes, dtypes or strides do not match; the message names the argument.
     """
-    _check(qkv, cos, sin, num_turned, norm, store)
+    _check(qkv, cos, sin, num_rotated, norm, store)
     if choose(backend, qkv) != "triton":
-        _rotary_torch(qkv, cos, sin, num_turned, norm, store)
+        _rotary_torch(qkv, cos, sin, num_rotated, norm, store)
     elif qkv.shape[0]:
         from ._triton import rotary_triton
 
-        rotary_triton(qkv, cos, sin, num_turned, norm, store)
+        rotary_triton(qkv, cos, sin, num_rotated, norm, store)
 
 
 def _check(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_turned: int, norm: HeadNorm | None, store: KvSlots | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvSlots | None
 ) -> None:
-    """Checks shapes, types and strides. Runs once a layer and takes a few microseconds."""
+    """Runs once per layer and takes a few microseconds."""
     if qkv.dim() != 3 or qkv.dtype not in FLOAT_DTYPES or qkv.stride()[1:] != (qkv.shape[2], 1):
         raise ValueError(
             f"qkv must be [T, U, K] float32, bfloat16 or float16 with its last two axes contiguous, "
             f"got {describe(qkv)} with strides {qkv.stride()}"
         )
     num_rows, num_heads, head_size = qkv.shape
-    if not 0 < num_turned <= num_heads:
-        raise ValueError(f"num_turned must be from 1 to {num_heads}, got {num_turned}")
+    if not 0 < num_rotated <= num_heads:
+        raise ValueError(f"num_rotated must be from 1 to {num_heads}, got {num_rotated}")
     if cos.dim() != 2 or cos.dtype != torch.float32 or cos.shape[0] != num_rows or 2 * cos.shape[1] > head_size:
         raise ValueError(f"cos must be float32 [{num_rows}, J] with 2 J <= {head_size}, got {describe(cos)}")
     if cos.shape[1] == 0 or cos.stride(1) != 1 or cos.stride() != sin.stride():
-        raise ValueError("cos and sin must have columns that are contiguous, and the same strides")
+        raise ValueError("cos and sin must have contiguous columns and equal strides")
     check_tensor("sin", sin, tuple(cos.shape), torch.float32, qkv.device)
     if norm is not None:
-        check_tensor("norm.weight", norm.weight, (num_turned, head_size), torch.float32, qkv.device)
+        check_tensor("norm.weight", norm.weight, (num_rotated, head_size), torch.float32, qkv.device)
         if not norm.weight.is_contiguous():
             raise ValueError("norm.weight must be contiguous")
     if store is None:
         return
     check_tensor("store.slots", store.slots, (num_rows,), torch.int64, qkv.device)
-    num_kv_heads = num_heads - num_turned
+    num_kv_heads = num_heads - num_rotated
     for name, cache in (("k_cache", store.k_cache), ("v_cache", store.v_cache)):
         if cache.dim() != 4 or cache.shape[2:] != (num_kv_heads, head_size) or cache.dtype != qkv.dtype:
             raise ValueError(
@@ -113,16 +115,16 @@ def _check(
             )
         if cache.device != qkv.device or not cache.is_contiguous():
             raise ValueError(f"store.{name} must be contiguous, on {qkv.device} like qkv")
-    if num_turned < 2 * num_kv_heads:
-        raise ValueError(f"{num_turned} heads of q and k are too few for {num_kv_heads} of v")
+    if num_rotated < 2 * num_kv_heads:
+        raise ValueError(f"{num_rotated} heads of q and k are too few for {num_kv_heads} of v")
 
 
 def _rotary_torch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_turned: int, norm: HeadNorm | None, store: KvSlots | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, norm: HeadNorm | None, store: KvSlots | None
 ) -> None:
-    """Same as `rotary`. With `store` it waits for the device of the slots."""
-    turned_TUK = qkv[:, :num_turned]
-    x_TUK = turned_TUK.float()
+    """Same as `rotary`. On CUDA, `store` synchronises host and device."""
+    rotated_TUK = qkv[:, :num_rotated]
+    x_TUK = rotated_TUK.float()
     if norm is not None:
         scale_TU1 = torch.linalg.vector_norm(x_TUK, dim=-1, keepdim=True)
         scale_TU1 = scale_TU1.square_().div_(x_TUK.shape[-1]).add_(norm.eps).rsqrt_()
@@ -131,14 +133,14 @@ def _rotary_torch(
     a_TUJ, b_TUJ = x_TUK[..., :num_pairs], x_TUK[..., num_pairs : 2 * num_pairs]
     cos_T1J, sin_T1J = cos[:, None], sin[:, None]
     first_TUJ = (a_TUJ * cos_T1J).addcmul_(b_TUJ, sin_T1J, value=-1)
-    # Without a norm float32 rows are written in place: `a` is read before it is written.
-    turned_TUK[..., num_pairs : 2 * num_pairs] = b_TUJ.mul_(cos_T1J).addcmul_(a_TUJ, sin_T1J)
-    turned_TUK[..., :num_pairs] = first_TUJ
+    # Without a norm a_TUJ is a view of float32 qkv: read it before writing it.
+    rotated_TUK[..., num_pairs : 2 * num_pairs] = b_TUJ.mul_(cos_T1J).addcmul_(a_TUJ, sin_T1J)
+    rotated_TUK[..., :num_pairs] = first_TUJ
     if norm is not None:
-        turned_TUK[..., 2 * num_pairs :] = x_TUK[..., 2 * num_pairs :]
+        rotated_TUK[..., 2 * num_pairs :] = x_TUK[..., 2 * num_pairs :]
     if store is None:
         return
     is_stored = store.slots >= 0
-    keys_TGK, values_TGK = qkv[:, 2 * num_turned - qkv.shape[1] : num_turned], qkv[:, num_turned:]
+    keys_TGK, values_TGK = qkv[:, 2 * num_rotated - qkv.shape[1] : num_rotated], qkv[:, num_rotated:]
     for cache, rows_TGK in ((store.k_cache, keys_TGK), (store.v_cache, values_TGK)):
         cache.flatten(0, 1)[store.slots[is_stored]] = rows_TGK[is_stored]

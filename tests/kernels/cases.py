@@ -424,8 +424,8 @@ def make_rotary_inputs(
 ) -> RotaryInputs:
     """The same numbers at every call."""
     generator = torch.Generator().manual_seed(case.num_tokens * 1000 + case.head_size)
-    num_turned = case.num_heads + case.num_kv_heads
-    num_all = num_turned + case.num_kv_heads
+    num_rotated = case.num_heads + case.num_kv_heads
+    num_all = num_rotated + case.num_kv_heads
     wide = torch.randn(case.num_tokens, num_all * case.head_size + 16, generator=generator).to(dtype).to(device)
     angles = 100 * torch.rand(case.num_tokens, case.num_pairs, generator=generator)
     num_blocks = -(-2 * case.num_tokens // case.block_size)
@@ -437,7 +437,7 @@ def make_rotary_inputs(
         wide[:, : num_all * case.head_size].unflatten(1, (num_all, case.head_size)),
         angles.cos().to(device),
         angles.sin().to(device),
-        torch.randn(num_turned, case.head_size, generator=generator).to(device),
+        torch.randn(num_rotated, case.head_size, generator=generator).to(device),
         k_cache,
         v_cache,
         slots.to(device),

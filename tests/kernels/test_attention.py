@@ -249,19 +249,19 @@ VALID_PAGED: dict[str, Any] = {
         (attention, {"v": X.half()}, "must share float32, bfloat16 or float16"),
         (attention, {"cu_seqlens": make_cu_seqlens((5,))}, r"cu_seqlens must be int32 \[3\]"),
         (attention, {"seq_lens": (2, 2)}, "seq_lens must sum to the 5 rows"),
-        (attention, {"max_seqlen": 2}, "not pass max_seqlen 2"),
+        (attention, {"max_seqlen": 2}, "not exceed max_seqlen 2"),
         (attention, {"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
         (attention, {"backend": "flash"}, "backend must be one of"),
         (attention, {"softcap": -1.0}, "softcap must be positive"),
-        (attention, {"softcap": 1.0, "backend": "varlen"}, "varlen backend knows no softcap"),
-        (attention, {"scale": 0.0, "backend": "triton"}, "takes a positive scale"),
+        (attention, {"softcap": 1.0, "backend": "varlen"}, "varlen backend supports neither softcap"),
+        (attention, {"scale": 0.0, "backend": "triton"}, "needs a positive scale"),
         (attention_paged, {"q": torch.ones(3, 4, 16)}, r"q must be \[T, H, K\]"),
         (attention_paged, {"q": torch.ones(3, 3, 8)}, "heads of q must be a multiple"),
         (attention_paged, {"q": torch.ones(3, 4, 8).half()}, "must share float32, bfloat16 or float16"),
         (attention_paged, {"k_cache": torch.ones(4, 5, 2, 8).transpose(0, 1)}, "must be contiguous"),
         (attention_paged, {"cu_seqlens": make_cu_seqlens((3,))}, r"cu_seqlens must be int32 \[3\]"),
         (attention_paged, {"seq_lens": (1, 1)}, "seq_lens must sum to the 3 rows"),
-        (attention_paged, {"seq_lens": (4, -1)}, "seq_lens and context_lens must be 2 numbers from 0 on"),
+        (attention_paged, {"seq_lens": (4, -1)}, "seq_lens and context_lens must be 2 numbers of at least 0"),
         (attention_paged, {"context_lens": (1,)}, "context_lens must be 2 numbers"),
         (attention_paged, {"context_lens": (1, -1)}, "context_lens must be 2 numbers"),
         (attention_paged, {"block_tables": torch.zeros(2, 3)}, r"block_tables must be int32 \[2, M\]"),
@@ -387,7 +387,7 @@ def test_triton_refuses_wide_heads(device: torch.device) -> None:
     inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 320), torch.float32, device)
     assert_close("attended", expect_paged(case, inputs), attend_paged(case, inputs), 4e-6, largest(inputs))
     if find_spec("triton") is not None:
-        with pytest.raises(ValueError, match="heads of at most 256, got 320"):
+        with pytest.raises(ValueError, match="head sizes of at most 256, got 320"):
             attend_paged(case, inputs, backend="triton")
 
 

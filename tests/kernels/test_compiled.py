@@ -20,7 +20,7 @@ TYPES = {
     **dict.fromkeys(("cu_seqlens_ptr", "context_lens_ptr", "block_tables_ptr", "ends_ptr"), "*i32"),
     **dict.fromkeys(("dimensions_ptr", "skip_ptr"), "*i32"),
     **dict.fromkeys(("rows_ptr", "slots_ptr", "ids_ptr", "positions_ptr", "types_ptr", "bounds_ptr"), "*i64"),
-    **dict.fromkeys(("cos_ptr", "sin_ptr", "place_ptr", "weights_ptr"), "*fp32"),
+    **dict.fromkeys(("cos_ptr", "sin_ptr", "position_table_ptr", "weights_ptr"), "*fp32"),
     **dict.fromkeys(("block_total_ptr", "block_weight_ptr"), "*fp32"),
     **dict.fromkeys(("scale", "cap", "eps", "log2_e"), "fp32"),
     "normalize_ptr": "*u8",

@@ -90,8 +90,8 @@ def test_no_documents_or_queries_give_no_scores() -> None:
     [
         ({"query_lens": (3,)}, "lengths of queries sum to 3, but there are 4 rows"),
         ({"document_lens": (5, -1)}, "lengths of documents"),
-        ({"query_of": (0, 1)}, "query_of must be within 0 and 0, got 0 to 1"),
-        ({"query_of": (0,)}, "query_of holds 1 values for 2 documents"),
+        ({"query_of": (0, 1)}, "query_of must be from 0 to 0, got 0 to 1"),
+        ({"query_of": (0,)}, "query_of has 1 values for 2 documents"),
         ({"documents": torch.zeros(4, 9)}, "share width, dtype and device"),
         ({"queries": torch.zeros(4, 8, dtype=torch.int32)}, "queries must be"),
         ({"backend": "cuda"}, "backend must be one of"),

@@ -162,7 +162,7 @@ def test_empty_sequences_give_zeros() -> None:
         (np.array([2**32 + 1]), np.array([1]), "sequence 0 has 1 rows from row 4294967297 on"),
         (np.array([1]), np.array([2**63 - 1]), "sequence 0 has 9223372036854775807 rows"),
         (np.array([2**64 - 1], np.uint64), np.array([1], np.uint64), "from row 18446744073709551615 on"),
-        ([0, 1], [1], "seq_starts holds 2 values and seq_lens 1"),
+        ([0, 1], [1], "seq_starts has 2 values and seq_lens 1"),
         ([[0]], [[1]], r"seq_starts must be \[N\], got \[1, 1\]"),
     ],
 )
@@ -184,9 +184,9 @@ def test_sequence_outside_the_rows_is_refused(starts: Any, lengths: Any, message
         ((ROWS, [0], torch.tensor([True]), "mean"), TypeError, "seq_lens must hold integers, got bool"),
         ((ROWS, 0, [1], "mean"), TypeError, "seq_starts must be an array, a tensor or a list of integers, got int"),
         ((ROWS, [0], [1], "median"), ValueError, "strategy must be one of cls, last, mean, .*, got 'median'"),
-        ((ROWS, [0], [1], "weighted"), ValueError, "needs the weights that `pool` takes"),
+        ((ROWS, [0], [1], "weighted"), ValueError, "needs weights: use `pool`"),
         ((ROWS, [0], [1], Strategy.ATTENTION_WEIGHTED), ValueError, "got 'ATTENTION_WEIGHTED'"),
-        ((ROWS, [0], [1], 2), TypeError, "strategy must be a name or a member of an enum, got int"),
+        ((ROWS, [0], [1], 2), TypeError, "strategy must be a name or an enum member, got int"),
         ((ROWS, [0], [1], None), TypeError, "got NoneType"),
     ],
 )

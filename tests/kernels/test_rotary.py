@@ -30,8 +30,8 @@ def rotate(
     inputs = make_rotary_inputs(case, dtype, device)
     norm = HeadNorm(inputs.weight, 1e-6) if has_norm else None
     store = KvSlots(inputs.k_cache, inputs.v_cache, inputs.slots) if has_store else None
-    num_turned = case.num_heads + case.num_kv_heads
-    rotary(inputs.qkv, inputs.cos, inputs.sin, num_turned, norm=norm, store=store, backend=backend)
+    num_rotated = case.num_heads + case.num_kv_heads
+    rotary(inputs.qkv, inputs.cos, inputs.sin, num_rotated, norm=norm, store=store, backend=backend)
     return inputs
 
 
@@ -63,15 +63,15 @@ def test_backend_equals_reference(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_torch_equals_formula(case: RotaryCase, has_norm: bool) -> None:
     inputs = make_rotary_inputs(case)
-    num_turned, num_pairs = case.num_heads + case.num_kv_heads, case.num_pairs
-    x = inputs.qkv[:, :num_turned].double()
+    num_rotated, num_pairs = case.num_heads + case.num_kv_heads, case.num_pairs
+    x = inputs.qkv[:, :num_rotated].double()
     if has_norm:
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6) * inputs.weight
     a, b = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]
     cos, sin = inputs.cos.double()[:, None], inputs.sin.double()[:, None]
     expected = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * num_pairs :]], dim=-1)
     actual = rotate(case, torch.float32, "cpu", has_norm, True, "torch")
-    assert_close("rotated", expected, actual.qkv[:, :num_turned].double(), 1e-6)
+    assert_close("rotated", expected, actual.qkv[:, :num_rotated].double(), 1e-6)
     assert_stored(case, actual)
 
 
@@ -86,9 +86,9 @@ def test_batch_without_rows_is_accepted() -> None:
     [
         ({"qkv": torch.ones(3, 32)}, r"qkv must be \[T, U, K\]"),
         ({"qkv": torch.ones(3, 8, 4).transpose(1, 2)}, "last two axes contiguous"),
-        ({"num_turned": 5}, "num_turned must be from 1 to 4"),
+        ({"num_rotated": 5}, "num_rotated must be from 1 to 4"),
         ({"cos": torch.ones(3, 5)}, r"cos must be float32 \[3, J\]"),
-        ({"sin": torch.ones(3, 3)}, "the same strides"),
+        ({"sin": torch.ones(3, 3)}, "equal strides"),
         ({"norm": HeadNorm(torch.ones(4, 8), 1e-6)}, "norm.weight must be"),
         ({"store": KvSlots(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 1, 8), torch.ones(3).long())}, "store.k_cache"),
         ({"store": KvSlots(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), torch.ones(2).long())}, "store.slots"),
@@ -98,4 +98,4 @@ def test_batch_without_rows_is_accepted() -> None:
 def test_invalid_argument_is_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"qkv": torch.ones(3, 4, 8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4)}
     with pytest.raises(ValueError, match=message):
-        rotary(**(arguments | {"num_turned": 3} | changes))
+        rotary(**(arguments | {"num_rotated": 3} | changes))

@@ -58,21 +58,21 @@ def turning(inputs: Inputs, size: Heads) -> Work:
     """Rotates the heads of q and k, as ModernBERT does."""
     qkv = inputs.normal(sum(size.lengths), size.heads + 2 * size.kv_heads, size.size)
     cos, sin = angles(inputs, size)
-    num_turned = size.heads + size.kv_heads
-    moved = 2 * qkv[:, :num_turned].numel() * qkv.itemsize + 2 * cos.nbytes
-    return Work(partial(rotary, qkv, cos, sin, num_turned), moved, written=(qkv,))
+    num_rotated = size.heads + size.kv_heads
+    moved = 2 * qkv[:, :num_rotated].numel() * qkv.itemsize + 2 * cos.nbytes
+    return Work(partial(rotary, qkv, cos, sin, num_rotated), moved, written=(qkv,))
 
 
 def turning_and_storing(inputs: Inputs, size: Heads) -> Work:
     """Norms and rotates the heads of q and k and puts keys and values into their blocks, as Qwen3 does."""
     qkv = inputs.normal(sum(size.lengths), size.heads + 2 * size.kv_heads, size.size)
     cos, sin = angles(inputs, size)
-    num_turned = size.heads + size.kv_heads
-    norm = HeadNorm(inputs.normal(num_turned, size.size, dtype=torch.float32), 1e-6)
+    num_rotated = size.heads + size.kv_heads
+    norm = HeadNorm(inputs.normal(num_rotated, size.size, dtype=torch.float32), 1e-6)
     store = places(inputs, size)
-    call = partial(rotary, qkv, cos, sin, num_turned, norm=norm, store=store)
+    call = partial(rotary, qkv, cos, sin, num_rotated, norm=norm, store=store)
     read, stored = qkv.numel(), 2 * size.kv_heads * size.size * len(qkv)
-    moved = (read + qkv[:, :num_turned].numel() + stored) * qkv.itemsize + 2 * cos.nbytes + store.slots.nbytes
+    moved = (read + qkv[:, :num_rotated].numel() + stored) * qkv.itemsize + 2 * cos.nbytes + store.slots.nbytes
     return Work(call, moved, written=(qkv, store.k_cache, store.v_cache))
 
 
