@@ -7,7 +7,6 @@ import gc
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -26,7 +25,6 @@ from penstock.server.http.connection import CONNECTION_LOST
 KEY = "a-key"
 MAX_BODY = 20_000
 EMBED = "/v1/embeddings"
-JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=B"}
 PART = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\na\r\n--B'
 LONG = {"input": "word " * 100}
@@ -52,15 +50,14 @@ def _no_collector() -> Iterator[None]:
 
 
 async def answer(
-    app: Any, path: str, body: bytes, headers: dict[str, str], *, is_whole: bool = True, leaves: bool = False
+    app: Any, path: str, body: bytes, headers: dict[str, str], *, leaves: bool = False
 ) -> tuple[int, weakref.ref[Any]]:
     """Returns the status of a request and a reference to its `receive` function.
 
     Every frame of the request refers to that function. With `leaves` the client disconnects while the engine runs.
-    Without `is_whole` it sends only a part of the body.
     """
     status = 0
-    messages = [{"type": "http.request", "body": body, "more_body": not is_whole}]
+    messages = [{"type": "http.request", "body": body}]
     lost = asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, Any]:
@@ -70,7 +67,7 @@ async def answer(
         nonlocal status
         status = message.get("status", status)
 
-    names = {"authorization": f"Bearer {KEY}", **JSON, **headers}
+    names = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **headers}
     scope = {
         "type": "http",
         "http_version": "1.1",
@@ -88,8 +85,7 @@ async def answer(
     }
     if leaves:
         asyncio.get_running_loop().call_later(0.1, lost.set_result, None)
-    task = asyncio.create_task(app(scope, receive, send))
-    await task
+    await asyncio.create_task(app(scope, receive, send))
     return status, weakref.ref(receive)
 
 
@@ -104,12 +100,9 @@ async def check(status: int, answering: Awaitable[tuple[int, weakref.ref[Any]]])
 CASES: list[tuple[int, str, bytes, dict[str, str]]] = [
     (200, EMBED, b'{"input": "a"}', {}),
     (400, EMBED, b'{"input": "a"', {}),
-    (400, EMBED, b'{"input": "' + b"a" * 10_000, {}),
     (400, EMBED, b"", {}),
     (400, EMBED, b'{"input": {"a": 1}}', {}),
-    (400, EMBED, b'{"input": "a", "no_such_key": 1}', {}),
     (400, EMBED, orjson.dumps(LONG), {}),
-    (400, EMBED, orjson.dumps({"input": ["a"] * 4}), {}),
     (400, EMBED, b'{"input": "a"}', {"x-request-timeout": "soon"}),
     (401, EMBED, b'{"input": "a"}', {"authorization": "Bearer none"}),
     (404, EMBED, b'{"input": "a", "model": "none"}', {}),
@@ -119,17 +112,10 @@ CASES: list[tuple[int, str, bytes, dict[str, str]]] = [
     (413, EMBED, b"a" * (MAX_BODY + 1), {}),
     (413, EMBED, b'{"input": [' + b"[1]," * 1000 + b"[1]]}", {}),
     (415, EMBED, b'{"input": "a"}', {"content-type": "text/plain"}),
-    (415, EMBED, b"\x1f\x8b", {"content-encoding": "gzip"}),
     (422, "/embed", orjson.dumps(TEI_LONG), {}),
-    (424, "/predict", b'{"inputs": "a"}', {}),
     (422, "/invocations", orjson.dumps(TEI_LONG), {}),
-    (422, "/rerank", orjson.dumps({"query": "a", "texts": "word"}), {}),
-    (400, "/v2/embed", orjson.dumps({"texts": ["word " * 100], "input_type": "none"}), {}),
     (400, "/api/embed", orjson.dumps({"model": "fake-model", **LONG, "truncate": False}), {}),
-    (404, "/api/embeddings", b'{"model": "none", "prompt": "a"}', {}),
-    (415, "/v1/files", PART, {}),
     (400, "/v1/files", PART, FORM),
-    (400, "/v1/files", PART + b"--\r\n", FORM),
 ]
 
 
@@ -171,45 +157,6 @@ async def test_expired_or_disconnected_request_is_freed(
     engine.gate = asyncio.Event()
     async with serving(engine, **settings) as client:
         await check(status, answer(client._transport.app, EMBED, b'{"input": "a"}', headers, leaves=leaves))
-
-
-@pytest.mark.parametrize(("path", "headers"), [(EMBED, {}), ("/v1/files", FORM)])
-async def test_request_with_an_incomplete_body_is_freed(
-    serving: Any, engine: Engine, tmp_path: Any, path: str, headers: dict[str, str]
-) -> None:
-    async with serving(engine, data_dir=tmp_path / "data") as client:
-        await check(400, answer(client._transport.app, path, PART[:50], headers, is_whole=False))
-
-
-async def test_request_refused_for_body_memory_is_freed(serving: Any, engine: Engine) -> None:
-    body = b'{"input": "' + b"a" * (MAX_BODY - 20)
-    never = asyncio.Event()
-
-    async def upload(app: Any, client: str) -> None:
-        messages = [{"type": "http.request", "body": body, "more_body": True}]
-
-        async def receive() -> dict[str, Any]:
-            if not messages:
-                await never.wait()
-            return messages.pop()
-
-        async def send(_: object) -> None:
-            pass
-
-        scope = {"type": "http", "method": "POST", "path": EMBED, "headers": [], "query_string": b"", "state": {}}
-        await app(
-            {**scope, "http_version": "1.1", "scheme": "http", "client": (client, 1), "server": None}, receive, send
-        )
-
-    async with serving(engine, max_body_bytes=MAX_BODY) as client:
-        app = client._transport.app
-        tasks = [asyncio.create_task(upload(app, f"10.0.0.{i}")) for i in range(32)]
-        await asyncio.sleep(0)
-        await check(503, answer(app, EMBED, body, {}))
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 def test_drop_tracebacks_reaches_chained_errors() -> None:

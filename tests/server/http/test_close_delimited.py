@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import orjson
 import pytest
 
-from ..conftest import FakeEngine
-from .sockets import exchange, request, running, served
+from .sockets import exchange, running
 
 GET = b"GET / HTTP/1.0\r\n"
 PIECE = b"x" * 65_536
@@ -68,14 +66,3 @@ async def test_response_with_a_length_keeps_it() -> None:
         answer = await exchange(port, GET + b"\r\n")
         assert b"\r\ncontent-length: 2\r\n" in answer
         assert answer.endswith(b"\r\n\r\nok")
-
-
-async def test_large_response_over_http_1_0_is_complete(engine: FakeEngine) -> None:
-    async with served(engine) as (_, port), asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request("/embed_all", {"inputs": ["word " * 60] * 1_500}, version="1.0"))
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 ")
-        rows = orjson.loads(await reader.read())
-        assert [len(row) for row in rows] == [62] * 1_500
-        writer.close()

@@ -76,7 +76,9 @@ async def test_long_bodies_and_many_requests_are_accepted() -> None:
         answer = await exchange(port, whole, body, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
         assert answer.count(b"HTTP/1.1 200 ") == 2
         assert answer.count(b"z") == len(body) + 50_000
-        assert (await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3_000)).count(b"HTTP/1.1 200 ") == 3_000
+        for upgrade in (b"", b"Connection: upgrade\r\nUpgrade: h2c\r\n"):
+            request = b"GET / HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
+            assert (await exchange(port, request * 3_000)).count(b"HTTP/1.1 200 ") == 3_000
 
 
 @pytest.mark.parametrize("size", [10_000, 7])
@@ -92,12 +94,6 @@ async def test_offer_of_http_2_is_ignored_with_its_body(size: int) -> None:
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert b"POST /p content-length,host,x-a body" in answer
     assert b"GET /again host " in answer
-
-
-async def test_many_pipelined_offers_of_http_2_are_answered() -> None:
-    offer = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
-    async with running(echo) as (_, port):
-        assert (await exchange(port, offer * 2_000)).count(b"HTTP/1.1 200 ") == 2_000
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,9 @@ async def test_offer_of_http_2_keeps_the_option_close(connection: bytes) -> None
     ("head", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"no Host header"),
-        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\na", b"no Host header"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", b"more than one Host header"),
         (b"GET / HTTP/1.0\r\nHost: x\r\nhost: y\r\n\r\n", b"more than one Host header"),
         (b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", b"Host header is not valid"),
-        (b"GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", b"Host header is not valid"),
         (b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n", b"Host header is not valid"),
         (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n", b"no Host header"),
     ],
@@ -240,9 +234,7 @@ async def test_bytes_of_all_bodies_are_bounded() -> None:
 
 
 async def all_closed(server: HttpServer) -> None:
-    async with asyncio.timeout(120):
-        while server.server_state.connections:
-            await asyncio.sleep(0.01)
+    await until(lambda: not server.server_state.connections)
 
 
 LARGE = 100_000

@@ -36,18 +36,6 @@ async def test_disconnect_cancels_the_request(engine: FakeEngine, gate: asyncio.
         assert [answer.status for answer in await ask(port, SENT)] == [200]
 
 
-async def test_watch_for_disconnects_needs_no_task(engine: FakeEngine, gate: asyncio.Event) -> None:
-    async with served(engine) as (_, port):
-        num_before = len(asyncio.all_tasks())
-        clients = [asyncio.create_task(ask(port, SENT)) for _ in range(20)]
-        await until(lambda: len(engine.calls) == 20)
-        await asyncio.sleep(LONGER_THAN_A_CHECK_S)
-        # Two tasks of `ask` and one of the server for each request.
-        assert len(asyncio.all_tasks()) - num_before == 3 * 20
-        gate.set()
-        assert [answers[0].status for answers in await asyncio.gather(*clients)] == [200] * 20
-
-
 async def test_disconnect_is_seen_in_a_later_request(engine: FakeEngine, gate: asyncio.Event) -> None:
     async with served(engine) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -93,7 +81,7 @@ async def test_disconnect_after_a_large_body_is_seen(engine: FakeEngine, gate: a
 
 
 @pytest.fixture
-def short_interim(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_interim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
 
 
@@ -136,7 +124,7 @@ async def test_incomplete_request_before_half_close_ends(engine: FakeEngine, unf
     assert not engine.calls
 
 
-@pytest.mark.usefixtures("short_interim")
+@pytest.mark.usefixtures("_short_interim")
 async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate: asyncio.Event) -> None:
     async with served(engine) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -152,8 +140,8 @@ async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate
         writer.close()
 
 
-@pytest.mark.usefixtures("short_interim")
-async def test_closed_client_connectioncancels_the_request(engine: FakeEngine, gate: asyncio.Event) -> None:
+@pytest.mark.usefixtures("_short_interim")
+async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate: asyncio.Event) -> None:
     async with served(engine) as (server, port):
         for wait_s in (0.0, 0.2):  # before and after the interim response
             engine.was_cancelled = False
@@ -167,7 +155,7 @@ async def test_closed_client_connectioncancels_the_request(engine: FakeEngine, g
             await until(lambda: not server.server_state.connections)
 
 
-async def test_read_ahead_of_a_client_connectionis_bounded(engine: FakeEngine, gate: asyncio.Event) -> None:
+async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asyncio.Event) -> None:
     num_sent = 4_000
     tiny = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     async with served(engine) as (server, port):

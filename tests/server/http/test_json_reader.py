@@ -92,7 +92,6 @@ async def test_dense_body_is_refused_before_parsing(unit: bytes) -> None:
     ("unit", "is_dense"),
     [
         (b"[]", True),
-        (b"{}", True),
         (b'"ab"', True),
         (b'{"a":1}', True),
         (b"1234", False),
@@ -129,7 +128,6 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
         ("/v1/embeddings", {"input": "a", "user": [None] * 5}, "user"),
         ("/rerank", {"query": "a", "documents": [{}] * 5}, "documents"),
         ("/rerank", {"query": "a", "texts": [{}] * 5}, "texts"),
-        ("/v2/embed", {"texts": [1, *["a"] * 5]}, "texts"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [{}] * 5}}, "sentences"),
         ("/predict", {"parameters": {"inputs": [[]] * 5}}, "inputs"),
         ("/score", {"text_1": "a", "text_2": [[]] * 5}, "text_2"),
@@ -141,8 +139,7 @@ async def test_entries_are_counted_before_they_are_validated(
     async with serving(engine, max_inputs_per_request=4) as client:
         answer = await client.post(path, json=body)
     assert answer.status_code in (400, 422)
-    if named != "texts" or path == "/rerank":
-        assert "has 5 entries; the limit is 4" in answer.text
+    assert "has 5 entries; the limit is 4" in answer.text
     assert named in answer.json()["message"]
     assert not engine.calls
 

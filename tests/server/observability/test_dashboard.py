@@ -1,6 +1,5 @@
 """The Grafana dashboard uses metrics of the server, and compose.yaml mounts existing files."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -46,15 +45,6 @@ async def test_dashboard_uses_existing_metrics(
         used |= set(re.findall(r"(\w+)=~", expression))
         for name in METRIC.findall(expression):
             assert used <= names[name], (expression, name)
-
-
-def test_panels_have_unique_ids_and_do_not_overlap() -> None:
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    assert all(place["x"] + place["w"] <= 24 for place in places)
-    for a, b in itertools.combinations(places, 2):
-        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        assert is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)
 
 
 def test_files_mounted_by_containers_exist() -> None:

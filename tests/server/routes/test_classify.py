@@ -212,22 +212,6 @@ async def test_instruction_needs_a_prompt_with_instruct(serving: Serving, make_e
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "call"),
-    [
-        ("sequence_classifier", {"inputs": ["a"]}, "classify"),
-        ("embedding", {"input": "a", "labels": ["x", "y"]}, "zero_shot"),
-        ("embedding", {"inputs": ["a"], "labels": ["x", "y"]}, "zero_shot"),
-        ("embedding", {"input": "a", "examples": EXAMPLES}, "few_shot"),
-        ("token_classifier", {"input": "a"}, "token_classify"),
-    ],
-)
-async def test_each_form_makes_one_engine_call(serving, make_engine, kind: str, body: dict, call: str) -> None:
-    engine = make_engine(kind, ("x", "y") if "classifier" in kind else ())
-    await classify(serving, engine, **body)
-    assert [name for name, _ in engine.calls] == [call]
-
-
-@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"input": "a", "labels": ["x", "y"]}, "input"),

@@ -56,23 +56,6 @@ async def test_v1_returns_plain_lists_by_default(v1, floats) -> None:
     assert answer.meta.billed_units.input_tokens == NUM_TOKENS
 
 
-async def test_v1_returns_types_on_request(v1, floats) -> None:
-    answer = await v1.embed(texts=TEXTS, model=MODEL, embedding_types=["float", "int8"], truncate=None)
-    assert isinstance(answer, cohere.EmbeddingsByTypeEmbedResponse)
-    np.testing.assert_allclose(answer.embeddings.float_, floats, rtol=1e-6)
-    assert np.array(answer.embeddings.int8).shape == floats.shape
-    assert (answer.embeddings.uint8, answer.embeddings.binary) == (None, None)
-
-
-async def test_v1_client_merges_its_batches_of_96(v1) -> None:
-    texts = [f"text {i}" for i in range(200)]
-    plain = await v1.embed(texts=texts, model=MODEL)
-    assert (len(plain.embeddings), plain.texts) == (200, texts)
-    assert plain.meta.billed_units.input_tokens == 800
-    typed = await v1.embed(texts=texts, model=MODEL, embedding_types=["ubinary", "base64"])
-    assert (len(typed.embeddings.ubinary), len(typed.embeddings.base64)) == (200, 200)
-
-
 async def test_v2_returns_every_type_from_one_call(v2, engine, floats) -> None:
     answer = await v2.embed(texts=TEXTS, model=MODEL, input_type="search_document", embedding_types=ALL_TYPES)
     assert len([call for call in engine.calls if call[0] == "embed"]) == 2  # the other call made `floats`
@@ -232,12 +215,6 @@ async def test_v1_client_tokenizes_and_detokenizes(v1, engine, offline: bool) ->
     back = await v1.detokenize(tokens=answer.tokens, model=MODEL, offline=offline)
     assert back.text == " ".join(answer.token_strings)
     assert (answer.meta.api_version.version, back.meta.api_version.version) == ("1", "1")
-
-
-async def test_v2_client_tokenizes_and_detokenizes(v2) -> None:
-    assert len((await v2.tokenize(text="one red gate", model=MODEL)).tokens) == 3
-    assert (await v2.tokenize(text="", model=MODEL)).tokens == []
-    assert (await v2.detokenize(tokens=[1, 2], model=MODEL)).text == "t1 t2"
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])

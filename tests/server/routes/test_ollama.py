@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import shlex
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from penstock.server.app import create_app
 from penstock.server.models import weight_files
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
-
-from ..http.sockets import running
 
 TEXTS = ["hello", "hello world"]
 
@@ -203,44 +199,6 @@ async def test_keep_alive_does_not_unload_a_pinned_model(client: httpx.AsyncClie
     assert (await client.post("/api/embed", json={"model": "alias", "input": "a", "keep_alive": 0})).status_code == 200
     await asyncio.sleep(0.05)
     assert len((await client.get("/api/ps")).json()["models"]) == 1
-
-
-# Commands of Ollama's documentation, with one embedding model.
-CURL_LINES = (
-    """curl http://localhost:11434/api/embed -d '{
-  "model": "all-minilm",
-  "input": ["Why is the sky blue?", "Why is the grass green?"]
-}'""",
-    """curl http://localhost:11434/api/embeddings -d '{
-  "model": "all-minilm",
-  "prompt": "Here is an article about llamas..."
-}'""",
-    *(
-        f"""curl http://localhost:11434/api/{name} -d '{{
-  "model": "all-minilm"
-}}'"""
-        for name in ("show", "pull", "generate")
-    ),
-    *(f"curl http://localhost:11434/api/{name}" for name in ("tags", "ps", "version")),
-)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-async def test_documented_curl_commands_are_answered(engine, folder: Path) -> None:
-    async def start() -> object:
-        return engine
-
-    app = create_app([ServedModel(("all-minilm",), start)], ServerSettings())
-    async with running(app, lifespan="on") as (_, port):
-        await app.state.startup.wait()
-        for line in CURL_LINES:
-            command = shlex.split(line.replace("localhost:11434", f"127.0.0.1:{port}"))
-            options = ("--silent", "--noproxy", "*", "--write-out", "\n%{http_code}")
-            process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
-            answer, _ = await process.communicate()
-            body, _, status = answer.decode().rpartition("\n")
-            assert status == "200", body
-            assert json.loads(body)
 
 
 async def test_weight_headers_are_read_once_for_each_change(
