@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.runner import EndedForward, Forward, ForwardTime, Runner
+from penstock.engine.core.runner import DeviceMemoryError, EndedForward, Forward, ForwardTime, Runner
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
@@ -66,6 +66,22 @@ def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -
 
 def id_of(sequence: QueuedSequence) -> tuple[int, int]:
     return sequence.request.request_id, sequence.index
+
+
+def fail_on(*failing: tuple[int, int], error: Exception) -> Callable[[Sequence[PrefillChunk]], None]:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
+        if any(id_of(chunk.sequence) in failing for chunk in chunks):
+            raise error
+
+    return hook
+
+
+def fail_above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
+    def hook(chunks: Sequence[PrefillChunk]) -> None:
+        if sum(chunk.num_tokens for chunk in chunks) > num_tokens:
+            raise DeviceMemoryError("too many")
+
+    return hook
 
 
 class FakeRunner(Runner):

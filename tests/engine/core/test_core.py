@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,26 +32,10 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request, Status, block_keys
 
 from ...clock import Clock
-from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, id_of, model, pool
+from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, fail_above, fail_on, id_of, model, pool
 
 SEVENS = TokenizedInput(np.array([7, 7], np.int32))
 INPUTS = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in (40, 5)]
-
-
-def fail_on(*failing: tuple[int, int], error: Exception) -> Callable[[Sequence[PrefillChunk]], None]:
-    def hook(chunks: Sequence[PrefillChunk]) -> None:
-        if any(id_of(chunk.sequence) in failing for chunk in chunks):
-            raise error
-
-    return hook
-
-
-def fail_above(num_tokens: int) -> Callable[[Sequence[PrefillChunk]], None]:
-    def hook(chunks: Sequence[PrefillChunk]) -> None:
-        if sum(chunk.num_tokens for chunk in chunks) > num_tokens:
-            raise DeviceMemoryError("too many")
-
-    return hook
 
 
 # Start and stop
