@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import Tensor
 
 from penstock.engine.core import model_runner
@@ -62,22 +61,6 @@ def test_device_below_the_smallest_bucket_has_none() -> None:
     buckets = Buckets(63, 512, 512)
     assert buckets.all() == []
     assert buckets.find(1, 1, 1) is None
-
-
-@given(st.lists(st.integers(1, 512), min_size=1, max_size=600) | st.lists(st.integers(1, 9), min_size=1, max_size=600))
-def test_batch_takes_a_bucket_of_similar_size(lengths: list[int]) -> None:
-    buckets = Buckets(4096, 512, 2048)
-    size = sum(lengths), len(lengths), max(lengths)
-    fitting = [b for b in buckets.all() if all(own <= limit for own, limit in zip(size, b, strict=True))]
-    nearest = sorted({b.num_tokens for b in buckets.all() if b.num_tokens >= size[0]})[:3]
-    bucket = buckets.find(*size)
-    if bucket is None:
-        assert max(lengths) > 128 or all(b.num_tokens not in nearest for b in fitting)
-        return
-    assert bucket in fitting
-    assert bucket.num_tokens == min(b.num_tokens for b in fitting)
-    assert bucket.num_tokens in nearest
-    assert bucket.num_seqs <= 4 * size[1] or bucket.num_seqs == 8
 
 
 @pytest.mark.parametrize(

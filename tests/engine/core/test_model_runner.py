@@ -1,12 +1,10 @@
 """Forwards in flight beside the host, errors of the device, and the size of the pool.
 
-A fake stream takes the place of CUDA. The tests marked `gpu` run on a real device.
+A fake stream takes the place of CUDA.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +13,11 @@ import pytest
 import torch
 
 from penstock.engine.core import model_runner
-from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, EndedForward
 from penstock.engine.core.waker import Waker
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
-from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.errors import ModelLoadError
@@ -253,69 +249,3 @@ def test_lost_device_fails_every_call(runner: ModelRunner, stream: FakeStream) -
     ):
         with pytest.raises(DeviceLostError, match="illegal memory access"):
             call()
-
-
-# On a GPU
-
-
-@pytest.fixture(scope="module")
-def load_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelRunner]:
-    """Loads a small BERT on a device."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = transformers.BertConfig(vocab_size=200, max_position_embeddings=600, **sizes)
-    transformers.BertModel(config).save_pretrained(folder)
-
-    def load(device: str) -> ModelRunner:
-        info = resolve_model(EngineConfig(model=str(folder)))
-        info = with_device(info, device, "float32" if device == "cpu" else "bfloat16")
-        return ModelRunner(info, TOKENIZER, load_model(info), (), EngineConfig(model="m"))
-
-    return load
-
-
-def random_batches(count: int) -> list[list[PrefillChunk]]:
-    numbers = np.random.default_rng(0)
-    return [
-        [
-            chunk_of(*numbers.integers(3, 200, length).tolist(), request_id=i, normalize=True)
-            for i, length in enumerate(sorted(numbers.integers(1, 500, 40).tolist()))
-        ]
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.gpu
-def test_gpu_batches_in_flight_equal_single_batches(load_encoder: Callable[[str], ModelRunner]) -> None:
-    gpu, cpu = load_encoder("cuda"), load_encoder("cpu")
-    batches = random_batches(12)
-    expected = [vectors(gpu.execute(batch)) for batch in batches]
-    in_flight = deque[Any]()
-    found = []
-    for batch in batches:
-        if not gpu.can_begin:
-            found.append(vectors(in_flight.popleft().outputs()))
-        in_flight.append(gpu.begin(batch))
-    found += [vectors(forward.outputs()) for forward in in_flight]
-    assert len(gpu.take_times()) == 24
-    for ours, alone, batch in zip(found, expected, batches, strict=True):
-        assert np.array_equal(ours, alone)
-        assert (ours * vectors(cpu.execute(batch))).sum(axis=1).min() > 0.999
-
-
-@pytest.mark.gpu
-def test_host_does_not_wait_while_it_starts_a_batch(load_encoder: Callable[[str], ModelRunner]) -> None:
-    gpu = load_encoder("cuda")
-    batches = random_batches(4)
-    for batch in batches:
-        gpu.execute(batch)  # compiles kernels and allocates pinned memory
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        forwards = [gpu.begin(batch) for batch in batches[:2]]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for forward in forwards:
-        assert forward.outputs().is_finite.all()

@@ -21,7 +21,6 @@ from penstock.engine.core.warm_up import GpuWarmUp, LargestBatch, SampleBatches,
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, SequencePool
 
@@ -304,16 +303,6 @@ def test_memory_is_refilled_after_graphs_are_recorded(
     else:
         assert after == []  # a decoder is not recorded
     assert runner.take_times() == []
-
-
-def test_memory_shortage_while_loading_is_one_line(save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise DeviceMemoryError("none is left")
-
-    monkeypatch.setattr(ModelRunner, "__init__", fail)
-    config = EngineConfig(model=str(save_folder()), device="cpu", cpu_kernels="torch")
-    with pytest.raises(ModelLoadError, match=r"There is too little memory on cpu for .* \(none is left\)"):
-        load_runner(config)
 
 
 @pytest.mark.gpu

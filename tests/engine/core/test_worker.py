@@ -11,14 +11,13 @@ import textwrap
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client import engine_process, running_core
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.core import worker
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import LoadFailed, Start, StepResults
@@ -131,13 +130,6 @@ async def test_process_that_survives_its_kill_is_left_behind(
     await asyncio.wait_for(core.close(), 120)
     process.kill.assert_called_once()
     assert "7 was killed and does not end" in caplog.text
-
-
-def test_objects_of_loading_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = Mock(get_threshold=lambda: (700, 10, 5))
-    monkeypatch.setattr(worker, "gc", collector)
-    worker._freeze()
-    assert collector.method_calls == [call.collect(), call.freeze(), call.set_threshold(50_000, 10, 5)]
 
 
 async def test_no_thread_with_tensors_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,7 @@ from penstock.engine.executors.torch.packed_batch import BatchCache
 from penstock.engine.protocol.errors import UnsupportedModelError
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
-from penstock.kernels.cpu import Machine
 
-from .array_model import load_model
 from .families import (
     CAUSAL,
     DECODER_SIZES as SIZES,
@@ -29,7 +27,6 @@ from .families import (
     WIDE,
     YARN,
     assert_close,
-    chosen,
     logits_of,
     on_executors,
     relative_error,
@@ -268,30 +265,6 @@ def test_reduced_precision_is_as_exact_as_transformers(
     model = load_on_torch(resolve(folder, dtype))
     assert unit_error(model.forward(pack(sequences)).hidden_states, exact) <= limit
     assert unit_error(torch.cat(run_chunked(model, sequences, 64, getattr(torch, dtype))), exact) <= limit
-
-
-@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999), ("int8", 0.98)])
-@pytest.mark.parametrize(("family", "config"), [*PLAIN, *chosen("phi3-window")])
-def test_rows_do_not_depend_on_batch_and_lanes(
-    family, config, dtype, least, needs_formats, load_on_torch, save_model, resolve, pack
-):
-    arithmetic = None if dtype == "float32" else "bfloat16"
-    needs_formats(dtype, arithmetic)
-    folder, _ = save_model(f"{family}Model", **config)
-    info = replace(resolve(folder, dtype), arithmetic=arithmetic)
-    texts = random_texts(1, 2, 3, 5, 8, 13, 31, 47, 64, 90, 129, 150)
-    expected = None
-    for lanes in (1, 2, 3):
-        with Machine(lanes) as machine:
-            model = load_model(info, machine=machine)
-            alone = [model.forward(pack([text])).hidden_states for text in texts]
-            expected = alone if expected is None else expected
-            assert all(map(torch.equal, alone, expected))
-            for start in (0, 4, 9):
-                rows = model.forward(pack(texts[start:])).hidden_states
-                assert torch.equal(rows, torch.cat(expected[start:]))
-    exact = load_on_torch(resolve(folder)).forward(pack(texts)).hidden_states
-    assert torch.cosine_similarity(torch.cat(expected), exact, dim=1).min() > least
 
 
 @pytest.mark.parametrize("executor", ["cpu"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,7 @@ from hypothesis import given, strategies as st
 from penstock.engine.core.device import memory as device_memory
 from penstock.engine.core.device.memory import HostMemory, MemoryMeter
 from penstock.engine.core.host import available_memory
-from penstock.engine.core.runner import DeviceLostError
-from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.scheduling import PrefillChunk
 
-from ..fake_runner import BLOCK, CoreDriver, FakeRunner, pool
-
-PROMPT = 32 * 1024
 MIB = 1 << 20
 
 
@@ -122,45 +115,6 @@ def test_allowed_chunk_fits_if_bytes_are_linear_in_tokens(
     if fixed_bytes + min(sizes) * token_bytes <= int(0.7 * free):
         assert fixed_bytes + num_tokens * token_bytes <= free
         assert num_tokens >= min(sizes)
-
-
-class LimitedRunner(FakeRunner):
-    """A token takes `token_bytes`, and `context_bytes` for each token before its chunk. A shortage loses the device."""
-
-    def __init__(self, memory: int, token_bytes: int, context_bytes: int) -> None:
-        super().__init__(pool(PROMPT // BLOCK + 10), max_model_len=PROMPT)
-        self.gauge = Gauge(memory)
-        self.token_bytes, self.context_bytes = token_bytes, context_bytes
-        self.meter = MemoryMeter(self.gauge, token_bytes)
-        self.free_tokens = self.meter.free_tokens  # type: ignore[method-assign]
-
-    def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
-        self.meter.begin()
-        outputs = super().execute(chunks)
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        self.gauge.peak = num_tokens * self.token_bytes + sum(chunk.start for chunk in chunks) * self.context_bytes
-        if self.gauge.peak > self.gauge.free:
-            raise DeviceLostError(f"{num_tokens} tokens at {chunks[-1].start} are too many")
-        self.meter.end(num_tokens)
-        return outputs
-
-
-@pytest.mark.parametrize(
-    ("memory", "token_bytes", "context_bytes"), [(1_000_000, 1000, 15), (600_000, 1000, 0), (1_000_000, 2000, 20)]
-)
-def test_chunks_of_a_long_prompt_shrink_in_time(memory: int, token_bytes: int, context_bytes: int) -> None:
-    runner = LimitedRunner(memory, token_bytes, context_bytes)
-    driver = CoreDriver(runner, budget=2048)
-    driver.submit(1, PROMPT)
-    driver.run_all()
-    assert driver.results == {1: {0: [float(PROMPT)]}}
-    sizes = [end - start for batch in runner.batches for *_, start, end in batch]
-    assert 128 <= max(sizes) <= 0.7 * memory / token_bytes
-    assert driver.cache_use.memory_pressure > 0.5
-    assert driver.core._scheduler.token_budget == 2048  # memory was never short
-    assert driver.cache_use.chunks.failed_chunks == 0
-    if context_bytes:
-        assert sizes[-2] < 0.8 * max(sizes)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel reports no peak")

@@ -17,12 +17,6 @@ MIB = 2**20
     ("pool", "limits", "num_bytes", "expected"),
     [
         (
-            {"kv": KvCachePool(512, 16)},
-            {},
-            96 * MIB,
-            "the pool holds 8,192 tokens (512 blocks of 16) in 96 MiB; chunks: of adaptive size; prefix cache: on",
-        ),
-        (
             {"ssm": SsmStatePool(40)},
             {"chunk_size": 4096},
             5_000 * MIB,
@@ -35,10 +29,10 @@ MIB = 2**20
             "the pool holds 16 tokens (2 blocks of 8) and 1 state slot in 0.5 MiB; chunks: off; prefix cache: off",
         ),
         (
-            {"kv": KvCachePool(1, 8), "enable_prefix_caching": False},
+            {"kv": KvCachePool(512, 16)},
             {},
-            10 * MIB,
-            "the pool holds 8 tokens (1 blocks of 8) in 10 MiB; chunks: of adaptive size; prefix cache: off",
+            96 * MIB,
+            "the pool holds 8,192 tokens (512 blocks of 16) in 96 MiB; chunks: of adaptive size; prefix cache: on",
         ),
     ],
 )

@@ -238,17 +238,6 @@ def test_steps_and_columns_equal_torch(machine, save_model, resolve, sequences):
     Runners(info, machine, inputs).compare(*params)
 
 
-@pytest.mark.parametrize(("family", "config"), ENCODERS)
-def test_scores_do_not_depend_on_the_batch(family, config, machine, save_model, resolve, inputs):
-    folder, _ = save_model(f"{family}ForSequenceClassification", **config)
-    info = resolve(folder)
-    runners = Runners(info, machine, inputs)
-    params = [PoolingParams().resolved(PoolingTask.CLASSIFY, info)]
-    alone = [runners.arrays.execute(runners.batch(params, [one])).split()[0]["scores"] for one in inputs]
-    together = runners.arrays.execute(runners.batch(params)).split()
-    assert all(np.array_equal(a, t["scores"]) for a, t in zip(alone, together, strict=True))
-
-
 def test_next_batch_does_not_overwrite_results(machine, save_model, resolve, inputs):
     info = bert(save_model, resolve)
     runners = Runners(info, machine, inputs)

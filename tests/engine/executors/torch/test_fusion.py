@@ -12,7 +12,6 @@ from penstock.engine.executors.torch.layers.experts import ExpertStack, SortedEx
 from penstock.engine.executors.torch.layers.linear import GatedLinear, Linear
 from penstock.engine.executors.torch.layers.norm import LayerNorm, Residual, RmsNorm
 from penstock.engine.executors.torch.layers.weights import Fusion
-from penstock.engine.executors.torch.spec_model import Layer
 from penstock.engine.model_files.resolve import with_device
 
 from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
@@ -199,23 +198,6 @@ def test_activation_in_the_product_is_exact(activation, num_rows, dtype, device)
     assert ((actual.float() - exact).abs() <= 1.1 * rounding + 5e-4).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_tanh_form_of_gelu_keeps_models_exact(dtype, save_model, resolve, pack, sequences, monkeypatch):
-    def addmm_tanh(bias, x, weight, *, use_gelu):  # CUDA's result; the operation is exact on a CPU
-        assert use_gelu
-        return F.gelu(torch.addmm(bias, x, weight), approximate="tanh")
-
-    monkeypatch.setattr(torch.ops.aten._addmm_activation, "default", addmm_tanh)
-    folder, _ = save_model("BertModel", **ENCODER_SIZES)
-    exact = load_model(resolve(folder)).forward(pack(sequences)).hidden_states
-    plain, epilogue = (
-        load_model(resolve(folder, dtype), fusion=fusion).forward(pack(sequences)).hidden_states
-        for fusion in (Fusion.NONE, Fusion.EPILOGUE)
-    )
-    assert not torch.equal(plain, epilogue)
-    assert unit_error(epilogue, exact) <= 1.25 * unit_error(plain, exact) + TANH_ERROR
-
-
 @pytest.mark.parametrize(
     ("dtype", "activation", "has_bias"),
     [(torch.float32, "gelu", True), (torch.bfloat16, "gelu", False), (torch.bfloat16, "silu", True)],
@@ -227,25 +209,3 @@ def test_other_products_have_no_epilogue(dtype, activation, has_bias):
         Linear(weight, bias, activation=activation, fusion=fusion)(x) for fusion in (Fusion.NONE, Fusion.EPILOGUE)
     )
     assert torch.equal(epilogue, plain)
-
-
-@pytest.mark.parametrize(("family", "config"), chosen("bert", "modernbert", "qwen3"))
-def test_torch_compile_makes_one_graph_for_all_layers(
-    family, config, save_model, resolve, pack, sequences, monkeypatch
-):
-    folder, _ = save_model(f"{family}Model", **config)
-    model, batch = load_model(resolve(folder)), pack(sequences)
-    expected = model.forward(batch).hidden_states
-    graphs = []
-
-    def count(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(Layer.after_attention, backend=count, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(Layer, "after_attention", compiled)
-    assert torch.equal(model.forward(batch).hidden_states, expected)
-    rows = model.forward(pack(sequences[2:])).hidden_states
-    assert_close(rows, expected[-len(rows) :])
-    assert len(graphs) == 1

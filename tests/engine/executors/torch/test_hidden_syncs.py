@@ -21,7 +21,6 @@ from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, PoolingMetadata, TokenMaps, tensor_ops
-from penstock.engine.pooling.sparse import SparsePooler
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
@@ -37,15 +36,13 @@ VOCAB_SIZE, HIDDEN_SIZE = ENCODER_SIZES["vocab_size"], ENCODER_SIZES["hidden_siz
 LENGTHS = (1, 2, 5, 33, 20)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
 DYNAMIC_ROPE = DECODER_SIZES | {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}
-MODELS = chosen(
-    *("bert", "roberta", "distilbert", "mpnet", "electra", "modernbert"),
-    *("llama", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "mamba", "mamba2", "jamba", "granite"),
-)
-MODELS.append(pytest.param("Llama", DYNAMIC_ROPE, id="llama-dynamic-rope"))
-CHUNKED = chosen("llama", "mistral-window", "gemma2", "qwen3", "mamba", "mamba2", "jamba", "granite")
+MODELS = [
+    *chosen("bert", "roberta", "distilbert", "mpnet", "electra", "modernbert"),
+    *chosen("llama", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "mamba", "mamba2", "jamba", "granite"),
+    pytest.param("Llama", DYNAMIC_ROPE, id="llama-dynamic-rope"),
+]
 SEQUENCE_TYPES = [t for t in PoolingType if not t.is_token_level]
-BERT = chosen("bert")[0].values
-LLAMA = chosen("llama")[0].values
+BERT, LLAMA = (case.values for case in chosen("bert", "llama"))
 
 Results = list[dict[Any, np.ndarray]]
 
@@ -233,15 +230,11 @@ def test_pooling_type_never_waits(
     check(info, params, params.clone(dimensions=7), params.clone(normalize=False))
 
 
-def test_skipped_prompts_never_wait(load_info: Any, check: Check) -> None:
+def test_prompts_and_mixed_tasks_never_wait(load_info: Any, check: Check) -> None:
     info = load_info(*BERT, sequence_pooling=(PoolingType.MEAN, PoolingType.MAX))
     inputs = [replace(tokens, num_prompt_tokens=n) for n, tokens in enumerate(inputs_of((3, 5, 9)))]
-    check(info, resolved(info, PoolingTask.EMBED), inputs=inputs)
-
-
-def test_mixed_tasks_never_wait(load_info: Any, check: Check) -> None:
-    info = load_info(*BERT)
     embed, tokens = resolved(info, PoolingTask.EMBED), resolved(info, PoolingTask.TOKEN_EMBED)
+    check(info, embed, inputs=inputs)
     check(info, embed, tokens, tokens.clone(dimensions=5))
     check(info, embed.clone(also=(PoolingTask.TOKEN_EMBED,)))
 
@@ -253,18 +246,15 @@ def test_classes_never_wait(family: str, config: dict[str, Any], load_info: Any,
     check(info, params, params.clone(use_activation=False))
 
 
-def test_classes_of_tokens_never_wait(load_info: Any, check: Check) -> None:
-    info = load_info(*BERT, "ForTokenClassification")
+@pytest.mark.parametrize("changes", [{}, {"token_pooling": PoolingType.STEP}], ids=["tokens", "steps"])
+def test_classes_of_tokens_never_wait(changes: Any, load_info: Any, check: Check) -> None:
+    info = load_info(*BERT, "ForTokenClassification", **changes)
     params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
+    tag = int(inputs_of()[3].token_ids[0])
     check(info, params)
-    check(info, params, params.clone(use_activation=False), params.clone(returned_token_ids=(2, 0)))
-
-
-def test_steps_never_wait(load_info: Any, check: Check) -> None:
-    info = load_info(*BERT, "ForTokenClassification", token_pooling=PoolingType.STEP)
-    params = resolved(info, PoolingTask.TOKEN_CLASSIFY)
-    first, other = (int(inputs_of()[3].token_ids[n]) for n in (0, 7))
-    check(info, *(params.clone(step_tag_id=tag) for tag in (first, other, 0, first)), params)
+    check(info, params.clone(use_activation=False), params.clone(returned_token_ids=(2, 0)), params)
+    if changes:
+        check(info, params.clone(step_tag_id=tag), params.clone(step_tag_id=0), params)
 
 
 @pytest.mark.parametrize("skips_queries", [False, True])
@@ -286,59 +276,15 @@ def test_comparison_with_queries_never_waits(load_info: Any, check: Check) -> No
     check(info, params, queries=queries, maps=lambda device: maps)
 
 
-def sparse_info(load_info: Any, config: dict[str, Any], **options: Any) -> ModelInfo:
-    info: ModelInfo = load_info("Bert", config, "ForMaskedLM")
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, **options)
-    return replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
-
-
 @pytest.mark.parametrize("log_twice", [False, True])
 @pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
 def test_sparse_vectors_of_logits_wait_for_counts_only(
     is_sum: bool, log_twice: bool, load_info: Any, check: Check
 ) -> None:
-    info = sparse_info(load_info, ENCODER_SIZES, is_sum=is_sum, log_twice=log_twice)
+    info = load_info(*BERT, "ForMaskedLM")
+    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS, is_sum=is_sum, log_twice=log_twice)
+    info = replace(info, sparse=recipe, tasks=(*info.tasks, PoolingTask.SPARSE_EMBED))
     check(info, resolved(info, PoolingTask.SPARSE_EMBED))
-
-
-@pytest.mark.parametrize("is_sum", [False, True], ids=["max", "sum"])
-def test_sparse_vectors_in_bfloat16_stay_close(is_sum: bool, load_info: Any, open_device: Any) -> None:
-    """The cosine to float32 on the CPU is above 0.999 for the same hidden states."""
-    info = sparse_info(load_info, ENCODER_SIZES | {"vocab_size": 3001, "hidden_size": 64}, is_sum=is_sum)
-    params = [resolved(info, PoolingTask.SPARSE_EMBED)] * len(LENGTHS)
-    served = Served.load(info)
-    hidden_states = served.model.forward(PackedBatch.build(inputs_of(), torch.device("cpu"))).hidden_states
-    expected = [arrays["sparse"] for arrays in run(served, params, inputs_of(), None)]
-    with open_device() as device:
-        head = load_model(replace(info, device=device.name, dtype="bfloat16")).vocabulary_head
-        assert head is not None
-        logits = head(hidden_states[:3].to(device.name)).cpu()
-        assert logits.dtype == torch.bfloat16
-        assert logits.shape == (3, 3008)  # rows are aligned to 16 bytes
-        assert not logits[:, 3001:].any()
-        metadata = PoolingMetadata.for_batch(PackedBatch.build(inputs_of(), torch.device(device.name)), params)
-        ops = tensor_ops.TensorOps(device.name)
-        with torch.inference_mode():
-            pooler = SparsePooler(ops, info.sparse, head, info.vocab_size, block_rows=512)
-            pairs, counts = pooler.pool(hidden_states.to(device.name, torch.bfloat16), metadata)
-        parts = pairs.cpu().split(list(counts))
-    for part, other in zip(parts, expected, strict=True):
-        actual, exact = np.zeros(info.vocab_size), np.zeros(info.vocab_size)
-        actual[part[:, 0].int().numpy()] = part[:, 1].numpy()
-        exact[other[:, 0].astype(int)] = other[:, 1]
-        assert np.count_nonzero(exact) > 100
-        assert actual @ exact > 0.999 * np.linalg.norm(actual) * np.linalg.norm(exact)
-
-
-class RandomMap:
-    """A linear map with fixed random weights."""
-
-    def __init__(self, width: int, device: str) -> None:
-        weight = torch.randn(width, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
-        self._weight = weight.to(device)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(rows.float(), self._weight)
 
 
 def test_three_outputs_of_one_forward_never_wait(load_info: Any, check: Check) -> None:
@@ -346,9 +292,12 @@ def test_three_outputs_of_one_forward_never_wait(load_info: Any, check: Check) -
     tasks = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
     info = load_info(*BERT, sparse=recipe, multi_vector=MultiVector(skip_words=()), tasks=tasks)
 
+    def linear(num_out: int, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight = torch.randn(num_out, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4)).to(device)
+        return lambda rows: torch.nn.functional.linear(rows.float(), weight)
+
     def maps(device: str) -> TokenMaps:
-        ids = tuple(range(3, 20))
-        return TokenMaps(vectors=RandomMap(8, device), weights=RandomMap(1, device), unweighted_ids=ids)
+        return TokenMaps(vectors=linear(8, device), weights=linear(1, device), unweighted_ids=tuple(range(3, 20)))
 
     check(info, resolved(info, PoolingTask.EMBED).clone(also=tasks[1:]), maps=maps)
 
@@ -387,7 +336,7 @@ def run_chunks(
 @pytest.mark.parametrize(
     ("family", "config", "changes"),
     [
-        *(pytest.param(*case.values, {}, id=case.id) for case in CHUNKED),
+        *(pytest.param(*case.values, {}, id=case.id) for case in chosen("mistral-window", "mamba", "granite")),
         *(pytest.param(*LLAMA, {"sequence_pooling": (kind,)}, id=f"llama-{kind}") for kind in SEQUENCE_TYPES),
     ],
 )
