@@ -3,12 +3,14 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.server.app import create_app
+from penstock.server.app import Application, create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
@@ -25,6 +27,13 @@ STARTING = {
     "/v1/models": None,
     "/info": None,
 }
+
+
+@asynccontextmanager
+async def serving_app(app: Application) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield http
 
 
 async def test_engine_is_closed_at_shutdown(serving, engine) -> None:
@@ -55,10 +64,7 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
         raise ModelLoadError("no such model")
 
     app = create_app([ServedModel(("a",), start), ServedModel(("b",), fail)], ServerSettings())
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
-    ):
+    async with serving_app(app) as client:
         await app.state.startup.wait()
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
@@ -89,10 +95,7 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
         return engine
 
     app = create_app([ServedModel(("a", "b"), start)], ServerSettings(operator_routes=True))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
-    ):
+    async with serving_app(app) as client:
         live, ready = await client.get("/health/live"), await client.get("/health/ready")
         assert (live.status_code, ready.status_code) == (200, 503)
         assert live.json()["engines"] == ready.json()["engines"] == {"a": "starting"}
@@ -122,26 +125,6 @@ async def test_shutdown_cancels_the_loading_of_a_model() -> None:
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)
     assert was_cancelled
-
-
-async def test_requests_name_one_of_two_models(make_engine) -> None:
-    async def start_first():
-        return make_engine(name="one")
-
-    async def start_second():
-        return make_engine("sequence_classifier", ("x", "y"), name="two")
-
-    app = create_app([ServedModel(("one", "uno"), start_first), ServedModel(("two",), start_second)], ServerSettings())
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
-    ):
-        await app.state.startup.wait()
-        assert (await client.post("/v1/embeddings", json={"input": "a", "model": "uno"})).status_code == 200
-        assert (await client.post("/classify", json={"input": "a", "model": "two"})).status_code == 200
-        assert (await client.post("/v1/embeddings", json={"input": "a"})).json()["model"] == "one"
-        cards = (await client.get("/v1/models")).json()["data"]
-        assert [(card["id"], card["aliases"]) for card in cards] == [("one", ["uno"]), ("two", [])]
 
 
 def test_server_imports_neither_torch_nor_transformers() -> None:

@@ -258,19 +258,6 @@ async def test_refusal_is_in_metrics_and_access_log(engine: FakeEngine, caplog: 
     assert re.fullmatch(r"POST /embeddings 429 in \d+\.\d ms \(mine\)", line)
 
 
-async def test_connection_stays_open_after_a_refusal(engine: FakeEngine) -> None:
-    async with served(engine) as (_, port):
-        engine.failure = FULL
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for failure in (FULL, None, FULL, FULL, None):
-            engine.failure = failure
-            for piece in (EMBED[:30], EMBED[30:-3], EMBED[-3:]):
-                writer.write(piece)
-                await asyncio.sleep(0.005)
-            assert (await read_answer(reader)).status == (200 if failure is None else 429)
-        writer.close()
-
-
 async def test_pipelined_refusals_keep_their_order(engine: FakeEngine) -> None:
     ids = [f"id-{index}" for index in range(50)]
     sent = [request("/v1/embeddings", {"input": "a"}, f"X-Request-Id: {id_}") for id_ in ids]

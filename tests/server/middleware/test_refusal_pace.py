@@ -103,19 +103,6 @@ def test_failing_refusal_does_not_stop_others(clock: Clock) -> None:
     assert sizes(released(pace, clock, 3)) == [3]
 
 
-async def test_cancelled_request_is_skipped() -> None:
-    pace = RefusalPace(max_waiting=1000)
-
-    async def take() -> None:
-        await pace.wait()
-
-    tasks = [asyncio.create_task(take()) for _ in range(2)]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    await tasks[1]
-    assert tasks[0].cancelled()
-
-
 async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
     pace = RefusalPace(max_waiting=1000)
     turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * PER_TICK + 1)]

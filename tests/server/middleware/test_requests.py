@@ -42,26 +42,6 @@ async def test_body_above_the_limit_gets_413(serving, engine, is_chunked: bool, 
             assert not engine.calls
 
 
-async def test_dense_bodies_share_a_memory_for_values(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.gate = asyncio.Event()
-    monkeypatch.setattr("penstock.server.admission._DENSE_VALUE_BYTES", 1_000_000)
-    dense = {"query": "a", "documents": [{"text": "a", "more": [[]] * 6_000}]}
-    plain = {"query": "a", "documents": ["a gate " * 3_000]}
-    keys = [{"authorization": f"Bearer {key}"} for key in "abcd"]
-    async with serving(engine, api_key=tuple("abcd")) as client:
-        held = [asyncio.create_task(client.post("/rerank", json=dense, headers=key)) for key in keys[:3]]
-        while len(engine.calls) < 3:
-            await asyncio.sleep(0.01)
-        refused = await client.post("/rerank", json=dense, headers=keys[3])
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        taken = asyncio.create_task(client.post("/rerank", json=plain, headers=keys[3]))
-        while len(engine.calls) < 4:
-            await asyncio.sleep(0.01)
-        engine.gate.set()
-        assert [(await answer).status_code for answer in (*held, taken)] == [200] * 4
-        assert (await client.post("/rerank", json=dense, headers=keys[3])).status_code == 200
-
-
 async def test_disconnect_cancels_the_request(serving, engine) -> None:
     engine.gate = asyncio.Event()
     disconnected = asyncio.Event()
