@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -91,25 +91,17 @@ async def begin(batches: Batches, content: bytes, hours: int = 24) -> BatchRecor
     return await create(batches, await upload(batches, content), hours)
 
 
-async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not await condition():
-            await asyncio.sleep(0.005)
-
-
 async def until_status(batches: Batches, batch: BatchRecord, status: BatchStatus) -> BatchRecord:
-    async def has_status() -> bool:
-        return (await batches.find(batch.id, "me")).status is status
-
-    await _poll(has_status)
-    return await batches.find(batch.id, "me")
+    async with asyncio.timeout(TIMEOUT_S):
+        while (batch := await batches.find(batch.id, "me")).status is not status:
+            await asyncio.sleep(0.005)
+    return batch
 
 
 async def until_completed(batches: Batches, batch: BatchRecord, num_lines: int) -> None:
-    async def has_completed() -> bool:
-        return (await batches.find(batch.id, "me")).num_completed >= num_lines
-
-    await _poll(has_completed)
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await batches.find(batch.id, "me")).num_completed < num_lines:
+            await asyncio.sleep(0.005)
 
 
 def written(batches: Batches, batch: BatchRecord) -> tuple[list[dict], list[dict]]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import HTTPException
 
-from penstock.engine.protocol.errors import ConflictError, EngineOverloadedError, StorageError, UnknownObjectError
+from penstock.engine.protocol.errors import EngineOverloadedError, StorageError, UnknownObjectError
 from penstock.server.admission import LimitError
 from penstock.server.batches.records import BatchRecord, BatchStatus
 from penstock.server.batches.service import MOST_UNFINISHED
@@ -95,18 +95,6 @@ async def test_number_of_unfinished_batches_is_limited(running) -> None:
         await batches.cancel(next(each.id for each in created if isinstance(each, BatchRecord)), "me")
         await until(lambda: sum(batches.num_unfinished().values()) == MOST_UNFINISHED)
         assert isinstance(await create(batches, file_id), BatchRecord)
-
-
-async def test_file_of_a_new_batch_is_not_removed(running) -> None:
-    async with running(Routes()) as batches:
-        for _ in range(5):
-            file_id = await upload(batches, lines(range(1)))
-            created, removed = await asyncio.gather(
-                create(batches, file_id), batches.remove_file(file_id, "me"), return_exceptions=True
-            )
-            assert {type(created), type(removed)} in ({BatchRecord, ConflictError}, {UnknownObjectError, type(None)})
-            if isinstance(created, BatchRecord):
-                await until_status(batches, created, BatchStatus.COMPLETED)
 
 
 async def test_expired_file_is_removed_unless_a_batch_reads_it(running, clock) -> None:

