@@ -169,7 +169,7 @@ class ApiKeys:
                 return
             self._owners = self._given | self._read(self._file)
         except (OSError, ValueError) as error:
-            if version != self._version or version is None:
+            if version != self._version:
                 logger.error("%s: %s; the keys stay as they were", self._flag, _reason(error, self._file))
         else:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))

@@ -142,10 +142,11 @@ class Refusal:
     def find_dialect(self, body: bytes) -> None:
         """Looks in a part of the body for a key of a dialect. Quotes inside texts are escaped, so no text matches."""
         if self.route.by_key and self._dialect is None:
+            self._seen += body
             for key, dialect in self.route.by_key.items():
-                if re.search(rb'"%b"\s*:' % key.encode(), self._seen + body):
+                if re.search(rb'"%b"\s*:' % key.encode(), self._seen):
                     self._dialect = dialect
-            self._seen = body[-_LONGEST_KEY:]
+            self._seen = self._seen[-_LONGEST_KEY:]
 
     def send(self) -> bool:
         """Sends the response unless that has happened. Returns whether it did. Frees the request."""

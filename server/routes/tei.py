@@ -151,7 +151,7 @@ async def similarity(body: TeiSimilarityRequest, request: Request) -> Response:
     call = await Call.start(request, body.model, EMBEDDERS)
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     call.check_count(sentences, "inputs.sentences")
-    prompt_name = body.prompt_name or call.info.default_prompt_name or call.target.default_prompt_name
+    prompt_name = body.prompt_name or call.target.default_prompt_name or call.info.default_prompt_name
     options = call.options(prompt_name, priority=body.priority)
     if call.info.kind is not ModelKind.EMBEDDING:
         raise UnsupportedTaskError(f"{call.info.name} is a {call.info.kind.value}; similarity needs embeddings.")

@@ -107,6 +107,16 @@ async def test_refusal_equals_the_response_of_the_application(engine: FakeEngine
             assert FULL.message in json.loads(content)["message"]
 
 
+async def test_dialect_is_found_in_a_body_of_small_chunks(engine: FakeEngine) -> None:
+    head, _, body = request("/rerank", {"query": "a", "texts": ["b"]}).partition(b"\r\n\r\n")
+    head = re.sub(rb"Content-Length: \d+", b"Transfer-Encoding: chunked", head, flags=re.IGNORECASE)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    async with served(engine) as (_, port):
+        engine.failure = FULL
+        ((status, _, content),) = await ask(port, head + b"\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert (status, json.loads(content)["error_type"]) == (429, "Overloaded")
+
+
 async def test_routes_without_a_forward_are_not_refused(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL

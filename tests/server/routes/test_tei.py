@@ -131,7 +131,7 @@ async def test_similarity_scores_sentences_in_order(client: httpx.AsyncClient, e
     assert (engine.calls[-1][1][3].prompt_name, engine.calls[-1][1][3].priority) == ("query", 4)
 
 
-@pytest.mark.parametrize(("of_model", "of_server", "expected"), [("a", "b", "a"), (None, "b", "b"), ("a", None, "a")])
+@pytest.mark.parametrize(("of_model", "of_server", "expected"), [("a", "b", "b"), (None, "b", "b"), ("a", None, "a")])
 async def test_similarity_uses_the_default_prompt(serving, make_engine, of_model, of_server, expected: str) -> None:
     engine = make_engine(prompts={"a": "", "b": ""}, default_prompt_name=of_model)
     async with serving(engine, default_prompt_name=of_server) as client:
