@@ -45,7 +45,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import DEFAULT_OPTIONS, TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Allocation, PrefillChunk, QueuedSequence, Scheduler, SequencePool
+from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, Scheduler, SequencePool
 
 LOADS: Final = {"single texts": 1, "32 texts": 32}
 WIDTH: Final = 384
@@ -99,7 +99,7 @@ class PackingRunner(Runner):
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""
 
     def free_tokens(self) -> int | None:

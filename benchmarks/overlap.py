@@ -40,7 +40,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind, TokenizerS
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import Allocation, KvCachePool, PrefillChunk, QueuedSequence, SequencePool
+from penstock.engine.scheduling import Allocation, InputSequence, KvCachePool, PrefillChunk, SequencePool
 
 WIDTH: Final = 384
 BUDGET: Final = 8192
@@ -114,7 +114,7 @@ class SimulatedRunner(Runner):
     def warm_up(self) -> None:
         """See Runner."""
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner."""
 
     def free_tokens(self) -> None:

@@ -23,7 +23,7 @@ from penstock.engine.core.runner import EndedForward, ForwardTime, Runner
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.scheduling import Allocation, PrefillChunk, QueuedSequence, SequencePool
+from penstock.engine.scheduling import Allocation, InputSequence, PrefillChunk, SequencePool
 from penstock.server.commands.cli import main
 
 _AS_ENGINE: Final = "engine-process"
@@ -53,7 +53,7 @@ class IdleRunner(Runner):
     def set_wakeup_fd(self, fd: int | None) -> None:
         """See Runner. Nothing is ever waited for."""
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner. Nothing runs in chunks."""
 
     def free_tokens(self) -> int | None:

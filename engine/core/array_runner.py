@@ -18,7 +18,7 @@ from ..pooling.array_ops import array_pooler
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, PrefillChunk, QueuedSequence
+from ..scheduling import Allocation, InputSequence, PrefillChunk
 from .device.memory import HostMemory
 from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
@@ -129,7 +129,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         with load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner. Does nothing: models on the CPU have no recurrent states."""
 
     def take_times(self) -> list[ForwardTime]:

@@ -45,7 +45,7 @@ from ..protocol.messages import (
 )
 from ..protocol.model_info import ModelInfo
 from ..protocol.tasks import PoolingTask, PoolingType
-from ..scheduling import Allocation, Batch, PrefillChunk, QueuedSequence, Request, Scheduler, SequencePool, block_keys
+from ..scheduling import Allocation, Batch, InputSequence, PrefillChunk, Request, Scheduler, SequencePool, block_keys
 from .make_scheduler import make_scheduler
 from .runner import DeviceLostError, DeviceMemoryError, EndedForward, Forward, Runner
 from .step_watch import Step, StepWatch
@@ -328,7 +328,7 @@ class EngineCore:
         num_blocks = self._runner.sequence_pool.clear_prefixes()
         self._send(PrefixCacheCleared(request_id, num_blocks), [])
 
-    def _preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def _preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """Saves the states of a preempted sequence before the next forward overwrites them."""
         try:
             self._runner.preempt(sequence, allocation)
@@ -382,7 +382,7 @@ class EngineCore:
             failure = error
         return self._run_parts(chunks, failure)
 
-    def _fail(self, sequence: QueuedSequence, error: Exception) -> None:
+    def _fail(self, sequence: InputSequence, error: Exception) -> None:
         """Ends the request of a sequence with an error."""
         if not isinstance(error, EngineError):
             request_id = sequence.request.request_id
@@ -453,7 +453,7 @@ class RequestBuilder:
         seed = self._seed + b"\0" + namespace.encode() if namespace else self._seed
         block_size = self._block_size
         request.sequences = [
-            QueuedSequence(
+            InputSequence(
                 request_id=(request_id, index),
                 prompt=tokens,
                 num_tokens=len(tokens.token_ids),
@@ -466,7 +466,7 @@ class RequestBuilder:
         return request
 
 
-def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[QueuedSequence]:
+def not_finite(chunks: Sequence[PrefillChunk], outputs: BatchOutputs) -> Iterator[InputSequence]:
     """Yields the sequences with NaN or inf in their outputs, except cancelled ones.
 
     Args:

@@ -23,8 +23,8 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..scheduling import (
     Allocation,
     CacheSpec,
+    InputSequence,
     PrefillChunk,
-    QueuedSequence,
 )
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .device.chunk_memory import ChunkMemory
@@ -152,13 +152,13 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         with device_errors():
             return self._begin(chunks)
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner."""
         if self._memory is not None:
             with device_errors():
                 self._memory.save(sequence, allocation)
 
-    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+    def forget(self, sequences: Sequence[InputSequence]) -> None:
         """See Runner."""
         super().forget(sequences)
         if self._memory is not None:

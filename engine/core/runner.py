@@ -10,7 +10,7 @@ from ..pooling.heads import R
 from ..protocol.batch_outputs import BatchOutputs
 from ..protocol.config import EngineConfig
 from ..protocol.model_info import ModelInfo, TokenizerSpec
-from ..scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence, SequencePool
+from ..scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk, SequencePool
 from .device.memory import MemoryGauge, MemoryMeter
 from .device.sequence_memory import make_pool
 
@@ -132,10 +132,10 @@ class Runner(Protocol):
         """
         return self.begin(chunks).outputs()
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """Saves the SSM states of a preempted sequence. Raises the errors of `execute`."""
 
-    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+    def forget(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states and saved SSM states of sequences that have ended or were cancelled."""
 
     def free_tokens(self) -> int | None:
@@ -195,7 +195,7 @@ class PoolingRunner(Runner, Generic[R]):
         self._gauge = gauge
         self._meter = MemoryMeter(gauge, _token_bytes(info))
 
-    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+    def forget(self, sequences: Sequence[InputSequence]) -> None:
         """See Runner."""
         for sequence in sequences:
             self._chunks.cancel(sequence)

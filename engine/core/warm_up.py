@@ -21,7 +21,7 @@ from ..protocol.model_info import ModelInfo, TokenizerSpec
 from ..protocol.params import PoolingParams
 from ..protocol.request import TokenizedInput
 from ..protocol.tasks import PoolingTask
-from ..scheduling import PrefillChunk, QueuedSequence, Request, SequencePool
+from ..scheduling import InputSequence, PrefillChunk, Request, SequencePool
 from .loading.load_errors import needs_torch
 from .runner import DeviceLimits, DeviceMemoryError, Forward
 
@@ -87,14 +87,14 @@ class SampleBatches:
             for i, length in enumerate(sorted(lengths))
         ]
 
-    def sequence(self, number: int, length: int, params: PoolingParams) -> QueuedSequence:
+    def sequence(self, number: int, length: int, params: PoolingParams) -> InputSequence:
         """Returns a sequence of `length` tokens. It has both token types if the model uses them."""
         prompt = TokenizedInput(
             np.resize(self._ids, length),
             type_boundary=length // 2 if self._has_types else 0,
             num_prompt_tokens=0 if self._info.include_prompt else 1,
         )
-        return QueuedSequence(request_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
+        return InputSequence(request_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
 
 
 def warm_up(
@@ -116,7 +116,7 @@ def warm_up(
     outputs = execute(
         [
             PrefillChunk(
-                QueuedSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+                InputSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
             )
             for i, request in enumerate(requests)
         ]

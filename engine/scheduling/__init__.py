@@ -5,7 +5,7 @@ from .chunked_prefill import ChunkedPrefillManager, ChunkStateError, chunk_promp
 from .kv_cache_pool import KvCachePool
 from .prefix_cache import PrefixCache, block_keys
 from .scheduler import Scheduler
-from .sequence import Batch, ChunkState, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import Batch, ChunkState, InputSequence, PrefillChunk, Request, Status
 from .sequence_pool import Allocation, SequencePool, SsmStatePool
 
 __all__ = [
@@ -15,12 +15,12 @@ __all__ = [
     "ChunkState",
     "ChunkStateError",
     "ChunkedPrefillManager",
+    "InputSequence",
     "KvCachePool",
     "KvLayerSpec",
     "PoolPlan",
     "PrefillChunk",
     "PrefixCache",
-    "QueuedSequence",
     "Request",
     "Scheduler",
     "SequencePool",

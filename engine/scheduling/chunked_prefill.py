@@ -27,7 +27,7 @@ from ..protocol.errors import InvalidRequestError
 from ..protocol.messages import ChunkMetrics
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import ChunkPriority
-from .sequence import ChunkState, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import ChunkState, InputSequence, PrefillChunk, Request, Status
 
 ChunkId = tuple[Hashable, int]
 
@@ -36,7 +36,7 @@ class ChunkStateError(ValueError):
     """A chunk or its prompt is unknown, or is in the wrong state for the call. Always a bug of the caller."""
 
 
-def _by_priority(sequence: QueuedSequence) -> int:
+def _by_priority(sequence: InputSequence) -> int:
     return sequence.request.priority
 
 
@@ -67,14 +67,14 @@ class ChunkedPrefillManager:
         tokenize_fn: Callable[[str], Sequence[int]] | None = None,
         *,
         chunk_size: int | None = None,
-        order: Callable[[QueuedSequence], Any] = _by_priority,
+        order: Callable[[InputSequence], Any] = _by_priority,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if config is not None and chunk_size is not None:
             raise ValueError("chunk_size is part of config; give one of them.")
         given = ChunkedPrefillConfig() if chunk_size is None else ChunkedPrefillConfig(chunk_size=chunk_size)
         self.config = config or given
-        self.requests: dict[Hashable, QueuedSequence] = {}
+        self.requests: dict[Hashable, InputSequence] = {}
         self._tokenize = tokenize_fn
         self._order = order
         self._clock = clock
@@ -123,7 +123,7 @@ class ChunkedPrefillManager:
         """
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
-        sequence = QueuedSequence(
+        sequence = InputSequence(
             request_id=request_id,
             prompt=prompt,
             num_tokens=len(prompt),
@@ -141,7 +141,7 @@ class ChunkedPrefillManager:
             raise InvalidRequestError("a text cannot be tokenized: the manager has no tokenize_fn.", param="prompt")
         return self.create_chunks(request_id, self._tokenize(prompt), priority, chunk_size)
 
-    def add(self, sequence: QueuedSequence) -> None:
+    def add(self, sequence: InputSequence) -> None:
         """Adds a prompt. Raises InvalidRequestError if it is empty, or its id is in use."""
         if sequence.request_id in self.requests:
             raise InvalidRequestError(f"request {sequence.request_id!r} was added already.", param="request_id")
@@ -165,7 +165,7 @@ class ChunkedPrefillManager:
         self._metrics.cached_tokens += max(num_cached_tokens - sequence.num_done, 0)
         sequence.num_done = max(num_cached_tokens, sequence.num_done)
 
-    def peek(self) -> QueuedSequence | None:
+    def peek(self) -> InputSequence | None:
         """Returns the next prompt to run; None if no chunk may run."""
         return min(
             (sequence for sequence in self.requests.values() if sequence.is_ready), key=self._order, default=None
@@ -211,7 +211,7 @@ class ChunkedPrefillManager:
         Args:
             chunk_id: Id of the chunk.
             output: Output of the chunk, stored for `merge_chunks`.
-            kv_cache: Keys and values so far, stored as `QueuedSequence.kv_cache` for the next chunk.
+            kv_cache: Keys and values so far, stored as `InputSequence.kv_cache` for the next chunk.
 
         Raises:
             ChunkStateError: The chunk does not run, or an earlier chunk of its prompt still runs.
@@ -306,17 +306,17 @@ class ChunkedPrefillManager:
         num_running = sum(len(sequence.chunks_in_flight) for sequence in self.requests.values())
         return msgspec.structs.replace(self._metrics, num_requests=len(self.requests), num_running_chunks=num_running)
 
-    def _cut(self, sequence: QueuedSequence, size: int) -> PrefillChunk:
+    def _cut(self, sequence: InputSequence, size: int) -> PrefillChunk:
         start = sequence.num_scheduled
         sequence.chunk = PrefillChunk(sequence, start, min(start + size, sequence.num_tokens), ChunkState.SCHEDULED)
         return sequence.chunk
 
-    def _find(self, request_id: Hashable) -> QueuedSequence:
+    def _find(self, request_id: Hashable) -> InputSequence:
         if (sequence := self.requests.get(request_id)) is None:
             raise ChunkStateError(f"request {request_id!r} is unknown; it may have been removed.")
         return sequence
 
-    def _find_unfinished(self, request_id: Hashable) -> QueuedSequence:
+    def _find_unfinished(self, request_id: Hashable) -> InputSequence:
         sequence = self._find(request_id)
         if sequence.has_failed or sequence.is_complete:
             raise ChunkStateError(f"request {request_id!r} {'has failed' if sequence.has_failed else 'is complete'}.")
@@ -335,7 +335,7 @@ class ChunkedPrefillManager:
             f"chunk {chunk_id} of request {request_id!r} is {found}; it must be {' or '.join(states)}."
         )
 
-    def _check_idle(self, sequence: QueuedSequence) -> None:
+    def _check_idle(self, sequence: InputSequence) -> None:
         if sequence.chunks_in_flight:
             chunk = sequence.chunks_in_flight[0]
             raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.request_id!r} is still {chunk.state}.")

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from .sequence import QueuedSequence, Request
+from .sequence import InputSequence, Request
 
 SLOWDOWN: Final = 8
 """A request of n tokens may be overtaken while its client gets SLOWDOWN x n tokens of service."""
@@ -55,19 +55,19 @@ class _Line:
     def __init__(self) -> None:
         self.num_waiting = 0
         self.dues: list[float] = []
-        self.sequences: list[QueuedSequence] = []
+        self.sequences: list[InputSequence] = []
         self._num_walked = 0  # length of the part at the head that may contain marked sequences
 
-    def add(self, sequences: list[QueuedSequence]) -> None:
+    def add(self, sequences: list[InputSequence]) -> None:
         """Adds the sequences of a new request, after sequences with the same `due`."""
         self._insert(bisect_right(self.dues, sequences[0].request.due), sequences)
 
-    def add_again(self, sequence: QueuedSequence) -> None:
+    def add_again(self, sequence: InputSequence) -> None:
         """Adds a preempted sequence at its former position."""
         self.drop_removed()
         self._insert(bisect_left(self.sequences, _order(sequence), key=_order), [sequence])
 
-    def remove(self, sequence: QueuedSequence) -> None:
+    def remove(self, sequence: InputSequence) -> None:
         """Removes a waiting sequence."""
         sequence.is_queued = False
         self.num_waiting -= 1
@@ -82,7 +82,7 @@ class _Line:
         self.sequences[: self._num_walked] = walked
         self._num_walked = len(walked)
 
-    def walk(self) -> Iterator[QueuedSequence]:
+    def walk(self) -> Iterator[InputSequence]:
         """Yields the waiting sequences in order. Do not add sequences during the iteration."""
         self.drop_removed()
         self._num_walked = 0
@@ -91,7 +91,7 @@ class _Line:
             if sequence.is_queued:
                 yield sequence
 
-    def _insert(self, position: int, sequences: list[QueuedSequence]) -> None:
+    def _insert(self, position: int, sequences: list[InputSequence]) -> None:
         self.dues[position:position] = [sequences[0].request.due] * len(sequences)
         self.sequences[position:position] = sequences
         self.num_waiting += len(sequences)
@@ -101,7 +101,7 @@ class _Line:
             sequence.is_queued = True
 
 
-def _order(sequence: QueuedSequence) -> tuple[float, int, int]:
+def _order(sequence: InputSequence) -> tuple[float, int, int]:
     """Returns the sort key of a sequence within its client: the smallest runs first."""
     return sequence.request.due, sequence.request.number, sequence.index
 
@@ -179,7 +179,7 @@ class FairQueue:
         self.num_seqs += len(request.sequences)
         self.num_tokens += num_tokens
 
-    def add_again(self, sequence: QueuedSequence) -> None:
+    def add_again(self, sequence: InputSequence) -> None:
         """Queues a long sequence that was preempted, or runs again in chunks, at its former position."""
         client = self._client(sequence.request.client)
         client.short.drop_removed()  # it may be marked there: `is_queued` would make it valid again
@@ -188,7 +188,7 @@ class FairQueue:
         self.num_long += 1
         self.num_tokens += sequence.num_tokens
 
-    def remove(self, sequence: QueuedSequence) -> None:
+    def remove(self, sequence: InputSequence) -> None:
         """Removes a waiting sequence: it runs now, or its request was cancelled."""
         client = self._clients[sequence.request.client]
         (client.long if sequence.is_long else client.short).remove(sequence)
@@ -196,7 +196,7 @@ class FairQueue:
         self.num_long -= sequence.is_long
         self.num_tokens -= sequence.num_tokens
 
-    def charge(self, sequence: QueuedSequence, num_tokens: int) -> None:
+    def charge(self, sequence: InputSequence, num_tokens: int) -> None:
         """Advances the start time of a client by the tokens of a sequence that run now."""
         client = self._client(sequence.request.client)
         if client.start > self._virtual_time:
@@ -205,18 +205,18 @@ class FairQueue:
         if client.start > self._latest_start:
             self._latest_start = client.start
 
-    def order(self, sequence: QueuedSequence) -> tuple[float, float, int, int]:
+    def order(self, sequence: InputSequence) -> tuple[float, float, int, int]:
         """Returns the sort key of a sequence, waiting or not: the smallest runs first."""
         return self._client(sequence.request.client).start, *_order(sequence)
 
-    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[QueuedSequence]:
+    def window(self, max_tokens: int, max_seqs: int, *, is_long: bool = False) -> list[InputSequence]:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
         clients = []
         for client in self._clients.values():
             line = client.long if is_long else client.short
             if line.num_waiting:
                 clients.append((client.start, client.number, line.walk()))
-        sequences: list[QueuedSequence] = []
+        sequences: list[InputSequence] = []
         for sequence in clients[0][-1] if len(clients) == 1 else _by_start(clients):
             sequences.append(sequence)
             max_tokens -= sequence.num_tokens
@@ -240,7 +240,7 @@ class FairQueue:
         return client
 
 
-def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Iterator[QueuedSequence]:
+def _by_start(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iterator[InputSequence]:
     """Yields sequences of several clients. The client with the earliest start time is next."""
     heapq.heapify(clients)
     while clients:
@@ -252,7 +252,7 @@ def _by_start(clients: list[tuple[float, int, Iterator[QueuedSequence]]]) -> Ite
         yield sequence
 
 
-def group_by_length(window: list[QueuedSequence], now_s: float, max_wait_s: float) -> list[QueuedSequence]:
+def group_by_length(window: list[InputSequence], now_s: float, max_wait_s: float) -> list[InputSequence]:
     """Orders short sequences for a batch: the first one, then sequences by similarity of their length to it.
 
     The last sequence that has waited for more than `max_wait_s`, and all before it, keep their order at the front.

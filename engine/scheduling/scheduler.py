@@ -15,7 +15,7 @@ from ..protocol.config import ChunkedPrefillConfig, SchedulerConfig
 from .chunk_size import ChunkSizeController
 from .chunked_prefill import ChunkedPrefillManager
 from .fair_queue import FairQueue, group_by_length
-from .sequence import Batch, ForwardBudget, PrefillChunk, QueuedSequence, Request, Status
+from .sequence import Batch, ForwardBudget, InputSequence, PrefillChunk, Request, Status
 from .sequence_pool import Allocation, SequencePool
 
 _FORWARD_S: Final = 1.0
@@ -77,7 +77,7 @@ class Scheduler:
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
         self._num_good_steps = 0
-        self._finished: list[QueuedSequence] = []  # long sequences that finished since the last batch
+        self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
         self.requests: dict[int, Request] = {}
@@ -206,7 +206,7 @@ class Scheduler:
         self.token_budget = min(self.token_budget, max(token_budget, least))
         self._num_good_steps = 0
 
-    def _short_window(self, now_s: float, batch: Batch) -> list[QueuedSequence]:
+    def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
         """Expires and then returns the next short sequences, best first.
 
         Groups sequences of similar length within several batches, unless the whole first batch has waited too long.
@@ -216,7 +216,7 @@ class Scheduler:
             window = group_by_length(self._live_window(_WINDOW_BATCHES, now_s, batch), now_s, self._max_wait_s)
         return window
 
-    def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[QueuedSequence]:
+    def _live_window(self, num_batches: int, now_s: float, batch: Batch) -> list[InputSequence]:
         """Returns the short sequences of the next batches that have not expired."""
         while window := self.waiting.window(num_batches * self.token_budget, num_batches * self._max_num_seqs):
             self._expire(window, now_s, batch)
@@ -227,7 +227,7 @@ class Scheduler:
         return []
 
     def _add_chunks(
-        self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget, now_s: float, free_tokens: int | None
+        self, window: list[InputSequence], batch: Batch, budget: ForwardBudget, now_s: float, free_tokens: int | None
     ) -> None:
         """Starts long sequences and adds the chunks of this batch."""
         chunk_budget = self._chunk_budget(window, budget.num_tokens)
@@ -255,7 +255,7 @@ class Scheduler:
             chunk_budget.add(chunk.num_tokens)
             budget.add(chunk.num_tokens)
 
-    def _chunk_budget(self, window: list[QueuedSequence], token_budget: int) -> ForwardBudget:
+    def _chunk_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
         """Returns the share of chunks in the next forward."""
         others_wait = bool(window) or self._last_num_whole > 0
         num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
@@ -268,7 +268,7 @@ class Scheduler:
             short_tokens = min(short_tokens, token_budget - self.prefill.config.min_chunk_size)
         return ForwardBudget(min(num_tokens, token_budget - short_tokens), self._max_num_seqs - num_short)
 
-    def _should_start(self, sequence: QueuedSequence, max_tokens: int) -> bool:
+    def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
         """Whether a long sequence should start: the running ones leave tokens for it, or all run after it."""
         running = self.prefill.requests.values()
         chunk_size = self.prefill.config.chunk_size
@@ -277,7 +277,7 @@ class Scheduler:
         order = self.waiting.order(sequence)
         return all(order < self.waiting.order(other) for other in running)
 
-    def _start(self, sequence: QueuedSequence, batch: Batch) -> bool:
+    def _start(self, sequence: InputSequence, batch: Batch) -> bool:
         """Allocates the memory for a long sequence and starts it. Returns False if there is too little memory."""
         allocation = self._allocate(sequence)
         if allocation is None and self._preempt_for(sequence, batch):
@@ -293,7 +293,7 @@ class Scheduler:
         self.prefill.skip_cached(sequence.request_id, num_done)
         return True
 
-    def _preempt_for(self, sequence: QueuedSequence, batch: Batch) -> bool:
+    def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:
         """Preempts running long sequences for a waiting one. Returns whether it did.
 
         Sets `needs_idle_device` instead while a chunk of them runs. Pooled rows stay pooled. Keys and values stay in
@@ -309,7 +309,7 @@ class Scheduler:
         batch.preempted += victims
         return bool(victims)
 
-    def _victims(self, sequence: QueuedSequence) -> list[tuple[QueuedSequence, Allocation]]:
+    def _victims(self, sequence: InputSequence) -> list[tuple[InputSequence, Allocation]]:
         """Returns the running sequences to preempt, latest arrival first. Empty if their memory is not enough.
 
         Victims arrived later (a priority level counts as `ageing_s`), which excludes cycles of preemption. In addition,
@@ -318,7 +318,7 @@ class Scheduler:
         """
         own, arrival = sequence.request, self._arrival(sequence)
         later = sorted((s for s in self.prefill.requests.values() if self._arrival(s) > arrival), key=self._arrival)
-        victims: list[tuple[QueuedSequence, Allocation]] = []
+        victims: list[tuple[InputSequence, Allocation]] = []
         while not self._pool.has_room(sequence.num_tokens, after=[allocation for _, allocation in victims]):
             if not later:
                 return []
@@ -331,11 +331,11 @@ class Scheduler:
             victims.append((victim, victim.allocation))
         return victims
 
-    def _arrival(self, sequence: QueuedSequence) -> tuple[float, int, int]:
+    def _arrival(self, sequence: InputSequence) -> tuple[float, int, int]:
         request = sequence.request
         return request.arrival_s + request.priority * self.prefill.config.ageing_s, request.number, sequence.index
 
-    def _add_whole(self, window: list[QueuedSequence], batch: Batch, budget: ForwardBudget) -> None:
+    def _add_whole(self, window: list[InputSequence], batch: Batch, budget: ForwardBudget) -> None:
         """Adds the whole sequences of this batch."""
         num_chunks = len(batch.chunks)
         for sequence in window:
@@ -345,7 +345,7 @@ class Scheduler:
             batch.chunks.append(chunk)
         self._last_num_whole = len(batch.chunks) - num_chunks
 
-    def _whole_chunk(self, sequence: QueuedSequence, budget: ForwardBudget) -> PrefillChunk | None:
+    def _whole_chunk(self, sequence: InputSequence, budget: ForwardBudget) -> PrefillChunk | None:
         """Starts a short sequence after its cached prefix. Returns None if it does not fit.
 
         Allocates no memory, and so reads no prefix, if a long sequence waits for memory that only short ones have.
@@ -367,24 +367,24 @@ class Scheduler:
         """Charges the client for the tokens of a chunk, but only once for tokens that run again after a preemption."""
         self.waiting.charge(chunk.sequence, max(chunk.end - max(chunk.start, chunk.sequence.num_pooled), 0))
 
-    def _allocate(self, sequence: QueuedSequence) -> Allocation | None:
+    def _allocate(self, sequence: InputSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
         return self._pool.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
 
-    def _expire(self, sequences: Iterable[QueuedSequence], now_s: float, batch: Batch) -> None:
+    def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of expired sequences."""
         for request in [s.request for s in sequences if (at_s := s.request.deadline_s) is not None and at_s <= now_s]:
             if request.num_unfinished:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 
-    def _wait_again(self, sequence: QueuedSequence) -> None:
+    def _wait_again(self, sequence: InputSequence) -> None:
         """Moves a running sequence back to the queue, to run in chunks."""
         self._release(sequence, Status.WAITING)
         sequence.is_long = True
         self.waiting.add_again(sequence)
 
-    def _release(self, sequence: QueuedSequence, status: Status, *, uncache: bool = False) -> None:
+    def _release(self, sequence: InputSequence, status: Status, *, uncache: bool = False) -> None:
         """Ends a sequence, or prepares a running one to wait again. Frees its memory."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)

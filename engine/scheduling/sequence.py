@@ -38,7 +38,7 @@ class ChunkState(StrEnum):
 class PrefillChunk:
     """Consecutive tokens of one sequence that run in one forward."""
 
-    sequence: QueuedSequence
+    sequence: InputSequence
     start: int  # index of its first token
     end: int  # index after its last token
     state: ChunkState = ChunkState.PENDING
@@ -71,7 +71,7 @@ class PrefillChunk:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class QueuedSequence:
+class InputSequence:
     """One input of a request, from its arrival to its end.
 
     Attributes:
@@ -160,7 +160,7 @@ class Request:
     deadline_s: float | None = None  # Seconds, monotonic
     client: str = ""
     needs_last_row: bool = False  # the result depends on the last token only: cached tokens need not run
-    sequences: list[QueuedSequence] = field(default_factory=list)  # one per input, in order
+    sequences: list[InputSequence] = field(default_factory=list)  # one per input, in order
     num_unfinished: int = 0  # sequences that have not finished
     started_s: float | None = None  # Seconds, monotonic: when its first forward started
     due: float = 0.0  # sort key within its client; see FairQueue
@@ -196,6 +196,6 @@ class Batch:
     chunks: list[PrefillChunk] = field(default_factory=list)  # first chunks that start a sequence; then by length
     num_long: int = 0  # chunks of long sequences
     expired: list[Request] = field(default_factory=list)  # ended because their deadline has passed
-    preempted: list[tuple[QueuedSequence, Allocation]] = field(default_factory=list)  # with their former memory
-    finished: list[QueuedSequence] = field(default_factory=list)  # long sequences that ended since the last batch
+    preempted: list[tuple[InputSequence, Allocation]] = field(default_factory=list)  # with their former memory
+    finished: list[InputSequence] = field(default_factory=list)  # long sequences that ended since the last batch
     num_left: int = 0  # sequences that still wait

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...executors.torch.packed_batch import BatchCache, KvCache, SsmStates
-from ...scheduling import Allocation, CacheSpec, PoolPlan, PrefillChunk, QueuedSequence
+from ...scheduling import Allocation, CacheSpec, InputSequence, PoolPlan, PrefillChunk
 from .sequence_memory import KvSlots
 from .stream import DeviceStream
 
@@ -58,7 +58,7 @@ class ChunkMemory:
         self._num_slots = plan.num_slots
         self._kv = KvCache.allocate(spec, plan.num_blocks, block_size, dtype, device) if spec.kv_layers else None
         self._ssm = SsmStates.allocate(spec, 2 * plan.num_slots, dtype, device) if spec.ssm_layers else None
-        self._uses: defaultdict[QueuedSequence, _SlotUse] = defaultdict(_SlotUse)
+        self._uses: defaultdict[InputSequence, _SlotUse] = defaultdict(_SlotUse)
 
     def batch_cache(self, chunks: Sequence[PrefillChunk]) -> BatchCache | None:
         """Returns the cache for a forward over `chunks`, with indices on the host; None if no chunk uses the cache.
@@ -94,7 +94,7 @@ class ChunkMemory:
             elif chunk.sequence.allocation is not None:
                 self._uses[chunk.sequence].buffer ^= 1
 
-    def save(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def save(self, sequence: InputSequence, allocation: Allocation) -> None:
         """Copies the states of a preempted sequence to the host, so that it can continue in another slot.
 
         Does not wait: the copy is queued after the forwards that write the states.
@@ -115,7 +115,7 @@ class ChunkMemory:
             self._stream.put_back(use.saved, self._ssm.at(self._state_slot(use, sequence.allocation)))
             use.saved = None
 
-    def forget(self, sequence: QueuedSequence) -> None:
+    def forget(self, sequence: InputSequence) -> None:
         """Drops the saved states of a sequence that has ended."""
         self._uses.pop(sequence, None)
 

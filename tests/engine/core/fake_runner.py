@@ -26,9 +26,9 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import (
     Allocation,
+    InputSequence,
     KvCachePool,
     PrefillChunk,
-    QueuedSequence,
     SequencePool,
     SsmStatePool,
 )
@@ -64,7 +64,7 @@ def pool(num_blocks: int = 100, num_slots: int = 0, *, prefixes: bool = False) -
     return SequencePool(kv=kv, ssm=ssm, enable_prefix_caching=prefixes)
 
 
-def id_of(sequence: QueuedSequence) -> tuple[int, int]:
+def id_of(sequence: InputSequence) -> tuple[int, int]:
     return sequence.request.request_id, sequence.index
 
 
@@ -104,15 +104,15 @@ class FakeRunner(Runner):
         self.sequence_pool = sequence_pool or SequencePool()
         self.batches: list[list[tuple[int, int, int, int]]] = []
         self.hook: Callable[[Sequence[PrefillChunk]], object] = lambda chunks: None
-        self.result: Callable[[QueuedSequence, float], float] = lambda sequence, total: total
+        self.result: Callable[[InputSequence, float], float] = lambda sequence, total: total
         self.free: int | None = None
         self.num_free_calls = 0
         self.times: list[ForwardTime] = []
         self.preempted: list[tuple[int, int]] = []
-        self.on_preempt: Callable[[QueuedSequence], object] = lambda sequence: None
+        self.on_preempt: Callable[[InputSequence], object] = lambda sequence: None
         self.is_warm = False
         self.wakeup_fds: list[int | None] = []
-        self.states: dict[QueuedSequence, tuple[int, float]] = {}  # pooled tokens and their sum
+        self.states: dict[InputSequence, tuple[int, float]] = {}  # pooled tokens and their sum
 
     def warm_up(self) -> None:
         self.is_warm = True
@@ -158,11 +158,11 @@ class FakeRunner(Runner):
         rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
         return total + float(rows.sum()), rows[:, None]
 
-    def forget(self, sequences: Sequence[QueuedSequence]) -> None:
+    def forget(self, sequences: Sequence[InputSequence]) -> None:
         for sequence in sequences:
             self.states.pop(sequence, None)
 
-    def preempt(self, sequence: QueuedSequence, allocation: Allocation) -> None:
+    def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         self.preempted.append(id_of(sequence))
         self.on_preempt(sequence)
 

@@ -29,7 +29,7 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request, Status, block_keys
+from penstock.engine.scheduling import InputSequence, PrefillChunk, Request, Status, block_keys
 
 from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, fail_above, fail_on, id_of, model, pool
@@ -194,7 +194,7 @@ def test_requests_of_a_disconnected_client_are_cancelled() -> None:
 
 def chunk_of(request: Request, index: int = 0, *, num_tokens: int = 3) -> PrefillChunk:
     """A chunk of the first three tokens, which runs."""
-    sequence = QueuedSequence(
+    sequence = InputSequence(
         request_id=(request.request_id, index),
         prompt=range(num_tokens),
         num_tokens=num_tokens,
@@ -289,7 +289,7 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
 def test_ended_requests_are_freed_without_the_collector() -> None:
     def num_records() -> int:
         # isinstance would read attributes of objects that other tests have left.
-        return sum(type(each) in (QueuedSequence, Request) for each in gc.get_objects())
+        return sum(type(each) in (InputSequence, Request) for each in gc.get_objects())
 
     driver = CoreDriver(FakeRunner())
     driver.submit(1, 5)
@@ -525,7 +525,7 @@ def test_lasting_memory_shortage_fails_its_requests() -> None:
     "error", [InvalidRequestError("no such label"), DeviceLostError("gone")], ids=["request", "device"]
 )
 def test_failed_preemption_fails_its_request_alone(error: Exception) -> None:
-    def fail(sequence: QueuedSequence) -> None:
+    def fail(sequence: InputSequence) -> None:
         raise error
 
     driver = CoreDriver(FakeRunner(pool(10)), chunk_size=32)

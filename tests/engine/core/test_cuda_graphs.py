@@ -32,7 +32,7 @@ from penstock.engine.protocol.model_info import ModelInfo
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
+from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 
 from ...kernels.attention_reference import attention_reference
 from .conftest import SaveFolder
@@ -246,7 +246,7 @@ def chunks(info: ModelInfo) -> list[PrefillChunk]:
     for i, length in enumerate([1, 2, 20, 200]):
         tokens = TokenizedInput(np.arange(length, dtype=np.int32) % 10)
         request = Request(0, rows if i == 2 else params)
-        sequence = QueuedSequence(request_id=i, prompt=tokens, num_tokens=length, request=request)
+        sequence = InputSequence(request_id=i, prompt=tokens, num_tokens=length, request=request)
         found.append(PrefillChunk(sequence, 0, length))
     return found
 

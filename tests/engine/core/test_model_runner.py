@@ -24,7 +24,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import CacheSpec, KvLayerSpec, PrefillChunk, QueuedSequence, Request
+from penstock.engine.scheduling import CacheSpec, InputSequence, KvLayerSpec, PrefillChunk, Request
 
 from .fake_runner import TOKENIZER, model
 from .fake_stream import FakeEvent, FakeStream
@@ -54,7 +54,7 @@ class CountingModel(PackedModel):
 
 def chunk_of(*tokens: int, request_id: int = 1, normalize: bool = False) -> PrefillChunk:
     params = PoolingParams(task=PoolingTask.EMBED, normalize=normalize)
-    sequence = QueuedSequence(
+    sequence = InputSequence(
         request_id=(request_id, 0),
         prompt=TokenizedInput(np.array(tokens, np.int32)),
         num_tokens=len(tokens),

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.scheduling import Batch, QueuedSequence, Request, Scheduler, block_keys
+from penstock.engine.scheduling import Batch, InputSequence, Request, Scheduler, block_keys
 
 SHARED_TOKENS = 8
 """Tokens at the start of every negative `text`: they are 0."""
@@ -37,7 +37,7 @@ def make_request(
         tokens = np.full(num_tokens, abs(text), np.int32)
         if text < 0:
             tokens[:SHARED_TOKENS] = 0
-        sequence = QueuedSequence(
+        sequence = InputSequence(
             request_id=(request_id, index),
             prompt=TokenizedInput(tokens),
             num_tokens=num_tokens,

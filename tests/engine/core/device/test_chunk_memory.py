@@ -17,9 +17,9 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import (
     Allocation,
     CacheSpec,
+    InputSequence,
     PoolPlan,
     PrefillChunk,
-    QueuedSequence,
     Request,
     SsmLayerSpec,
 )
@@ -39,7 +39,7 @@ class Preemption:
         self.memory = ChunkMemory(
             spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=device, stream=stream
         )
-        self.sequence = QueuedSequence(
+        self.sequence = InputSequence(
             request_id=(0, 0),
             prompt=TokenizedInput(np.arange(NUM_TOKENS, dtype=np.int32)),
             num_tokens=NUM_TOKENS,

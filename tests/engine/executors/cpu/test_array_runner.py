@@ -25,7 +25,7 @@ from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, Spars
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import PrefillChunk, QueuedSequence, Request
+from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 from penstock.kernels.cpu import CpuKernelError, Machine
 
 from ..families import ENCODER_SIZES as SIZES, ENCODERS, boundaries_of, chosen
@@ -70,8 +70,8 @@ class Runners:
         chunks = []
         for i, prompt in enumerate(inputs):
             request = Request(i, params[i % len(params)])
-            queued = QueuedSequence(request_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=request)
-            chunks.append(PrefillChunk(queued, 0, len(prompt)))
+            sequence = InputSequence(request_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=request)
+            chunks.append(PrefillChunk(sequence, 0, len(prompt)))
         return chunks
 
     def compare(self, *params: PoolingParams, inputs: Sequence[TokenizedInput] | None = None) -> None:
