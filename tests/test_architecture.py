@@ -62,11 +62,6 @@ def test_kernels_import_only_torch_triton_and_numpy() -> None:
     assert not [str(i) for i in imports_of("kernels") if not i.level and root_name(i.name) not in allowed]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_product_does_not_import_tests(layer: str) -> None:
-    assert not [str(i) for i in imports_of(layer) if not i.level and root_name(i.name) in {"tests", "pytest"}]
-
-
 def test_plain_modules_load_no_torch() -> None:
     program = """
 import sys

@@ -1,4 +1,4 @@
-"""Commands, flags, variables, targets, links, imports and metrics in documents exist; the README is short."""
+"""Commands, flags, variables, targets, links, imports and metrics in documents exist."""
 
 import ast
 import contextlib
@@ -59,10 +59,6 @@ def flags_of(command: str) -> frozenset[str]:
         main([*command.split(), "--help"])
     assert done.value.code == 0
     return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue().replace("-\n", "-")))
-
-
-def test_readme_is_short() -> None:
-    assert len(text_of(ROOT / "README.md").encode()) <= 12_500
 
 
 @pytest.mark.parametrize("command", COMMANDS)

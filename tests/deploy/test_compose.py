@@ -16,20 +16,10 @@ COMPOSE: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", TE
 PROMETHEUS: dict[str, Any] = yaml.safe_load((DOCKER / "prometheus.yml").read_text("utf-8"))
 
 
-def validate(compose: dict[str, Any]) -> None:
-    specification = pytest.importorskip("compose_spec", reason="`make test-deploy` installs compose-spec")
-    compose = {**compose, "networks": {"default": None}}  # compose adds it
-    specification.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
-
-
 def test_compose_file_is_valid() -> None:
-    validate(COMPOSE)
-
-
-@pytest.mark.parametrize("change", [{"bild": "."}, {"read_only": 7}, {"ports": ["eight:8000"]}], ids=str)
-def test_invalid_compose_file_is_found(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"\S"):
-        validate({**COMPOSE, "services": {**COMPOSE["services"], "cpu": {**COMPOSE["services"]["cpu"], **change}}})
+    specification = pytest.importorskip("compose_spec", reason="`make test-deploy` installs compose-spec")
+    compose = {**COMPOSE, "networks": {"default": None}}  # compose adds it
+    specification.PyCompose.from_yaml(yaml.safe_dump(compose)).validate()
 
 
 def test_named_volumes_are_declared() -> None:
@@ -59,13 +49,6 @@ def test_cuda_image_has_the_start_time_of_a_pod() -> None:
     (seconds,) = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", cuda, re.MULTILINE)
     values = yaml.safe_load((DOCKER / "chart" / "values.yaml").read_text("utf-8"))
     assert int(seconds) >= values["defaults"]["startupTimeoutSeconds"]
-
-
-def test_targets_of_the_dockerfile_are_built() -> None:
-    stages = set(re.findall(r"^FROM .* AS (\S+)$", (DOCKER.parent / "Dockerfile").read_text("utf-8"), re.MULTILINE))
-    built = {name: service["build"]["target"] for name, service in COMPOSE["services"].items() if "build" in service}
-    assert built == {"cpu": "cpu", "slim": "slim", "cuda": "cuda"}
-    assert set(built.values()) <= stages
 
 
 def test_prometheus_target_is_the_name_of_each_server() -> None:

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 MODEL = "all-MiniLM-L6-v2"
 QUERY = "What holds back the water?"
 DOCUMENTS = ["A song about the sea.", "The gate holds back the water.", "Bread is baked in an oven.", "A dam."]
-SHIPPING = ("When will my order arrive?", "Where is my parcel now?")
-REFUND = ("I want my money back.", "Please return the payment.")
 
 
 def connected(client_class, server) -> Iterator[object]:
@@ -74,16 +72,3 @@ def test_embeddings_of_all_types_equal_sentence_transformers(v1, v2, truth) -> N
     differing = np.bitwise_count(np.packbits(vectors > 0, axis=1) ^ np.array(found.ubinary, np.uint8))
     assert differing.sum() <= 2  # a component at 0 may be rounded either way
     np.testing.assert_array_equal(np.array(found.binary) + 128, found.ubinary)
-
-
-def test_classify_uses_examples(v1) -> None:
-    labels = dict.fromkeys(SHIPPING, "shipping") | dict.fromkeys(REFUND, "refund")
-    answer = v1.classify(
-        model=MODEL,
-        inputs=["The delivery is late.", "Give me a refund."],
-        examples=[cohere.ClassifyExample(text=text, label=label) for text, label in labels.items()],
-    )
-    assert [item.prediction for item in answer.classifications] == ["shipping", "refund"]
-    for item in answer.classifications:
-        assert item.labels[item.prediction].confidence == item.confidence > 0.5
-        assert sum(label.confidence for label in item.labels.values()) == pytest.approx(1, abs=1e-5)

@@ -18,41 +18,20 @@ def truncate(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
-def remove_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def remove_tokenizer(folder: Path) -> None:
-    for file in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
-        (folder / file).unlink(missing_ok=True)
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
 def write(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def config(**values: object) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def use_nan(folder: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors[QUERY][0, 0] = float("nan")
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    return damage
 
-
-def weight(value: float) -> Damage:
-    """Sets one number of a weight."""
-
-    def damage(folder: Path) -> None:
-        safetensors = pytest.importorskip("safetensors.numpy")
-        tensors = safetensors.load_file(folder / "model.safetensors")
-        tensors[QUERY][0, 0] = value
-        safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
+def use_no_heads(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
 
 
 def index(file: str) -> Damage:
@@ -69,25 +48,14 @@ def index(file: str) -> Damage:
 EMPTY_WEIGHTS, EMPTY_CONFIG = write("model.safetensors", b""), write("config.json", b"")
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated weights": (truncate, "model.safetensors"),
-    "empty weights": (EMPTY_WEIGHTS, "model.safetensors"),
-    "garbage as weights": (write("model.safetensors", b"\xff" * 1000), "model.safetensors"),
-    "no weights": (remove_weights, ""),
-    "NaN": (weight(float("nan")), repr(QUERY)),
-    "inf": (weight(float("inf")), repr(QUERY)),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
+    "NaN": (use_nan, repr(QUERY)),
     "index with ..": (index("../elsewhere.safetensors"), "'../elsewhere.safetensors'"),
     "index with an absolute path": (index("/etc/passwd"), "'/etc/passwd'"),
-    "other shapes": (config(intermediate_size=64), ""),
-    "no tokenizer": (remove_tokenizer, ""),
-    "Git LFS pointer": (write("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), ""),
     "garbage as tokenizer": (write("tokenizer.json", b"garbage"), "tokenizer"),
-    "empty config.json": (EMPTY_CONFIG, "config.json"),
     "deeply nested config.json": (write("config.json", b"[" * 100_000), "config.json"),
-    "list as config.json": (write("config.json", b"[]"), "config.json"),
-    "garbage as config.json": (write("config.json", b"\xff\xfe\0"), "config.json"),
-    "no heads": (config(num_attention_heads=0), "num_attention_heads"),
-    "10**9 layers": (config(num_hidden_layers=10**9), "num_hidden_layers"),
-    "width in quotes": (config(hidden_size="64"), "hidden_size"),
-    "no folder": (remove_folder, ""),
+    "no heads": (use_no_heads, "num_attention_heads"),
+    "no folder": (shutil.rmtree, ""),
 }
 
 
@@ -114,7 +82,7 @@ def test_serve_of_a_damaged_model_fails_in_one_line(name: str, damaged: Copy, ru
     assert [part in line for line in lines] == [True], done.stderr
 
 
-@pytest.mark.parametrize("damage", [truncate, EMPTY_WEIGHTS, EMPTY_CONFIG, remove_folder])
+@pytest.mark.parametrize("damage", [truncate, EMPTY_CONFIG, shutil.rmtree])
 def test_info_of_a_damaged_model_fails_in_one_line(damage: Damage, damaged: Copy, run) -> None:
     done = run("info", str(damaged(damage)))
     assert done.returncode == 2

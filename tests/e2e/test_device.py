@@ -2,8 +2,6 @@
 
 import string
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,49 +67,27 @@ def test_embeddings_equal_transformers(launch, folder: Path, expected: np.ndarra
     server.stop()
 
 
-@contextmanager
-def short_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leave 64 MiB on CUDA. On a CPU let forwards of more than 4,096 tokens fail."""
+@pytest.mark.gpu
+@pytest.mark.large
+def test_batch_without_memory_runs_in_parts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
-    from penstock.engine.executors.torch.spec_model import SpecModel
-
-    if device == "cpu":
-        forward = SpecModel.forward
-
-        def fail_on_many(model, batch, **options):
-            if batch.num_tokens > 4096:
-                raise torch.OutOfMemoryError("no memory")
-            return forward(model, batch, **options)
-
-        monkeypatch.setattr(SpecModel, "forward", fail_on_many)
-        yield
-        monkeypatch.undo()
-        return
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
-def test_batch_without_memory_runs_in_parts(
-    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     from penstock.engine.llm import LLM
     from penstock.engine.protocol.config import SchedulerConfig
 
     ids = [[5 + (i + t) % 26 for t in range(1 + i % 300)] for i in range(240)]  # 31,620 tokens
     limits = SchedulerConfig(max_num_batched_tokens=65_536, max_num_seqs=4096)
-    settings = {"device": device, "dtype": "float32", "cpu_kernels": "torch", "num_threads": 1, "in_process": True}
+    settings = {"device": "cuda", "dtype": "float32", "in_process": True}
     with LLM(str(folder), scheduler=limits, **settings) as llm:
         expected = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
         assert "out of memory" not in caplog.text
-        with short_memory(device, monkeypatch):
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+        try:
             found = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         again = [output.outputs.embedding for output in llm.embed(ids, use_tqdm=False)]
     assert "out of memory" in caplog.text
     assert "the budget is now" in caplog.text

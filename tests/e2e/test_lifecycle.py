@@ -122,18 +122,6 @@ def test_unread_log_does_not_block_the_server(flags, launch, default_model, pens
         assert not any(map(exists, children))
 
 
-def test_killed_server_leaves_nothing_behind(launch, default_model, tmp_path_factory) -> None:
-    folder = tmp_path_factory.mktemp("t")
-    server = launch("--dtype", "float32", TMPDIR=str(folder))
-    children = server.children()
-    assert children
-    assert list(folder.iterdir())
-    server.process.kill()
-    server.process.wait()
-    wait_until(lambda: not any(map(exists, children)))
-    assert not list(folder.iterdir())
-
-
 def test_processes_import_no_unneeded_module(launch, default_model) -> None:
     server = launch(PYTHONPROFILEIMPORTTIME="1")
     server.embed(["a text"]).raise_for_status()

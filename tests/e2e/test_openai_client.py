@@ -1,7 +1,5 @@
 """Embeddings of the openai client."""
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -49,11 +47,6 @@ def test_text_alone_in_a_batch_and_as_ids_has_one_vector(client) -> None:
     np.testing.assert_allclose(embed(client, ids[0]), in_batch[[1]], atol=1e-6)
 
 
-def test_extra_body_reaches_the_server(client) -> None:
-    answer = client.embeddings.create(model=MODEL, input="a b c " * 200, extra_body={"truncate_prompt_tokens": 10})
-    assert answer.usage.prompt_tokens == 10
-
-
 def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
     expected = truth(TEXTS)
     integers = embed(client, TEXTS, encoding_format="int8")
@@ -66,14 +59,6 @@ def test_integers_bits_and_bytes_are_decoded(client, truth) -> None:
     )
     np.testing.assert_allclose(np.frombuffer(raw.content, "<f2").reshape(expected.shape), expected, atol=1e-3)
     assert f'"shape":[{expected.shape[1]}]' in raw.headers["metadata"]
-
-
-async def test_concurrent_requests_get_their_own_vectors(server, client) -> None:
-    texts = [f"text number {i} of many" for i in range(64)]
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as many:
-        answers = await asyncio.gather(*(many.embeddings.create(model=MODEL, input=text) for text in texts))
-    found = np.concatenate([vectors(answer) for answer in answers])
-    np.testing.assert_allclose(found, embed(client, texts), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,6 @@ def test_embed_shows_similarities_and_vectors(page: Page, server) -> None:
     assert [cells[0], cells[4], cells[8]] == [""] * 3
     assert float(cells[1]) > float(cells[2])
     assert page.texts("#embed .pair .one-line")[:2] == ["1 A dam.", "2 A weir."]
-    shares = page.value("[...document.querySelectorAll('#embed td')].map((td) => td.style.getPropertyValue('--share'))")
-    assert max(shares) == "1.000"
-    assert "0.000" in shares
-    colors = "new Set(new Uint32Array(document.querySelector('#embed canvas').getContext('2d')"
-    assert page.value(f"{colors}.getImageData(0, 0, 384, 1).data.buffer)).size") > 50
     page.value("document.querySelector('.heat').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.press(key)
@@ -114,18 +109,6 @@ def test_embed_shows_similarities_and_vectors(page: Page, server) -> None:
     assert own
     assert [url for url in own if not url.startswith((server.url, "data:"))] == []
     assert page.errors() == []
-
-
-def test_example_pairs_are_closest_to_each_other(page: Page, server) -> None:
-    page.open(server.url, READY)
-    page.send("embed")
-    found = page.texts("#embed .pair .one-line")
-    pairs = [{int(text.split()[0]) for text in found[i : i + 2]} for i in range(0, 8, 2)]
-    assert sorted(map(min, pairs)) == [1, 3, 5, 7]
-    assert all(max(pair) == min(pair) + 1 for pair in pairs)
-    page.click("#embed .examples button:nth-of-type(3)")
-    page.send("embed")
-    assert page.text("#embed .facts").startswith("3 texts · ")
 
 
 def test_unloaded_model_shows_its_state_and_names(page: Page, server) -> None:
@@ -150,16 +133,9 @@ def test_similarities_are_a_pair_a_matrix_or_a_map(page: Page, server) -> None:
     page.send("embed")
     assert len(page.texts("#embed td")) == 1600
     assert len(page.texts("#embed canvas")) == 8
-    page.click("#embed summary")
-    assert page.text("#embed summary") == "32 more"
-    assert page.wait_for("document.querySelectorAll('#embed canvas').length === 40")
     page.fill("#embed-texts", "\n".join(f"Gate {i}." for i in range(70)))
     page.send("embed")
     assert page.value("document.querySelector('#embed .map').width") == 70
-    page.value("document.querySelector('#embed .scroll').focus()")
-    for key in ("ArrowRight", "ArrowRight"):
-        page.press(key)
-    assert page.text("#embed .matrix output").startswith("1 with 2: 0.")
     assert page.errors() == []
 
 
@@ -204,9 +180,6 @@ def test_rerank_score_and_classify_show_sorted_bars(page: Page, server) -> None:
     assert page.texts("#rerank .text")[0] == "Refunds are paid within five days of receiving the returned goods."
     scores = [float(text) for text in page.texts("#rerank .score")]
     assert scores == sorted(scores, reverse=True)
-    widths = page.value("[...document.querySelectorAll('#rerank .fill')].map((node) => node.clientWidth)")
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] > 0
     page.value("document.querySelector('#rerank-tab').focus()")
     page.press("ArrowRight")
     assert page.value("document.activeElement.id") == "score-tab"
@@ -233,8 +206,6 @@ def test_multi_vector_and_tokenize_show_tokens(page: Page, server) -> None:
     assert page.texts("#multi .pairs td:nth-child(2)")[1] == "dam"
     found = [float(text) for text in page.texts("#multi .pairs td:nth-child(3)")]
     assert sum(found) == pytest.approx(float(page.texts("#multi .score")[0]), abs=2e-3)
-    page.click("#multi .folds details details summary")
-    page.wait_for("document.querySelectorAll('#multi .matrix td').length === 12")
     page.click("#tokenize-tab")
     page.fill("#tokenize-texts", "A penstock.")
     page.send("tokenize")
@@ -362,22 +333,10 @@ KINDS = [
         "scores of text pairs",
     ),
     (
-        models("cross_encoder", ("score",)),
-        "Rerank",
-        ["Embed", "Classify", "Sparse", "Multi-vector"],
-        "no classes for single texts",
-    ),
-    (
         models("sequence_classifier", ("classify",), num_labels=2),
         "Classify",
         ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"],
         "returns classes, not vectors",
-    ),
-    (
-        models("embedding", ("token_embed", "score"), ("multi_vector",)),
-        "Multi-vector",
-        ["Embed", "Classify", "Sparse"],
-        "token vectors, not text vectors",
     ),
     (
         models("embedding", ("embed", "token_embed", "score", "sparse_embed"), ("dense", "sparse", "multi_vector")),
@@ -400,10 +359,6 @@ def test_tabs_without_a_task_are_disabled(
     for name in lacks:
         page.value(f"[...document.querySelectorAll('[role=tab]')].find((t) => t.innerText === '{name}').click()")
         assert chosen(page) == [opens]
-    page.press("Tab")
-    assert page.value("document.querySelector('#classify-own').hidden") is (
-        response["/v1/models"][1]["data"][0]["facts"]["kind"] != "embedding"
-    )
 
 
 def test_prompts_and_dimensions_are_sent(page: Page, server) -> None:
@@ -448,8 +403,6 @@ def test_texts_have_contrast_and_controls_have_names(page: Page, server, scheme:
     page.click("#theme")
     assert page.value(ground) != before
     assert page.value(FAINT_TEXTS) == []
-    page.click("#theme")
-    assert page.value(ground) == before
 
 
 def test_page_fits_a_phone(page: Page, server) -> None:

@@ -35,16 +35,6 @@ def test_two_replicas_answer_as_one(launch, server) -> None:
     assert not any(map(exists, children))
 
 
-@pytest.mark.slow
-def test_two_replicas_embed_a_file_as_one(run, server, tmp_path) -> None:
-    rows = server.embed(TEXTS).json()["data"]
-    texts, vectors = tmp_path / "texts.txt", tmp_path / "vectors.npy"
-    texts.write_text("\n".join(TEXTS) + "\n")
-    flags = ("--data-parallel", "2", "--device", "cpu", "--dtype", "float32", "--output", str(vectors))
-    assert run("embed", str(texts), *flags).returncode == 0
-    assert np.array_equal(np.load(vectors), np.array([row["embedding"] for row in rows], np.float32))
-
-
 def test_unavailable_device_is_refused_before_a_model_loads(run) -> None:
     done = run("serve", "--devices", "numa:99")
     assert done.returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -118,33 +117,6 @@ def test_special_tokens_are_added_to_texts_unless_refused(http: httpx.Client, re
         np.testing.assert_allclose(answer["data"][0]["data"], expected, atol=1e-6)
         assert answer["usage"]["prompt_tokens"] == len(ids)
         assert post(http, "/detokenize", tokens=ids)["prompt"] == text + "<|endoftext|>" * (adds is not False)
-
-
-def test_tokenizer_info_equals_transformers(http: httpx.Client, reference: Any, folder: Path) -> None:
-    info = http.get("/tokenizer_info").json()
-    assert info["tokenizer_class"] == type(reference).__name__
-    assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
-    assert info["chat_template"] == CHATML
-    assert str(folder) not in json.dumps(info)
-    assert http.get("/tokenizer_info", params={"model": "chat"}).json() == info
-    assert http.get("/tokenizer_info", params={"model": "none"}).status_code == 404
-
-
-def test_server_info_has_no_secret(http: httpx.Client) -> None:
-    response = http.get("/server_info")
-    info = response.json()
-    assert KEY not in response.text
-    assert info["settings"]["operator_routes"] is True
-    assert "api_key" not in info["settings"]
-    assert info["models"]["chat"]["max_model_len"]["value"] == "256"
-    assert info["version"] == http.get("/version").json()["version"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/reset_prefix_cache")]
-)
-def test_operator_routes_need_a_key(http: httpx.Client, method: str, path: str) -> None:
-    assert httpx.request(method, f"{http.base_url}{path}").status_code == 401
 
 
 def hit_tokens(http: httpx.Client) -> int:

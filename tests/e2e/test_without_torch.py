@@ -66,19 +66,6 @@ def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     return done.returncode, lines[0]
 
 
-def test_decoder_answers_as_with_torch(launch, slim, penstock, random_model) -> None:
-    folder = random_model("MistralModel", num_key_value_heads=1, head_dim=8, **SIZES)
-    flags = ("--dtype", "float32", "--max-num-batched-tokens", "16")
-    texts = ["A dam.", "What holds back the water of a lake in the mountains? A dam, a gate or a weir."]
-    vectors = []
-    for command in (slim, penstock):
-        server = launch(str(folder), *flags, command=command)
-        vectors.append([row["embedding"] for row in server.embed(texts).json()["data"]])
-        assert server.stop() == 0
-    np.testing.assert_array_equal(*vectors)
-    assert np.shape(vectors[0]) == (2, SIZES["hidden_size"])
-
-
 def test_commands_refuse_a_model_that_needs_torch(slim, random_model, tmp_path: Path) -> None:
     folder = random_model("AlbertModel", embedding_size=16, **SIZES)
     reason = "AlbertModel needs torch, which is not installed: the C library does not run AlbertModel in float32"
@@ -102,10 +89,3 @@ def test_error_states_the_reason(slim, random_model) -> None:
     (bert / "tokenizer_config.json").write_text(json.dumps(settings))
     _, line = refused(slim, "serve", str(bert), "--port", "0")
     assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line
-
-
-def test_info_runs_without_torch(slim, random_model) -> None:
-    folder = random_model("Qwen2Model", num_key_value_heads=2, **SIZES)
-    done = subprocess.run([*slim, "info", str(folder)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Qwen2Model" in done.stdout

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import signal
-import sqlite3
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 
 from .. import gated_server
 from ..gated_server import Gate
-from ..servers import COMMAND, MIB, Launch, Server
+from ..servers import MIB, Launch, Server
 from ..waiting import wait_until
 
 ENDS = ("completed", "failed", "expired", "cancelled")
@@ -114,34 +111,6 @@ def test_killed_server_continues_its_batch(launch_gated: Launch, gate: Gate, tmp
     assert server.stop() == 0
 
 
-def test_line_that_kills_the_server_fails_alone(launch_gated: Launch, gate: Gate, tmp_path: Path) -> None:
-    """The server is killed whenever line 20 runs, as the OOM killer would do."""
-    database = f"file:{tmp_path / 'data' / 'penstock.db'}?mode=ro"
-
-    def runs_alone() -> bool:
-        """Whether the server has recorded that line 20 runs alone."""
-        with contextlib.closing(sqlite3.connect(database, uri=True)) as connection:
-            found = connection.execute("SELECT 1 FROM suspects WHERE line = 20 AND is_running").fetchone()
-        return found is not None
-
-    gate.let_through(19)
-    server = launch_gated()
-    batch_id = create(server, jsonl(60))
-    for num_kills in range(3):
-        wait_for_lines(server, batch_id, 19)
-        if num_kills:
-            wait_until(runs_alone)
-        kill(server)
-        server = launch_gated()
-    gate.open()
-    batch = wait_for_end(server, batch_id)
-    assert batch["request_counts"] == {"total": 60, "completed": 59, "failed": 1}
-    output = download(server, batch["output_file_id"])
-    assert sorted(answer["custom_id"] for answer in output) == sorted(f"line-{i}" for i in range(60) if i != 19)
-    (error,) = download(server, batch["error_file_id"])
-    assert (error["custom_id"], error["error"]["code"]) == ("line-19", "server_crashed")
-
-
 def test_lines_wait_for_the_restart_of_an_engine(launch_gated: Launch, gate: Gate) -> None:
     gate.let_through(100)
     server = launch_gated()
@@ -181,12 +150,3 @@ def test_batch_waits_while_the_disk_is_full(launch_gated: Launch, gate: Gate, sm
     if is_killed:
         server = launch_gated(disk.folder / "data")
     check_completed(server, batch_id, 2000)
-
-
-def test_second_server_of_a_data_folder_is_refused(launch: Launch, small_bert: Path, tmp_path: Path) -> None:
-    data = ("--data-dir", str(tmp_path / "data"))
-    launch(*data, model=small_bert)
-    command = [*COMMAND, "serve", str(small_bert), "--device", "cpu", "--port", "0", *data]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "--data-dir: another server uses" in done.stderr.splitlines()[-1]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -45,12 +45,9 @@ def send(server: Server, path: str, body: bytes, *, num_parts: int = 1, pause_s:
     return int(received[9:12] or 0), received.partition(b"\r\n\r\n")[2]
 
 
-def send_together(server: Server, path: str, bodies: list[bytes], **options: float) -> None:
-    threads = [threading.Thread(target=send, args=(server, path, body), kwargs=options) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def send_together(server: Server, path: str, body: bytes, number: int, **options: float) -> None:
+    with ThreadPoolExecutor(number) as pool:
+        list(pool.map(lambda _: send(server, path, body, **options), range(number)))
 
 
 def filled(start: bytes, unit: bytes, end: bytes, num_bytes: int = LARGEST) -> bytes:
@@ -58,9 +55,8 @@ def filled(start: bytes, unit: bytes, end: bytes, num_bytes: int = LARGEST) -> b
     return start + (unit * ((num_bytes - len(start) - len(end)) // len(unit))).rstrip(b",") + end
 
 
-def keys(width: int, num_bytes: int) -> bytes:
-    """An object with keys of this width."""
-    return b'{"input":"a",' + b",".join(b'"%0*d":1' % (width, i) for i in range(num_bytes // (width + 5))) + b"}"
+def many_keys() -> bytes:
+    return b'{"input":"a",' + b",".join(b'"%07d":1' % i for i in range(LARGEST // 12)) + b"}"
 
 
 PROSE = b"It is 5 o'clock, and the gate holds the water; the pipe, which is old, carries it away. "
@@ -69,30 +65,15 @@ INPUT = b'{"input":['
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "ignored []": ("/v1/embeddings", lambda: filled(IGNORED + b"[", b"[],", b"]}")),
     "documents {}": ("/rerank", lambda: filled(b'{"query":"a","documents":[', b"{},", b"]}")),
-    "input [5] in 900 kB": ("/v1/embeddings", lambda: filled(INPUT, b"[5],", b"]}", 900_000)),
     "input texts": ("/v1/embeddings", lambda: filled(INPUT, b'"a",', b"]}")),
-    "input objects": ("/v1/embeddings", lambda: filled(INPUT, b'{"text":"a"},', b"]}")),
     "deep input": ("/v1/embeddings", lambda: b'{"input":' + b"[" * (LARGEST // 2) + b"]" * (LARGEST // 2) + b"}"),
-    "deep ignored": ("/v1/embeddings", lambda: filled(IGNORED + b"[", b"[" * 900 + b"]" * 900 + b",", b"]}", MIB)),
-    "many keys": ("/v1/embeddings", lambda: keys(7, LARGEST)),
-    "long keys": ("/v1/embeddings", lambda: keys(1_000_000, LARGEST)),
-    "floats": ("/v1/embeddings", lambda: filled(INPUT, b"1.7976931348623157e-300,", b"]}")),
+    "many keys": ("/v1/embeddings", many_keys),
     "one number": ("/v1/embeddings", lambda: filled(b'{"input":', b"7", b"}")),
-    "blanks": ("/v1/embeddings", lambda: filled(b'{"input":"a"', b" ", b"}")),
     "one text": ("/embed", lambda: filled(b'{"inputs":"', PROSE, b'"}')),
-    "one text of escapes": ("/embed", lambda: filled(b'{"inputs":"', b"\\u00e9", b'"}')),
     "texts": ("/embed", lambda: filled(b'{"inputs":[', b'"' + PROSE * 190 + b'",', b"]}")),
     "1,000,000 ids": ("/v1/embeddings", lambda: json.dumps({"input": [list(range(1000, 1512))] * 2048}).encode()),
-    "900,000 ids in one list": ("/detokenize", lambda: json.dumps({"tokens": [1000] * 900_000}).encode()),
-    "chats": ("/v1/embeddings", lambda: filled(b'{"messages":[[', b'{"role":"user","content":"a"},', b"]]}")),
     "admitted objects": ("/v1/embeddings", lambda: IGNORED + b"[[" + b'{"a":1},' * 105_000 + b"1]]}"),
-    "admitted floats": ("/v1/embeddings", lambda: IGNORED + b"[[" + b"1.7976931348623157e-300," * 1_990_000 + b"1]]}"),
-    "admitted keys": (
-        "/score",
-        lambda: b'{"text_1":"a","text_2":"b","chat_template_kwargs":' + keys(7, 2_000_000) + b"}",
-    ),
     "no end": ("/v1/embeddings", lambda: filled(INPUT, b'"' + PROSE * 190 + b'",', b"")),
-    "no JSON": ("/v1/embeddings", lambda: b"x" * LARGEST),
 }
 
 
@@ -115,28 +96,18 @@ def test_dense_body_does_not_block_the_event_loop(small_server: Server, name: st
     assert seen.busiest_s < MAX_WORK_S
 
 
-def test_three_dense_bodies_together_are_bounded(small_server: Server) -> None:
-    bodies = [BODIES[name][1]() for name in ("ignored []", "documents {}", "texts")]
-    with watching(small_server, "three together") as seen:
-        send_together(small_server, "/v1/embeddings", bodies)
-    assert seen.busiest_s < MAX_WORK_S
-    assert seen.grown < 8 * sum(map(len, bodies))
-
-
 def test_ten_slow_dense_bodies_do_not_block_the_event_loop(small_server: Server) -> None:
     with watching(small_server, "ten slow bodies") as seen:
-        send_together(small_server, "/embed", [BODIES["ignored []"][1]()] * 10, num_parts=40, pause_s=0.05)
+        send_together(small_server, "/embed", BODIES["ignored []"][1](), 10, num_parts=40, pause_s=0.05)
     assert seen.busiest_s < MAX_WORK_S
 
 
-@pytest.mark.parametrize(
-    ("unit", "num_bytes"), [(b"[]", 60_000), (b'{"a":1}', 240_000), (b'"ab"', 600_000), (b"999", 600_000)]
-)
+@pytest.mark.parametrize(("unit", "num_bytes"), [(b'{"a":1}', 240_000), (b'"ab"', 600_000)])
 def test_many_small_dense_bodies_are_bounded(small_server: Server, unit: bytes, num_bytes: int) -> None:
     """Documents keep their unknown fields until the response."""
     texts = b",".join([b'"' + b"a b " * 2_000 + b'"'] * 2)
     body = filled(b'{"query":"a","documents":[%b,{"text":"a","x":[' % texts, unit + b",", b"]}]}", num_bytes)
     with watching(small_server, f"64 bodies of {num_bytes} bytes with {unit.decode()}") as seen:
-        send_together(small_server, "/rerank", [body] * 64)
+        send_together(small_server, "/rerank", body, 64)
     assert seen.busiest_s < MAX_WORK_S
     assert seen.grown < 64 * MIB + 8 * 64 * len(body)

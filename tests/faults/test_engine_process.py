@@ -59,12 +59,11 @@ def load(server: Server, num_texts: int) -> Iterator[list[int]]:
             each.result()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
-def test_crashed_engine_is_replaced_while_the_server_lives(server: Server, number: int) -> None:
+def test_killed_engine_is_replaced_while_the_server_lives(server: Server) -> None:
     num_restarts = server.metric("penstock_engine_restarts_total")
     (worker,) = server.children()
     with load(server, 16) as found:
-        os.kill(worker, number)
+        os.kill(worker, signal.SIGKILL)
         ready: set[int] = set()
         while ready != {200, 503}:
             assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
@@ -72,35 +71,11 @@ def test_crashed_engine_is_replaced_while_the_server_lives(server: Server, numbe
         server.wait_for("/health/ready", 200)
         num_found = len(found)
         wait_until(lambda: 200 in found[num_found:])
-    print(f"signal {number}: responses {dict(Counter(found))}")
+    print(f"signal 9: responses {dict(Counter(found))}")
     assert set(found) == {200, 503}
     assert worker not in server.children()
     assert server.metric("penstock_engine_restarts_total") == num_restarts + 1
-    assert f"signal {number:d}" in server.log.read_text()
-
-
-@pytest.mark.slow
-def test_hung_engine_is_replaced(launch: Launch, pool: ThreadPoolExecutor) -> None:
-    server = launch("--hang-timeout-s", "4")
-    (worker,) = server.children()
-    time.sleep(5)  # an idle engine does not hang
-    assert server.children() == [worker]
-    os.kill(worker, signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    headers = {"x-request-timeout": "1.5"}
-    impatient = [pool.submit(server.embed, SLOW_TEXTS, **headers) for _ in range(4)]
-    assert statuses(impatient) == [408] * 4
-    assert time.monotonic() - stopped_s < 4
-    patient = [pool.submit(server.embed, SLOW_TEXTS) for _ in range(4)]
-    server.wait_for("/health/ready", 503)
-    assert 3 < time.monotonic() - stopped_s < 15
-    assert statuses(patient) == [503] * 4
-    assert time.monotonic() - stopped_s < 15
-    server.wait_for("/health/ready", 200)
-    print(f"SIGSTOP: ready again after {time.monotonic() - stopped_s:.1f} s")
-    assert server.embed("again").status_code == 200
-    assert server.metric("penstock_engine_restarts_total") == 1
-    assert "has not answered for 4 s" in server.log.read_text()
+    assert "signal 9" in server.log.read_text()
 
 
 @pytest.mark.slow

@@ -32,13 +32,13 @@ def small_server(launch: Launch, small_bert: object) -> Server:
     return launch(model=small_bert)
 
 
-def start(server: Server, path: str, body: object, number: int = 0, *, version: bytes = b"1.1") -> socket.socket:
+def start(server: Server, path: str, body: object, number: int = 0) -> socket.socket:
     """Send a request, from a different address for each number, and read nothing yet."""
     client = socket.create_connection(
         ("127.0.0.1", server.port), timeout=300, source_address=(f"127.0.0.{1 + number}", 0)
     )
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-    client.sendall(request(body, "Connection: close", path=path).replace(b"HTTP/1.1", b"HTTP/" + version, 1))
+    client.sendall(request(body, "Connection: close", path=path))
     return client
 
 
@@ -79,16 +79,13 @@ FP8 = {"task": "token_embed", "encoding_format": "base64", "embed_dtype": "fp8_e
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/tokenize", {"inputs": "!" * 2_000_000}, None),
-        ("/tokenize", {"prompt": "!" * 2_000_000, "return_token_strs": True}, None),
-        ("/v1/tokenize", {"text": "!" * 2_000_000}, None),
         ("/tokenize", {"inputs": "!" * 499_000}, None),
         ("/embed_all", {"inputs": ["a " * 500] * 600}, None),
         ("/pooling", {"input": ["a " * 500] * 600, **FP8}, None),
         ("/embed_all", {"inputs": ["a " * 500] * 1_000}, 422),
         ("/embed", {"inputs": ["a"] * 4_096}, None),
     ],
-    ids=["TEI", "vLLM", "Cohere", "500,000 tokens", "20 M numbers", "20 M numbers in fp8", "30 M numbers", "vectors"],
+    ids=["500,000 tokens", "20 M numbers", "20 M numbers in fp8", "30 M numbers", "vectors"],
 )
 def test_large_response_does_not_block_the_event_loop(
     small_server: Server, path: str, body: object, status: int | None
@@ -103,14 +100,6 @@ def test_large_response_does_not_block_the_event_loop(
         assert small_server.metric("penstock_tokens_total") == num_tokens
 
 
-def test_large_response_over_http_1_0_is_bounded(small_server: Server) -> None:
-    with watching(small_server, "HTTP/1.0") as seen:
-        client = start(small_server, "/embed_all", {"inputs": ["a " * 500] * 300}, version=b"1.0")
-        assert read(client)[0] == 200
-    assert seen.busiest_s < MAX_WORK_S
-    assert seen.grown < 100 * MIB
-
-
 def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert: object) -> None:
     server = launch("--answer-memory", "200MB", *PATIENT, model=small_bert)
     # 77 MB of numbers, 230 MB of JSON
@@ -119,86 +108,16 @@ def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert:
         check_slow_readers(server, "/embed_all", body, 16, 600 * MIB, refusals={429})
 
 
-@pytest.mark.parametrize(
-    "document",
-    ["x" * 6_000, "\x01" * 1_000, {"text": "a", "body": "x" * 6_000}],
-    ids=["letters", "escapes", "objects"],
-)
-def test_slow_readers_of_documents_share_a_limit(
-    launch: Launch, small_bert: Path, document: str | dict[str, object]
-) -> None:
+def test_slow_readers_of_documents_share_a_limit(launch: Launch, small_bert: Path) -> None:
     server = launch("--answer-memory", "50MB", "--max-inputs-per-request", "2500", *PATIENT, model=small_bert)
-    body = {"query": "a", "documents": [document] * 2_500}
+    body = {"query": "a", "documents": ["\x01" * 1_000] * 2_500}
     check_slow_readers(server, "/rerank", body, 10, 8 * 10 * len(json.dumps(body)), refusals={429, 503})
-    assert read(start(server, "/v2/rerank", body))[0] == 200
 
 
-@pytest.fixture(scope="module")
-def classifier(launch: Launch, random_model: Callable[..., Path]) -> Server:
-    """A classifier with a thousand classes."""
+def test_slow_readers_of_many_classes_share_a_limit(launch: Launch, random_model: Callable[..., Path]) -> None:
     model = random_model("BertForSequenceClassification", num_labels=1_000)
-    return launch("--answer-memory", "20MB", *PATIENT, model=model)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/classify", {"input": ["a"] * 1_000}),
-        ("/classify", {"inputs": ["a"] * 1_000}),
-        ("/predict", {"inputs": [["a"]] * 1_000}),
-        ("/pooling", {"input": ["a"] * 1_000, "task": "classify"}),
-    ],
-    ids=["vLLM", "Cohere", "TEI", "pooling"],
-)
-def test_slow_readers_of_many_classes_share_a_limit(classifier: Server, path: str, body: object) -> None:
-    check_slow_readers(classifier, path, body, 10, 400 * MIB, refusals={429})
-
-
-@pytest.mark.parametrize(
-    ("body", "label_chars", "status"),
-    [
-        ({"input": 0}, 2_000, 200),
-        ({"input": 0, "raw_scores": True}, 5, 200),
-        ({"input": 0, "raw_scores": True}, 2_000, 400),
-        ({"inputs": 0}, 2_000, 400),
-    ],
-)
-def test_response_that_repeats_long_labels_is_refused(
-    small_server: Server, body: dict[str, object], label_chars: int, status: int
-) -> None:
-    labels = [f"{i:05}".ljust(label_chars, "x") for i in range(1_000)]
-    body = {**body, next(iter(body)): [f"text {i}" for i in range(1_000)], "labels": labels}
-    with watching(small_server, f"labels of {label_chars} characters") as seen:
-        found, _ = read(start(small_server, "/classify", body))
-    assert found == status
-    assert seen.busiest_s < MAX_WORK_S
-    assert seen.grown < 200 * MIB
-
-
-@pytest.mark.parametrize(
-    ("class_name", "path", "body"),
-    [
-        ("BertForTokenClassification", "/classify", {"input": ["a " * 500] * 100}),
-        ("BertForTokenClassification", "/pooling", {"input": ["a " * 500] * 200, "task": "token_classify"}),
-        ("BertForMaskedLM", "/embed_sparse", {"inputs": ["a b c"] * 100}),
-        ("BertForMaskedLM", "/v1/encode", {"input": ["a b c"] * 100, "outputs": ["sparse"]}),
-    ],
-)
-def test_slow_readers_of_token_values_share_a_limit(
-    launch: Launch, random_model: Callable[..., Path], class_name: str, path: str, body: object
-) -> None:
-    model = random_model(class_name, num_labels=20)
-    if class_name == "BertForMaskedLM":
-        modules = [("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling")]
-        rows = [
-            {"idx": i, "name": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (path, kind) in enumerate(modules)
-        ]
-        (model / "modules.json").write_text(json.dumps(rows))
-        (model / "1_SpladePooling").mkdir()
-        (model / "1_SpladePooling" / "config.json").write_text('{"pooling_strategy": "max"}')
-    server = launch("--answer-memory", "40MB", *PATIENT, model=model)
-    check_slow_readers(server, path, body, 8, 200 * MIB, least=1, refusals={429})
+    server = launch("--answer-memory", "20MB", *PATIENT, model=model)
+    check_slow_readers(server, "/classify", {"input": ["a"] * 1_000}, 10, 400 * MIB, refusals={429})
 
 
 @pytest.mark.timeout(400)

@@ -1,16 +1,15 @@
-"""The vector cache of real servers: full disks, API keys, restarts."""
+"""The vector cache of real servers: API keys, shared folders, restarts."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ..servers import MIB, Launch, Server
+from ..servers import Launch, Server
 from ..waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -35,61 +34,6 @@ def vectors(server: Server, texts: list[str], key: str = "") -> list[list[float]
     response = server.embed(texts, **{"authorization": f"Bearer {key}"} if key else {})
     assert response.status_code == 200, response.text
     return [entry["embedding"] for entry in response.json()["data"]]
-
-
-def tier(server: Server, name: str, metric: str) -> float:
-    return server.metric(f'penstock_vector_cache_{metric}{{tier="{name}"}}')
-
-
-def errors(server: Server) -> list[str]:
-    return [line for line in server.log.read_text().splitlines() if "--cache-dir" in line]
-
-
-def embed_until(server: Server, condition: Callable[[], object], num_texts: int = 100) -> None:
-    """Embed new texts until a condition holds."""
-    number = iter(range(10**9))
-
-    def embed() -> object:
-        vectors(server, [f"new {condition} {next(number)}" for _ in range(num_texts)])
-        return condition()
-
-    wait_until(embed)
-
-
-def check_works_without_disk(server: Server, reason: str) -> None:
-    """Requests succeed; one log line and one metric report the failed disk tier."""
-    texts = [f"text {number}" for number in range(40)]
-    assert vectors(server, texts) == vectors(server, texts)
-    assert tier(server, "disk", "working") == 0
-    assert tier(server, "memory", "working") == 1
-    (line,) = errors(server)
-    assert reason in line
-    assert "Traceback" not in server.log.read_text()
-
-
-def test_cache_starts_on_a_full_disk(launch_cached: Launch, small_disk) -> None:
-    disk = small_disk(4 * MIB)
-    disk.fill()
-    server = launch_cached("--cache", "1MiB", "--cache-dir", str(disk.folder / "cache"))
-    check_works_without_disk(server, "No space left on device")
-
-
-@pytest.mark.parametrize("is_filled_by_others", [True, False])
-def test_cache_that_fills_the_disk_serves_its_rows(
-    launch_cached: Launch, small_disk, is_filled_by_others: bool
-) -> None:
-    disk = small_disk(4 * MIB)
-    server = launch_cached("--cache", "64KiB", "--cache-dir", str(disk.folder / "cache"))
-    first = vectors(server, ["before"])
-    embed_until(server, lambda: server.metric("penstock_vector_cache_bytes") > 65_536)
-    if is_filled_by_others:
-        disk.fill()
-    embed_until(server, lambda: errors(server), 500)
-    check_works_without_disk(server, "No space left on device")
-    assert server.metric("penstock_vector_cache_dropped_total") > 0
-    num_hits = server.metric(DISK_HITS)
-    assert vectors(server, ["before"]) == first
-    assert server.metric(DISK_HITS) == num_hits + 1
 
 
 def test_cache_folder_is_shared_by_servers_and_not_by_keys(
