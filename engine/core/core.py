@@ -454,7 +454,7 @@ class RequestBuilder:
         block_size = self._block_size
         request.sequences = [
             InputSequence(
-                request_id=(request_id, index),
+                sequence_id=(request_id, index),
                 prompt=tokens,
                 num_tokens=len(tokens.token_ids),
                 request=request,

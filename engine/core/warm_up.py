@@ -94,7 +94,7 @@ class SampleBatches:
             type_boundary=length // 2 if self._has_types else 0,
             num_prompt_tokens=0 if self._info.include_prompt else 1,
         )
-        return InputSequence(request_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
+        return InputSequence(sequence_id=number, prompt=prompt, num_tokens=length, request=Request(0, params))
 
 
 def warm_up(
@@ -116,7 +116,7 @@ def warm_up(
     outputs = execute(
         [
             PrefillChunk(
-                InputSequence(request_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
+                InputSequence(sequence_id=i, prompt=tokens, num_tokens=len(tokens), request=request), 0, len(tokens)
             )
             for i, request in enumerate(requests)
         ]
@@ -366,7 +366,7 @@ def _chunked(
         for params in samples.all_params():
             sequence = samples.sequence(-1, 3 * size, params)
             sequence.is_long = True
-            sequence.allocation = sequence_pool.allocate(sequence.request_id, 3 * size)
+            sequence.allocation = sequence_pool.allocate(sequence.sequence_id, 3 * size)
             if sequence.allocation is None:
                 return
             first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size) for i in range(3))

@@ -124,7 +124,7 @@ class ChunkedPrefillManager:
         prompt = range(prompt_tokens) if isinstance(prompt_tokens, int) else prompt_tokens
         bounds = self.compute_chunk_boundaries(len(prompt), chunk_size, memory_pressure)
         sequence = InputSequence(
-            request_id=request_id,
+            sequence_id=request_id,
             prompt=prompt,
             num_tokens=len(prompt),
             request=Request(0, PoolingParams(), priority=priority),
@@ -143,12 +143,12 @@ class ChunkedPrefillManager:
 
     def add(self, sequence: InputSequence) -> None:
         """Adds a prompt. Raises InvalidRequestError if it is empty, or its id is in use."""
-        if sequence.request_id in self.requests:
-            raise InvalidRequestError(f"request {sequence.request_id!r} was added already.", param="request_id")
+        if sequence.sequence_id in self.requests:
+            raise InvalidRequestError(f"request {sequence.sequence_id!r} was added already.", param="request_id")
         if sequence.num_tokens < 1:
-            raise InvalidRequestError(f"request {sequence.request_id!r} has no tokens.", param="prompt_tokens")
+            raise InvalidRequestError(f"request {sequence.sequence_id!r} has no tokens.", param="prompt_tokens")
         sequence.status = Status.RUNNING
-        self.requests[sequence.request_id] = sequence
+        self.requests[sequence.sequence_id] = sequence
 
     def skip_cached(self, request_id: Hashable, num_cached_tokens: int) -> None:
         """Skips tokens at the start of a prompt because their keys and values are cached.
@@ -202,7 +202,7 @@ class ChunkedPrefillManager:
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunk:
-            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.request_id!r} has been followed already.")
+            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.sequence_id!r} has been followed already.")
         sequence.earlier_chunks, sequence.chunk = sequence.chunks_in_flight, None
 
     def complete_chunk(self, chunk_id: ChunkId, output: Any = None, kv_cache: Any = None) -> bool:
@@ -219,7 +219,7 @@ class ChunkedPrefillManager:
         chunk = self._find_chunk(chunk_id, ChunkState.RUNNING)
         sequence = chunk.sequence
         if chunk is not sequence.chunks_in_flight[0]:
-            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.request_id!r} runs after another one.")
+            raise ChunkStateError(f"chunk {chunk_id} of request {sequence.sequence_id!r} runs after another one.")
         if chunk is sequence.chunk:
             sequence.chunk = None
         sequence.earlier_chunks = sequence.earlier_chunks[1:]
@@ -338,7 +338,7 @@ class ChunkedPrefillManager:
     def _check_idle(self, sequence: InputSequence) -> None:
         if sequence.chunks_in_flight:
             chunk = sequence.chunks_in_flight[0]
-            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.request_id!r} is still {chunk.state}.")
+            raise ChunkStateError(f"chunk {chunk.chunk_id} of request {sequence.sequence_id!r} is still {chunk.state}.")
 
 
 def create_prefill_manager(

@@ -290,7 +290,7 @@ class Scheduler:
         self.prefill.add(sequence)
         # A preempted sequence keeps its SSM states, so it continues after the pooled tokens.
         num_done = allocation.num_cached_tokens if allocation.block_ids else sequence.num_pooled
-        self.prefill.skip_cached(sequence.request_id, num_done)
+        self.prefill.skip_cached(sequence.sequence_id, num_done)
         return True
 
     def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:
@@ -304,7 +304,7 @@ class Scheduler:
         if self.needs_idle_device:
             return False
         for victim, _ in victims:
-            self.prefill.preempt(victim.request_id)
+            self.prefill.preempt(victim.sequence_id)
             self._wait_again(victim)
         batch.preempted += victims
         return bool(victims)
@@ -369,7 +369,7 @@ class Scheduler:
 
     def _allocate(self, sequence: InputSequence) -> Allocation | None:
         readable = sequence.num_tokens - 1 if sequence.request.needs_last_row else sequence.num_pooled
-        return self._pool.allocate(sequence.request_id, sequence.num_tokens, sequence.block_keys, readable)
+        return self._pool.allocate(sequence.sequence_id, sequence.num_tokens, sequence.block_keys, readable)
 
     def _expire(self, sequences: Iterable[InputSequence], now_s: float, batch: Batch) -> None:
         """Ends the requests of expired sequences."""
@@ -389,7 +389,7 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.is_long:
-            self.prefill.remove_request(sequence.request_id)
+            self.prefill.remove_request(sequence.sequence_id)
         sequence.status, sequence.chunk = status, None
         if sequence.allocation is not None:
             self._pool.free(sequence.allocation, uncache=uncache)

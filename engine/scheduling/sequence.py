@@ -45,14 +45,14 @@ class PrefillChunk:
     started_s: float = 0.0  # Seconds, monotonic
 
     @property
-    def request_id(self) -> Hashable:
+    def sequence_id(self) -> Hashable:
         """Id of its sequence."""
-        return self.sequence.request_id
+        return self.sequence.sequence_id
 
     @property
     def chunk_id(self) -> tuple[Hashable, int]:
         """The id of its sequence and its first token."""
-        return self.request_id, self.start
+        return self.sequence_id, self.start
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +75,8 @@ class InputSequence:
     """One input of a request, from its arrival to its end.
 
     Attributes:
-        request_id: Id of the sequence. In the engine: the id of its request, and the index in the request.
+        sequence_id: Id of the sequence: the pair of request id and index in the engine, else the `request_id` of
+            ChunkedPrefillManager.create_chunks.
         prompt: Token ids, or a range of positions. In the engine: the TokenizedInput.
         num_tokens: Tokens of the whole input.
         request: The request that it belongs to.
@@ -96,7 +97,7 @@ class InputSequence:
         allocation: Its memory in the sequence pool.
     """
 
-    request_id: Hashable
+    sequence_id: Hashable
     prompt: Any = field(repr=False)
     num_tokens: int
     request: Request = field(repr=False)

@@ -115,7 +115,7 @@ def test_message_becomes_a_request_with_sequences() -> None:
     assert (request.request_id, request.params, request.arrival_s) == (7, PARAMS, 100.0)
     assert (request.priority, request.deadline_s, request.client) == (-2, 101.5, "me")
     for index, (sequence, tokens) in enumerate(zip(request.sequences, INPUTS, strict=True)):
-        assert (sequence.request_id, sequence.index, sequence.num_tokens) == ((7, index), index, len(tokens))
+        assert (sequence.sequence_id, sequence.index, sequence.num_tokens) == ((7, index), index, len(tokens))
         assert sequence.prompt is tokens
         assert sequence.request is request
         assert sequence.status is Status.WAITING
@@ -195,7 +195,7 @@ def test_requests_of_a_disconnected_client_are_cancelled() -> None:
 def chunk_of(request: Request, index: int = 0, *, num_tokens: int = 3) -> PrefillChunk:
     """A chunk of the first three tokens, which runs."""
     sequence = InputSequence(
-        request_id=(request.request_id, index),
+        sequence_id=(request.request_id, index),
         prompt=range(num_tokens),
         num_tokens=num_tokens,
         request=request,

@@ -246,7 +246,7 @@ def chunks(info: ModelInfo) -> list[PrefillChunk]:
     for i, length in enumerate([1, 2, 20, 200]):
         tokens = TokenizedInput(np.arange(length, dtype=np.int32) % 10)
         request = Request(0, rows if i == 2 else params)
-        sequence = InputSequence(request_id=i, prompt=tokens, num_tokens=length, request=request)
+        sequence = InputSequence(sequence_id=i, prompt=tokens, num_tokens=length, request=request)
         found.append(PrefillChunk(sequence, 0, length))
     return found
 

@@ -55,7 +55,7 @@ class CountingModel(PackedModel):
 def chunk_of(*tokens: int, request_id: int = 1, normalize: bool = False) -> PrefillChunk:
     params = PoolingParams(task=PoolingTask.EMBED, normalize=normalize)
     sequence = InputSequence(
-        request_id=(request_id, 0),
+        sequence_id=(request_id, 0),
         prompt=TokenizedInput(np.array(tokens, np.int32)),
         num_tokens=len(tokens),
         request=Request(request_id, params),

@@ -198,7 +198,7 @@ class CheckedScheduler:
         """Limits hold, each sequence runs once, and the pooling gets every row that it needs."""
         assert len(batch.chunks) <= self.setup.max_num_seqs
         assert tokens_of(batch) <= self.scheduler.token_budget or len(batch.chunks) == 1
-        assert len({chunk.sequence.request_id for chunk in batch.chunks}) == len(batch.chunks)
+        assert len({chunk.sequence.sequence_id for chunk in batch.chunks}) == len(batch.chunks)
         order = [(chunk.start > 0, chunk.num_tokens) for chunk in batch.chunks]
         assert order == sorted(order)
         for chunk in batch.chunks:
@@ -219,7 +219,7 @@ class CheckedScheduler:
         assert scheduler.waiting.num_long == sum(sequence.is_long for sequence in waiting)
         assert all(sequence.allocation is None and sequence.chunk is None for sequence in waiting)
         running_long = [s for s in sequences if s.is_long and s.status is Status.RUNNING]
-        assert {s.request_id for s in running_long} == set(scheduler.prefill.requests)
+        assert {s.sequence_id for s in running_long} == set(scheduler.prefill.requests)
         for request in scheduler.requests.values():
             unfinished = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
             assert request.num_unfinished == len(unfinished) > 0

@@ -38,7 +38,7 @@ def make_request(
         if text < 0:
             tokens[:SHARED_TOKENS] = 0
         sequence = InputSequence(
-            request_id=(request_id, index),
+            sequence_id=(request_id, index),
             prompt=TokenizedInput(tokens),
             num_tokens=num_tokens,
             request=request,

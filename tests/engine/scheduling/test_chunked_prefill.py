@@ -135,7 +135,7 @@ def test_texts_are_tokenized_first() -> None:
     manager.create_chunks_from_prompt("b", "penstock", ChunkPriority.LOW)
     chunks = manager.create_chunks_from_prompt("a", "penstock", ChunkPriority.HIGH, 5)
     assert [chunk.tokens for chunk in chunks] == [list(map(ord, "penst")), list(map(ord, "ock"))]
-    assert [schedule(manager).request_id for _ in range(2)] == ["a", "b"]
+    assert [schedule(manager).sequence_id for _ in range(2)] == ["a", "b"]
     with pytest.raises(InvalidRequestError, match="no tokenize_fn"):
         create_prefill_manager().create_chunks_from_prompt("a", "penstock")
 
@@ -176,7 +176,7 @@ def test_chunks_of_one_prompt_can_be_iterated(manager: ChunkedPrefillManager) ->
         manager.complete_chunk(chunk.chunk_id, np.asarray(chunk.tokens) * 2)
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20) * 2)
     assert list(manager.iterate_chunks("a")) == []
-    assert run(manager).request_id == "other"
+    assert run(manager).sequence_id == "other"
 
 
 def test_iteration_retries_a_failed_chunk_twice(manager: ChunkedPrefillManager) -> None:
@@ -213,7 +213,7 @@ def test_equal_prompts_run_in_order_of_arrival(manager: ChunkedPrefillManager) -
     for name in "abc":
         manager.create_chunks(name, 20)
     assert manager.peek() is manager.requests["a"]
-    assert [run(manager).request_id for _ in range(9)] == list("aaabbbccc")
+    assert [run(manager).sequence_id for _ in range(9)] == list("aaabbbccc")
     assert manager.schedule_chunk() is None
 
 
@@ -221,7 +221,7 @@ def test_prompt_has_one_chunk_in_flight(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 20)
     manager.create_chunks("b", 20)
     first, second = schedule(manager), schedule(manager)
-    assert (first.request_id, second.request_id) == ("a", "b")
+    assert (first.sequence_id, second.sequence_id) == ("a", "b")
     assert manager.schedule_chunk() is None
     assert manager.peek() is None
     manager.start_chunk(second.chunk_id)
@@ -369,7 +369,7 @@ def test_third_failure_in_a_row_fails_the_prompt(manager: ChunkedPrefillManager)
     sequence = manager.requests["a"]
     assert (sequence.has_failed, sequence.error, sequence.is_ready) == (True, "bad", False)
     assert [chunk.state for chunk in chunks] == [ChunkState.PENDING, ChunkState.PENDING, ChunkState.FAILED]
-    assert run(manager).request_id == "b"
+    assert run(manager).sequence_id == "b"
     with pytest.raises(ChunkStateError, match="'a' has failed"):
         manager.preempt("a")
     assert manager.remove_request("a")
@@ -432,7 +432,7 @@ def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     with pytest.raises(ChunkStateError, match="'a' is unknown"):
         manager.complete_chunk(chunk.chunk_id)
     assert manager.statistics().cancelled_requests == 1
-    assert schedule(manager).request_id == "b"
+    assert schedule(manager).sequence_id == "b"
     manager.create_chunks("a", 9)  # the id is free again
     assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]
 

@@ -21,7 +21,7 @@ def test_equal_requests_of_a_client_run_in_order_of_arrival(lengths: list[int]) 
         queue.add(make_request(number, lengths))
         queue.charge(make_request(9, [1]).sequences[0], 7)
     window = queue.window(10**9, 10**9)
-    assert [sequence.request_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
+    assert [sequence.sequence_id for sequence in window] == [(i, j) for i in range(5) for j in range(len(lengths))]
 
 
 @given(
@@ -80,7 +80,7 @@ def test_sequence_that_runs_again_waits_only_once(num_seqs: int) -> None:
     for sequence in window:
         sequence.is_long = True
         queue.add_again(sequence)
-    assert [sequence.request_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
+    assert [sequence.sequence_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
     assert queue.window(10**9, 10**9, is_long=True) == window
 
 
@@ -93,7 +93,7 @@ def test_cancelled_sequences_do_not_pile_up() -> None:
         queue.remove(request.sequences[0])
     assert len(queue._clients[""].short.sequences) < 100
     assert queue.num_seqs == 1
-    assert [sequence.request_id for sequence in queue.window(100, 100)] == [(0, 0)]
+    assert [sequence.sequence_id for sequence in queue.window(100, 100)] == [(0, 0)]
 
 
 def test_idle_clients_are_removed() -> None:

@@ -309,7 +309,7 @@ def test_preempted_ssm_sequence_continues_after_its_last_chunk() -> None:
     checked.add(100, priority=1)
     num_done = [checked.step(0.0) for _ in range(2)][-1].chunks[0].end
     checked.add(40)
-    assert [(s.request_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_done)]
+    assert [(s.sequence_id, s.num_pooled) for s, _ in checked.step(0.0).preempted] == [((0, 0), num_done)]
     assert spans(checked.run_all(), 0)[0][0] == num_done
 
 

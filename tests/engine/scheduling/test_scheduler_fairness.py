@@ -133,4 +133,4 @@ def test_priority_preempts_only_prompts_of_the_same_client() -> None:
     run(scheduler, 0.1)
     scheduler.add(make_request(3, [320], 0.2, -999, client="b"))
     batch = run(scheduler, 0.2)
-    assert [sequence.request_id for sequence, _ in batch.preempted] == [(2, 0)]
+    assert [sequence.sequence_id for sequence, _ in batch.preempted] == [(2, 0)]

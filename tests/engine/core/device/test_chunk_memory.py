@@ -40,7 +40,7 @@ class Preemption:
             spec, PoolPlan(0, 2, 0), block_size=16, dtype=torch.float32, device=device, stream=stream
         )
         self.sequence = InputSequence(
-            request_id=(0, 0),
+            sequence_id=(0, 0),
             prompt=TokenizedInput(np.arange(NUM_TOKENS, dtype=np.int32)),
             num_tokens=NUM_TOKENS,
             request=Request(0, PoolingParams()),

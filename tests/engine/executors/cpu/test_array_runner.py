@@ -70,7 +70,7 @@ class Runners:
         chunks = []
         for i, prompt in enumerate(inputs):
             request = Request(i, params[i % len(params)])
-            sequence = InputSequence(request_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=request)
+            sequence = InputSequence(sequence_id=(i, 0), prompt=prompt, num_tokens=len(prompt), request=request)
             chunks.append(PrefillChunk(sequence, 0, len(prompt)))
         return chunks
 
