@@ -216,7 +216,7 @@ class QueueRunner(FakeRunner):
 class CoreDriver:
     """Steps a core over a runner and collects its messages."""
 
-    def __init__(self, runner: FakeRunner, *, budget: int = 64, load: bool = True, **limits: Any) -> None:
+    def __init__(self, runner: Any, *, budget: int = 64, load: bool = True, **limits: Any) -> None:
         self.runner = runner
         self.messages: list[FromCore] = []
         self.rows: list[Row] = []

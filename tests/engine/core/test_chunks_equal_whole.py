@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from penstock.engine.core.array_runner import ArrayRunner
-from penstock.engine.core.core import EngineCore
 from penstock.engine.core.loading.cpu_kernels import load_array_encoder
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
@@ -30,12 +29,6 @@ from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.messages import (
-    CacheUse,
-    ClientMessageBuilder,
-    Frame,
-    FromCore,
-    RequestFailed,
-    StepResults,
     SubmitRequest,
 )
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
@@ -45,7 +38,7 @@ from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.scheduling import plan_pool
 from penstock.kernels.cpu import CpuForward, CpuKernelError, Machine
 
-from ..steps import rows_of
+from .fake_runner import CoreDriver
 from .fake_stream import FakeStream
 
 transformers = pytest.importorskip("transformers")
@@ -153,8 +146,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(threads)
 
 
-class Client:
-    """Steps a core and collects the results of its requests."""
+class Client(CoreDriver):
+    """Steps a core over the loaded model. The results of a request are the rows of its input."""
 
     def __init__(
         self,
@@ -164,30 +157,18 @@ class Client:
         chunking: bool = True,
         prefixes: bool = False,
         kv_cache_memory: int = 64 << 20,
-        budget: int = 32,
-        chunk_size: int | None = None,
-        max_num_seqs: int = 64,
         stream: FakeStream | None = None,
+        **limits: Any,
     ) -> None:
+        limits["enable_chunked_prefill"] = chunking
         config = EngineConfig(
             model="unused",
-            scheduler=SchedulerConfig(
-                enable_chunked_prefill=chunking,
-                max_num_batched_tokens=budget,
-                chunk_size=chunk_size,
-                max_num_seqs=max_num_seqs,
-            ),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, **limits),
             cache=CacheConfig(kv_cache_memory=kv_cache_memory, enable_prefix_caching=prefixes),
         )
-        self.results: dict[int, np.ndarray] = {}
-        self.failures: dict[int, RequestFailed] = {}
-        self.cache_use = CacheUse()
-        self._parts: dict[int, list[np.ndarray]] = {}
-        self._pending: set[int] = set()
-        self.core = EngineCore(config, self._receive, lambda c: loaded.runner(c, pooling, stream))
-        self.core.load()
+        super().__init__(loaded.runner(config, pooling, stream), budget=32, **limits)
         self.max_in_flight = 0
-        self.core._runner.set_wakeup_fd(self.core._waker.fd)
+        self.runner.set_wakeup_fd(self.core._waker.fd)
         if stream is not None:
             wait = self.core._waker.wait
 
@@ -203,40 +184,25 @@ class Client:
             for task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
         }
 
-    def submit(
+    def submit_texts(
         self, *requests: tuple[int, Sequence[int]], task: PoolingTask = PoolingTask.EMBED, priority: int = 0
     ) -> None:
         for request_id, _ in requests:
-            self._pending.add(request_id)
             self.results.pop(request_id, None)
-        outgoing = ClientMessageBuilder()
-        for request_id, tokens in requests:
-            outgoing.requests.append(
+        self.send(
+            *(
                 SubmitRequest(request_id, self.params[task], [TokenizedInput(np.asarray(tokens, np.int32))], priority)
+                for request_id, tokens in requests
             )
-        self.core.receive(*outgoing.pack())
+        )
 
-    def run(self, num_steps: int | None = None) -> None:
-        """Runs steps until all requests have results, or `num_steps` steps."""
-        steps = 0
-        while self._pending and steps != num_steps:
-            self.core.step()
+    def run(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            super().run()
             self.max_in_flight = max(self.max_in_flight, len(self.core._running))
-            steps += 1
-            assert steps < 2000
 
-    def _receive(self, message: FromCore, frames: list[Frame]) -> None:
-        if isinstance(message, RequestFailed):
-            self.failures[message.request_id] = message
-            self._pending.remove(message.request_id)
-        elif isinstance(message, StepResults):
-            self.cache_use = message.cache_use or self.cache_use
-            for row in rows_of(message, frames):
-                parts = self._parts.setdefault(row.request_id, [])
-                parts.append(row.array if row.array.ndim > 1 else row.array[None])
-                if row.is_last:
-                    self.results[row.request_id] = np.concatenate(self._parts.pop(row.request_id))
-                    self._pending.remove(row.request_id)
+    def vectors(self, num_requests: int) -> list[np.ndarray]:
+        return [np.reshape(self.results[i][0], (-1, SIZES["hidden_size"])) for i in range(num_requests)]
 
 
 @pytest.fixture
@@ -249,7 +215,7 @@ def client(loaded: Loaded) -> Iterator[Callable[..., Client]]:
 
     yield make
     for each in clients:
-        each.core._runner.set_wakeup_fd(None)
+        each.runner.set_wakeup_fd(None)
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -258,10 +224,10 @@ def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def run(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask = PoolingTask.EMBED) -> list[np.ndarray]:
-    client.submit(*enumerate(inputs), task=task)
-    client.run()
+    client.submit_texts(*enumerate(inputs), task=task)
+    client.run_all()
     assert not client.failures
-    return [client.results[i] for i in range(len(inputs))]
+    return client.vectors(len(inputs))
 
 
 def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
@@ -331,15 +297,15 @@ ROWS = [
 
 def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask) -> list[np.ndarray]:
     """Runs a prompt that is preempted by the second one, then the other inputs."""
-    client.submit((0, inputs[0]), task=task, priority=100)  # a level counts as one second of waiting
+    client.submit_texts((0, inputs[0]), task=task, priority=100)  # a level counts as one second of waiting
     client.run(num_steps=5)
-    client.submit((1, inputs[1]), task=task, priority=0)
-    client.submit(*enumerate(inputs[2:], 2), task=task)
-    client.run()
+    client.submit_texts((1, inputs[1]), task=task, priority=0)
+    client.submit_texts(*enumerate(inputs[2:], 2), task=task)
+    client.run_all()
     assert not client.failures
     assert client.cache_use.chunks.preemptions == 1
     assert client.cache_use.usage == 0
-    return [client.results[i] for i in range(len(inputs))]
+    return client.vectors(len(inputs))
 
 
 @pytest.mark.parametrize(("task", "pooling"), EMBEDDED + ROWS)
@@ -374,7 +340,7 @@ def test_results_equal_with_two_batches_in_flight(
     limits = {"chunk_size": 7, "kv_cache_memory": memory_for_one(loaded), "max_num_seqs": MAX_NUM_SEQS}
     overlapping = client(pooling, prefixes=True, stream=stream, **limits)
     assert_same(run_preempted(overlapping, inputs, task), expected)
-    overlapping.core._runner.set_wakeup_fd(None)
+    overlapping.runner.set_wakeup_fd(None)
     if stream is not None:
         stream.close()
         assert overlapping.max_in_flight == 2
@@ -412,11 +378,11 @@ def test_results_equal_after_a_failed_batch(
     loaded.intercept(monkeypatch, after=fail_on_poison)
     fragile = client(PoolingType.MEAN, chunk_size=7)
     poisoned = [[*inputs[-1][:40], POISON, *inputs[-1][41:]], [3, POISON, 4]]
-    fragile.submit(*enumerate([*inputs, *poisoned]))
-    fragile.run()
+    fragile.submit_texts(*enumerate([*inputs, *poisoned]))
+    fragile.run_all()
     assert sorted(fragile.failures) == [len(inputs), len(inputs) + 1]
-    assert {failure.kind for failure in fragile.failures.values()} == {"ModelExecutionError"}
-    assert_same([fragile.results[i] for i in range(len(inputs))], expected)
+    assert {kind for kind, _ in fragile.failures.values()} == {"ModelExecutionError"}
+    assert_same(fragile.vectors(len(inputs)), expected)
     assert fragile.cache_use.usage == 0
 
 
