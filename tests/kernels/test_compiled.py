@@ -142,26 +142,18 @@ MMA = ("ssd", "_rows_kernel", "bf16")
 BIAS, CAP, CAUSAL, WINDOW = ("HAS_BIAS",), ("HAS_CAP",), ("HAS_RIGHT",), ("HAS_LEFT", "HAS_RIGHT")
 PAGED = ("IS_PAGED", *WINDOW)
 SLOW_ATTENTION = [
-    *(("bf16", size, 1, ()) for size in (32, 64, 80, 128, 256)),
-    *(("bf16", size, 1, BIAS) for size in (32, 80)),
-    *(("bf16", size, 4, PAGED) for size in (64, 80, 128)),
-    *(("bf16", size, 4, ("IS_PAGED", *CAUSAL)) for size in (64, 96, 128)),
-    ("bf16", 256, 4, (*PAGED, *CAP)),
+    *(("bf16", size, 1, ()) for size in (64, 256)),
+    ("bf16", 80, 1, BIAS),
+    ("bf16", 128, 4, PAGED),
     ("fp16", 256, 2, (*CAP, *WINDOW)),
-    *(("fp32", size, 1, BIAS) for size in (32, 64, 128, 256)),
-    *(("fp32", size, 1, ()) for size in (32, 64, 80)),
-    *(("fp32", size, 4, PAGED) for size in (64, 128)),
+    ("fp32", 64, 1, ()),
     ("fp32", 256, 4, (*PAGED, *CAP)),
     # These needed more registers than ptxas gave them.
-    *(("bf16", size, 1, (*BIAS, *WINDOW)) for size in (80, 128)),
-    *(("fp32", size, 1, (*BIAS, *WINDOW)) for size in (32, 64)),
-    ("fp32", 128, 1, WINDOW),
+    ("bf16", 80, 1, (*BIAS, *WINDOW)),
+    ("bf16", 128, 1, ("IS_PAGED", *WINDOW, *CAP)),
+    ("fp32", 32, 4, ("IS_PAGED", *CAUSAL, *CAP)),
     ("fp32", 128, 1, (*CAUSAL, *CAP)),
-    *(("bf16", size, 1, ("IS_PAGED", *WINDOW, *CAP)) for size in (80, 128)),
-    *(("fp32", 16, heads, BIAS) for heads in (1, 4)),
-    ("fp32", 16, 1, ("HAS_LEFT",)),
-    ("fp32", 16, 4, ("HAS_LEFT", *CAP)),
-    *(("fp32", 32, 4, features) for features in ((), ("IS_PAGED", *CAUSAL), ("IS_PAGED", *CAUSAL, *CAP))),
+    ("fp32", 16, 4, BIAS),
 ]
 QUICK: list[tuple[Any, ...]] = [
     *((attention, "bf16", 64, 1, BIAS, num_rows) for num_rows in (40, 4096)),
@@ -197,18 +189,13 @@ SLOW: list[tuple[Any, ...]] = [
     (recurrent, "causal_conv1d", "_final_states_kernel", "fp32", 0, 64),
     (recurrent, "selective_scan", "_rows_kernel", "fp32", 128, 64),
     (recurrent, "selective_scan", "_chunk_states_kernel", "bf16", 16, 64),
-    (recurrent, "selective_scan", "_chunk_states_kernel", "fp32", 128, 64),
     (recurrent, "selective_scan", "_pass_states_kernel", "bf16", 16, 64),
     (recurrent, "ssd", "_chunk_states_kernel", "fp32", 128, 64),
-    *(
-        (recurrent, "ssd", "_chunk_states_kernel", "bf16", 128, 128),
-        (recurrent, "ssd", "_rows_kernel", "bf16", 128, 128),
-    ),
-    *((recurrent, "ssd", "_pass_states_kernel", "bf16", 128, size) for size in (64, 128)),
-    *((recurrent, "ssd", "_rows_kernel", "fp16", 64, size) for size in (64, 128)),
+    (recurrent, "ssd", "_pass_states_kernel", "bf16", 128, 128),
+    (recurrent, "ssd", "_rows_kernel", "bf16", 128, 128),
     (recurrent, "ssd", "_rows_kernel", "fp32", 256, 64),
-    *((grouped_linear, dtype, 128, num_rows) for dtype in DTYPES for num_rows in (1, 100_000)),
-    *((maxsim, "bf16", 32), (maxsim, "fp16", 16)),
+    *((grouped_linear, dtype, 128, num_rows) for dtype in ("fp32", "bf16") for num_rows in (1, 100_000)),
+    (maxsim, "fp16", 16),
 ]
 
 

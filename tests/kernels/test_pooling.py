@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.cpu import CpuKernelError, Machine
 from penstock.kernels.pooling import POOLING_KINDS, PoolingKind, pool
 
-from ..interpreter import IS_INTERPRETED, needs_triton
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .cases import POOLING_CASES, PoolingCase, PoolingInputs, make_cu_seqlens, make_pooling_inputs
 from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair, every_place
@@ -133,17 +133,6 @@ def test_backend_equals_reference(place: Target, case: PoolingCase, kind: Poolin
         assert_close("pooled", expected, actual, TOLERANCE[actual.dtype])
 
 
-@every_place_and(kind=POOLING_KINDS)
-def test_sequences_without_rows_give_zeros(place: Target, kind: PoolingKind) -> None:
-    options, device = place
-    inputs = make_pooling_inputs(PoolingCase("", (0, 2, 3, 0), 60), device=device)
-    options = options | {"normalize": True, "weights": weights_of(kind, inputs)}
-    skip = torch.tensor([0, 0, 7, 5], dtype=torch.int32, device=device)
-    rows = pool(inputs.hidden_states, inputs.cu_seqlens, kind, skip_tokens=skip, **options)
-    assert rows[[0, 2, 3]].eq(0).all()
-    assert rows[1].ne(0).all()
-
-
 @ignores_warnings
 @every_place_and(kind=POOLING_KINDS, poison=[float("nan"), float("inf")])
 def test_nan_stays_in_its_sequence_and_column(place: Target, kind: PoolingKind, poison: float) -> None:
@@ -221,17 +210,6 @@ def test_width_of_several_programs_uses_torch(device: torch.device) -> None:
     expected = pool(inputs.hidden_states, inputs.cu_seqlens, "mean", backend="reference")
     assert_close("pooled", expected, pool(inputs.hidden_states, inputs.cu_seqlens, "mean"), 1e-6)
     assert pool(inputs.hidden_states[:0], make_cu_seqlens((), device), "mean", dimensions=4).shape == (0, 4)
-
-
-@needs_triton
-@pytest.mark.gpu
-def test_cuda_uses_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.kernels.pooling import _triton
-
-    calls = []
-    monkeypatch.setattr(_triton, "pool_triton", lambda *_: calls.append(1))
-    pool(torch.ones(3, 8, device="cuda"), make_cu_seqlens((3,), "cuda"), "mean")
-    assert calls == [1]
 
 
 HIDDEN = torch.ones(4, 8)

@@ -21,7 +21,6 @@ NUM_TOKENS, NUM_ROWS = sum(LENGTHS), sum(RECORDED)
 on_triton = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted_only), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-in_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def borders(num_seqs: int, device: str) -> torch.Tensor:
@@ -63,16 +62,14 @@ def test_triton_attention_reads_lengths_on_the_device(device: str, options: dict
 
 
 @pytest.mark.gpu
-@in_16_bits
-def test_biased_attention_reads_lengths_on_the_device(dtype: torch.dtype) -> None:
-    check_attention("triton", "cuda", dtype, 3e-2, has_bias=True)
-
-
-@pytest.mark.gpu
-@in_16_bits
-@pytest.mark.parametrize("options", [{}, {"window": (8, 8)}], ids=["whole", "window"])
-def test_flash_attention_reads_lengths_on_the_device(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check_attention("varlen", "cuda", dtype, 2e-2, **options)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("backend", "options"), [("triton", {"has_bias": True}), ("varlen", {}), ("varlen", {"window": (8, 8)})]
+)
+def test_attention_in_16_bits_reads_lengths_on_the_device(
+    backend: Backend, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    check_attention(backend, "cuda", dtype, 3e-2, **options)
 
 
 @on_triton

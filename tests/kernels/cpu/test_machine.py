@@ -5,7 +5,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -65,20 +64,6 @@ def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
             numbers.shuffle(running)  # type: ignore[arg-type]
             for number, unfinished in running:
                 assert np.array_equal(unfinished.result()[0], alone[number])
-
-
-def test_thousand_small_forwards_give_equal_rows() -> None:
-    numbers = np.random.default_rng(0)
-    machines = [Machine(num_lanes) for num_lanes in (1, 2, 3, 5)]
-    encoders = [open_encoder(machine) for machine in machines]
-    batches = [make_texts(numbers.integers(1, 60, n).tolist(), n) for n in (1, 1, 2, 3, 5, 9)]
-    expected = [forward(encoders[0], texts) for texts in batches]
-    for _ in range(1000):
-        number = int(numbers.integers(len(batches)))
-        rows = forward(encoders[int(numbers.integers(len(encoders)))], batches[number])
-        assert np.array_equal(rows, expected[number])
-    for machine in machines:
-        machine.close()
 
 
 def test_machines_in_threads_give_equal_rows() -> None:
@@ -203,35 +188,6 @@ def test_deleted_machine_ends_its_threads() -> None:
     del machine
     gc.collect()
     assert num_threads() == before
-
-
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """Runs this thread and its children on one core."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[400], [40] * 16], ids=["together", "parts"])
-def test_waiting_lanes_do_not_spin(one_core: None, lengths: list[int]) -> None:
-    """Compares processor time, not wall time."""
-
-    def least_processor_s(num_lanes: int) -> float:
-        with Machine(num_lanes) as machine:
-            encoder, texts = open_encoder(machine), make_texts(lengths)
-            forward(encoder, texts)
-            times_s = []
-            for _ in range(5):
-                before_s = time.process_time()
-                for _ in range(10):
-                    forward(encoder, texts)
-                times_s.append(time.process_time() - before_s)
-            return min(times_s)
-
-    assert least_processor_s(4) < 3 * least_processor_s(1) + 0.02
 
 
 def test_invalid_machine_is_refused(widest: Machine) -> None:
