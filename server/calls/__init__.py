@@ -1,1 +1,1 @@
-"""The steps between the checked body of a request and its response, which all routes share."""
+"""Steps that all routes share: from the validated body to the response."""

@@ -1,7 +1,7 @@
-"""A request to a model: the steps that every handler needs between the checked body and the response.
+"""A request to a model: the steps of every handler between the validated body and the response.
 
 A handler starts a call, checks the body against the limits, reserves memory for the response, runs the engine, and
-shapes the result:
+builds the response:
 
     call = await Call.start(request, body.model, EMBEDDERS)
     call.check_count(body.inputs, "inputs")
@@ -58,7 +58,7 @@ class Call:
         target: The model, with its default prompt.
         engine: Its engine.
         info: The facts of the model.
-        name: The model's name, as the response shows it.
+        name: The model's name in the response.
         began_s: Seconds, of time.perf_counter(). When the handler began.
         num_tokens: Tokens of all inputs, after `count`.
     """
@@ -77,16 +77,16 @@ class Call:
 
     @classmethod
     async def start(cls, request: Request, model: str | None, kinds: Collection[ModelKind] = ()) -> Call:
-        """Finds the model that a request names, which may have to be loaded first.
+        """Finds the model of a request, and loads it first if necessary.
 
         Args:
             request: The request.
-            model: The name; None or empty: the request names none.
-            kinds: The first model of these kinds answers requests that name none; without such a model, the first.
+            model: Name in the request. None or empty: the request names no model.
+            kinds: A request without a model name gets the first model of these kinds, or else the first model.
 
         Raises:
-            EngineUnavailableError: The model is being loaded, or cannot be.
-            ModelNotFoundError: No model has this name; the message lists those that are served.
+            EngineUnavailableError: The model is loading or failed to load.
+            ModelNotFoundError: No model has this name. The message lists the served models.
         """
         began_s, context = time.perf_counter(), context_of(request)
         target = context.models.find(model, request.scope, kinds)
@@ -95,7 +95,7 @@ class Call:
         return cls(request, context, target, began_s)
 
     def check_count(self, inputs: Sized, param: str) -> None:
-        """Raises InvalidRequestError if a request holds more inputs than the server takes."""
+        """Raises InvalidRequestError if a request has more than `max_inputs_per_request` inputs."""
         limit = self.context.settings.max_inputs_per_request
         if len(inputs) > limit:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
@@ -103,19 +103,19 @@ class Call:
     def reserve(self, size: ResponseSize, *, param: str = "input", way_out: str = FEWER_INPUTS) -> None:
         """Reserves memory for the response, or for a further part of it; see AdmissionController.hold_response.
 
-        Every response that grows with its request reserves memory: before the model runs if its size is known by then.
+        Every response that grows with its request must reserve memory, before the model runs if the size is known.
         """
         self.context.admission.hold_response(self.request.scope, size, param=param, way_out=way_out)
 
     def reserve_rows(
         self, options: RequestOptions, *, param: str = "input", names_tokens: bool = False
     ) -> RequestOptions:
-        """Returns options that reserve memory for a response with token rows once their number is known.
+        """Returns options that reserve memory for token rows when the engine knows their number.
 
         Args:
-            options: Of the engine call.
+            options: Options of the engine call.
             param: The request field that holds the inputs.
-            names_tokens: The response has the text of every token, too.
+            names_tokens: The response also has the text of every token.
         """
 
         def check(num_rows: int, width: int) -> None:
@@ -128,12 +128,12 @@ class Call:
     def options(
         self, prompt_name: str | None = None, instruction: str | None = None, *, priority: int | None = None
     ) -> RequestOptions:
-        """Returns the engine options of the request, from its headers, its API key and the time that is left.
+        """Returns the engine options of the request, from its headers, API key and deadline.
 
-        A `priority` of the body wins over that of the header.
+        A `priority` in the body has precedence over the header.
 
         Raises:
-            DeadlineExceededError: The request was read for so long that its deadline has passed.
+            DeadlineExceededError: The deadline has passed while the request was read.
         """
         limits: RequestLimits = self.request.scope[LIMITS]
         deadline = self.context.deadline(limits)
@@ -150,17 +150,17 @@ class Call:
         )
 
     def embed_options(self, body: RequestBody, *, priority: int | None = None) -> RequestOptions:
-        """Returns the engine options of a request for embeddings, with the prompt that its `prompt_fields` ask for.
+        """Returns the engine options of an embedding request, with the prompt selected by its `prompt_fields`.
 
-        Requests that name none get the default prompt of the model. Raises the errors of `prompt_for` and `options`.
+        Without these fields, the default prompt of the model is used. Raises the errors of `prompt_for` and `options`.
         """
         default_name = self.target.default_prompt_name
         if default_name is None and body.model_fields_set.isdisjoint(body.prompt_fields):
             return self.options(priority=priority)
-        wishes = {name: getattr(body, name) for name in body.prompt_fields}
-        if default_name is None and not any(wishes.values()):
+        fields = {name: getattr(body, name) for name in body.prompt_fields}
+        if default_name is None and not any(fields.values()):
             return self.options(priority=priority)
-        prompt = prompt_for(self.info, default_name=default_name, **wishes)
+        prompt = prompt_for(self.info, default_name=default_name, **fields)
         options = self.options(prompt.name, priority=priority)
         return replace(options, prompt=prompt.text, is_query=prompt.is_query)
 
@@ -169,7 +169,7 @@ class Call:
         self.num_tokens = self.context.metrics.count(task, result.num_tokens)
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Returns a response in OpenAI's shape, but for its `data`. Its id begins with `kind`."""
+        """Returns the fields of an OpenAI response except `data`. The id starts with `kind`."""
         return {
             "id": f"{kind}-{self.request.scope['request_id']}",
             "object": "list",
@@ -179,5 +179,5 @@ class Call:
         }
 
     def respond(self, content: Any) -> Response:
-        """Returns the JSON of a response for which memory has been reserved; `content` is what `iter_json` takes."""
+        """Returns a JSON response. Its memory must have been reserved. See `iter_json` for the types in `content`."""
         return json_response(content, incremental=has_large_response(self.request.scope))

@@ -1,4 +1,4 @@
-"""The state of one application, the deadline of a request, and the watch that cancels its work."""
+"""Application state, request deadlines, and cancellation of requests."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ..routing import runs_model
 from ..settings import ServerSettings
 
 WATCH_AFTER_S: Final = 0.02
-"""Seconds. Requests that are answered sooner are not watched."""
+"""Seconds. Requests that finish sooner are not watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The state of one application; kept in `app.state.context`.
+    """The state of one application, stored in `app.state.context`.
 
     Attributes:
         settings: Settings of the operator.
@@ -53,7 +53,7 @@ class ServerContext:
     weight_headers: WeightHeaders = field(default_factory=WeightHeaders)
 
     def deadline(self, limits: RequestLimits) -> Deadline:
-        """Returns the deadline of a request: its own, or the server's where that is earlier."""
+        """Returns the earlier of the request's own deadline and the server's."""
         longest_s = self.settings.request_timeout_s or math.inf
         own_s = math.inf if limits.timeout_s is None else limits.timeout_s
         return Deadline(min(own_s, longest_s), is_own=own_s < longest_s)
@@ -66,23 +66,23 @@ def context_of(request: Request) -> ServerContext:
 
 
 class Deadline(NamedTuple):
-    """The time at which a request is given up.
+    """The time limit of a request.
 
     Attributes:
-        timeout_s: Seconds from the arrival of the request on; infinity: never.
-        is_own: A header of the request has set it.
+        timeout_s: Seconds after the arrival of the request; infinity: no deadline.
+        is_own: True if a header of the request has set it.
     """
 
     timeout_s: float
     is_own: bool
 
     def left_s(self) -> float:
-        """Returns how many seconds are left to the request that the current task answers."""
+        """Returns the remaining seconds of the request of the current task."""
         record = REQUEST.get()
         return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
 
     def error(self) -> DeadlineExceededError:
-        """Returns the error of a request whose deadline has passed."""
+        """Returns the error for an expired request."""
         message = f"The deadline of {self.timeout_s:g} s passed before the answer."
         return OwnDeadlineExceededError(message) if self.is_own else DeadlineExceededError(message)
 

@@ -1,8 +1,8 @@
-"""Finds the named prompt of a model for the purpose of a text, in the words of any dialect.
+"""Maps the purpose of a text, in the terms of any dialect, to a prompt of the model.
 
-Cohere says search_query, Voyage query, Jina retrieval.query, Google RETRIEVAL_QUERY, and a model's files may call the
-prompt Retrieval-query: all are the role ("query",). `nl2code.passage` is ("nl2code", "document"). A model without a
-prompt for a role reads such texts as it reads texts that have none.
+Cohere's search_query, Voyage's query, Jina's retrieval.query, Google's RETRIEVAL_QUERY and a prompt named
+Retrieval-query in a model's files all map to the role ("query",). `nl2code.passage` maps to ("nl2code", "document").
+If a model has no prompt for a role, its texts get no prompt.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _SYNONYMS: Final = {
     "matching": "similarity",
 }
 _MAX_NAME_CHARS: Final = 200
-"""A longer name is no known purpose. To split a text of megabytes into words would hold the event loop for seconds."""
+"""Longer names are rejected at once: splitting megabytes of text into words would block the event loop for seconds."""
 _FILLERS: Final = frozenset({"search", "retrieval", "text", "semantic"})
 _SIDES: Final = frozenset({"query", "document"})
 _SYMMETRIC: Final = frozenset({"classification", "clustering", "similarity"})
 
 
 class Prompt(NamedTuple):
-    """The prompt before the texts of a request.
+    """The prompt of a request.
 
     Attributes:
-        name: Of the model's prompt; None: the model's default, if it has one.
-        text: The prompt itself, which wins.
+        name: Name of the model's prompt. None: the model's default, if it has one.
+        text: The prompt itself. It has precedence over `name`.
         is_query: See RequestOptions.
     """
 
@@ -62,19 +62,19 @@ def prompt_for(
     instruction: str | None = None,
     default_name: str | None = None,
 ) -> Prompt:
-    """Returns the prompt for texts. Absent and empty are one; of several, the first below counts.
+    """Returns the prompt for texts. Empty values count as absent. The first given argument below has precedence.
 
     Args:
         info: The model.
-        prompt_name: A prompt of the model by its own name.
-        input_type: The purpose of the texts, in the words of Cohere and Voyage.
-        task: The same, as Jina says it.
+        prompt_name: Name of a prompt of the model.
+        input_type: Purpose of the texts, in the terms of Cohere and Voyage.
+        task: Purpose of the texts, in the terms of Jina.
         instruction: Replaces the instruction in the model's query prompt.
-        default_name: The prompt for requests that say nothing.
+        default_name: Prompt of requests without any of these fields.
 
     Raises:
-        InvalidRequestError: A purpose that is not known, or that the model serves with an adapter; an instruction for a
-            model that takes none or for documents.
+        InvalidRequestError: The purpose is unknown or needs a LoRA adapter, or an instruction is given for documents or
+                for a model that takes none.
     """
     name = prompt_name or None
     role: Role = ()
@@ -86,8 +86,7 @@ def prompt_for(
     if instruction:
         if (role or _role(name or "query"))[-1] == "document":
             raise InvalidRequestError(
-                "instruction says what a query looks for; documents are read without it. Leave it out, or send the "
-                "texts as queries.",
+                "instruction applies to queries, not to documents. Leave it out, or send the texts as queries.",
                 param="instruction",
             )
         names = (name,) if name else (*_named(info, ("query",)), info.default_prompt_name or "")
@@ -99,7 +98,7 @@ def prompt_for(
 
 
 def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | None, Role]:
-    """Returns the name of the model's prompt for a purpose, None where it has none, and the role behind it.
+    """Returns the name of the model's prompt for a purpose (None if it has no such prompt), and the role.
 
     Raises:
         InvalidRequestError: `purpose` is neither known nor a prompt of the model; the message names the field `param`.
@@ -123,9 +122,11 @@ def find_prompt(info: ModelInfo, purpose: str, *, param: str) -> tuple[str | Non
 
 def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{param} is {shown(purpose)}; {info.name} computes each task with a LoRA adapter of its own "
-        f"({', '.join(info.adapters)}), and this server applies no adapters. Leave {param} out to get vectors of the "
-        "base weights, or ask for a model whose weights have the adapter merged.",
+        f"{param} is {shown(purpose)}; {info.name} has one LoRA adapter per task ({', '.join(info.adapters)}),"
+        " and this "
+        f"server applies no adapters. Leave {param} out to get vectors of the base weights, or serve a model "
+        "with merged "
+        "adapter weights.",
         param=param,
     )
 

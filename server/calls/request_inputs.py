@@ -1,4 +1,4 @@
-"""The inputs of a request before the engine runs them: limits their number, renders chats, and cuts texts."""
+"""Prepares the inputs of a request for the engine: checks their number, renders chats, and truncates texts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .call import Call
 
 _MOST_CHARS_PER_TOKEN: Final = 64
 _FEWEST_CHARS: Final = 65_536
-"""Characters that are read of a text, however few of its tokens are kept: it may begin with blanks."""
+"""Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
 _TEXTS_TOGETHER: Final = 32
 
 
 def check_inputs(call: Call, body: InputFields) -> None:
-    """Raises InvalidRequestError if a request holds no inputs or too many."""
+    """Raises InvalidRequestError if a request has no inputs or too many."""
     body.check_given()
     call.check_count(body.input or (), "input")
     if body.messages is not None:
@@ -27,16 +27,16 @@ def check_inputs(call: Call, body: InputFields) -> None:
 
 
 def check_messages(call: Call, body: ChatFields) -> None:
-    """Raises InvalidRequestError for more chats, or more messages in a chat, than the server takes."""
+    """Raises InvalidRequestError if a request has too many chats, or a chat too many messages."""
     for conversation in body.messages or ():
         call.check_count(conversation, "messages")
     call.check_count(body.messages or (), "messages")
 
 
 async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) -> tuple[list[Text], RequestOptions]:
-    """Returns the texts of a request, or its rendered chats, and the options for them.
+    """Returns the texts or rendered chats of a request, and the engine options.
 
-    Chats go without a prompt of the model. Raises the errors of AsyncEngine.render_chats.
+    Chats get no prompt of the model. Raises the errors of AsyncEngine.render_chats.
     """
     if body.messages is None:
         if body.add_special_tokens is False:
@@ -47,20 +47,22 @@ async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) 
 
 
 async def cut_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
-    """Returns the texts, with those above `max_num_tokens` of their own tokens cut to it.
+    """Truncates each text to `max_num_tokens` tokens.
 
     Args:
-        call: Its engine knows the tokens.
+        call: Its engine tokenizes.
         texts: Texts.
-        max_num_tokens: Tokens, special ones aside; None or 0 leaves the texts as they are. More characters than that
-            many tokens have in any real text are not read.
+        max_num_tokens: Limit without special tokens. None or 0: no truncation. Characters far beyond the limit are not
+                tokenized.
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)
     most_chars = max(_MOST_CHARS_PER_TOKEN * max_num_tokens, _FEWEST_CHARS)
     read = [text[:most_chars] for text in texts]
     token_ids: list[list[int]] = []
-    for start in range(0, len(read), _TEXTS_TOGETHER):  # all ids of all texts would take ten times their memory
+    for start in range(
+        0, len(read), _TEXTS_TOGETHER
+    ):  # the ids of all texts at once would take ten times the memory of the texts
         some = await call.engine.tokenize(read[start : start + _TEXTS_TOGETHER], add_special_tokens=False)
         token_ids += [ids[: max_num_tokens + 1] for ids in some]
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]

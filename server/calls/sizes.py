@@ -1,6 +1,6 @@
 """Estimates the size of a response before the engine computes it, and limits the tokens of tokenization requests.
 
-A size has two parts: the bytes of the JSON, and the memory of the values until they are written.
+A size has two parts: the bytes of JSON, and the memory of the values until they are serialised.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ EXPECTED_ENTRIES: Final = 512
 _NUMBER: Final = 12
 """Bytes of a number in JSON."""
 _NAMED_SCORE: Final = 45
-"""Bytes of a score in an object of its own, without the name of its class."""
+"""Bytes of a JSON object with one score, without the class name."""
 _ENTRY: Final = 36
 """Bytes of an entry of a sparse vector in JSON."""
 _TOKEN: Final = 70
-"""Bytes of a token with its text and its place in JSON."""
+"""Bytes of a token with its text and offsets in JSON."""
 _HELD_TOKEN: Final = 200
-"""Bytes of the same in Python."""
+"""Bytes of a token with its text and offsets as Python objects."""
 
 
 def size_of_numbers(num_values: int, *, num_forms: int = 1) -> ResponseSize:
-    """Returns the size of arrays of float32, which are written in one form or in several."""
+    """Returns the size of float32 arrays that are written in one or several formats."""
     return ResponseSize(num_forms * _NUMBER * num_values, 4 * num_values)
 
 
@@ -41,13 +41,13 @@ def size_of_tokens(num_tokens: int) -> ResponseSize:
 
 
 def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False) -> ResponseSize:
-    """Returns the size of rows for tokens, each with the text and the class of its token or without them."""
+    """Returns the size of one row per token, with the token's text and class if `names_tokens` is true."""
     rows = size_of_numbers(num_rows * width)
     return rows.plus(size_of_tokens(num_rows)) if names_tokens else rows
 
 
 def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) -> ResponseSize:
-    """Returns the size of the scores of all classes for each input; each score has its name, or the best one only."""
+    """Returns the size of all class scores per input, with the name of every class or only of the best class."""
     num_scores = num_inputs * len(labels)
     kept = 4 * num_scores
     if not are_named:
@@ -56,19 +56,19 @@ def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) 
 
 
 def size_of_scores(num_scores: int) -> ResponseSize:
-    """Returns the size of scores in objects of their own: of pairs, or of documents without their texts."""
+    """Returns the size of objects with one score each, without document texts."""
     return ResponseSize(_NAMED_SCORE * num_scores, 4 * num_scores)
 
 
 def size_of_texts(
     texts: Iterable[str | Mapping[str, Any]], most: int | None = None, *, num_forms: int = 1
 ) -> ResponseSize:
-    """Returns the size of the texts in a response, which stay in memory until it is read.
+    """Returns the size of texts in a response. They stay in memory until the client has read it.
 
     Args:
         texts: Texts, or documents that are objects.
-        most: How many of them it holds; None: all.
-        num_forms: How often they are written.
+        most: Maximum number of texts in the response; None: all.
+        num_forms: How often each text is written.
     """
     sizes = [text.__sizeof__() if isinstance(text, str) else len(orjson.dumps(text)) for text in texts]
     num_bytes = sum(heapq.nlargest(most, sizes) if most is not None and most < len(sizes) else sizes)
@@ -76,7 +76,7 @@ def size_of_texts(
 
 
 def size_of_sparse(num_inputs: int) -> ResponseSize:
-    """Returns the size of sparse vectors to reserve before it is known; see `size_beyond_expected`."""
+    """Returns the expected size of sparse vectors, to reserve before the model runs; see `size_beyond_expected`."""
     return _entries(EXPECTED_ENTRIES * num_inputs)
 
 
@@ -90,13 +90,15 @@ def _entries(number: int) -> ResponseSize:
 
 
 FEWER_IDS: Final = "Send fewer token ids at once."
-MAX_DECODED_IDS: Final = 1_000_000  # In one request: seconds of a tokenizer thread, and a few megabytes of text.
-MAX_ANSWERED_TOKENS: Final = 500_000  # In a response with tokens: 70 bytes of JSON and 200 of memory each.
-MAX_TOKENIZED_CHARS: Final = 2_000_000  # In a request for tokens: one with its place is 60 bytes of JSON and more.
+MAX_DECODED_IDS: Final = (
+    1_000_000  # Per request: takes seconds in a tokenizer thread and gives a few megabytes of text.
+)
+MAX_ANSWERED_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
+MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
 
 def check_num_chars(num_chars: int, param: str) -> None:
-    """Raises InvalidRequestError if a request for tokens has too many characters."""
+    """Raises InvalidRequestError if a tokenization request has too many characters."""
     if num_chars > MAX_TOKENIZED_CHARS:
         raise InvalidRequestError(
             f"{param} has {num_chars} characters; the limit is {MAX_TOKENIZED_CHARS}. Send less text at once.",
@@ -108,7 +110,7 @@ def check_num_tokens(num_tokens: int, param: str) -> None:
     """Raises InvalidRequestError if a response would hold too many tokens."""
     if num_tokens > MAX_ANSWERED_TOKENS:
         raise InvalidRequestError(
-            f"{param} has {num_tokens} tokens or more; an answer holds at most {MAX_ANSWERED_TOKENS}. "
+            f"{param} has {num_tokens} tokens or more; a response has at most {MAX_ANSWERED_TOKENS}. "
             "Send less text at once.",
             param=param,
         )

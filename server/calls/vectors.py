@@ -1,4 +1,4 @@
-"""Responses with a vector or a matrix per input: rows in JSON, or bytes with the other fields in a header (vLLM)."""
+"""Responses with one vector or matrix per input: as JSON, or as bytes with the other fields in a header (vLLM)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..admission import has_large_response
 from ..http.encoding import Encoding, EncodingFormat, Rows, check_width, encode_rows, lazy_rows, wire_rows, wire_shape
 from ..http.json_responses import IncrementalResponse, json_response
 
-MAX_METADATA_ROWS: Final = 512  # A header of 64 KiB is the most that Python's http.client takes; a row is about 110 B.
+MAX_METADATA_ROWS: Final = 512  # Python's http.client accepts headers of up to 64 KiB; a row takes about 110 bytes.
 BYTES_RESPONSE: Final[dict[str, Any]] = {
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     "headers": {
@@ -38,7 +38,7 @@ def vectors_response(
     *,
     name: str = "embedding",
 ) -> Response:
-    """Returns the response to a request for vectors. Its memory has been reserved.
+    """Returns the response of a request for vectors. Its memory must have been reserved.
 
     Args:
         request: The request.
@@ -63,11 +63,11 @@ def vectors_response(
 
 
 def check_bytes(encoding: Encoding, num_rows: int) -> None:
-    """Raises InvalidRequestError if the header of a response in bytes would be longer than clients accept."""
+    """Raises InvalidRequestError if the header of a bytes response would be longer than clients accept."""
     if encoding.format is EncodingFormat.BYTES and num_rows > MAX_METADATA_ROWS:
         raise InvalidRequestError(
-            f"encoding_format is 'bytes', which puts a line for each of the {num_rows} inputs into a header that HTTP "
-            f"clients take for up to {MAX_METADATA_ROWS}; send fewer inputs, or ask for 'bytes_only' or 'base64'.",
+            f"encoding_format is 'bytes', which puts a line for each of the {num_rows} inputs into a header; HTTP "
+            f"clients accept up to {MAX_METADATA_ROWS} lines. Send fewer inputs, or use 'bytes_only' or 'base64'.",
             param="encoding_format",
         )
 
@@ -91,7 +91,7 @@ def check_encodings(
 
 
 def vector_width(model: ModelInfo, params: PoolingParams) -> int:
-    """Returns the width of the embeddings of a request, at most that of the model."""
+    """Returns the number of dimensions of a request's embeddings, at most that of the model."""
     return min(params.dimensions or model.dimensions or model.embedding_size, model.embedding_size)
 
 
@@ -112,7 +112,7 @@ def _large_bytes_response(head: Mapping[str, Any], rows: Rows, encoding: Encodin
 def _bytes_headers(
     head: Mapping[str, Any], shapes: Sequence[tuple[tuple[int, ...], int]], encoding: Encoding
 ) -> dict[str, str]:
-    """Returns the headers of a response in bytes, given the shape and the bytes of each row."""
+    """Returns the headers of a bytes response. `shapes` has the shape and the number of bytes of each row."""
     headers = {"content-type": "application/octet-stream"}
     if encoding.format is EncodingFormat.BYTES_ONLY:
         return headers
@@ -122,6 +122,6 @@ def _bytes_headers(
         data.append({"index": i, "embed_dtype": encoding.element, "endianness": encoding.endianness, **place})
         start += num_bytes
     metadata = {"id": head["id"], "created": head["created"], "model": head["model"], "data": data}
-    # In ASCII: the id and the model's name may hold letters that a header cannot.
+    # ASCII, because request id and model name may contain letters that headers do not allow.
     line = json.dumps({**metadata, "usage": head["usage"]}, separators=(",", ":"))
     return {**headers, "metadata": line}

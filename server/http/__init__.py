@@ -1,1 +1,1 @@
-"""HTTP connections, heads of requests, JSON bodies and responses, and encodings of vectors."""
+"""HTTP connections, request heads, JSON bodies and responses, and encodings of vectors."""

@@ -1,9 +1,9 @@
-"""A client's connection: uvicorn's protocol with a limit on the size of heads and no change of protocol.
+"""A client connection: uvicorn's protocol class with a limit on the size of heads and without protocol upgrades.
 
-uvicorn keeps all bytes until a request is complete, so a head without an end, or trailers, would fill the memory. It
-drops the response of a client that closes its sending side. Its parser stops at a head that offers an upgrade to
-HTTP/2, as Java's HttpClient sends it, so the body would be lost. Such a request is answered in HTTP/1.1 (RFC 9110,
-section 7.8: a server may ignore the offer).
+This class fixes three problems of uvicorn. uvicorn buffers all bytes until a head is complete, so an endless head or
+endless trailers would fill the memory. It drops the response if the client closes its sending side. Its parser stops at
+a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the body would be lost. Here such a request is
+answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, Half
 
 
 class Part(StrEnum):
-    """The part of a request-response cycle that the client has to send or to read."""
+    """The part of a request-response cycle that the client must send or read."""
 
     HEAD = "head"
     BODY = "body"
@@ -41,7 +41,7 @@ class PendingTransfer(NamedTuple):
     Attributes:
         part: The part of the cycle.
         request: The request, compared by identity.
-        progress: Bytes that the client has sent or taken so far.
+        progress: Number of bytes that the client has sent or received so far.
     """
 
     part: Part
@@ -50,86 +50,86 @@ class PendingTransfer(NamedTuple):
 
 
 def num_unacknowledged(transport: asyncio.BaseTransport) -> int:
-    """Returns the bytes that the client has not acknowledged; 0 where the system does not tell.
+    """Returns the number of unacknowledged bytes, or 0 if the system does not report it.
 
-    The system takes more bytes only when a third of its buffer is free. So a client may read for minutes before the
-    buffer of this process shrinks.
+    The kernel accepts more bytes only when a third of its buffer is free. A slow client may therefore read for minutes
+    before the buffer of this process shrinks.
     """
     number = array("i", [0])
-    with contextlib.suppress(OSError):  # the socket is closing, or the system does not tell
+    with contextlib.suppress(OSError):  # the socket is closing, or the system lacks TIOCOUTQ
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, number)
     return number[0]
 
 
 MAX_OVERHEAD_BYTES: Final = 64 * 1024
-"""Bytes between two bytes of bodies: a head, trailers, the frames of chunks."""
+"""Maximum number of bytes outside bodies in a row: a head, trailers, chunk frames."""
 CONNECTION_LOST: Final = "penstock.connection_lost"
-"""The key of a request's scope that holds a future, done when the connection has ended. Other servers set none."""
+"""Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
 SLOW_BODY: Final = "penstock.slow_body"
-"""The key of a request's scope that holds the reason why its body comes too slowly, as a sentence for the client. The
-next message of the body then raises the error."""
+"""Scope key of a sentence for the client that explains why its body is too slow. The next read of the body raises the
+error."""
 SHEDDER: Final = "load_shedder"
-"""The key of the lifespan state that holds the LoadShedder, if there is one."""
+"""Lifespan state key of the LoadShedder. Absent if there is none."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
 _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class RefusedRequest(Protocol):
-    """A request that was refused at its head; see Refusal in middleware/load_shedding.py."""
+    """A request that was rejected after its head; see Refusal in middleware/load_shedding.py."""
 
     def find_dialect(self, body: bytes) -> None:
-        """Looks for the dialect in a part of the body."""
+        """Searches a part of the body for a key of a dialect."""
         ...
 
     def send(self) -> bool:
-        """Sends the response unless that has happened. Returns whether it did."""
+        """Sends the response unless it was sent before. Returns whether it was sent now."""
         ...
 
 
 class HeadRefuser(Protocol):
-    """Refuses requests at their head; see LoadShedder in middleware/load_shedding.py."""
+    """Rejects requests after their head; see LoadShedder in middleware/load_shedding.py."""
 
     @property
     def is_full(self) -> bool:
-        """Whether `refusal` may refuse anything."""
+        """Whether the engine is full, so that `refusal` may reject a request."""
         ...
 
     def refusal(self, target: bytes, scope: Scope, answer: Callable[[Response], None]) -> RefusedRequest | None:
-        """Refuses a POST whose head has been read, or returns None."""
+        """Rejects a POST after its head was read, or returns None."""
         ...
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of one client. Belongs to the event loop."""
+    """One connection of a client. Used by one event loop."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._ahead: ReadAhead
         self._num_received = 0
         self._num_overhead = 0
-        self._num_body = 0  # bytes of the body that is being read
+        self._num_body = 0  # bytes read of the current body
         self._is_in_body = False
         self._is_parsing = False
         self._is_upgrade = False
-        self._refusal: RefusedRequest | None = None  # until it has been sent
-        self._is_refused = False  # the request whose body is being read
+        self._refusal: RefusedRequest | None = None  # None again after it was sent
+        self._is_refused = False  # whether the request of the current body was rejected
         self._has_sent_last = False  # the last response has been sent; further bytes are discarded
-        self._has_received_eof = False  # the client sends no more
+        self._has_received_eof = False  # the client has closed its sending side
         self._fault = "Invalid HTTP request received."
-        self._whole_s = 0.0  # when the last request was whole
+        self._whole_s = 0.0  # time when the last request was complete
         self._shedder: HeadRefuser | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._answered: RequestResponseCycle | None = None  # the running request, or the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins the connection."""
+        """Sets up buffering and writing for a new connection."""
         super().connection_made(transport)
         self.flow = self._ahead = ReadAhead(transport)
         self._writer = ResponseWriter(transport, self._end_last_response)
 
     def data_received(self, data: bytes) -> None:
-        """Parses bytes, or keeps them until earlier requests are answered."""
+        """Parses bytes, or buffers these until earlier requests are answered."""
         is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
         if is_much or self._ahead.waiting or self._is_busy:
             self._ahead.put(data)
@@ -139,8 +139,8 @@ class Connection(HttpToolsProtocol):
             self._parse_part(data)
 
     def _read_on(self) -> None:
-        """Parses the bytes that were read ahead, up to the end of the next request."""
-        if self._is_parsing:  # a response was sent meanwhile
+        """Parses buffered bytes up to the end of the next request."""
+        if self._is_parsing:  # called from within the parser, when a response was sent
             return
         while self._ahead.waiting and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def _parse_part(self, data: bytes) -> None:
-        """Parses bytes. Refuses heads and trailers that are too large, and invalid HTTP."""
+        """Parses bytes. Rejects invalid HTTP, and heads and trailers that are too large."""
         self._num_received += len(data)
         self._num_overhead += len(data)
         self._is_parsing = True
@@ -179,16 +179,16 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begins to read a request."""
+        """Prepares the scope of the next request."""
         super().on_message_begin()
         scope: Any = self.scope
         scope[CONNECTION_LOST] = self._lost
 
     def on_headers_complete(self) -> None:
-        """Begins a request, unless it is refused. A head that offers an upgrade is parsed again without the offer."""
+        """Starts a request, unless it is rejected. A head that offers an upgrade is parsed again without the offer."""
         if self._refusal is not None:
             self._refusal.send()
-        self._unset_keepalive_if_required()  # the response that was just sent has set it
+        self._unset_keepalive_if_required()  # sending the response has set the timer
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
         if self._has_sent_last:
@@ -196,14 +196,14 @@ class Connection(HttpToolsProtocol):
             return
         if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
             self._fault = fault
-            raise ValueError(fault)  # ends the parser, see `_parse_part`
+            raise ValueError(fault)  # stops the parser, see `_parse_part`
         self._refusal = None if self._is_upgrade else self._shed()
         self._is_refused = self._refusal is not None
         if not self._is_upgrade and not self._is_refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of a body. The body of a refused request is discarded."""
+        """Receives a part of a body. The body of a rejected request is discarded."""
         self._num_overhead = 0
         self._num_body += len(body)
         if not self._is_refused:
@@ -212,14 +212,16 @@ class Connection(HttpToolsProtocol):
             self._refusal.find_dialect(body)
 
     def on_message_complete(self) -> None:
-        """Ends a request."""
+        """Completes a request."""
         self._num_overhead = 0
         self._is_in_body = False
         if self._is_refused:
             self._is_refused = False
             if self._has_sent_last:
                 self.transport.close()
-            elif self._refusal is None:  # sent before the end of the body, which has unset the timer
+            elif (
+                self._refusal is None
+            ):  # the response was sent before the body ended, and the body has cancelled the timer
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -227,7 +229,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
             self._whole_s = self.loop.time()
             if not self.pipeline:
-                self.flow.resume_reading()  # only reading shows that the client has closed the connection
+                self.flow.resume_reading()  # a disconnect is noticed only while reading
 
     def on_response_complete(self) -> None:
         """Continues with the next request, or closes the connection after the last one."""
@@ -236,9 +238,9 @@ class Connection(HttpToolsProtocol):
         self._read_on()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Complete requests are answered; then the connection is closed.
+        """Handles a client that has closed its sending side: answers complete requests, then closes the connection.
 
-        A TLS connection closes at once: it cannot stay open for one side.
+        A TLS connection closes at once: TLS cannot close one side.
         """
         self._send_refusal()
         if self._has_received_eof:  # the event loop calls again after it resumes reading
@@ -252,12 +254,12 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _send_interim(self) -> None:
-        """Sends an interim response to a client that sends no more, if nothing else is being written to it."""
+        """Sends an interim response to a half-closed client unless a response has started."""
         if self.scope["http_version"] == "1.1" and self._answered is self.cycle and not self.cycle.response_started:
             self.transport.write(INTERIM)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the connection. The running request learns that its client has disconnected."""
+        """Cleans up after the connection. Marks the running request as disconnected."""
         self._send_refusal()
         self._writer.forget()
         super().connection_lost(exc)
@@ -267,14 +269,16 @@ class Connection(HttpToolsProtocol):
         self._lost.set_result(None)
 
     def shutdown(self) -> None:
-        """Begins to end the connection."""
+        """Starts to close the connection."""
         self._send_refusal()
         super().shutdown()
 
     @property
     def is_between_requests(self) -> bool:
-        """Whether no request is running. A head may be incomplete."""
-        cycle: RequestResponseCycle | None = self.cycle  # None at first, although uvicorn does not declare that
+        """Whether no request is running. An incomplete head may have arrived."""
+        cycle: RequestResponseCycle | None = (
+            self.cycle
+        )  # None at first, although uvicorn's annotation does not allow it
         return self._refusal is None and (cycle is None or cycle.response_complete)
 
     @property
@@ -283,7 +287,7 @@ class Connection(HttpToolsProtocol):
         return self.is_between_requests and not self.transport.get_write_buffer_size()
 
     def pending_transfer(self) -> PendingTransfer | None:
-        """Returns the transfer that waits for the client; None while the server works or another limit applies."""
+        """Returns the transfer that waits for the client, or None while the server works or another limit applies."""
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
@@ -293,18 +297,18 @@ class Connection(HttpToolsProtocol):
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else PendingTransfer(Part.HEAD, self.cycle, self._num_received)
-        if self._refusal is not None or self.flow.read_paused:  # the application has to read first
+        if self._refusal is not None or self.flow.read_paused:  # the application must read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None
-        if self.cycle.more_body and not self.pipeline:  # where requests queue, nothing is read for a while
+        if self.cycle.more_body and not self.pipeline:  # with queued requests, reading may pause for other reasons
             return PendingTransfer(Part.BODY, self.cycle, self._num_received)
         return None
 
     def refuse_body(self, reason: str) -> bool:
-        """Lets the application answer a slow body with 408; `reason` is a sentence for the client.
+        """Makes the application respond to a slow body with 408. `reason` is a sentence for the client.
 
-        Returns False after the answer has begun, or after an earlier call for the same request.
+        Returns False if the response has started, or after an earlier call for the same request.
         """
         cycle: RequestResponseCycle = self.cycle
         if self._is_refused or cycle.response_started or SLOW_BODY in cycle.scope:
@@ -315,7 +319,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def client_text(self) -> str:
-        """The client for log lines: its address, and the first digits of the digest of its API key."""
+        """The client for log lines: its address and the first digits of the digest of its API key."""
         cycle: RequestResponseCycle | None = self.cycle
         scope = cast("Scope", self.scope if cycle is None else cycle.scope)
         owner: str = scope.get("api_owner", "")
@@ -324,12 +328,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a complete request is not answered yet, so that the next requests wait."""
+        """Whether a complete request is unanswered, so that later requests must wait."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
 
     def _num_body_left(self) -> int:
-        """Returns how many bytes of the current body are missing; 0: not known."""
+        """Returns the number of missing bytes of the current body; 0 if unknown."""
         if self._is_in_body:
             for name, value in self.headers:
                 if name == b"content-length":
@@ -337,7 +341,7 @@ class Connection(HttpToolsProtocol):
         return 0
 
     def _shed(self) -> RefusedRequest | None:
-        """Refuses a POST while the engine is full, if every earlier response has been sent and read."""
+        """Rejects a POST while the engine is full, if all earlier responses have been sent and read."""
         if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
             return None
         if not self.is_between_requests or self.flow.write_paused:
@@ -355,7 +359,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end_last_response(self) -> None:
-        """Closes the connection, or only our side while a body is arriving: the client can read its response."""
+        """Closes the connection, or only our side while a body arrives, so that the client can read its response."""
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
@@ -365,12 +369,12 @@ class Connection(HttpToolsProtocol):
         self._writer.end_our_side()
 
     def _send_refusal(self) -> None:
-        """Sends a refusal that waits, if there is one."""
+        """Sends the pending rejection, if any."""
         if self._refusal is not None:
             self._refusal.send()
 
     def _answer(self, is_last: bool, response: Response) -> None:
-        """Sends a whole response. It is the last one if the client wants that, or may not send the body."""
+        """Sends a whole response. The connection closes after it if the client requests that or the body is unread."""
         self._refusal = None
         if self.transport.is_closing():
             return
@@ -389,19 +393,19 @@ class Connection(HttpToolsProtocol):
         self._end_last_response()
 
     def _head_without_offer(self) -> bytes:
-        """Returns the head that has been read, without its offer to upgrade, for a new parser."""
+        """Returns the current head without its upgrade offer, for a new parser."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
-            raise httptools.HttpParserError("this server is no proxy")
+            raise httptools.HttpParserError("this server is not a proxy")
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser has it
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % header for header in _without_offer(self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 def _without_offer(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    """Yields the headers of a request without its offer to change the protocol. Connection keeps its other options."""
+    """Yields the headers without an upgrade offer. The Connection header keeps its other options."""
     for name, value in headers:
         if name == b"connection":
             options = [option.strip() for option in value.split(b",")]
@@ -412,7 +416,7 @@ def _without_offer(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, 
 
 
 def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
-    """Returns the fault in the Host header of a request (RFC 9112, section 3.2), None if there is none."""
+    """Returns the error in the Host header (RFC 9112, section 3.2), or None if it is valid."""
     host: bytes | None = None
     for name, value in headers:
         if name == b"host":
@@ -421,5 +425,5 @@ def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
             host = value
     if host is None:
         return "The request has no Host header." if version == "1.1" else None
-    # The parser keeps the spaces behind a value, which are no part of it (RFC 9112, section 5).
+    # The parser keeps trailing spaces, which are not part of the value (RFC 9112, section 5).
     return None if _HOST.fullmatch(host.strip(b" \t")) else "The Host header is not valid."

@@ -1,4 +1,4 @@
-"""Limits of connections: open files, and the minimum transfer rate of slow clients."""
+"""Connection limits: open files, and a minimum transfer rate."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .connection import Connection, Part, PendingTransfer
 logger = logging.getLogger(__name__)
 
 STALL_S: Final = 60.0
-"""Seconds without a byte of a body that the server reads, or of a response that is ready."""
+"""Maximum seconds without progress of a body or of a response."""
 HEAD_S: Final = 60.0
-"""Seconds for the whole head of a request, and for the first byte of a new connection."""
+"""Seconds for a complete request head, counted from the start of the connection for the first one."""
 
 _PLENTY: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
-    """How slowly clients may send bodies and read responses.
+    """Minimum speed of clients that send bodies and read responses.
 
     Attributes:
-        body_s: Seconds for a whole body; infinity: any.
-        min_rate: Bytes a second below which a transfer ends; 0: any rate.
-        grace_s: Seconds that a transfer may be ahead of that rate or behind it: so long may it pause.
+        body_s: Maximum seconds for a whole body; infinity: no limit.
+        min_rate: Minimum bytes per second of a transfer; 0: no limit.
+        grace_s: Maximum credit of a transfer in seconds: the longest possible pause.
     """
 
     body_s: float = inf
@@ -57,11 +57,11 @@ class _Wait:
     """A transfer that waits for its client.
 
     Attributes:
-        transfer: At the last check.
-        since_s: When it was seen first.
-        moved_s: When bytes were last seen to move.
-        checked_s: When the last check was.
-        left_s: Seconds until it is too slow if nothing moves; below 0 it is.
+        transfer: The transfer at the last check.
+        since_s: Time of the first check that saw it.
+        moved_s: Time of the last check that saw progress.
+        checked_s: Time of the last check.
+        left_s: Remaining credit in seconds. Below 0 the transfer is too slow.
     """
 
     transfer: PendingTransfer
@@ -72,7 +72,7 @@ class _Wait:
 
 
 class ConnectionLimits:
-    """Checks all connections regularly, and closes those of slow clients, which hold memory and files.
+    """Checks all connections regularly. Closes connections of slow clients, because each holds memory and a file.
 
     The rate of a transfer is measured while it waits for its client: while the server reads an incomplete body,
     or while a part of a response is in the server's buffer. A transfer starts with a credit of `grace_s` seconds. Every
@@ -80,9 +80,9 @@ class ConnectionLimits:
     with 408, and its connection closes. The connection of a response without credit is reset.
 
     Args:
-        connections: Those of the server.
-        limits: How slow transfers may be.
-        on_slow: Called for every response that ends because its client reads too slowly.
+        connections: Open connections of the server.
+        limits: Minimum speed of transfers.
+        on_slow: Called for every response that is cancelled because its client reads too slowly.
         now: A clock, in seconds.
     """
 
@@ -101,7 +101,7 @@ class ConnectionLimits:
         self._waits: dict[Connection, _Wait] = {}
 
     async def enforce(self) -> None:
-        """Closes the connections of clients that are too slow."""
+        """Closes connections of slow clients, in an endless loop."""
         now_s = self._now()
         waits: dict[Connection, _Wait] = {}
         num_silent = 0
@@ -135,7 +135,7 @@ class ConnectionLimits:
             logger.warning("%s", _slow_text(client, part, reason, number))
 
     def _follow(self, wait: _Wait, transfer: PendingTransfer, now_s: float) -> None:
-        """Counts the seconds and the bytes since the last check."""
+        """Updates the credit with the seconds and the bytes since the last check."""
         num_moved = transfer.progress - wait.transfer.progress
         if num_moved:
             wait.moved_s = now_s
@@ -144,7 +144,7 @@ class ConnectionLimits:
         wait.transfer, wait.checked_s = transfer, now_s
 
     def _lateness(self, wait: _Wait, now_s: float) -> str:
-        """Returns the limit that a transfer exceeds; "" if there is none."""
+        """Returns the limit that a transfer exceeds as text; "" if it exceeds none."""
         limits = self._limits
         if wait.transfer.part is Part.HEAD:
             return "its head has not come" if now_s - wait.since_s > HEAD_S else ""
@@ -162,13 +162,13 @@ def _slow_text(client: str, part: Part, reason: str, number: int) -> str:
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as its hard limit allows: 1024 are soon used up."""
+    """Raises the soft limit of open files to the hard limit: 1024 files are too few for many connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a hard limit that it does not grant
+    with contextlib.suppress(ValueError, OSError):  # macOS does not grant its hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def file_limit() -> int:
-    """Returns how many files this process may open now."""
+    """Returns the current limit of open files of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _PLENTY if soft == resource.RLIM_INFINITY else soft

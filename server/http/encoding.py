@@ -5,14 +5,14 @@ names another `embed_dtype` or `endianness`.
 
 Embeddings become int8, uint8 or packed bits independently of the other vectors of a request:
 
-* `int8` is the direction of a vector: it is scaled to length 1, then 8 standard deviations of a component, which is
-  8 / sqrt(D) or 1 if that is less, are spread over -127..127; larger ones are clipped. The range depends on
-  the width alone, so cosine, dot product and Euclidean distance rank the integers as they rank the unit vectors, and
-  nothing need be calibrated. 8 clips no component of the models that were measured (the largest was at 7.1), and is
-  twice as fine as 127 steps per unit; a scale for each vector is finer still, but spoils the dot product.
-  `uint8` is the same number plus 128.
-* `ubinary` has a bit for each component, 1 where it is above 0, packed eight to a byte with the first one highest.
-  `binary` is that byte minus 128, as sentence-transformers, Cohere, Jina and Voyage give it.
+* `int8`: the vector is scaled to length 1. Then components from -r to r map linearly to -127..127, with r =
+    min(8 / sqrt(D), 1), which is 8 standard deviations of a component; larger components are clipped. r depends only
+    on D, so cosine, dot product and Euclidean distance rank integers as they rank unit vectors, without calibration.
+    With 8, no component of the measured models is clipped (the largest was at 7.1), and the steps are smaller than
+    with r = 1. A scale per vector is finer, but changes the order of dot products.
+    `uint8` is the same number plus 128.
+* `ubinary`: one bit per component, 1 if it is above 0, packed into bytes with the first component in the highest bit.
+    `binary` is that byte minus 128, as in sentence-transformers, Cohere, Jina and Voyage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BITS_PER_BYTE: Final = 8
 
 
 class EncodingFormat(StrEnum):
-    """How vectors are written. The last four are JSON numbers of that type."""
+    """Format of vectors in a response. The last four are JSON numbers of that type."""
 
     FLOAT = "float"
     BASE64 = "base64"
@@ -54,7 +54,7 @@ class EncodingFormat(StrEnum):
 
 
 class EmbedDtype(StrEnum):
-    """Number formats of base64 and bytes."""
+    """Number formats in base64 and bytes."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -80,12 +80,12 @@ _BYTE_ORDERS: Final[dict[Endianness, Literal["=", ">", "<"]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How the vectors of one response are written.
+    """Encoding of the vectors of a response.
 
     Attributes:
         format: FLOAT (JSON numbers), BASE64, BYTES or BYTES_ONLY.
-        quantization: Integers instead of floats.
-        dtype: Number format of floats in base64 and bytes.
+        quantization: Integer type; None: floats.
+        dtype: Float format in base64 and bytes.
         endianness: Byte order of base64 and bytes.
     """
 
@@ -96,12 +96,12 @@ class Encoding:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the response is a body of bytes and not JSON."""
+        """Whether the response body is bytes instead of JSON."""
         return self.format in (EncodingFormat.BYTES, EncodingFormat.BYTES_ONLY)
 
     @property
     def element(self) -> str:
-        """The number format as a name."""
+        """The name of the number format."""
         return self.quantization or self.dtype.value
 
 
@@ -120,7 +120,7 @@ def encode_rows(rows: Rows, encoding: Encoding) -> list[Any]:
 
 
 def lazy_rows(rows: Rows, encoding: Encoding) -> list[LazyRows]:
-    """Returns the same as `encode_rows`, or bytes, to be written a part at a time. [N, D] float32, or N arrays."""
+    """Like `encode_rows`, but written in parts, and also for bytes. rows: [N, D] float32, or N arrays."""
     if encoding.is_bytes:
         return [LazyRows(row, lambda part: wire_rows([part], encoding)[0].tobytes()) for row in rows]
     if encoding.format is EncodingFormat.BASE64:
@@ -140,19 +140,19 @@ def _base64(part: NDArray[np.float32], encoding: Encoding) -> bytes:
 
 
 def wire_shape(row: NDArray[np.float32], encoding: Encoding) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of a row in base64 or bytes, and how many bytes it is."""
+    """Returns the shape of a row in base64 or bytes, and its number of bytes."""
     (sample,) = wire_rows([row[:1] if row.ndim > 1 else row], encoding)
     shape = (*row.shape[:-1], *sample.shape[-1:])
     return shape, math.prod(shape) * sample.itemsize
 
 
 def base64_row(row: NDArray[Any]) -> str:
-    """Returns the base64 of a contiguous row, in its type and byte order."""
+    """Returns the base64 of a contiguous row in its dtype and byte order."""
     return binascii.b2a_base64(row.data, newline=False).decode("ascii")
 
 
 def wire_rows(rows: Rows, encoding: Encoding) -> list[NDArray[Any]]:
-    """Returns contiguous rows with the bytes for base64 and raw responses. bfloat16 and fp8 are integers here."""
+    """Returns contiguous rows whose memory is the response. bfloat16 and fp8 have integer dtypes."""
     if encoding.quantization is not None:
         return [np.ascontiguousarray(row) for row in _quantized(rows, encoding.quantization)]
     converted = [_as_dtype(row, encoding.dtype) for row in ([rows] if isinstance(rows, np.ndarray) else rows)]
@@ -183,13 +183,13 @@ def _as_dtype(rows: NDArray[np.float32], dtype: EmbedDtype) -> NDArray[Any]:
 
 
 def _bfloat16(rows: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Returns the upper halves of float32, rounded to the nearest, ties to even."""
+    """Returns float32 rounded to bfloat16 (ties to even), as bit patterns."""
     bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _float8(rows: NDArray[np.float32], *, num_mantissa_bits: int) -> NDArray[np.uint8]:
-    """Returns the codes of the nearest float8 numbers, ties to even; larger numbers become the largest code."""
+    """Returns float32 rounded to float8 (ties to even), as bit patterns. Larger numbers become the largest code."""
     middles = _float8_middles(num_mantissa_bits)
     sizes = np.abs(rows)
     below, at_most = np.searchsorted(middles, sizes, "left"), np.searchsorted(middles, sizes, "right")
@@ -199,7 +199,7 @@ def _float8(rows: NDArray[np.float32], *, num_mantissa_bits: int) -> NDArray[np.
 
 @cache
 def _float8_middles(num_mantissa_bits: int) -> NDArray[np.float32]:
-    """Returns the numbers half-way between neighbours among the positive finite ones, in order."""
+    """Returns the midpoints between neighbouring positive finite float8 numbers, in ascending order."""
     num_codes = 0x7F if num_mantissa_bits == 3 else 0x7C  # e4m3 has no infinity, and one NaN; e5m2 is as IEEE 754.
     codes = np.arange(num_codes)
     exponents, mantissas = codes >> num_mantissa_bits, codes & ((1 << num_mantissa_bits) - 1)
@@ -214,8 +214,8 @@ def quantize(rows: NDArray[np.float32], kind: Quantization, *, param: str = "emb
     """Returns the rows as integers: int8 and uint8 as [N, D], binary and ubinary as [N, D / 8].
 
     Args:
-        rows: [N, D] float32; need not be normalised.
-        kind: The type.
+        rows: [N, D] float32, normalised or not.
+        kind: The integer type.
         param: Name of the request field that names the type; see `check_width`.
     """
     check_width(rows.shape[1], kind, param=param)
@@ -234,6 +234,6 @@ def check_width(width: int, kind: Quantization, *, param: str = "embedding_type"
     if kind in ("binary", "ubinary") and width % _BITS_PER_BYTE:
         raise InvalidRequestError(
             f"{param} is {kind!r}, which packs 8 dimensions into a byte, but the embeddings have {width} dimensions; "
-            "ask for a width that is a multiple of 8, or for int8 or float.",
+            "request a multiple of 8 dimensions, or use int8 or float.",
             param=param,
         )

@@ -1,4 +1,4 @@
-"""uvicorn's server, which sleeps while idle, limits connections, and closes idle ones at shutdown."""
+"""uvicorn's server with connection limits, fewer wake-ups while idle, and a shutdown that closes idle connections."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from ..settings import ServerSettings
 from .connection import Connection
 from .connection_limits import NO_LIMITS, ConnectionLimits, TransferLimits
 
-KEEP_ALIVE_S: Final = 120  # Above the idle time of every client's pool (Go: 90 s), which do not replay a sent POST.
+KEEP_ALIVE_S: Final = (
+    120  # Longer than the idle time of clients' pools (Go: 90 s): clients do not retry a POST on a closed connection.
+)
 _COLLECT_AFTER: Final = 10_000
-"""New objects after which the garbage collector runs."""
+"""Number of new objects after which the garbage collector runs."""
 _CHECK_EVERY_S: Final = 5
 _TICK_S: Final = 1.0
-"""The Date header counts in seconds."""
+"""Seconds. The Date header has a resolution of one second."""
 _COLLECT_EVERY_S: Final = 30.0
-"""Least seconds between two full garbage collections of an idle server."""
+"""Minimum seconds between two full garbage collections of an idle server."""
 _GOODBYE_S: Final = 1.0
-"""Seconds that an idle client has for closing TLS when the server stops; uvloop would wait for 30."""
+"""Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
 
 
 def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
@@ -54,7 +56,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         config: Configuration of uvicorn; its protocol must be Connection.
-        limits: How slowly clients may send and read.
+        limits: Minimum speed of clients.
         on_slow: See ConnectionLimits.
     """
 
@@ -71,12 +73,12 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         enforce = ConnectionLimits(self._connections, limits, on_slow=on_slow).enforce
         config.callback_notify, config.timeout_notify = enforce, max(min(_CHECK_EVERY_S, int(limits.grace_s / 4)), 1)
-        self._num_collected = 0  # requests answered before the last collection
+        self._num_collected = 0  # number of requests before the last collection
         self._collected_s = -inf
 
     @property
     def should_exit(self) -> bool:
-        """Whether the server has to shut down."""
+        """Whether the server must shut down."""
         return self._should_exit
 
     @should_exit.setter
@@ -87,7 +89,7 @@ class HttpServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._exit_requested.set)
 
     async def main_loop(self) -> None:
-        """Ticks once a second and at shutdown. uvicorn ticks ten times a second, which costs an idle server much."""
+        """Ticks once per second and at shutdown. uvicorn's ten ticks per second are expensive for an idle server."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
@@ -95,10 +97,10 @@ class HttpServer(uvicorn.Server):
             self._collect_if_idle(self._loop.time())
 
     def _collect_if_idle(self, now_s: float) -> None:
-        """Runs a full garbage collection if requests have been answered since the last one and none is under way.
+        """Runs a full garbage collection if requests have finished since the last one and none is running.
 
-        Requests are freed without it. It frees reference cycles that a library may leave. It takes some 10 ms, because
-        the objects of start-up are frozen.
+        Requests are freed without it. It frees reference cycles of libraries. It takes about 10 ms, because the objects
+        of start-up are frozen.
         """
         num_answered = self.server_state.total_requests
         if num_answered == self._num_collected or now_s - self._collected_s < _COLLECT_EVERY_S:
@@ -132,9 +134,9 @@ class HttpServer(uvicorn.Server):
 def freeze() -> None:
     """Excludes the objects of start-up from garbage collection, and collects less often.
 
-    A collection would walk these objects while requests wait. At Python's own threshold it takes about 6 % of the time
-    of requests, and finds next to nothing: requests are freed without it, failed ones too (see `drop_tracebacks`). An
-    idle server runs a full collection, see `HttpServer`.
+    Requests wait while the collector walks these objects. At Python's default threshold that takes about 6 % of the
+    time of requests, and frees almost nothing: requests are freed without it, even failed ones (see `drop_tracebacks`).
+    An idle server runs a full collection, see `HttpServer`.
     """
     gc.collect()
     gc.freeze()

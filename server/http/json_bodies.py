@@ -1,4 +1,4 @@
-"""Schemas of request bodies, which know their keys. On a shared path the keys of a body tell its dialect.
+"""Base class and parser of request bodies. On a shared path, the keys of a body determine its dialect.
 
 Body = Annotated[
     Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
@@ -21,11 +21,11 @@ from ..errors import COHERE_TAG, MAX_SHOWN_ERRORS, OWN_TAG, TEI_TAG, shown_names
 
 
 class JsonBody(BaseModel):
-    """A body. Unknown keys are refused unless they are null, which means absent, or among `ignored_keys`.
+    """A request body. Unknown keys are rejected unless their value is null or `ignored_keys` has them.
 
     Attributes:
         tag: Names its dialect if bodies of several dialects share a path.
-        ignored_keys: Keys that are accepted although nothing here depends on them, with the reason.
+        ignored_keys: Keys that are accepted and ignored, with the reason.
         own_names: See `field_names`.
     """
 
@@ -36,15 +36,15 @@ class JsonBody(BaseModel):
     own_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
-        """Returns the names in this body of the fields that engine errors name (EngineError.name_fields)."""
+        """Maps field names in engine errors to the names in this body (EngineError.name_fields)."""
         return self.own_names
 
     def request_name(self) -> str | None:
-        """Returns the request id in the body; None: the header x-request-id decides."""
+        """Returns the request id in the body; None: use the header x-request-id."""
         return None
 
     def check_keys(self) -> None:
-        """Raises RequestValidationError for unknown keys that are neither null nor ignored. Drops the ignored ones."""
+        """Raises RequestValidationError for unknown keys that are neither null nor ignored. Removes ignored keys."""
         extra = self.model_extra or {}
         names = [name for name, value in extra.items() if value is not None and name not in self.ignored_keys]
         if names:
@@ -56,7 +56,7 @@ class JsonBody(BaseModel):
                 }
                 for name in names[:MAX_SHOWN_ERRORS]
             ]
-            # The others are counted, but to word each of a million would take minutes.
+            # Other keys are only counted: making messages for a million keys would take minutes.
             raise RequestValidationError(errors + errors[-1:] * (len(names) - len(errors)))
         extra.clear()
 
@@ -72,7 +72,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Returns the JSON Schema, with the rule for other keys."""
+        """Returns the JSON Schema with the rule for unknown keys."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["additionalProperties"] = {"type": "null"}
         for name, reason in cls.ignored_keys.items():
@@ -84,7 +84,7 @@ Body = TypeVar("Body", bound=JsonBody)
 
 
 def parsed(schema: type[Body], body: object) -> Body:
-    """Returns a body by `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
+    """Returns a body as `schema`. Raises RequestValidationError; see `invalid_body` and `JsonBody.check_keys`."""
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
@@ -97,7 +97,7 @@ class BodyParser:
     """Parses the bodies of one route.
 
     Args:
-        annotation: Of the route's argument `body`: a schema, several with a discriminator, or a dict.
+        annotation: Annotation of the route's parameter `body`: a schema, a union with a discriminator, or dict.
     """
 
     def __init__(self, annotation: Any) -> None:
@@ -118,23 +118,23 @@ class BodyParser:
 
 
 def invalid_body(error: ValidationError, body: object) -> RequestValidationError:
-    """Returns the error that FastAPI raises for the bodies that it checks itself."""
+    """Returns the same error that FastAPI raises for invalid bodies."""
     errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
     given = [name for name, value in body.items() if value is not None] if isinstance(body, dict) else []
     return RequestValidationError(errors, body=given)
 
 
 def tag_rule(schema: Any) -> Callable[[Any], str]:
-    """Returns the function from a body to its tag: the discriminator of the annotation, or OWN_TAG for all."""
+    """Returns a function that maps a body to its tag: the annotation's discriminator, or always OWN_TAG."""
     for mark in getattr(schema, "__metadata__", ()):
         if isinstance(mark, Discriminator) and callable(mark.discriminator):
-            tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # ours give names
+            tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # this package's discriminators return str
             return tag_of
     return lambda _: OWN_TAG
 
 
 def embed_dialect(body: Any) -> str:
-    """Returns the tag of a body of /embed: Cohere's has `texts`, or `inputs` that are objects of contents."""
+    """Returns the tag of a body of /embed. Cohere's body has `texts`, or `inputs` with objects of contents."""
     if not isinstance(body, dict):
         return TEI_TAG
     inputs = body.get("inputs")
@@ -144,7 +144,7 @@ def embed_dialect(body: Any) -> str:
 
 
 def by_keys(tags: Mapping[str, str], *, otherwise: str) -> Discriminator:
-    """Returns a discriminator: the first of these keys with a value other than null gives the tag, else `otherwise`."""
+    """Returns a discriminator: the tag of the first of these keys with a value other than null, or else `otherwise`."""
 
     def tag_of(body: Any) -> str:
         if not isinstance(body, dict):

@@ -1,8 +1,8 @@
-"""Reads JSON bodies and refuses those with too many values.
+"""Reads JSON bodies and rejects bodies with too many values.
 
-A few megabytes of `[],[],...` would take a hundred times as much memory as Python objects. So the values of a body that
-is large or dense are counted before it is parsed, slice by slice, so that the event loop serves other requests. Then
-one `orjson.loads` parses it, which takes about 2.5 ms for each MiB.
+A few megabytes of `[],[],...` take a hundred times as much memory as Python objects. The values of a large or dense
+body are therefore counted before it is parsed, in slices, so that the event loop can serve other requests. Then one
+`orjson.loads` parses it, which takes about 2.5 ms per MiB.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..errors import shown
 from .connection import SLOW_BODY
 
 WEIGHT: Final = 8
-"""Values that a text, a list, an object or a key counts as: it takes more memory and time than a number."""
+"""Weight of a text, list, object or key. Each takes more memory and time than a number, which has weight 1."""
 SLICE_BYTES: Final = 128 * 1024
-"""Bytes that are counted before other requests are served."""
+"""Number of bytes per slice. Other requests are served between two slices."""
 _MOST_PER_BYTE: Final = 3
-"""Values that one byte of valid JSON counts as at most: each byte of `"",` counts as three."""
+"""Maximum weight per byte of valid JSON: each byte of `"",` counts as three."""
 
 
 class JsonReader:
-    """Reads the bodies of one application. Belongs to one event loop.
+    """Reads the bodies of one application. Used by one event loop.
 
     Args:
-        admission: Limits the values of a body: numbers and words count as one, a text, a list, an object or a key as
-            WEIGHT.
-        max_entries: Entries of a list, unless it is a list of numbers.
+        admission: Limits the values of a body. Numbers, true, false and null count as 1, a text, list, object or key
+                as WEIGHT.
+        max_entries: Maximum number of entries of a list, unless it is a list of numbers.
     """
 
     def __init__(self, admission: AdmissionController, max_entries: int) -> None:
@@ -45,16 +45,16 @@ class JsonReader:
     async def read(self, scope: Scope, receive: Receive) -> Any:
         """Returns the value of a body.
 
-        A body of more than SMALL_BODY_BYTES holds memory until AdmissionController.release.
+        A body of more than SMALL_BODY_BYTES reserves memory until AdmissionController.release.
 
         Args:
-            scope: Of the request.
+            scope: Scope of the request.
             receive: ASGI messages of the body.
 
         Raises:
-            RequestValidationError: There is no body, or it is not valid JSON.
-            HTTPException: 408, the body comes too slowly; 413 or 503, see AdmissionController; 400, the client has
-                disconnected.
+            RequestValidationError: The body is missing or is not valid JSON.
+            HTTPException: 408 if the body is too slow, 413 or 503 from AdmissionController, 400 if the client has
+                    disconnected.
         """
         memory = self._admission.body_memory(scope)
         body: bytes | bytearray = b""
@@ -67,7 +67,7 @@ class JsonReader:
                 body = part
             elif isinstance(body, bytearray):
                 body += part
-            else:  # a large body grows in place: joining its parts would take long
+            else:  # append in place: joining the parts of a large body takes long
                 body = bytearray(body)
                 body += part
         if not body:
@@ -88,16 +88,16 @@ class JsonReader:
             raise RequestValidationError([invalid]) from error
 
     def check_entries(self, body: Any, tag: str) -> None:
-        """Counts the entries of the lists of a parsed body before they are validated.
+        """Checks the length of all lists of a parsed body before validation.
 
         A flat list of numbers is the token ids of one input and may be longer.
 
         Args:
             body: A JSON value.
-            tag: Of its dialect.
+            tag: Tag of its dialect.
 
         Raises:
-            RequestValidationError: A list has too many.
+            RequestValidationError: A list has too many entries.
         """
         if not isinstance(body, dict):
             return
@@ -115,7 +115,7 @@ class JsonReader:
             raise RequestValidationError([{"type": "value_error", "loc": place, "msg": message, "input": None}])
 
     def _must_count(self, body: bytes | bytearray) -> bool:
-        """Returns whether a body may hold more values than are allowed, or more than its bytes account for."""
+        """Returns whether a body may have more values than the limit, or more than admission assumes for its size."""
         if len(body) > SLICE_BYTES:
             return True
         most = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
@@ -123,20 +123,20 @@ class JsonReader:
 
 
 def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
-    """Yields after each slice how many values the text holds so far, by WEIGHT.
+    """Yields after each slice the number of values so far, weighted by WEIGHT.
 
     Brackets, commas and colons inside strings do not count. The count is exact for valid JSON.
 
     Args:
         text: JSON in UTF-8.
-        slice_bytes: Bytes of a slice, 2 at least.
+        slice_bytes: Bytes per slice, at least 2.
     """
     num_values = start = 0
-    is_inside = False  # a string, at the start of the slice
+    is_inside = False  # whether the slice starts inside a string
     while start < len(text):
         part = text[start : start + slice_bytes]
         if (len(part) - len(part.rstrip(b"\\"))) % 2 and start + len(part) < len(text):
-            part = part[:-1]  # an escape is not cut
+            part = part[:-1]  # do not split an escape sequence
         start += len(part)
         runs = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(runs[is_inside::2])
@@ -150,33 +150,33 @@ def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Ite
 async def receive_part(scope: Scope, receive: Receive) -> tuple[bytes, bool]:
     """Returns the next part of a body, and whether more parts follow.
 
-    Raises HTTPException: 408, ConnectionLimits found the body too slow; 400, the client has disconnected.
+    Raises HTTPException: 408 if ConnectionLimits found the body too slow, 400 if the client has disconnected.
     """
     message = await receive()
     if SLOW_BODY in scope:
         text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
         raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
     if message["type"] != "http.request":
-        raise HTTPException(400, "The body has not come whole.")
+        raise HTTPException(400, "The body is incomplete.")
     return message.get("body", b""), message.get("more_body", False)
 
 
 def check_media(
     content_type: str, headers: Iterable[tuple[bytes, bytes]], origins: Collection[str] = (), *, takes_any: bool
 ) -> None:
-    """Checks that a body may be read as JSON.
+    """Checks that the content type allows to read a body as JSON.
 
-    Browsers send requests of some other types, or of none, to any server without a CORS preflight. A web page of
-    another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
+    Browsers send requests with some other types, or without a type, to any server without a CORS preflight. A web page
+    of another origin must therefore send application/json, which needs a preflight, unless its origin is allowed.
 
     Args:
-        content_type: Of the body; "" if there is none.
-        headers: Of the request.
+        content_type: Content-Type of the body; "" if there is none.
+        headers: Headers of the request.
         origins: Allowed origins of web pages; "*" allows all.
-        takes_any: Other types are accepted too.
+        takes_any: Whether other types are accepted.
 
     Raises:
-        HTTPException: 415, the body may not be read.
+        HTTPException: 415 for a type that is not allowed.
     """
     media = content_type.partition(";")[0].strip().lower()
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
@@ -189,10 +189,10 @@ def check_media(
 
 
 def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:
-    """Returns whether a browser sent the request for a page of another origin that is not allowed.
+    """Returns whether a browser sent the request for a web page of an origin that is not allowed.
 
-    Sec-Fetch-Site decides if there is one: a proxy may have changed Host. Without it Origin is compared with Host, but
-    not the schemes: behind a TLS proxy the server sees http while its pages have https.
+    Sec-Fetch-Site has precedence if present, because a proxy may have changed Host. Otherwise Origin is compared with
+    Host, without the scheme: behind a TLS proxy the server sees http although its pages use https.
     """
     host, origins, sites = b"", list[bytes](), list[bytes]()
     for name, value in headers:

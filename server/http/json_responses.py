@@ -1,8 +1,8 @@
-"""JSON responses, large ones written a part at a time while the client reads them.
+"""JSON responses. Large ones are serialised in parts while the client reads.
 
-orjson holds the interpreter while it writes a value, and the JSON of vectors takes three times their memory. So a large
-response is written while it is sent: other requests are served between two parts, and a response whose client reads
-slowly holds only the arrays that it is made from.
+orjson holds the GIL while it serialises a value, and JSON of vectors takes three times the memory of the arrays. A
+large response is serialised while it is sent: other requests are served between two parts, and for a slow client
+only the arrays are in memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from starlette.types import Receive, Scope, Send
 JSON_HEADERS: Final = {"content-type": "application/json"}
 PART_BYTES: Final = 64 * 1024
 _PART_VALUES: Final = 8_192
-"""Numbers that are written at once."""
+"""Numbers per part."""
 _TOGETHER: Final = 64
-"""Entries of a list of texts or numbers that are written at once."""
+"""Entries of a list of texts or numbers per part."""
 _PART_CHARS: Final = 32_768
-"""Characters that are written at once."""
+"""Characters per part."""
 
 
 class LazyRows:
-    """Rows of an array that are written some at a time.
+    """Rows of an array that are serialised in parts.
 
     Args:
-        rows: [N, D], or [D] to be written as a whole.
-        write: Returns the bytes of some of the rows, [n, D] or [D].
-        start: Written before the first.
-        between: Written between two parts.
-        end: Written after the last.
+        rows: [N, D], or [D], which is written as a whole.
+        write: Serialises some of the rows, [n, D] or [D].
+        start: Bytes before the first part.
+        between: Bytes between two parts.
+        end: Bytes after the last part.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class LazyRows:
         self._start, self._between, self._end = start, between, end
 
     def parts(self) -> Iterator[bytes]:
-        """Returns the written bytes in parts."""
+        """Yields the serialised parts."""
         yield self._start
         if self._rows.ndim < 2:
             yield self._write(self._rows)
         else:
-            # A multiple of three rows has whole groups of base64 at every width.
+            # A multiple of three rows gives complete base64 groups at every width.
             step = 3 * max(_PART_VALUES // (3 * max(self._rows.shape[1], 1)), 1)
             for first in range(0, len(self._rows), step):
                 if first:
@@ -67,7 +67,7 @@ class LazyRows:
 
 
 def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None) -> LazyRows:
-    """Returns an array as JSON numbers.
+    """Returns an array that is serialised as JSON numbers.
 
     Args:
         rows: [N, D] or [D].
@@ -83,7 +83,7 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
 
 
 def json_bytes(value: Any) -> bytes:
-    """Returns the JSON of a value as a whole, of what `iter_json` takes."""
+    """Returns the JSON of a value as one bytes object. See `iter_json` for the types of values."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_whole)
 
 
@@ -98,7 +98,7 @@ def _whole(value: Any) -> Any:
 
 
 def iter_json(value: Any) -> Iterator[bytes]:
-    """Returns the JSON of a value in parts that are small, where its texts and its innermost lists are.
+    """Yields the JSON of a value in parts, which are small if its texts and its innermost lists are small.
 
     Args:
         value: A value for orjson; its objects and lists may hold arrays, LazyRows, and iterators as lists.
@@ -136,7 +136,7 @@ def iter_json(value: Any) -> Iterator[bytes]:
 
 
 def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
-    """Returns entries of a list: in one call unless texts among them are large."""
+    """Yields entries of a list, serialised in one call unless they contain large texts."""
     if any(isinstance(entry, str) and len(entry) > _PART_CHARS // _TOGETHER for entry in entries):
         for i, entry in enumerate(entries):
             yield b"," if i else before
@@ -146,7 +146,7 @@ def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
 
 
 def _entry(value: Any) -> Iterator[bytes]:
-    """Returns an entry of a list or an object: one call for most objects, which are small and many."""
+    """Yields an entry of a list or an object, serialised in one call if it is small, as most entries are."""
     if isinstance(value, dict) and not any(map(_is_written_apart, value.values())):
         yield json_bytes(value)
     else:
@@ -162,11 +162,11 @@ def _is_written_apart(value: Any) -> bool:
 
 
 class IncrementalResponse(Response):
-    """A response with a body that is made while it is sent.
+    """A response whose body is serialised while it is sent.
 
     Args:
         parts: The body, in parts of any size.
-        headers: Of the response.
+        headers: Headers of the response.
     """
 
     def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
@@ -176,7 +176,7 @@ class IncrementalResponse(Response):
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it; ends early where its client has gone."""
+        """Sends the response. Stops if the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         leaving = asyncio.create_task(_hang_up(receive))
         try:
@@ -191,13 +191,13 @@ class IncrementalResponse(Response):
 
 
 async def _hang_up(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _gathered(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Returns the same bytes in parts of about PART_BYTES."""
+    """Yields the same bytes in parts of about PART_BYTES."""
     waiting: list[bytes] = []
     num_bytes = 0
     for part in parts:
@@ -212,17 +212,17 @@ def _gathered(parts: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def json_response(content: Any, *, incremental: bool = False) -> Response:
-    """Returns `content` as JSON; numpy arrays and numbers are written as they are, without a Python list between.
+    """Returns a JSON response. numpy arrays and numbers are serialised directly, without Python lists.
 
     Args:
-        content: What `iter_json` takes.
-        incremental: Encode and send the body a part at a time.
+        content: A value for `iter_json`.
+        incremental: Serialise and send the body in parts.
     """
     return IncrementalResponse(iter_json(content), JSON_HEADERS) if incremental else JsonResponse(json_bytes(content))
 
 
 class JsonResponse(Response):
-    """A response with a JSON body. Starlette's own class takes twice as long to make its headers.
+    """A response with a JSON body. Starlette's class takes twice as long to make the headers.
 
     Args:
         body: The JSON.

@@ -1,4 +1,4 @@
-"""The head of a request: its path, its id, and its deadline and priority."""
+"""Values from a request's head: path, request id, deadline and priority."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.tasks import ChunkPriority
 
 MAX_PRIORITY: Final = 999
-"""Cohere's largest; a level is worth a second of waiting, so that more would mean nothing but 'never' or 'now'."""
+"""Cohere's maximum. One level counts like one second of waiting, so larger values would mean 'never' or 'now'."""
 _LEVELS: Final = {level.name.lower(): level for level in ChunkPriority}
 PRIORITY_NAMES: Final = ", ".join(_LEVELS)
-"""Levels that the header may call by name, the first to go first."""
+"""Names of levels for the header, highest priority first."""
 PRIORITY_PATTERN: Final = f"^(-?[0-9]{{1,{len(str(MAX_PRIORITY))}}}|{PRIORITY_NAMES.replace(', ', '|')})$"
 TIMEOUT_PATTERN: Final = r"^([1-9][0-9]{0,14}(\.[0-9]{1,20})?|0\.[0-9]{0,19}[1-9][0-9]{0,19})$"
 """The format of the headers: numbers as in JSON, without the underscores that Python accepts."""
@@ -33,10 +33,10 @@ class RequestLimits:
     """Deadline, priority and client of a request.
 
     Attributes:
-        timeout_s: Seconds until its deadline; None: the request sets none.
-        priority: A ChunkPriority or another level; lower goes first.
-        client: The client in fair queueing; "" where clients are not told apart.
-        namespace: Cached vectors and prefixes of this namespace alone may be used; "" without API keys.
+        timeout_s: Seconds until its deadline; None if the request sets no deadline.
+        priority: A ChunkPriority or another level. Lower levels run first.
+        client: The client in fair queueing; "" if clients are not distinguished.
+        namespace: Only cached vectors and prefixes of this namespace may be used; "" without API keys.
     """
 
     timeout_s: float | None = None
@@ -46,14 +46,14 @@ class RequestLimits:
 
 
 LIMITS: Final = "penstock.limits"
-"""The key of a request's scope that holds its RequestLimits, if it runs a model."""
+"""Scope key of the RequestLimits of a request that runs a model."""
 
 
 def limits_of(scope: Scope) -> RequestLimits:
     """Returns the limits in the headers of a request: `x-request-timeout` in seconds, and `x-priority`.
 
     Raises:
-        InvalidRequestError: A header holds neither such a number nor, of a priority, its name.
+        InvalidRequestError: A header is not such a number, and x-priority is not the name of a level.
     """
     timeout_s, priority = None, int(ChunkPriority.NORMAL)
     for name, value in scope["headers"]:
@@ -77,17 +77,17 @@ def _level(text: str) -> int:
     if not re.fullmatch(PRIORITY_PATTERN, text):
         raise InvalidRequestError(
             f"The header x-priority is {text[:40]!r}; it must be a whole number from -{MAX_PRIORITY} to "
-            f"{MAX_PRIORITY}, of which the lower goes first, or {PRIORITY_NAMES}.",
+            f"{MAX_PRIORITY} (lower runs first), or {PRIORITY_NAMES}.",
             param="x-priority",
         )
     return _LEVELS[text] if text in _LEVELS else int(text)
 
 
 class RequestIds:
-    """Makes the ids of requests."""
+    """Creates request ids."""
 
     def __init__(self) -> None:
-        self._random = random.Random()  # noqa: S311 - an id is no secret, and uuid4 asks the kernel each time
+        self._random = random.Random()  # noqa: S311 - an id is not secret, and uuid4 makes a system call for each id
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Returns the client's x-request-id, or a new one."""
@@ -102,9 +102,9 @@ class RequestIds:
 def canonical_path(path: str) -> str:
     """Returns the path that `path` is an alias of, or `path`.
 
-    A trailing slash is dropped, and `/v1/v2/rerank`, which a Cohere client makes of a base URL that ends in /v1, is
-    `/v2/rerank`. Unprintable characters are quoted again: the router takes a path with a line end behind it for the
-    path itself, which keys and tables do not.
+    A trailing slash is removed. `/v1/v2/rerank` becomes `/v2/rerank`: a Cohere client requests it if its base URL ends
+    in /v1. Unprintable characters are quoted again: the router ignores a trailing newline in a path, but key checks
+    and route tables do not.
     """
     if not path.isprintable():
         path = quote(path)

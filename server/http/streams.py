@@ -1,7 +1,7 @@
-"""Buffers bytes of later requests, writes responses, and handles clients that send no more.
+"""Buffers bytes of pipelined requests, writes responses, and handles half-closed connections.
 
-uvicorn parses all bytes that arrive into requests, and reads on whenever an application reads a body. So it would hold
-thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes instead.
+uvicorn parses all received bytes into requests, and continues to read whenever an application reads a body. It would
+hold thousands of pipelined requests of one client, with their bodies. ReadAhead holds a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_AHEAD_BYTES: Final = 64 * 1024
-"""Bytes of later requests. With more, nothing is read until the running request is answered."""
+"""Maximum bytes of later requests. Above it, reading pauses until the running request is answered."""
 PARSE_BYTES: Final = 2048
-"""Bytes that are parsed at once, except in bodies of known length: at most a hundred requests."""
+"""Bytes per parser call, except in bodies of known length. They contain at most a hundred requests."""
 
 
 class ReadAhead(FlowControl):
-    """Bytes of requests that wait for earlier responses. While there are many, nothing more is read.
+    """Buffers bytes of requests that wait for earlier responses. Pauses reading while the buffer is full.
 
     Attributes:
-        waiting: The bytes.
+        waiting: The buffered bytes.
     """
 
     def __init__(self, transport: object) -> None:
@@ -49,7 +49,7 @@ class ReadAhead(FlowControl):
         return part
 
     def resume_reading(self) -> None:
-        """Reads on, unless much waits."""
+        """Resumes reading unless the buffer is full."""
         if self.read_paused and not self._is_full:
             super().resume_reading()
 
@@ -59,22 +59,22 @@ class ReadAhead(FlowControl):
 
 
 LINGER_S: Final = 30.0
-"""Seconds for which bytes of the client are still read and discarded."""
+"""Seconds after the last response for which bytes of the client are read and discarded."""
 
 
 class ResponseWriter:
     """The transport that uvicorn writes responses to.
 
-    A head is written together with the first part of its body: one system call less, and the client wakes up once. A
-    connection that is closed while unread bytes of its client have arrived is reset, and the client may lose a response
-    that it has not read (RFC 9112, section 9.6): while a client still sends, only our side is closed, for LINGER_S.
+    The head is written together with the first part of the body, which saves a system call and a wake-up of the client.
+    If a connection with unread received bytes is closed, TCP resets it and the client may lose an unread response (RFC
+    9112, section 9.6). So while a client still sends, only our side is closed first, and the rest after LINGER_S.
 
     Args:
-        transport: Of the connection.
-        end: Ends the connection when the last response has been written.
+        transport: Transport of the connection.
+        end: Called when the last response has been written, to close the connection.
 
     Attributes:
-        num_written: Bytes that were handed to the transport.
+        num_written: Number of bytes written to the transport.
     """
 
     __slots__ = ("_cycle", "_end", "_end_timer", "_head", "_is_head_due", "_transport", "is_closing", "num_written")
@@ -90,7 +90,7 @@ class ResponseWriter:
         self._head = b""
 
     def begin(self, cycle: RequestResponseCycle) -> None:
-        """Begins the response to a request."""
+        """Starts the response to a request."""
         self._cycle, self._is_head_due = cycle, True
 
     def write(self, data: bytes) -> None:
@@ -101,7 +101,7 @@ class ResponseWriter:
             self._transport.writelines((self._head, data))
             self.num_written += len(self._head) + len(data)
             self._head = b""
-        else:  # from Python 3.12 on asyncio tries for ever to get rid of an empty part among several
+        else:  # since Python 3.12, asyncio retries an empty part among several forever
             self.flush()
             self._transport.write(data)
             self.num_written += len(data)
@@ -114,7 +114,7 @@ class ResponseWriter:
             self._head = b""
 
     def close(self) -> None:
-        """Ends the last response."""
+        """Completes the last response."""
         self.flush()
         self._end()
 
@@ -125,7 +125,7 @@ class ResponseWriter:
         self._end_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
     def forget(self) -> None:
-        """The connection is lost: drops all references."""
+        """Drops all references after the connection is lost."""
         self._cycle, self._head = None, b""
         if self._end_timer is not None:
             self._end_timer.cancel()
@@ -134,7 +134,7 @@ class ResponseWriter:
 class CloseDelimited:
     """Ends a response of unknown length to an HTTP/1.0 client by closing the connection (RFC 9112, section 6.3).
 
-    uvicorn would send chunks, which HTTP/1.0 does not know. Responses with a Content-Length go out as they are.
+    uvicorn would send chunks, which HTTP/1.0 does not support. Responses with a Content-Length are not changed.
 
     Args:
         app: The application.
@@ -146,7 +146,7 @@ class CloseDelimited:
         self._cycle = cycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers the request of the cycle."""
+        """Runs the application for the request of the cycle."""
         cycle, is_unframed = self._cycle, False
 
         async def send_unframed(message: Message) -> None:
@@ -155,7 +155,7 @@ class CloseDelimited:
                 is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
                 if is_unframed:
                     cycle.chunked_encoding, cycle.keep_alive = False, False
-            elif is_unframed:  # uvicorn compares each part with the length that is left
+            elif is_unframed:  # uvicorn compares each part with the remaining length
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
@@ -171,16 +171,16 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 
 class HalfClose:
-    """Closes a connection whose client sends no more as soon as the client has disconnected, which ends its requests.
+    """Closes a half-closed connection when its client disconnects, which cancels the client's requests.
 
-    A client that has closed its connection looks like one that has closed only its sending side (`nc -N`, TCP proxies),
-    until something is written. So a request that takes long gets an interim response, which HTTP/1.1 allows at any time
-    before the final one.
+    Until the server writes, a client that has closed the connection looks like one that has closed only its sending
+    side (`nc -N`, TCP proxies). A long request therefore gets an interim response, which HTTP/1.1 allows at any time
+    before the final response.
 
     Args:
-        transport: Of the connection. It is not encrypted: TLS has no half of an end.
-        send_interim: Sends the interim response, if that may be sent now.
-        wait_s: Seconds from now until that.
+        transport: Transport of the connection, without TLS: TLS connections cannot be half-closed.
+        send_interim: Sends the interim response if that is allowed now.
+        wait_s: Seconds until `send_interim` is called.
     """
 
     def __init__(self, transport: asyncio.Transport, send_interim: Callable[[], None], wait_s: float) -> None:

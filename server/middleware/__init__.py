@@ -1,1 +1,1 @@
-"""The layers that every request passes before its route; app.py lists them in order."""
+"""Middleware that every request passes before its route. app.py lists it in order."""

@@ -1,6 +1,6 @@
-"""API keys: a request needs one unless its route is open. Without keys any Authorization header is ignored.
+"""API keys. Requests need a key unless their route is open. Without configured keys, Authorization is ignored.
 
-Keys come from the settings, and from a file that may change while the server runs.
+Keys come from the settings and from a file, which may change while the server runs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 
 SALT_BYTES: Final = 32
 MAX_OFFERS: Final = 2
-"""Headers with a key that one request may have: Authorization and api-key. Each is hashed."""
+"""Maximum number of headers with a key in one request: Authorization and api-key. The server hashes each key."""
 CHECK_EVERY_S: Final = 1.0
 """Seconds between two checks of the file."""
 _NAMESPACE: Final = b"namespace"
-"""The purpose of a digest: other digests with the same salt tell nothing about it."""
+"""The purpose of a digest, so that digests with the same salt but another purpose are unrelated."""
 _Version = tuple[int, int, int]
 
 
 class AuthMiddleware:
-    """Passes on requests that carry a valid key as `Bearer KEY`, as `KEY`, or as `api-key: KEY`.
+    """Accepts requests with a valid key as `Authorization: Bearer KEY`, `Authorization: KEY` or `api-key: KEY`.
 
     It sets scope["api_client"] to the identity in the fair queue, scope["api_owner"] to the owner of files, and
     scope["api_namespace"] to the namespace of cached vectors and prefixes.
 
     Args:
         app: The next application.
-        keys: For data; without any, data is open.
-        admin_keys: For routes with Access.ADMIN_KEY.
+        keys: Keys for data routes. If there are none, data routes need no key.
+        admin_keys: Keys for routes with Access.ADMIN_KEY.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys) -> None:
@@ -51,7 +51,7 @@ class AuthMiddleware:
         self.admin_keys = admin_keys
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answers 401 to requests without the key that their route needs."""
+        """Responds with 401 to requests without the key that their route needs."""
         access = scope.get(ACCESS, Access.API_KEY)
         if access is Access.OPEN:
             return self.app(scope, receive, send)
@@ -80,19 +80,19 @@ def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 class ApiKeys:
-    """Keeps keys as salted digests, so that neither a comparison nor an identity reveals a key.
+    """Stores keys as salted digests, so that neither comparison times nor identities reveal a key.
 
-    The file holds one key per line; empty lines and lines that begin with # are skipped. It is read again when it has
-    changed. If it is missing or holds no key, an error is logged and the last keys stay valid.
+    The file has one key per line. Empty lines and lines that start with # are skipped. It is read again after a
+    change. If it is then missing or has no key, an error is logged and the previous keys stay valid.
 
     Args:
         given: Keys of the settings.
         file: File with more keys.
         flag: Option that names the file, for errors and logs.
-        salt: Secret of the identities: equal salts make equal identities after a restart and in other processes.
-            Default: a new one.
-        namespace_salt: Secret of the namespaces of cached vectors and prefixes if servers share a cache: the one of
-            its folder. Default: namespaces are identities.
+        salt: Secret salt of the identities. Equal salts give equal identities after a restart and in other processes.
+                Default: a random salt.
+        namespace_salt: Secret salt of the namespaces of cached vectors and prefixes. Servers that share a cache folder
+                use the salt in that folder. Default: namespaces are identities.
         clock_s: Monotonic time.
 
     Raises:
@@ -127,11 +127,11 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need a key at all."""
+        """Whether requests need a key."""
         return bool(self._owners)
 
     def client_of(self, offers: Iterable[bytes]) -> str | None:
-        """Returns the identity of the client that offers a key, "" where there is one key only; None if none fits."""
+        """Returns the identity of the client, "" if the server has only one key, or None without a valid key."""
         owner = self.owner_of(offers)
         return None if owner is None else self.client_name(owner)
 
@@ -145,16 +145,16 @@ class ApiKeys:
         return not owner or not self._owners or owner in self._owners
 
     def namespace_of(self, owner: str) -> str:
-        """Returns the namespace of an owner's cached vectors and prefixes. It follows from the key and the salt."""
+        """Returns the namespace of an owner's cached vectors and prefixes, a digest of key and salt."""
         return self._namespaces.get(owner, owner)
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:
-        """Returns the identity of the key that is offered; None if none is valid, or there are more than MAX_OFFERS."""
+        """Returns the identity of the valid key, or None without a valid key or with more than MAX_OFFERS keys."""
         self._reload_if_changed()
         offered = list(islice(offers, MAX_OFFERS + 1))
         if len(offered) > MAX_OFFERS:
             return None
-        # The time of this lookup depends on digests with a secret salt, so it tells nothing about a key.
+        # The time of this lookup depends on digests with a secret salt, so it reveals nothing about a key.
         return next((owner for owner in map(self._digest, offered) if owner in self._owners), None)
 
     def _reload_if_changed(self) -> None:
@@ -170,7 +170,7 @@ class ApiKeys:
             self._owners = self._given | self._read(self._file)
         except (OSError, ValueError) as error:
             if version != self._version:
-                logger.error("%s: %s; the keys stay as they were", self._flag, _reason(error, self._file))
+                logger.error("%s: %s; the previous keys stay valid", self._flag, _reason(error, self._file))
         else:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
         self._version = version
@@ -185,7 +185,7 @@ class ApiKeys:
         return frozenset(self._known(key.encode()) for key in keys)
 
     def _known(self, key: bytes) -> str:
-        """Returns the digest of a key that is valid, and notes its namespace."""
+        """Returns the digest of a valid key, and stores its namespace."""
         digest = self._digest(key)
         if self._namespace_salt is not None:
             namespace = blake2b(key, digest_size=16, key=self._namespace_salt, person=_NAMESPACE)

@@ -1,7 +1,7 @@
-"""Calls the functions of JSON routes, and turns the errors of requests into responses.
+"""Calls the functions of JSON routes, and converts their errors to responses.
 
-FastAPI finds a route by trying the patterns of all, and then resolves the dependencies of its function. JSON routes are
-fixed paths whose functions take a body and the request: one lookup and one check are enough for them.
+FastAPI tries the patterns of all routes in turn, and then resolves the dependencies of the function. JSON routes have
+fixed paths and functions with the parameters `body` and `request`, so one dictionary lookup is enough.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 class JsonDispatcher:
     """Calls the functions of JSON routes, and passes other requests on.
 
-    The work for a request ends when its client hangs up or its deadline passes; see ClientWatch. Releases everything
-    that a request holds, however it ends.
+    ClientWatch cancels a request when its client hangs up or its deadline passes. After every request its memory
+    reservations are released.
 
     Args:
         app: The next application.
-        error_handlers: Turn an error into a response, by its class.
+        error_handlers: Exception class to a function that makes the response.
         on_end: Called with the scope of each request when its response has been sent.
-        on_response: Called with it as soon as the response or the error is known: nothing is computed any more.
+        on_response: Called with the scope as soon as the response or the error is known, before it is sent.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class JsonDispatcher:
 
 
 class UnexpectedErrorMiddleware:
-    """Answers the unexpected errors of the routes that FastAPI calls. FastAPI itself would answer in plain text.
+    """Responds to unexpected errors of the routes that FastAPI calls. FastAPI itself would send plain text.
 
     Args:
         app: The next application.
@@ -111,7 +111,7 @@ class UnexpectedErrorMiddleware:
 
 
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
-    """Logs an unexpected error. Returns its response, None if another response has begun."""
+    """Logs an unexpected error. Returns its response, or None if another response has started."""
     logger.error("request %s failed unexpectedly", scope["request_id"], exc_info=error)
     if (record := REQUEST.get()) is not None and record.has_begun:
         return None
@@ -120,12 +120,12 @@ def unexpected_error(scope: Scope, error: Exception) -> Response | None:
 
 
 async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
-    """Returns the parsed body of a request, and notes its dialect and its id in the scope.
+    """Returns the parsed body of a request, and stores its dialect and id in the scope.
 
     Raises:
-        RequestValidationError: There is no body, it is not valid JSON, or it does not fit the schema.
-        HTTPException: 415, it is something else, or compressed; 413, it holds too many values; 400, the client has
-            gone.
+        RequestValidationError: The body is missing, is not valid JSON, or does not match the schema.
+        HTTPException: 415 for another media type or a compressed body, 413 for too many values, 400 if the client has
+                disconnected.
     """
     scope, reader = request.scope, request.app.state.json_reader
     media = coding = b""

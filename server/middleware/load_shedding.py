@@ -1,13 +1,11 @@
-"""Refuses requests at their head while the engine is full, and sends refusals at a bounded rate.
+"""Rejects requests after their head while the engine is full, and sends rejections at a bounded rate.
 
-The application would refuse a request with the same response after reading the body and finding the route. If the model
-uses all cores, that would slow down accepted requests under ten times the load. An invalid body is not read either: its
-request gets the same 429.
+The application would send the same response after reading the body. If the model uses all cores, that would slow down
+accepted requests at ten times the load. Bodies are not read, so a request with an invalid body gets the same 429.
 
-A client that is refused and comes back at once would be refused again within a millisecond, and a few such clients
-would take the processor from accepted requests: with two cores and 64 such clients, goodput was a third of the peak. A
-client mostly has one request under way on a connection, so a later response slows the client down. Responses that are
-sent together cost less than each by itself.
+A rejected client that retries at once would be rejected again within a millisecond, and a few such clients take the CPU
+from accepted requests: with two cores and 64 such clients, goodput fell to a third of the peak. Most clients run one
+request per connection, so a delayed response slows the client down. Sending several responses together costs less.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from .auth import ApiKeys, offered_keys
 
 TICK_S: Final = 0.05
 PER_TICK: Final = 10
-"""Refusals that are sent in a tick unless one has waited for too long: 200 a second."""
+"""Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
 LONGEST_S: Final = 2.0
-"""Longest wait of a refusal in seconds. The smallest Retry-After is 1 s."""
+"""Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
 _LONGEST_KEY: Final = 64
 
 Answer = Callable[[Response], None]
@@ -56,10 +54,10 @@ class _Waiting(NamedTuple):
 
 
 class RefusalPace:
-    """Releases refusals, in the order of their latest times. Belongs to one event loop.
+    """Sends delayed rejections, in the order of their latest times. Used by one event loop.
 
     Args:
-        max_waiting: The most refusals that wait for more than a tick: each holds a connection.
+        max_waiting: Maximum number of rejections that wait longer than one tick. Each holds a connection.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -69,7 +67,7 @@ class RefusalPace:
         self._is_ticking = False
 
     def add(self, release: Callable[[], bool], *, within_s: float = LONGEST_S) -> None:
-        """Calls `release` within `within_s` seconds. It returns whether a response went out: the client may be gone."""
+        """Calls `release` within `within_s` seconds. `release` returns false if the client has disconnected."""
         loop = asyncio.get_running_loop()
         heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, LONGEST_S), next(self._numbers), release))
         if not self._is_ticking:
@@ -77,7 +75,7 @@ class RefusalPace:
             loop.call_later(TICK_S, self._tick)
 
     def wait(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
-        """Adds a refusal and returns an awaitable that ends when the refusal may go out."""
+        """Adds a rejection and returns an awaitable that completes when the rejection may be sent."""
         released = asyncio.get_running_loop().create_future()
 
         def release() -> bool:
@@ -102,26 +100,26 @@ class RefusalPace:
 
 
 def longest_wait_s(scope: Scope) -> float:
-    """Returns how many seconds a refusal may wait: half of the time limit of its client."""
+    """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
     timeout_s = limits_of(scope).timeout_s
     return LONGEST_S if timeout_s is None else timeout_s / 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Refusal:
-    """A refused request. Its response is sent once.
+    """A rejected request. Its response is sent once.
 
-    The response is made when it is sent, together with others, while code and data are in the processor's caches.
+    Responses are built when they are sent, several at a time, which uses the processor's caches well.
 
     Attributes:
-        error: Why.
+        error: Reason of the rejection.
         model: Shown name of the served model.
-        route: Of the request.
-        scope: Of the request.
+        route: Route of the request.
+        scope: Scope of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
         answer: Sends a response; None after that.
         observers: Called with the record of the request.
-        ids: Name the request.
+        ids: Creates the request id.
         began_s: Seconds, of time.perf_counter(). When its head was read.
         began_ns: Nanoseconds since 1970 of the same moment.
     """
@@ -140,7 +138,7 @@ class Refusal:
     _seen: bytes = b""
 
     def find_dialect(self, body: bytes) -> None:
-        """Looks in a part of the body for a key of a dialect. Quotes inside texts are escaped, so no text matches."""
+        """Searches a part of the body for a key of a dialect. Quotes in texts are escaped, so texts do not match."""
         if self.route.by_key and self._dialect is None:
             self._seen += body
             for key, dialect in self.route.by_key.items():
@@ -149,7 +147,7 @@ class Refusal:
             self._seen = self._seen[-_LONGEST_KEY:]
 
     def send(self) -> bool:
-        """Sends the response unless that has happened. Returns whether it did. Frees the request."""
+        """Sends the response unless it was sent before. Returns whether it was sent now. Frees the request."""
         answer, scope = self.answer, self.scope
         if answer is None:
             return False
@@ -172,18 +170,18 @@ class Refusal:
 
 
 class LoadShedder:
-    """Refuses requests to routes that run the model while its engine is full.
+    """Rejects requests to routes that run the model while its engine is full.
 
-    The application refuses requests with a missing key, a wrong header or a too large body, and all requests if several
-    models are served, because the body names the model.
+    Requests with a missing key, a wrong header or a body that is too large are left to the application. If several
+    models are served, all requests are, because the body names the model.
 
     Args:
-        routes: Of the application.
+        routes: Routes of the application.
         models: The served models.
         keys: API keys.
         observers: Called with the record of every request.
-        pace: Sends refusals at a bounded rate.
-        max_body_bytes: Of one body.
+        pace: Sends rejections at a bounded rate.
+        max_body_bytes: Maximum size of one body.
         cors: Lets web pages of other origins read responses; None: they may not.
     """
 
@@ -208,17 +206,17 @@ class LoadShedder:
 
     @property
     def is_full(self) -> bool:
-        """Whether `refusal` may refuse anything."""
+        """Whether the engine is full, so that `refusal` may reject a request."""
         engine = self._models.only_engine
         return engine is not None and engine.is_full
 
     def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
-        """Refuses a POST whose head has been read. None if the engine can take it, or the application must refuse it.
+        """Rejects a POST after its head was read. Returns None if the application must handle the request.
 
         Args:
             target: The request target, as it was sent.
-            scope: Of the request; its path is not known yet.
-            answer: Sends the whole response, later.
+            scope: Scope of the request. Its path is not known yet.
+            answer: Sends the whole response when it is called later.
         """
         engine, route, headers = self._models.only_engine, self._route(target), scope["headers"]
         if engine is None or route is None:
@@ -237,7 +235,9 @@ class LoadShedder:
             engine.check_room(client)
         except EngineError as error:
             refusal = Refusal(
-                error=error.with_traceback(None),  # it would hold this frame, and with it the refusal, in a cycle
+                error=error.with_traceback(
+                    None
+                ),  # a traceback would refer to this frame, and so to the refusal: a cycle
                 model=self._models.entries[0].name,
                 route=route,
                 scope=scope,

@@ -1,4 +1,4 @@
-"""The layer around every request: its route, id and times.
+"""Outermost middleware: finds the route, sets the request id, and measures times.
 
 Pure ASGI: starlette's BaseHTTPMiddleware costs a task per request.
 """
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMiddleware:
-    """The outer layer: finds the route of a request, gives it an id, measures its times, and paces refusals.
+    """Finds the route of a request, sets its id, measures its times, and delays rejections.
 
-    Aliases are served in place, because clients do not follow a redirect of a POST. The id is the client's x-request-id
-    or a new one; it is kept in the scope, where the body may replace it, and sent back. Server-Timing has the times of
-    the stages. After the response the observers are called in their order. A response with status 429 waits until
-    RefusalPace releases it; the application has released the request by then.
+    Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
+    x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
+    Server-Timing has the times of the stages. The observers are called in order after the response. A response with
+    status 429 waits until RefusalPace releases it; by then the application has released the request.
 
     Args:
         app: The next application.
         routes: All routes.
         observers: Called with the record of every request after its response.
-        pace: Releases refusals.
+        pace: Delays rejections.
         end_request: Responds to a request that is cancelled at the end of the drain.
     """
 
@@ -57,7 +57,7 @@ class RequestMiddleware:
         self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on with a record of its own."""
+        """Calls the application with a RequestRecord for the request."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"])
         self.routes.enter(scope)
@@ -104,7 +104,7 @@ class RequestMiddleware:
         """Waits until RefusalPace releases the refusal."""
         try:
             within_s = longest_wait_s(scope)
-        except InvalidRequestError:  # on a route that does not look at the header
+        except InvalidRequestError:  # an invalid header on a route that does not check it
             within_s = LONGEST_S
         try:
             await self.pace.wait(within_s=within_s)
@@ -115,7 +115,7 @@ class RequestMiddleware:
 
 
 def _started(head: Message, record: RequestRecord) -> Message:
-    """Notes in the record that the response starts. Returns its head with the id and the times of the request."""
+    """Records the start of the response. Returns its head with the id and the times of the request."""
     record.begin_answer(head["status"])
     own = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
     if record.stage_seconds:
@@ -134,7 +134,7 @@ async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:
-    """Sends a large part of a body in smaller parts, so that a slow reader counts as reading."""
+    """Sends a large part of a body in smaller parts, so that progress of a slow client is visible."""
     body = memoryview(message["body"])
     for start in range(0, len(body), PART_BYTES):
         end = start + PART_BYTES

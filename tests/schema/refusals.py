@@ -19,7 +19,7 @@ OF_THE_MODEL = (
     r"^(prompt_name|input_type) selects a prompt for embedding, but the task '\w+' uses no prompt",
     r"^(input_type|task) is .*; send query, document, classification",
     r"so it accepts no instruction|does not accept an instruction for pairs",
-    r"without an instruction; leave instruction out|instruction says what a query",
+    r"without an instruction; leave instruction out|instruction applies to queries",
     r"^token id \d+ is out of vocabulary",
     r"^(dimensions|output_dimension) is \d+(; .* gives|; .* declares|, but .* does not declare Matryoshka)",
     r"value is greater than max_(model|embed)_len",

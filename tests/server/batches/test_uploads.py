@@ -132,7 +132,7 @@ async def test_file_is_never_whole_in_memory(files: Files) -> None:
 async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield HEAD + FILE + b"x"
-        raise HTTPException(400, "The body has not come whole.")
+        raise HTTPException(400, "The body is incomplete.")
 
     with pytest.raises(HTTPException):
         await files.receive("multipart/form-data; boundary=b", body(), "me")
