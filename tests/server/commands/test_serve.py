@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine import AsyncEngine, EngineConfig
-from penstock.engine.protocol.errors import MachineError, ModelLoadError, UnsupportedModelError, WeightError
+from penstock.engine.protocol.errors import MachineError, WeightError
 from penstock.server.commands import cli, serve
 from penstock.server.commands.model_plans import ModelPlan
 from penstock.server.commands.serve import served_models
@@ -43,11 +43,9 @@ def _restored_signals() -> Iterator[None]:
     ("model", "failure", "line", "code"),
     [
         ("/models/x", WeightError("There are no weights in /models/x."), "There are no weights in /models/x.", 2),
-        ("/models/x", UnsupportedModelError("Its tokenizer is unknown."), "Its tokenizer is unknown.", 2),
         ("/models/x", MachineError("There is no CUDA."), "There is no CUDA.", 3),
         ("/models/x", OSError(28, "No space left on device"), "started: [Errno 28] No space left on device", 3),
         ("owner/name", WeightError("There are no weights."), "There are no weights.", 3),
-        ("owner/name", ModelLoadError("The hub does not answer."), "The hub does not answer.", 3),
     ],
 )
 def test_failed_engine_start_is_one_line_and_a_code(
@@ -144,8 +142,6 @@ def plan(folder: Path, name: str, **more: Any) -> ModelPlan:
         ("model.safetensors", POINTER),
         ("model.safetensors", header(b'{"a": [1]}')),
         ("config.json", b""),
-        ("config.json", b"null"),
-        ("modules.json", b"{nope"),
         ("tokenizer_config.json", b"\xff\xfe"),
     ],
 )

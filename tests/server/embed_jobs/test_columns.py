@@ -99,14 +99,12 @@ def test_text_lines_are_a_column(run, tmp_path: Path) -> None:
     ("rows", "part"),
     [
         ([{"id": 1}, {"id": "x"}], "line 2: the column 'id' holds a string, but a number in line 1"),
-        ([{"id": True}, {"id": 1}], "line 2: the column 'id' holds a number, but true or false in line 1"),
         ([{"m": {"a": [1]}}, {}, {"m": {"a": ["x"]}}], "line 3: the column 'm.a[]' holds a string, but a number in"),
         ([{"id": 2**64}], "line 1: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": -1}, {"id": 2**63}], "line 2: the column 'id' holds an integer that does not fit into 64 bits"),
         ([{"id": 2**53 + 1}, {"id": 0.5}], "line 1: the column 'id' holds an integer above 2**53 beside fractions"),
         ([{"m": {}}, {"m": {}}], "line 1: the column 'm' holds only empty objects ({}), which Parquet cannot store"),
         (['{"text": "a", "k": ' + "[" * 200 + "]" * 200 + "}"], "has more than 64 levels of lists and objects"),
-        (['{"text": "a", "k": ' + '{"a":' * 200 + "1" + "}" * 201], "has more than 64 levels of lists and objects"),
         (['{"text": "a", "b": 1, "b": 2}'], "line 1: its fields cannot be written as Parquet (the key 'b' comes"),
     ],
 )

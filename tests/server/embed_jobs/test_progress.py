@@ -33,12 +33,6 @@ def test_first_results_move_the_bar(make_engine, shown) -> None:
         assert shown() == (1, "10/1000 rows")
 
 
-def test_long_text_has_more_weight(make_engine, shown) -> None:
-    with bar(make_engine().info, "a" * 896, *["a" * 6] * 10) as progress:
-        progress.update(["a" * 6] * 10)
-    assert shown() == (10, "10/11 rows")
-
-
 def test_truncated_characters_have_no_weight(make_engine, shown) -> None:
     with bar(make_engine(auto_truncate=True, max_model_len=24).info, "a" * 10_000, "a" * 96) as progress:
         progress.update(["a" * 10_000])

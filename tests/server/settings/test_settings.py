@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from penstock.engine.protocol.config import CacheConfig, SchedulerConfig
+from penstock.engine.protocol.config import CacheConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
 from penstock.server.http.connection_limits import TransferLimits
@@ -26,16 +26,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flag_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(ServerSettings, {}).port == 8000
+    monkeypatch.setenv("PENSTOCK_PORT", "")
+    assert load(ServerSettings, {}).port == 8000
     monkeypatch.setenv("PENSTOCK_PORT", "9000")
     assert load(ServerSettings, {}).port == 9000
     assert load(ServerSettings, {"port": "9001"}).port == 9001
-
-
-def test_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_MODEL", "")
-    monkeypatch.setenv("PENSTOCK_PORT", "")
-    settings = load(ServerSettings, {})
-    assert (settings.model, settings.port) == (None, 8000)
 
 
 def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +58,6 @@ def test_json_values_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.engine.pooler_config.pooling_type is PoolingType.CLS
     assert settings.engine.pooler_config.seq_pooling_type is PoolingType.CLS
     assert settings.engine.pooler_config.normalize is False
-
-
-def test_queue_limits_have_one_default() -> None:
-    limits, settings = SchedulerConfig(), load(ServerSettings, {})
-    assert settings.engine_config("m").scheduler == limits
-    assert (limits.max_queued_tokens, limits.max_queue_s) == (4_000_000, 60.0)
 
 
 def test_transfer_limits_are_read_from_settings() -> None:
@@ -107,15 +96,10 @@ def test_cache_of_vectors_leaves_the_cache_of_the_engine() -> None:
 
 
 INVALID_VALUES = [
-    ("port", "x", "whole number"),
     ("port", "70000", "65535"),
-    ("dtype", "fp8", "bfloat16"),
-    ("device", "tpu", "auto"),
     ("devices", "cuda:0,cpu", "all cuda:N, all numa:N or all cpu"),
     ("devices", "cuda", "such as cuda:0,cuda:1"),
-    ("data_parallel", "0", "at least 1"),
     ("max_model_len", "0", "at least 1"),
-    ("max_num_seqs", "-1", "at least 1"),
     ("pooler_config", "{", "not valid JSON"),
     ("pooler_config", '{"poolingtype": "CLS"}', "poolingtype"),
     ("pooler_config", '{"pooling_type": "SUM"}', "SUM"),
@@ -128,10 +112,7 @@ INVALID_VALUES = [
     ("max_body_bytes", "0", "above 0"),
     ("min_transfer_rate", "-1", "must be a size"),
     ("transfer_grace_s", "0", "above 0"),
-    ("transfer_grace_s", "inf", "finite"),
-    ("chunk_size", "0", "at least 1"),
     ("kv_cache_memory", "foo", "must be a size such as 2GiB or 500MB"),
-    ("kv_cache_memory", "-5GB", "must be a size such as 2GiB or 500MB"),
     ("kv_cache_memory", "0", "above 0"),
     ("cache_memory_fraction", "1.5", "at most 1"),
     ("log_level", "loud", "debug"),
