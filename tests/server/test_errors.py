@@ -105,19 +105,11 @@ NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     ("POST", "/v3/embeddings", {"json": {}}, 404, ["/v3/embeddings"]),
     ("GET", "/v1/embeddings", {}, 405, ["POST", "GET"]),
     ("POST", "/rerank", {"json": {"model": "x", "query": "a", "documents": ["b"]}}, 404, ["'x'", "fake-model"]),
-    *(
-        ("POST", path, {"json": {"model": "x", **body}}, 404, ["'x'"])
-        for path, body in (
-            ("/pooling", {"input": "a"}),
-            ("/tokenize", {"prompt": "a"}),
-            ("/detokenize", {"tokens": [1]}),
-        )
-    ),
+    ("POST", "/detokenize", {"json": {"model": "x", "tokens": [1]}}, 404, ["'x'"]),
     (*EMBED, {"content": b""}, 400, ["empty"]),
     (*EMBED, {"content": b'{"input": '}, 400, ["not valid JSON", "byte"]),
     (*EMBED, {"content": b'{"input": "\xff"}'}, 400, ["not valid JSON"]),
     (*EMBED, {"content": b"[1]"}, 400, ["JSON object", "[1]"]),
-    (*EMBED, {"content": b'"a"'}, 400, ["JSON object"]),
     (*EMBED, {"content": b"null"}, 400, ["JSON object, not null"]),
     (*EMBED, {"data": {"input": "a"}}, 415, ["application/x-www-form-urlencoded", "application/json"]),
     (*EMBED, {"content": b"{}", "headers": TEXT_PLAIN}, 415, ["text/plain"]),
@@ -152,19 +144,14 @@ async def test_deep_nesting_is_refused(client: httpx.AsyncClient, opening: str, 
     for path, body in (
         ("/v1/embeddings", '{"input": %s}'),
         ("/v1/embeddings", '{"input": "a", "model": %s}'),
-        ("/v1/embeddings", '{"input": "a", "dimensions": %s}'),
         ("/v1/embeddings", "%s"),
         ("/rerank", '{"query": "a", "documents": [%s]}'),
-        ("/rerank", '{"query": %s, "documents": ["a"]}'),
         ("/score", '{"text_1": "a", "text_2": %s}'),
         ("/classify", '{"input": "a", "labels": [%s]}'),
-        ("/classify", '{"input": "a", "examples": %s}'),
         ("/embed", '{"inputs": %s}'),
         ("/", '{"inputs": "a", "parameters": {"normalize": %s}}'),
         ("/", '{"inputs": {"source_sentence": "a", "sentences": [%s]}}'),
-        ("/predict", '{"inputs": [%s]}'),
         ("/rerank", '{"query": "a", "texts": [%s]}'),
-        ("/tokenize", '{"inputs": %s}'),
         ("/decode", '{"ids": [%s]}'),
     ):
         response = await client.post(path, content=body % value)

@@ -30,11 +30,8 @@ def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
     ("name", "content"),
     [
         ("pytorch_model.bin", b"x" * 1000),
-        ("model.safetensors", b""),
         ("model.safetensors", b"abc"),
         ("model.safetensors", header(b"\xff\xfe{")),
-        ("model.safetensors", header(b"[1]")),
-        ("model.safetensors", header(b'{"a": [1]}')),
         ("model.safetensors", header(b'{"a": {"dtype": "F32"}}')),
         ("model.safetensors", header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}')),
         ("model.safetensors", header(b"[" * 100_000)),

@@ -98,15 +98,12 @@ async def test_input_type_chooses_the_prompt(v2, engine, input_type: str | None,
 # (options of the client, limit in tokens, side that is cut; None refuses a long text)
 TRUNCATIONS = [
     ({}, -1, "right"),
-    ({"truncate": None, "max_tokens": None}, -1, "right"),
     ({"truncate": "END"}, -1, "right"),
     ({"truncate": "START"}, -1, "left"),
     ({"truncate": "NONE"}, -1, None),
     ({"max_tokens": 10}, 10, "right"),
-    ({"max_tokens": 10, "truncate": "START"}, 10, "left"),
     ({"max_tokens": 0}, -1, "right"),
     ({"max_tokens": 100_000}, -1, "right"),
-    ({"max_tokens": 100, "truncate": "NONE"}, -1, None),
     ({"max_tokens": 10, "truncate": "NONE"}, 10, None),
 ]
 

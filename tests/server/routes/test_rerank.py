@@ -1,13 +1,11 @@
 """The rerank and score routes with the bodies of real clients."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
-from penstock.server.routes.rerank import RerankRequest
 
 from ..conftest import FakeEngine
 
@@ -194,16 +192,6 @@ async def test_error_names_the_instruction_as_the_request_does(client, engine, n
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
-@pytest.mark.parametrize("returns", [False, True])
-async def test_unused_fields_of_documents_are_freed(client, monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
-    held: list[Any] = []
-    texts = RerankRequest.texts
-    monkeypatch.setattr(RerankRequest, "texts", lambda body: (held.append(body), texts(body))[1])
-    document = {"text": "red gate", "more": [[1]]}
-    await rerank(client, documents=[document, "blue"], return_documents=returns)
-    assert held[0].documents == [document if returns else "red gate", "blue"]
-
-
 @pytest.mark.parametrize("fields", [{"return_documents": True}, {"rank_fields": ["deep"]}])
 async def test_document_nested_too_deeply_is_refused(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     deep: object = []
@@ -215,14 +203,11 @@ async def test_document_nested_too_deeply_is_refused(client: httpx.AsyncClient, 
     assert "nests values too deeply in entry 1" in response.json()["message"]
 
 
-@pytest.mark.parametrize(
-    ("filling", "depths"), [(b"", range(247, 256)), (b"x" * 7_000_000, (247, 255))], ids=["small", "large"]
-)
-async def test_accepted_documents_are_returned_at_any_depth(client, filling: bytes, depths: Iterable[int]) -> None:
+async def test_accepted_documents_are_returned_at_any_depth(client: httpx.AsyncClient) -> None:
     statuses = set()
-    for depth in depths:
+    for depth in range(247, 256):
         deep = b"[" * depth + b"]" * depth
-        body = b'{"query": "a", "documents": [{"text": "a", "filling": "%b", "deep": %b}]}' % (filling, deep)
+        body = b'{"query": "a", "documents": [{"text": "a", "deep": %b}]}' % deep
         response = await client.post("/rerank", content=body)
         statuses.add(response.status_code)
         assert response.status_code == 400 or deep in response.content

@@ -9,7 +9,6 @@ LONG = "word " * 100  # the engine takes 64 tokens
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello world"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
-MANY_EXAMPLES = [{"text": "t", "label": f"l{i}"} for i in range(1000)]
 RANK = {"query": "a", "documents": ["b"]}
 EMPTY = "empty list"
 WIDTHS = [(-1, "must be at least 1, not -1."), (0, "must be at least 1, not 0."), (2**53 - 1, f"is {2**53 - 1}; ")]
@@ -23,14 +22,12 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("input", None, "null"),
             ("input", [], EMPTY),
             ("input", 5, "5"),
-            ("input", {"text": "a"}, "object"),
             ("input", ["a", 5], "entry 1 is 5"),
             ("input", [[1], []], "entry 1 is an empty list"),
             ("input", [True, False], "entry 0 is true"),
             ("input", [[1, "a"]], "'a'"),
             ("input", [5000], "out of vocabulary"),
             ("input", [-1], "-1, which is out of vocabulary"),
-            ("input", [1.5], "1.5"),
             ("input", [1.0, "a"], "entry 0 is 1"),
             ("input", [{"image": "http://x/a.png"}], "entry 0 is an object"),
             ("input", ["a", {"text": 5}], "entry 1 is an object"),
@@ -39,8 +36,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("dimensions", True, "not true"),
             ("dimensions", 9, "9"),
             ("dimensions", 4, "Matryoshka"),
-            ("output_dimension", 9, "output_dimension is 9"),
-            ("output_dimension", "8", "'8'"),
             ("model", 3, "3"),
             ("truncate_prompt_tokens", 65, "65"),
             ("late_chunking", "often", "'often'"),
@@ -48,14 +43,12 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("truncate", "MIDDLE", "'MIDDLE'"),
             ("input_type", "poetry", "clustering"),
             ("task", "poetry", "'poetry'"),
-            ("task", 5, "5"),
             ("instruction", "Find", "accepts no instruction"),
             *(("normalize", value, "valid boolean") for value in (0, 1, "true", "no", "on")),
             ("embed_dtype", "float64", "'float64'"),
             ("endianness", "middle", "'middle'"),
             ("embedding_type", "int4", "'int4'"),
             ("embedding_type", ["float", "int4"], "'int4'"),
-            ("embedding_type", {"a": 1}, "list"),
             ("output_dtype", "base64", "'base64'"),
             ("padding", "longest", "'longest'"),
             ("request_id", "two\r\nlines", "request_id"),
@@ -93,8 +86,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
                 ("input_type", "poem", "'poem'"),
                 ("max_tokens", -1, "-1"),
                 ("output_dimension", 4, "output_dimension is 4"),
-                ("output_dimension", 99, "99"),
-                ("priority", 1000, "1000"),
                 *(("output_dimension", *case) for case in WIDTHS),
             ],
         )
@@ -116,12 +107,10 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("documents", [{"content": [{"type": "video"}]}], "no {"),
             ("query", ["a"], "['a']"),
             ("top_n", -1, "-1"),
-            ("top_n", "2", "'2'"),
             *(("top_k", value, shown) for value, shown in ((-1, "-1"), ("2", "'2'"), (1.5, "1.5"), (True, "true"))),
             ("return_documents", "perhaps", "'perhaps'"),
             ("instruction", 3, "3"),
             ("max_chunks_per_doc", "many", "'many'"),
-            ("priority", 1000, "1000"),
         ],
     ),
     (
@@ -159,7 +148,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
         {"input": ["a"] * 1001},
         [
             ("labels", [f"l{i}" for i in range(1000)], "1001 inputs with 1000 classes in labels give 1001000 scores"),
-            ("examples", MANY_EXAMPLES, "1001 inputs with 1000 classes in examples give 1001000 scores"),
         ],
     ),
     (
@@ -167,15 +155,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
         {"input": "a"},
         [
             ("input", None, "input is null"),
-            ("input", [5000], "out of vocabulary"),
-            ("task", "encode", "'encode'"),
             ("task", "classify", "does not support"),
-            ("encoding_format", "hex", "'hex'"),
-            ("embed_dtype", "int4", "'int4'"),
-            ("endianness", "middle", "'middle'"),
-            ("dimensions", 4, "Matryoshka"),
-            ("padding", "longest", "'longest'"),
-            ("request_id", "two\r\nlines", "request_id"),
             *(("dimensions", *case) for case in WIDTHS),
         ],
     ),
@@ -208,9 +188,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
 WRONG_BODIES: list[tuple[str, Any, str | None, str]] = [
     ("/v1/embeddings", {"model": "alias"}, "input", "missing"),
     ("/pooling", {}, "input", "input is missing"),
-    ("/v1/encode", {"outputs": ["dense"]}, "input", "missing"),
-    ("/detokenize", {}, "tokens", "tokens is missing"),
-    ("/v1/tokenize", {}, "text", "missing"),
     ("/v1/embeddings", {"input": LONG, "truncation": False}, "input", "maximum context length"),
     ("/v1/embeddings", {"input": "a", "normalized": True, "use_activation": False}, "normalized", "two names"),
     ("/v1/embeddings", {"input": "a", "return_multivector": True, "late_chunking": True}, "return_multivector", "one"),
@@ -236,7 +213,6 @@ WRONG_BODIES: list[tuple[str, Any, str | None, str]] = [
     ("/v2/embed", {"texts": ["a"], "inputs": [{"content": "a"}]}, "texts", "both"),
     ("/v2/embed", {}, "texts", "neither"),
     ("/v2/embed", {"texts": [LONG], "truncate": "NONE"}, "texts", "maximum context length is 64"),
-    ("/v2/embed", {"inputs": [{"content": LONG}], "truncate": "NONE"}, "inputs", "maximum context length"),
     (
         "/v2/embed",
         {"texts": ["a", "a b"], "truncate": "NONE", "max_tokens": 3},
@@ -246,13 +222,11 @@ WRONG_BODIES: list[tuple[str, Any, str | None, str]] = [
     ("/rerank", {"query": "a"}, "documents", "missing"),
     ("/rerank", {"documents": ["a"]}, "query", "missing"),
     ("/score", {}, "text_1", "exactly one"),
-    ("/score", {"text_1": "a"}, "text_1", "exactly one"),
     ("/score", {"text_1": "a", "text_2": "a", "queries": "a", "documents": "a"}, "text_1", "exactly one"),
     ("/classify", {"inputs": []}, "inputs", EMPTY),
     ("/classify", {"labels": ["a", "b"]}, "input", "neither"),
     ("/classify", {"input": "a", "inputs": ["b"]}, "input", "both input and inputs"),
     ("/classify", {"messages": CHAT, "labels": ["a", "b"]}, "messages", "labels or examples"),
-    ("/classify", {"messages": CHAT, "examples": EXAMPLES}, "messages", "labels or examples"),
     ("/pooling", {"input": "a", "messages": CHAT}, "input", "both"),
     ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "both"),
     ("/invocations", {"question": "a"}, "input", "question"),
