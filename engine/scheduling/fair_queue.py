@@ -39,24 +39,24 @@ _BATCHES_PER_LANE: Final = 2
 _MIN_BATCH_TOKENS: Final = 48
 
 
-class _Line:
+class _ClientQueue:
     """The waiting short or long sequences of one client, ordered by `due`, then by arrival.
 
-    `remove` only marks a sequence (`is_queued`). The next walk drops it from the lists.
+    `remove` sets `is_queued` of a sequence to False, and keeps it in the lists. The next iteration deletes it there.
 
     Attributes:
         num_waiting: Number of waiting sequences.
         dues: `due` of each of `sequences`.
-        sequences: The waiting sequences, and some marked ones.
+        sequences: The waiting sequences, and removed ones that are not deleted yet.
     """
 
-    __slots__ = ("_num_walked", "dues", "num_waiting", "sequences")
+    __slots__ = ("_num_iterated", "dues", "num_waiting", "sequences")
 
     def __init__(self) -> None:
         self.num_waiting = 0
         self.dues: list[float] = []
         self.sequences: list[InputSequence] = []
-        self._num_walked = 0  # length of the part at the head that may contain marked sequences
+        self._num_iterated = 0  # length of the part at the head that may contain removed sequences
 
     def add(self, sequences: list[InputSequence]) -> None:
         """Adds the sequences of a new request, after sequences with the same `due`."""
@@ -64,7 +64,7 @@ class _Line:
 
     def add_again(self, sequence: InputSequence) -> None:
         """Adds a preempted sequence at its former position."""
-        self.drop_removed()
+        self.delete_removed()
         self._insert(bisect_left(self.sequences, _order(sequence), key=_order), [sequence])
 
     def remove(self, sequence: InputSequence) -> None:
@@ -72,22 +72,22 @@ class _Line:
         sequence.is_queued = False
         self.num_waiting -= 1
         if len(self.sequences) > 2 * self.num_waiting + 64:
-            self._num_walked = len(self.sequences)
-            self.drop_removed()
+            self._num_iterated = len(self.sequences)
+            self.delete_removed()
 
-    def drop_removed(self) -> None:
-        """Drops marked sequences from the walked part. Only walked sequences can run and be added again."""
-        walked = [sequence for sequence in self.sequences[: self._num_walked] if sequence.is_queued]
-        self.dues[: self._num_walked] = [sequence.request.due for sequence in walked]
-        self.sequences[: self._num_walked] = walked
-        self._num_walked = len(walked)
+    def delete_removed(self) -> None:
+        """Deletes removed sequences from the iterated part. Only iterated sequences can run and be added again."""
+        waiting = [sequence for sequence in self.sequences[: self._num_iterated] if sequence.is_queued]
+        self.dues[: self._num_iterated] = [sequence.request.due for sequence in waiting]
+        self.sequences[: self._num_iterated] = waiting
+        self._num_iterated = len(waiting)
 
-    def walk(self) -> Iterator[InputSequence]:
+    def __iter__(self) -> Iterator[InputSequence]:
         """Yields the waiting sequences in order. Do not add sequences during the iteration."""
-        self.drop_removed()
-        self._num_walked = 0
+        self.delete_removed()
+        self._num_iterated = 0
         for sequence in self.sequences:
-            self._num_walked += 1
+            self._num_iterated += 1
             if sequence.is_queued:
                 yield sequence
 
@@ -95,8 +95,8 @@ class _Line:
         self.dues[position:position] = [sequences[0].request.due] * len(sequences)
         self.sequences[position:position] = sequences
         self.num_waiting += len(sequences)
-        if position < self._num_walked:
-            self._num_walked += len(sequences)
+        if position < self._num_iterated:
+            self._num_iterated += len(sequences)
         for sequence in sequences:
             sequence.is_queued = True
 
@@ -119,8 +119,8 @@ class _Client:
 
     start: float
     number: int
-    short: _Line = field(default_factory=_Line)
-    long: _Line = field(default_factory=_Line)
+    short: _ClientQueue = field(default_factory=_ClientQueue)
+    long: _ClientQueue = field(default_factory=_ClientQueue)
 
     @property
     def is_waiting(self) -> bool:
@@ -130,7 +130,7 @@ class _Client:
 class FairQueue:
     """Waiting sequences by client. Not thread-safe: its owner holds a lock.
 
-    Adding a request is a binary search and an insertion into a list. Removing a sequence marks it. A window of k
+    Adding a request is a binary search and an insertion into a list. Removing a sequence sets a flag. A window of k
     sequences costs O(k), and a step for each client.
 
     Args:
@@ -182,7 +182,7 @@ class FairQueue:
     def add_again(self, sequence: InputSequence) -> None:
         """Queues a long sequence that was preempted, or runs again in chunks, at its former position."""
         client = self._client(sequence.request.client)
-        client.short.drop_removed()  # it may be marked there: `is_queued` would make it valid again
+        client.short.delete_removed()  # it may still be in that list, and `is_queued` becomes True
         client.long.add_again(sequence)
         self.num_seqs += 1
         self.num_long += 1
@@ -213,9 +213,9 @@ class FairQueue:
         """Returns the next short, or long, sequences in order, up to a limit. At least one if any waits."""
         clients = []
         for client in self._clients.values():
-            line = client.long if is_long else client.short
-            if line.num_waiting:
-                clients.append((client.start, client.number, line.walk()))
+            queue = client.long if is_long else client.short
+            if queue.num_waiting:
+                clients.append((client.start, client.number, iter(queue)))
         sequences: list[InputSequence] = []
         for sequence in clients[0][-1] if len(clients) == 1 else _by_start(clients):
             sequences.append(sequence)
@@ -244,11 +244,11 @@ def _by_start(clients: list[tuple[float, int, Iterator[InputSequence]]]) -> Iter
     """Yields sequences of several clients. The client with the earliest start time is next."""
     heapq.heapify(clients)
     while clients:
-        start, number, walk = clients[0]
-        if (sequence := next(walk, None)) is None:
+        start, number, sequences = clients[0]
+        if (sequence := next(sequences, None)) is None:
             heapq.heappop(clients)
             continue
-        heapq.heapreplace(clients, (start + sequence.num_tokens, number, walk))
+        heapq.heapreplace(clients, (start + sequence.num_tokens, number, sequences))
         yield sequence
 
 

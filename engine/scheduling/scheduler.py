@@ -59,7 +59,8 @@ class Scheduler:
         chunk_sizes: Sizes of forwards and of chunks.
         token_budget: Current limit of the tokens of a batch.
         memory_pressure: Share of a full chunk that did not fit into memory when chunks were last cut, 0 to 1.
-        needs_idle_device: Whether the next batch must wait until no batch runs, because it preempts a running chunk.
+        needs_idle_device: Whether the next batch must wait until no batch runs, because it will preempt a sequence
+            whose chunk still runs.
     """
 
     def __init__(

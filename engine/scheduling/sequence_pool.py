@@ -81,8 +81,9 @@ class Allocation:
         state_slot: Slot of its SSM states; None in a model without SSM layers.
         keys: Prefix cache key of every full block; empty if its blocks are not added to the cache.
         num_committed_blocks: Blocks at the start that are full, computed and in the prefix cache.
-        twins: Index of a committed block -> the equal block that was in the prefix cache first. The sequence has a
-            reference to it, so that a parent never leaves the cache before its children.
+        cached_duplicates: Index of a committed block -> the cached block with the same tokens, if another sequence
+            cached them first. The sequence has a reference to it, so that a parent never leaves the cache before its
+            children.
     """
 
     owner: Hashable
@@ -92,7 +93,7 @@ class Allocation:
     state_slot: int | None
     keys: Sequence[bytes]
     num_committed_blocks: int = 0
-    twins: dict[int, int] = field(default_factory=dict)
+    cached_duplicates: dict[int, int] = field(default_factory=dict)
 
 
 class SequencePool:
@@ -173,7 +174,7 @@ class SequencePool:
             return ssm is not None
         num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
         # A block becomes free or can be evicted if only `after` and the prefix cache have references to it.
-        counts = Counter(block for allocation in after for block in (*allocation.block_ids, *allocation.twins.values()))
+        counts = Counter(block for each in after for block in (*each.block_ids, *each.cached_duplicates.values()))
         num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in counts.items())
         return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed
 
@@ -244,7 +245,7 @@ class SequencePool:
             block = self.prefixes.register(allocation.keys[i], allocation.block_ids[i])
             if block != allocation.block_ids[i]:
                 self.prefixes.acquire(block)
-                allocation.twins[i] = block
+                allocation.cached_duplicates[i] = block
         allocation.num_committed_blocks = max(allocation.num_committed_blocks, num_full)
 
     def find(self, keys: Sequence[bytes], readable_tokens: int) -> int:
@@ -275,8 +276,8 @@ class SequencePool:
             return
         for i in reversed(range(num_committed)):
             self.prefixes.release(allocation.block_ids[i])
-            if i in allocation.twins:
-                self.prefixes.release(allocation.twins[i])
+            if i in allocation.cached_duplicates:
+                self.prefixes.release(allocation.cached_duplicates[i])
         if uncache:
             for block in allocation.block_ids[allocation.num_cached_tokens // self.kv.block_size : num_committed]:
                 if self.prefixes.is_cached(block):

@@ -236,7 +236,7 @@ class CheckedScheduler:
         owners: Counter[int] = Counter()
         for allocation in self.allocations():
             owners.update(allocation.block_ids)
-            owners.update(allocation.twins.values())
+            owners.update(allocation.cached_duplicates.values())
         cached = set() if prefixes is None else set(prefixes._key_of)
         counts = [kv.ref_count(block) for block in range(kv.num_blocks)]
         assert counts == [owners[block] + (block in cached) for block in range(kv.num_blocks)]
