@@ -19,7 +19,7 @@ from ..executors.cpu.array_encoder import ArrayEncoder
 from ..executors.cpu.heads import ArrayHead
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
-from .heads import Cut
+from .heads import VectorTransform
 from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums
 from .model_pooler import ModelPooler, TokenMaps
 
@@ -53,7 +53,7 @@ class ArrayOps:
         hidden_states: Floats,
         metadata: PoolingMetadata,
         pooling_type: PoolingType,
-        cut: Cut,
+        transform: VectorTransform,
         *,
         weights: Floats | None = None,
         indices: Sequence[int] | None = None,
@@ -66,12 +66,12 @@ class ArrayOps:
             picked = np.array(indices)
             starts, lengths = starts[picked], lengths[picked]
             skips = None if skips is None else skips[picked]
-        return self._pool(hidden_states, starts, lengths, _POOLINGS[pooling_type], cut, skips, weights)
+        return self._pool(hidden_states, starts, lengths, _POOLINGS[pooling_type], transform, skips, weights)
 
-    def cut(self, rows: Floats, cut: Cut) -> Floats:
+    def transform(self, rows: Floats, transform: VectorTransform) -> Floats:
         """See RowOps."""
         starts = np.arange(len(rows), dtype=np.int32)
-        return self._pool(rows, starts, np.ones_like(starts), Pooling.CLS, cut)
+        return self._pool(rows, starts, np.ones_like(starts), Pooling.CLS, transform)
 
     def rows_of(self, values: Any) -> Floats:
         """See RowOps."""
@@ -167,7 +167,7 @@ class ArrayOps:
         starts: NDArray[np.int32],
         lengths: NDArray[np.int32],
         pooling: Pooling,
-        cut: Cut,
+        transform: VectorTransform,
         skips: NDArray[np.int32] | None = None,
         weights: Floats | None = None,
     ) -> Floats:
@@ -176,9 +176,9 @@ class ArrayOps:
             starts,
             lengths,
             pooling,
-            width=cut.width or rows.shape[1],
-            dimensions=cut.widths,
-            normalize=np.broadcast_to(cut.normalize, len(starts)).astype(np.uint8),
+            width=transform.width or rows.shape[1],
+            dimensions=transform.widths,
+            normalize=np.broadcast_to(transform.normalize, len(starts)).astype(np.uint8),
             skips=skips,
             weights=weights,
         )

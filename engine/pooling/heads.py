@@ -1,4 +1,4 @@
-"""Heads: from rows to embeddings (project, cut, normalise) and class scores (classify, shift, activate).
+"""Heads: from rows to embeddings (project, truncate, normalise) and class scores (classify, shift, activate).
 
 The heads are the same for numpy arrays and for tensors. A RowOps does the arithmetic. Request parameters are evaluated
 here, on the host. Results are float32.
@@ -60,8 +60,8 @@ RowMap = Callable[[R], R]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cut:
-    """Columns and norm of rows.
+class VectorTransform:
+    """Truncation of rows to `width` columns, and their L2 normalisation.
 
     Attributes:
         width: Columns of the result; None keeps all.
@@ -74,12 +74,12 @@ class Cut:
     normalize: bool | NDArray[np.bool_] = False
 
     @classmethod
-    def of(cls, params: Sequence[PoolingParams], width: int) -> Cut:
-        """Returns the cut for resolved parameters.
+    def of(cls, params: Sequence[PoolingParams], width: int) -> VectorTransform:
+        """Returns the transform for resolved parameters.
 
         Args:
             params: One per row.
-            width: Columns of the rows before the cut.
+            width: Columns of the rows before the truncation.
         """
         different = distinct_params(params)
         widths = {min(p.dimensions or width, width) for p in different}
@@ -92,19 +92,19 @@ class Cut:
         return cls(width=max(widths), widths=each, normalize=normalize)
 
     def changes(self, width: int) -> bool:
-        """Whether the cut changes rows with `width` columns."""
+        """Whether the transform changes rows with `width` columns."""
         return self.width not in (None, width) or self.widths is not None or self.normalize is not False
 
-    def per_token(self, row_lens: Sequence[int]) -> Cut:
-        """Expands a cut of sequences to a cut of token rows. `row_lens`: [N], rows of each sequence."""
-        return Cut(
+    def per_token(self, row_lens: Sequence[int]) -> VectorTransform:
+        """Expands a transform of sequences to one of token rows. `row_lens`: [N], rows of each sequence."""
+        return VectorTransform(
             width=self.width,
             widths=None if self.widths is None else np.repeat(self.widths, row_lens),
             normalize=self.normalize if isinstance(self.normalize, bool) else np.repeat(self.normalize, row_lens),
         )
 
-    def among(self, indices: Sequence[int], num_rows: int) -> Cut:
-        """Expands the cut of the rows `indices` to `num_rows` rows. The cut of the other rows is arbitrary."""
+    def among(self, indices: Sequence[int], num_rows: int) -> VectorTransform:
+        """Expands the transform of the rows `indices` to `num_rows` rows. That of the other rows is arbitrary."""
         widths, normalize = self.widths, self.normalize
         if widths is not None:
             own, widths = widths, np.ones(num_rows, np.int32)
@@ -112,7 +112,7 @@ class Cut:
         if not isinstance(normalize, bool):
             flags, normalize = normalize, np.zeros(num_rows, np.bool_)
             normalize[list(indices)] = flags
-        return Cut(width=self.width, widths=widths, normalize=normalize)
+        return VectorTransform(width=self.width, widths=widths, normalize=normalize)
 
     def columns(self) -> tuple[int, ...] | None:
         """Returns the number of columns of each row on the host; None if they are equal."""
@@ -127,18 +127,18 @@ class RowOps(Protocol[R]):
         hidden_states: R,
         metadata: PoolingMetadata,
         pooling_type: PoolingType,
-        cut: Cut,
+        transform: VectorTransform,
         *,
         weights: R | None = None,
         indices: Sequence[int] | None = None,
     ) -> R:
-        """Pools sequences to one row each, cuts and normalises them in one pass. See penstock.kernels.pooling.
+        """Pools sequences to one row each, truncates and normalises them in one pass. See penstock.kernels.pooling.
 
         Args:
             hidden_states: [T, D] of the batch. Not modified.
             metadata: Metadata of the batch.
             pooling_type: A sequence-level type.
-            cut: Cut of the pooled rows.
+            transform: Truncation and normalisation of the pooled rows.
             weights: [T] float32, for ATTENTION.
             indices: The sequences to pool, ascending; None for all.
 
@@ -147,8 +147,8 @@ class RowOps(Protocol[R]):
         """
         ...
 
-    def cut(self, rows: R, cut: Cut) -> R:
-        """Returns rows [R, D] of any float type cut and normalised, [R, W] float32. Always a copy."""
+    def transform(self, rows: R, transform: VectorTransform) -> R:
+        """Truncates and normalises rows [R, D] of any float type. Returns [R, W] float32. Always a copy."""
         ...
 
     def rows_of(self, values: Any) -> R:
@@ -260,8 +260,9 @@ class EmbeddingPoolerHead(Generic[R]):
         """
         for dense in self._dense:
             rows = dense(self._ops.floats(rows))
-        cut = Cut.of(params, rows.shape[1])
-        return self._ops.cut(rows, cut if row_lens is None else cut.per_token(row_lens)), cut.columns()
+        transform = VectorTransform.of(params, rows.shape[1])
+        per_row = transform if row_lens is None else transform.per_token(row_lens)
+        return self._ops.transform(rows, per_row), transform.columns()
 
 
 class ClassifierPoolerHead(Generic[R]):

@@ -19,12 +19,12 @@ from ..protocol.tasks import PoolingType
 from .chunked_manager import ChunkedPoolingManager
 from .heads import (
     ClassifierPoolerHead,
-    Cut,
     EmbeddingPoolerHead,
     R,
     RowMap,
     RowOps,
     VectorFilter,
+    VectorTransform,
     check_attention_head,
     compare,
     token_rows,
@@ -108,7 +108,7 @@ class ModelPooler(Generic[R]):
         self._has_attention = PoolingType.ATTENTION in info.sequence_pooling
         if self._has_attention:
             check_attention_head(info.attention_head, info.num_attention_heads)
-        # Without a projection, cut and normalisation are part of the pooling kernel.
+        # Without a projection, truncation and normalisation are part of the pooling kernel.
         self._is_fused = len(self._types) == 1 and not dense
         self._sparse: SparsePooler[R] | None = None
         if info.sparse is not None:
@@ -179,17 +179,17 @@ class ModelPooler(Generic[R]):
         hidden_states = output.hidden_states
         weights = self._row_weights(output.attention_weights if weights is None else weights)
 
-        def pooled(pooling_type: PoolingType, cut: Cut) -> R:
+        def pooled(pooling_type: PoolingType, transform: VectorTransform) -> R:
             own = weights if pooling_type is PoolingType.ATTENTION else None
             if pooling_type is PoolingType.ATTENTION and own is None:
                 raise ValueError("ATTENTION pooling needs the attention weights of the model")
-            return self.ops.pool(hidden_states, metadata, pooling_type, cut, weights=own, indices=indices)
+            return self.ops.pool(hidden_states, metadata, pooling_type, transform, weights=own, indices=indices)
 
         if group.name == "embedding" and self._is_fused:
-            cut = Cut.of(params, hidden_states.shape[1])
-            values = pooled(self._types[0], cut)
-            return OutputBlock(name=group.name, values=values, indices=indices, widths=cut.columns())
-        rows = self.ops.join([pooled(pooling_type, Cut()) for pooling_type in self._types])
+            transform = VectorTransform.of(params, hidden_states.shape[1])
+            values = pooled(self._types[0], transform)
+            return OutputBlock(name=group.name, values=values, indices=indices, widths=transform.columns())
+        rows = self.ops.join([pooled(pooling_type, VectorTransform()) for pooling_type in self._types])
         return self._from_pooled(group, rows, params, indices)
 
     def _from_pooled(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..protocol.tasks import PoolingType
-from .heads import Cut, check_attention_head, token_rows
+from .heads import VectorTransform, check_attention_head, token_rows
 from .metadata import PoolingMetadata
 from .tensor_ops import TensorOps, as_rows
 
@@ -47,7 +47,7 @@ class SequencePooler(Pooler):
     def pool(self, hidden_states: Array, metadata: PoolingMetadata, attention_weights: Array | None = None) -> Tensor:
         """See `Pooler.pool`."""
         _check_whole(metadata)
-        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, Cut())
+        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, VectorTransform())
 
 
 class ClsPooler(SequencePooler):
@@ -116,7 +116,7 @@ class AttentionWeightedPooler(SequencePooler):
         if attention.dim() == 2:
             check_attention_head(self.attention_head_idx, attention.shape[1])
         weights = TensorOps().row_weights(attention, self.attention_head_idx)
-        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, Cut(), weights=weights)
+        return TensorOps().pool(as_rows(hidden_states), metadata, self.pooling_type, VectorTransform(), weights=weights)
 
 
 class TokenPooler(Pooler):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..protocol.multi_vector import SparseKind, SparsePooling
 from ..protocol.tasks import PoolingType
-from .heads import Cut, R, RowMap, RowOps
+from .heads import R, RowMap, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, prefix_sums
 
 _MAX_VALUES: Final = 1 << 25
@@ -86,7 +86,7 @@ class SparsePooler(Generic[R]):
             for column in range(0, self._vocab_size, _STRIPE):
                 # The head may return padding columns after the vocabulary, for alignment: they are cut here.
                 sums = pooled[first:last, column : column + _STRIPE]
-                rows: Any = ops.pool(logits[:, column : column + _STRIPE], metadata, pooling_type, Cut())
+                rows: Any = ops.pool(logits[:, column : column + _STRIPE], metadata, pooling_type, VectorTransform())
                 rows = rows[:, : sums.shape[1]]
                 sums[:] = sums + rows * lengths if recipe.is_sum else ops.maximum(sums, rows)
         # The logarithm is monotonic, so that it is applied once, to the maximum.

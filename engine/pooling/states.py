@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, cast
 import numpy as np
 
 from ..protocol.tasks import PoolingType
-from .heads import Cut, R, RowOps
+from .heads import R, RowOps, VectorTransform
 from .metadata import IntArray, PoolingMetadata, check_gap, prefix_sums, ranges, rows_between
 
 Strategy = str | Sequence[str]
@@ -175,7 +175,7 @@ class PoolingStates(Generic[R]):
             raise ValueError(f"attention weights {list(self.weights.shape)} do not fit {self.num_tokens} tokens")
         metadata = PoolingMetadata.of_rows(np.array([self.num_tokens]), skips=np.array([self.skip_tokens]))
         rows = self.ops.concat(self.rows)
-        return self.ops.pool(rows, metadata, PoolingType.ATTENTION, Cut(), weights=self.weights)
+        return self.ops.pool(rows, metadata, PoolingType.ATTENTION, VectorTransform(), weights=self.weights)
 
 
 def update_states(
@@ -220,7 +220,7 @@ def update_states(
             weights = ops.rows_of((ranges(positions, positions + lengths) + 1).astype(np.float32))
         elif pooling_type is PoolingType.MEAN_SQRT_LEN:
             kernel = PoolingType.MEAN
-        pooled = ops.pool(rows, metadata, kernel, Cut(), weights=weights)
+        pooled = ops.pool(rows, metadata, kernel, VectorTransform(), weights=weights)
         for n in np.flatnonzero(skips < lengths).tolist():
             first, end = int(positions[n] + skips[n]), int(positions[n] + lengths[n])
             weight = _position_sum(first, end) if pooling_type is PoolingType.WEIGHTED_MEAN else end - first

@@ -21,7 +21,7 @@ from ..executors.torch.base import PackedModel
 from ..executors.torch.heads import BLOCK_ROWS
 from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.tasks import PoolingType
-from .heads import Cut, RowMap
+from .heads import RowMap, VectorTransform
 from .metadata import IntArray, PickedRows, PoolingMetadata
 from .model_pooler import ModelPooler, TokenMaps
 
@@ -54,7 +54,7 @@ class TensorOps:
         hidden_states: Tensor,
         metadata: PoolingMetadata,
         pooling_type: PoolingType,
-        cut: Cut,
+        transform: VectorTransform,
         *,
         weights: Tensor | None = None,
         indices: Sequence[int] | None = None,
@@ -67,27 +67,27 @@ class TensorOps:
             weights = None if weights is None else weights[rows]
         elif indices is not None:
             picked = np.array(indices)
-            cut = cut.among(indices, metadata.num_seqs)
+            transform = transform.among(indices, metadata.num_seqs)
         device = hidden_states.device
         skip_tokens = metadata.skip_tokens
         pooled = pool(
             hidden_states,
             on_device(metadata.cu_seqlens, device),
             _KINDS[pooling_type],
-            **_kernel_arguments(cut, device),
+            **_kernel_arguments(transform, device),
             skip_tokens=None if skip_tokens is None else on_device(skip_tokens, device),
             weights=weights,
             max_seqlen=max(metadata.seq_lens, default=None),  # the CUDA kernel splits only long sequences
         )
         return pooled if picked is None else self.pick(pooled, picked)
 
-    def cut(self, rows: Tensor, cut: Cut) -> Tensor:
+    def transform(self, rows: Tensor, transform: VectorTransform) -> Tensor:
         """See RowOps."""
-        if not cut.changes(rows.shape[1]):
+        if not transform.changes(rows.shape[1]):
             return rows.to(torch.float32, copy=True)
         # The pooling kernel only cuts and normalises sequences of one token.
         bounds = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
-        return pool(rows, bounds, "cls", **_kernel_arguments(cut, rows.device))
+        return pool(rows, bounds, "cls", **_kernel_arguments(transform, rows.device))
 
     def rows_of(self, values: Any) -> Tensor:
         """See RowOps. Does not wait for the copy to a device."""
@@ -222,9 +222,10 @@ def on_device(values: Tensor | NDArray[Any], device: torch.device | str) -> Tens
     return upload(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
 
 
-def _kernel_arguments(cut: Cut, device: torch.device) -> dict[str, Any]:
-    """Returns a cut as arguments of penstock.kernels.pooling."""
-    normalize = cut.normalize if isinstance(cut.normalize, bool) else on_device(cut.normalize, device)
-    if cut.widths is None:
-        return {"dimensions": cut.width, "normalize": normalize}
-    return {"dimensions": on_device(cut.widths, device), "max_dimensions": cut.width, "normalize": normalize}
+def _kernel_arguments(transform: VectorTransform, device: torch.device) -> dict[str, Any]:
+    """Returns a transform as arguments of penstock.kernels.pooling."""
+    normalize = transform.normalize if isinstance(transform.normalize, bool) else on_device(transform.normalize, device)
+    if transform.widths is None:
+        return {"dimensions": transform.width, "normalize": normalize}
+    dimensions = on_device(transform.widths, device)
+    return {"dimensions": dimensions, "max_dimensions": transform.width, "normalize": normalize}

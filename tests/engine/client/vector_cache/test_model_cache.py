@@ -18,7 +18,7 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.vector_cache import model_cache
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.client.vector_cache.model_cache import ModelCache, cut_embeddings, whole_params
-from penstock.engine.pooling.heads import Cut
+from penstock.engine.pooling.heads import VectorTransform
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import (
@@ -399,7 +399,7 @@ def test_cut_rows_equal_those_of_the_pooler_head(
     params = resolved(dimensions=width, normalize=normalize)
     outputs = [{"embedding": row, "sparse": np.ones((2, 2), np.float32)} for row in rows]
     cut = cut_embeddings(outputs, params, cutting_machine)
-    expected = TensorOps().cut(torch.from_numpy(rows.copy()), Cut.of([params] * 9, 384)).numpy()
+    expected = TensorOps().transform(torch.from_numpy(rows.copy()), VectorTransform.of([params] * 9, 384)).numpy()
     values = np.stack([output["embedding"] for output in cut])
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE if normalize else 0)
