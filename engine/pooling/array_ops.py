@@ -102,11 +102,11 @@ class ArrayOps:
         """See RowOps."""
         return rows[:, list(columns)]
 
-    def join(self, parts: Sequence[Floats]) -> Floats:
+    def concat_columns(self, parts: Sequence[Floats]) -> Floats:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def concat(self, parts: Sequence[Floats]) -> Floats:
+    def concat_rows(self, parts: Sequence[Floats]) -> Floats:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

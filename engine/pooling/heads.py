@@ -182,11 +182,11 @@ class RowOps(Protocol[R]):
         """Returns some columns."""
         ...
 
-    def join(self, parts: Sequence[R]) -> R:
+    def concat_columns(self, parts: Sequence[R]) -> R:
         """Returns the columns of all parts side by side."""
         ...
 
-    def concat(self, parts: Sequence[R]) -> R:
+    def concat_rows(self, parts: Sequence[R]) -> R:
         """Returns the rows of all parts, one part after another."""
         ...
 

@@ -189,7 +189,7 @@ class ModelPooler(Generic[R]):
             transform = VectorTransform.of(params, hidden_states.shape[1])
             values = pooled(self._types[0], transform)
             return OutputBlock(name=group.name, values=values, indices=indices, widths=transform.columns())
-        rows = self.ops.join([pooled(pooling_type, VectorTransform()) for pooling_type in self._types])
+        rows = self.ops.concat_columns([pooled(pooling_type, VectorTransform()) for pooling_type in self._types])
         return self._from_pooled(group, rows, params, indices)
 
     def _from_pooled(

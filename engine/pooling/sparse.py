@@ -68,7 +68,7 @@ class SparsePooler(Generic[R]):
             pairs, own_counts = self._ops.entries(self._pool_logits(hidden_states, bounds[first : first + step + 1]))
             parts.append(pairs)
             counts += own_counts
-        return self._ops.concat(parts), tuple(counts)
+        return self._ops.concat_rows(parts), tuple(counts)
 
     def _pool_logits(self, hidden_states: R, bounds: IntArray) -> R:
         """Returns [N, V] float32 of the sequences between `bounds`."""
@@ -104,4 +104,4 @@ class SparsePooler(Generic[R]):
         weights = ops.pick(ops.floats(self._head(hidden_states)), rows)
         tokens = ops.rows_of((keys % self._vocab_size).astype(np.float32)[:, None])
         counts = np.bincount(keys // self._vocab_size, minlength=metadata.num_seqs)
-        return ops.join([tokens, ops.group_max(weights, groups, len(keys))]), tuple(counts.tolist())
+        return ops.concat_columns([tokens, ops.group_max(weights, groups, len(keys))]), tuple(counts.tolist())

@@ -117,11 +117,11 @@ class TensorOps:
         """See RowOps."""
         return rows[:, upload(torch.tensor(columns), rows.device)]
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def concat_columns(self, parts: Sequence[Tensor]) -> Tensor:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
-    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+    def concat_rows(self, parts: Sequence[Tensor]) -> Tensor:
         """See RowOps."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
