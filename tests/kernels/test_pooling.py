@@ -1,7 +1,5 @@
-"""pool equals its reference on every backend; the reference equals the formulas."""
+"""pool equals its reference on every backend; test_pool_native.py compares it with formulas."""
 
-import itertools
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ from .parameters import FLOAT_DTYPES, PLACES, TRITON_PLACES, Place, every_pair, 
 
 # float32: sums in another order. Else one unit in the last place.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-QUICK_CASES = tuple(case for case in POOLING_CASES if case.is_quick)
 
 
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
@@ -59,53 +56,6 @@ every_place_and = partial(every_pair, indirect=["place"], place=ALL_PLACES)
 
 def weights_of(kind: PoolingKind, inputs: PoolingInputs) -> Tensor | None:
     return inputs.weights if kind == "weighted" else None
-
-
-def pool_by_formula(rows: Tensor, kind: PoolingKind, skip: int, weights: list[float]) -> list[float]:
-    """One sequence, one number at a time, in Python's double precision."""
-    indices = range(skip, len(rows))
-    if not indices:
-        return [0.0] * rows.shape[1]
-    values = rows.double().tolist()
-    columns = [[values[i][d] for i in indices] for d in range(rows.shape[1])]
-    if kind == "cls":
-        return [column[0] for column in columns]
-    if kind == "last":
-        return [column[-1] for column in columns]
-    if kind == "max":
-        return [max(column) for column in columns]
-    w = [1.0] * len(indices)
-    divisor = {"mean": float(len(indices)), "mean_sqrt_len": math.sqrt(len(indices))}.get(kind, 0.0)
-    if not divisor:
-        w = [i + 1.0 for i in indices] if kind == "weighted_mean" else [weights[i] for i in indices]
-        divisor = max(math.fsum(w), 1e-9)
-    return [math.fsum(a * b for a, b in zip(w, column, strict=True)) / divisor for column in columns]
-
-
-@every_pair(case=QUICK_CASES, kind=POOLING_KINDS)
-def test_reference_equals_formulas(case: PoolingCase, kind: PoolingKind) -> None:
-    inputs = make_pooling_inputs(case)
-    expected = torch.zeros(len(case.seq_lens), case.hidden_size, dtype=torch.float64)
-    bounds = inputs.cu_seqlens.tolist()
-    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
-        skip = int(inputs.skip_tokens[n])
-        row = pool_by_formula(inputs.hidden_states[start:end], kind, skip, inputs.weights[start:end].tolist())
-        row = row[: int(inputs.dimensions[n])]
-        if inputs.normalize[n]:
-            norm = max(math.sqrt(math.fsum(x * x for x in row)), 1e-12)
-            row = [x / norm for x in row]
-        expected[n, : len(row)] = torch.tensor(row)
-    actual = pool(
-        inputs.hidden_states,
-        inputs.cu_seqlens,
-        kind,
-        dimensions=inputs.dimensions,
-        normalize=inputs.normalize,
-        skip_tokens=inputs.skip_tokens,
-        weights=weights_of(kind, inputs),
-        backend="reference",
-    )
-    assert_close("pooled", expected, actual, 1e-6)
 
 
 def is_supported(place: Place, case: PoolingCase, dtype: torch.dtype, **_: str) -> bool:

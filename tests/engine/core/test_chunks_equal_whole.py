@@ -98,22 +98,18 @@ class Loaded:
             return ArrayRunner(info, tokenizer, self.model, config)
         return ModelRunner(info, tokenizer, self.model, (), config, stream=stream)
 
-    def intercept(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        after: Callable[[PackedBatch | PackedArrays], None] = lambda batch: None,
-        before: Callable[[], None] = lambda: None,
+    def after_forwards(
+        self, monkeypatch: pytest.MonkeyPatch, check: Callable[[PackedBatch | PackedArrays], None]
     ) -> None:
-        """Calls functions before and after each forward of the model."""
+        """Calls `check` with the batch after each forward of the model."""
         name = "begin" if self.is_array_model else "forward"
         forward = getattr(self.model, name)
 
         def run(batch: PackedBatch | PackedArrays, *, need_attention: bool = False) -> Any:
-            before()
             output = forward(batch, need_attention=need_attention)
             if isinstance(output, CpuForward):
                 output.result()
-            after(batch)
+            check(batch)
             return output
 
         monkeypatch.setattr(self.model, name, run)
@@ -375,7 +371,7 @@ def test_results_equal_after_a_failed_batch(
         if (batch.input_ids == POISON).any():
             raise RuntimeError("poisoned")
 
-    loaded.intercept(monkeypatch, after=fail_on_poison)
+    loaded.after_forwards(monkeypatch, fail_on_poison)
     fragile = client(PoolingType.MEAN, chunk_size=7)
     poisoned = [[*inputs[-1][:40], POISON, *inputs[-1][41:]], [3, POISON, 4]]
     fragile.submit_texts(*enumerate([*inputs, *poisoned]))
@@ -384,21 +380,3 @@ def test_results_equal_after_a_failed_batch(
     assert {kind for kind, _ in fragile.failures.values()} == {"ModelExecutionError"}
     assert_same(fragile.vectors(len(inputs)), expected)
     assert fragile.cache_use.usage == 0
-
-
-def test_results_equal_after_memory_shortage(
-    loaded: Loaded, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = texts([*SHORT, 90, 70])
-    expected = run(client(PoolingType.MEAN, chunking=False), inputs)
-    sizes = []
-
-    def fail_on_many(batch: PackedBatch | PackedArrays) -> None:
-        if batch.num_tokens > 12:
-            raise MemoryError if loaded.is_array_model else torch.OutOfMemoryError("no memory")
-        sizes.append(batch.num_tokens)
-
-    loaded.intercept(monkeypatch, after=fail_on_many)
-    tight = client(PoolingType.MEAN)
-    assert_same(run(tight, inputs), expected)
-    assert max(sizes) <= 12

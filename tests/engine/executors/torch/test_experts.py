@@ -1,21 +1,13 @@
 """Sorted experts with grouped products, as on CUDA, give the results of a loop over experts."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.executors.torch.layers.experts import Experts, ExpertStack, OneByOneExperts, SortedExperts
-from penstock.engine.model_files.resolve import with_device
-
-from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
-from ..families import GRANITE, JAMBA
 
 NUM_EXPERTS, SIZE, INNER = 5, 16, 24
 ROUTINGS = {
@@ -84,47 +76,3 @@ def test_wrong_number_of_experts_is_refused(num_experts: int) -> None:
     pairs = [(torch.ones(2 * INNER, SIZE), torch.ones(SIZE, INNER))] * num_experts
     with pytest.raises(ValueError, match="zip"):
         ExpertStack.of(pairs, NUM_EXPERTS)
-
-
-class DeviceMemory(TorchFunctionMode):
-    """Counts the bytes of tensors on the pretended device after every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tensors: list[ref[OnCuda]] = []
-        self.most = 0
-
-    @property
-    def now(self) -> int:
-        self._tensors = [each for each in self._tensors if each() is not None]
-        with torch._C.DisableTorchFunction():
-            storages = [tensor.untyped_storage() for each in self._tensors if (tensor := each()) is not None]
-            return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") != "__get__":
-            self._tensors += [ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, OnCuda)]
-            self.most = max(self.most, self.now)
-        return result
-
-
-MODEL = {"vocab_size": 50, "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": 2}
-STACKED = GRANITE | MODEL | {"layer_types": ["mamba", "attention"], "num_local_experts": 40} | {"mamba_n_heads": 2}
-ONE_BY_ONE = JAMBA | MODEL | {"num_experts": 40, "expert_layer_period": 1, "expert_layer_offset": 0}
-
-
-@pytest.mark.parametrize(
-    ("class_name", "config"), [("GraniteMoeHybridModel", STACKED), ("JambaModel", ONE_BY_ONE)], ids=["stack", "singly"]
-)
-def test_gpu_never_holds_a_layer_twice(class_name: str, config: dict[str, Any], save_model: Any, resolve: Any) -> None:
-    folder, _ = save_model(class_name, **config)
-    info = with_device(resolve(folder), str(DEVICE), "float32")
-    layer = 40 * 3 * SIZE * INNER * 4
-    with pretend_cuda(), DeviceMemory() as memory:
-        model = load_model(info)
-        assert memory.now > 2 * layer
-    assert memory.most - memory.now < layer / 4
-    del model
