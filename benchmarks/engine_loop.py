@@ -63,7 +63,7 @@ class PackingRunner(Runner):
         forward_s: Seconds that a forward sleeps.
     """
 
-    can_begin = True
+    has_capacity = True
 
     def __init__(self, forward_s: float) -> None:
         self.info = ModelInfo(

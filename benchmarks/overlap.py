@@ -97,7 +97,7 @@ class SimulatedRunner(Runner):
         """See Runner."""
 
     @property
-    def can_begin(self) -> bool:
+    def has_capacity(self) -> bool:
         """See Runner."""
         return self._num_begun - self.device.num_ended() < self._num_under_way
 

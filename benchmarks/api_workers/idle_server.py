@@ -33,7 +33,7 @@ _WORKER: Final = "penstock.engine.core.worker"
 class IdleRunner(Runner):
     """A Runner that knows its model's files, and none of its weights."""
 
-    can_begin = True
+    has_capacity = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = with_device(resolve_model(config), "cpu", "float32")

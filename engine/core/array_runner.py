@@ -97,7 +97,7 @@ class ArrayRunner(PoolingRunner[Floats]):
             return cls(info, tokenizer, encoder, config, dense, load_array_maps(info, tokenizer, machine))
 
     @property
-    def can_begin(self) -> bool:
+    def has_capacity(self) -> bool:
         """See Runner."""
         return self._encoder.machine.num_free > 0
 
@@ -106,7 +106,11 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._encoder.machine.set_wakeup_fd(fd)
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> ArrayForward | EndedForward:
-        """See Runner. Waits for batches with pages: another sequence may get the pages of a cancelled one at once."""
+        """See Runner.
+
+        A batch with pages has ended when this returns, because another sequence may get the pages of a cancelled
+        request at once.
+        """
         began_s = time.perf_counter()
         chunk_tokens = num_chunk_tokens(chunks)
         try:

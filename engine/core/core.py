@@ -119,7 +119,7 @@ class EngineCore:
         self._stopping = False
         self._wants_work = False  # the device thread sleeps and would start a batch for a new request
         self._has_released = False  # a cancellation freed memory; the next step must report it
-        self._found_nothing = False  # the last batch was empty because all waiting sequences wait for a running one
+        self._blocked_by_running = False  # the last batch was empty: all sequences wait for a running one
 
     def run(self) -> None:
         """Loads the model and serves until `stop`. Sends LoadFailed and returns if loading fails."""
@@ -198,7 +198,7 @@ class EngineCore:
         requests = [self._build_request(each, now_s) for each in unpack_client_message(message, frame)]
         with self._lock:
             for request in requests:
-                self._found_nothing = False
+                self._blocked_by_running = False
                 try:
                     self._scheduler.add(request)
                 except ValueError as error:
@@ -231,7 +231,7 @@ class EngineCore:
             for callback in callbacks:
                 callback()
             with self._lock:
-                if self._stopping or self._can_begin() or any(running.forward.is_done for running in self._running):
+                if self._stopping or self._should_begin() or any(running.forward.is_done for running in self._running):
                     return
                 self._wants_work = self._fits_another()
             with self._watch.idle():
@@ -239,14 +239,15 @@ class EngineCore:
             with self._lock:
                 self._wants_work = False
 
-    def _can_begin(self) -> bool:
+    def _should_begin(self) -> bool:
         """Whether a batch should be started now. The caller holds the lock.
 
         Queueing a batch on a busy device only saves the pause between two batches, so only large batches are queued.
         """
         scheduler = self._scheduler
         would_wait = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
-        has_batch = scheduler.has_work and not self._found_nothing and (not would_wait or scheduler.has_large_batch)
+        has_work = scheduler.has_work and not self._blocked_by_running
+        has_batch = has_work and (not would_wait or scheduler.has_large_batch)
         return (has_batch or self._has_released) and self._fits_another()
 
     def _fits_another(self) -> bool:
@@ -257,7 +258,7 @@ class EngineCore:
         if not self._running:
             return True
         runner, scheduler = self._runner, self._scheduler
-        if not runner.can_begin or (scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device)):
+        if not runner.has_capacity or (scheduler.has_long and (not runner.keeps_order or scheduler.needs_idle_device)):
             return False
         num_tokens = sum(running.step.num_tokens for running in self._running if not running.forward.is_done)
         return num_tokens < _MAX_BUDGETS_IN_FLIGHT * scheduler.token_budget
@@ -268,13 +269,13 @@ class EngineCore:
         The next chunks of its prompts may be scheduled while it runs.
         """
         with self._lock:
-            if not self._can_begin():
+            if not self._should_begin():
                 return
             free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
             batch = self._scheduler.schedule(time.monotonic(), free_tokens)
             for request in batch.expired:
                 self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
-            self._found_nothing = not batch.chunks and bool(self._running)
+            self._blocked_by_running = not batch.chunks and bool(self._running)
         self._runner.forget(batch.finished)
         for sequence, allocation in batch.preempted:
             self._preempt(sequence, allocation)
@@ -301,7 +302,7 @@ class EngineCore:
         self._running.remove(running)
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
-        self._found_nothing &= not chunks
+        self._blocked_by_running &= not chunks
         failure: Exception | None = None
         try:
             with self._watch.during(step):
@@ -319,7 +320,7 @@ class EngineCore:
     def _cancel(self, request_id: int, *, uncache: bool = False) -> Request | None:
         """Ends a request and drops its later results. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, uncache=uncache)
-        self._found_nothing = False
+        self._blocked_by_running = False
         self._has_released |= request is not None and not self._runner.sequence_pool.is_empty
         return request
 

@@ -128,7 +128,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         make_current(torch.device(info.device))
         if info.device != "cpu":
             multiply_exactly()
-        with _load_errors(info):
+        with _torch_load_errors(info):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
             )
@@ -136,7 +136,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             return cls(info, tokenizer, model, load_dense(info), config, load_token_maps(info, tokenizer))
 
     @property
-    def can_begin(self) -> bool:
+    def has_capacity(self) -> bool:
         """See Runner. The next forward is queued while one runs."""
         with device_errors():
             while self._in_flight and self._in_flight[0].is_reached:
@@ -171,7 +171,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     def warm_up(self) -> None:
         """See Runner."""
-        with _load_errors(self.info):
+        with _torch_load_errors(self.info):
             warm_up(self.info, self.tokenizer, self.execute)
             if self._gpu_warm_up is not None:
                 self._gpu_warm_up.compile(self.sequence_pool, self.limits)
@@ -255,7 +255,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
 
 @contextmanager
-def _load_errors(info: ModelInfo) -> Iterator[None]:
+def _torch_load_errors(info: ModelInfo) -> Iterator[None]:
     """Like load_errors, but also recognises torch's out-of-memory errors."""
     with load_errors(info), device_errors():
         yield

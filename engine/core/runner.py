@@ -75,7 +75,7 @@ class Runner(Protocol):
         info: The model with its resolved device.
         tokenizer: Tokenizer, sent to the clients.
         sequence_pool: Memory of the sequences that run in chunks.
-        num_lanes: Parts of the device that run forwards independently.
+        num_lanes: Forwards that can run at the same time.
         keeps_order: Forwards run one after the other, in the order of `begin`. Several chunks of one prompt may then be
             in flight, and later forwards may reuse the memory of a cancelled one.
         limits: Limits of the device.
@@ -96,12 +96,12 @@ class Runner(Protocol):
         """
 
     @property
-    def can_begin(self) -> bool:
-        """Whether a forward may start beside those in flight, because a part of the device is or will soon be idle."""
+    def has_capacity(self) -> bool:
+        """Whether another forward may start now, beside those in flight."""
         ...
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """Sets the file descriptor to write to when a forward ends or `can_begin` becomes true; None: no descriptor.
+        """Sets the file descriptor to write to when a forward ends or `has_capacity` becomes True; None: none.
 
         After this call the runner does not write to the previous descriptor.
         """

@@ -96,7 +96,7 @@ class FakeRunner(Runner):
         preempted: Sequences that lost their memory.
     """
 
-    can_begin = True
+    has_capacity = True
 
     def __init__(self, sequence_pool: SequencePool | None = None, max_model_len: int = 4096) -> None:
         self.info = model(max_model_len)
@@ -199,7 +199,7 @@ class QueueRunner(FakeRunner):
         self.queue: list[QueuedForward] = []
 
     @property
-    def can_begin(self) -> bool:  # type: ignore[override]
+    def has_capacity(self) -> bool:  # type: ignore[override]
         return len(self.queue) < 2
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> QueuedForward:

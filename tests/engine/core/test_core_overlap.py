@@ -342,7 +342,7 @@ class LaneRunner(FakeRunner):
         self.started: list[list[int]] = []
 
     @property
-    def can_begin(self) -> bool:  # type: ignore[override]
+    def has_capacity(self) -> bool:  # type: ignore[override]
         return sum(not forward.is_done for forward in self.running) < self.num_lanes
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> LaneForward:
@@ -396,8 +396,8 @@ def test_running_tokens_are_at_most_two_budgets() -> None:
     lanes.start(1, 2, length=64)
     lanes.runner.num_lanes = 3
     lanes.submit(3, 8)
-    assert lanes.runner.can_begin
-    assert not lanes.core._can_begin()
+    assert lanes.runner.has_capacity
+    assert not lanes.core._should_begin()
     lanes.end(0)
     assert lanes.runner.started == [[1], [2], [3]]
 
@@ -444,5 +444,5 @@ def test_new_request_wakes_a_loop_with_a_free_lane(lanes: LaneDriver) -> None:
             lanes.core._wait()
         lanes.submit(request_id, 40)
         assert len(wakes) == num_wakes
-        if lanes.core._can_begin():
+        if lanes.core._should_begin():
             lanes.run()

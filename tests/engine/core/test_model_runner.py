@@ -150,14 +150,14 @@ def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) 
     stream.gate.clear()
     forwards = []
     for tokens in ((7, 8), (9,)):
-        assert runner.can_begin
+        assert runner.has_capacity
         forwards.append(runner.begin([chunk_of(*tokens)]))
-    assert not runner.can_begin
+    assert not runner.has_capacity
     assert not any(forward.is_done for forward in forwards)
     assert runner.take_times() == []
     stream.gate.set()
     assert [vectors(forward.outputs()).tolist() for forward in forwards] == [[[8.0, 1.0]], [[9.0, 0.0]]]
-    assert runner.can_begin
+    assert runner.has_capacity
     assert [time.whole_tokens for time in runner.take_times()] == [2, 1]
 
 
@@ -165,7 +165,7 @@ def test_forward_on_a_cpu_ends_in_begin() -> None:
     runner = make()
     for _ in range(3):
         assert isinstance(runner.begin([chunk_of(5)]), EndedForward)
-        assert runner.can_begin
+        assert runner.has_capacity
     assert len(runner.take_times()) == 3
 
 
@@ -230,7 +230,7 @@ def test_forward_without_memory_does_not_affect_others(runner: ModelRunner, stre
     runner._model.error = torch.OutOfMemoryError("none")  # type: ignore[attr-defined]
     with pytest.raises(DeviceMemoryError):
         runner.begin([chunk_of(6)])
-    assert runner.can_begin
+    assert runner.has_capacity
     second = runner.begin([chunk_of(7)])
     stream.gate.set()
     assert [vectors(forward.outputs()).tolist() for forward in (first, second)] == [[[5.0, 0.0]], [[7.0, 0.0]]]
@@ -243,7 +243,7 @@ def test_lost_device_fails_every_call(runner: ModelRunner, stream: FakeStream) -
     for call in (
         lambda: forward.is_done,
         forward.outputs,
-        lambda: runner.can_begin,
+        lambda: runner.has_capacity,
         lambda: runner.begin([chunk_of(6)]),
         lambda: runner.execute([chunk_of(6)]),
     ):
