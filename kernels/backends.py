@@ -14,7 +14,7 @@ Backend = Literal["triton", "torch", "reference"]
 
 
 class Recurrence(NamedTuple):
-    """Arguments of a recurrence of state space models; `selective_scan` and `ssd` state the shapes."""
+    """Arguments of a state space recurrence. `selective_scan` and `ssd` document the shapes."""
 
     x: Tensor
     dt: Tensor

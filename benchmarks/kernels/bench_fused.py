@@ -100,9 +100,9 @@ def _add_then_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Ten
 
 
 def _embed_then_norm(ids: Tensor, positions: Tensor, types: Tensor, tables: Embeddings, norm: Norm) -> Tensor:
-    assert tables.place is not None
+    assert tables.position is not None
     places = positions + types * tables.num_positions
-    sum_ = F.embedding(places, tables.place).add_(F.embedding(ids, tables.word))
+    sum_ = F.embedding(places, tables.position).add_(F.embedding(ids, tables.word))
     return F.layer_norm(sum_, norm.weight.shape, norm.weight, norm.bias, norm.eps).to(tables.word.dtype)
 
 

@@ -1,6 +1,6 @@
-"""Causal depthwise convolution of packed sequences: every channel mixes its own last few tokens.
+"""Causal depthwise convolution of packed sequences, used before the recurrence in the Mamba models.
 
-Comes before the recurrence in the Mamba models. Knows nothing about models, nor about where states are kept.
+The caller stores the states.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Activation = Literal["silu"]
 
 __all__ = ["Activation", "Backend", "causal_conv1d"]
 
-# Elements of a block of rows: 1 MiB in float32.
+# Elements of a block of rows (1 MiB in float32).
 BLOCK_ELEMENTS = 1 << 18
 
 
@@ -48,33 +48,33 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """Convolves every sequence of a packed batch along time, each channel with its own `weight`.
 
-    With the rows x_0 .. x_{L-1} of a sequence, and before them the W-1 columns of its initial state (zeros without):
+    For the rows x_0 .. x_{L-1} of a sequence, preceded by the W-1 inputs of its initial state (zeros without one):
 
         y_t = activation(bias + sum over w = 0 .. W-1 of weight[:, w] * x_{t - (W - 1) + w})
 
-    A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
-    next. Nothing in the rows of one sequence, a NaN included, reaches another.
+    Chunks of a sequence give the same rows as the whole sequence if the final state of each chunk is the initial state
+    of the next. A NaN in one sequence does not affect another.
 
-    Sums are float32 whatever the inputs are. Every backend is held to the reference within 2e-6 of the largest absolute
-    value for float32, and one unit in the last place of the dtype otherwise.
+    Sums are float32 for every input dtype. Tests allow a difference to the reference of 2e-6 of the largest absolute
+    value for float32, else one unit in the last place of the dtype.
 
     Args:
         x: [T, C], float32/bfloat16/float16, last axis contiguous. Not modified.
-        weight: [C, W], W from 1; the last column weighs the token itself. Any of the dtypes of x.
-        bias: [C], as weight; None adds nothing.
-        cu_seqlens: [N+1], int32, same device, the sums of seq_lens.
-        seq_lens: N lengths on the host; 0 is allowed.
+        weight: [C, W], W >= 1, float32/bfloat16/float16. The last column is the weight of the token itself.
+        bias: [C], as `weight`; None: no bias.
+        cu_seqlens: [N+1], int32, same device: prefix sums of seq_lens.
+        seq_lens: N lengths on the host; a length may be 0.
         activation: "silu" or None.
         initial_states: [N, C, W-1], dtype of x: the inputs before each sequence, oldest first. Not modified.
-        return_final_states: Whether the last W-1 inputs are wanted.
-        backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed, else torch.
+        return_final_states: Whether to return the final states.
+        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed, else torch.
 
     Returns:
-        y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, W-1], dtype of x: the last W-1 inputs
-        of each sequence, those of its initial state included where it has fewer rows. None unless asked for.
+        y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, W-1], dtype of x, or None: the last
+        W-1 inputs of each sequence. A sequence with fewer rows keeps inputs of its initial state.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes, devices or lengths do not match; the message gives expected and actual values.
     """
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 1:
         raise ValueError(f"x must be [T, C] and weight [C, W], got {describe(x)} and {describe(weight)}")
@@ -87,22 +87,22 @@ def causal_conv1d(
     check_tensor("initial_states", initial_states, (len(seq_lens), channels, width - 1), x.dtype, x.device)
 
     backend = choose(backend, x)
-    given = Convolution(x, weight, bias, cu_seqlens, seq_lens, activation, initial_states, return_final_states)
+    args = Convolution(x, weight, bias, cu_seqlens, seq_lens, activation, initial_states, return_final_states)
     if backend == "triton":
         from ._triton import causal_conv1d_triton
 
-        return causal_conv1d_triton(given)
-    return causal_conv1d_torch(given) if backend == "torch" else causal_conv1d_reference(given)
+        return causal_conv1d_triton(args)
+    return causal_conv1d_torch(args) if backend == "torch" else causal_conv1d_reference(args)
 
 
 @torch.no_grad()
-def causal_conv1d_torch(given: Convolution) -> tuple[Tensor, Tensor | None]:
+def causal_conv1d_torch(args: Convolution) -> tuple[Tensor, Tensor | None]:
     """Same as `causal_conv1d`: one multiply-add over a block of rows for each column of the weight.
 
-    The packed rows are convolved as if they were one sequence. Then the first W - 1 rows of every sequence, the only
-    ones that saw foreign rows, are computed again from their own past and written over.
+    Convolves the packed rows as if they were one sequence. Then it overwrites the first W - 1 rows of every sequence,
+    which used rows of the previous sequence, with results from the sequence's own past.
     """
-    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = args
     num_rows, channels = x.shape
     width = weight.shape[1]
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -120,39 +120,39 @@ def causal_conv1d_torch(given: Convolution) -> tuple[Tensor, Tensor | None]:
     if width == 1 or num_rows == 0:
         return y_TC, _final_states(x, seq_lens, initial_states, width) if return_final_states else None
 
-    # The first rows of every sequence, behind its past.
+    # The first rows of every sequence, after the inputs of its initial state.
     lengths_N1 = torch.tensor(seq_lens, device=x.device)[:, None]
     starts_N1 = torch.tensor(list(accumulate(seq_lens, initial=0))[:-1], device=x.device)[:, None]
     heads_1W = torch.arange(width - 1, device=x.device)
-    is_true_NW = heads_1W < lengths_N1
+    is_valid_NW = heads_1W < lengths_N1
     rows_NW = (starts_N1 + heads_1W).clamp(max=num_rows - 1)
     window_NWC = torch.zeros(len(seq_lens), 2 * (width - 1), channels, device=x.device)
     if initial_states is not None:
         window_NWC[:, : width - 1] = initial_states.transpose(1, 2)
     window_NWC[:, width - 1 :] = x[rows_NW]
     heads_NWC = _convolve(window_NWC, weight_WC, bias_C, activation, torch.empty_like(window_NWC[:, width - 1 :]))
-    y_TC[rows_NW[is_true_NW]] = heads_NWC[is_true_NW].to(y_TC.dtype)
+    y_TC[rows_NW[is_valid_NW]] = heads_NWC[is_valid_NW].to(y_TC.dtype)
     return y_TC, _final_states(x, seq_lens, initial_states, width) if return_final_states else None
 
 
 def _convolve(inputs: Tensor, weight_WC: Tensor, bias_C: Tensor, activation: str | None, out: Tensor) -> Tensor:
-    """Writes the last rows of `inputs` [..., rows, C], convolved, to `out` [..., rows of out, C]; both float32.
+    """Convolves the last rows of `inputs` [..., rows, C] into `out` [..., rows of out, C]; both float32.
 
-    Inputs before the first count as zeros.
+    Missing inputs before the first row are zeros.
     """
     width, num_rows, num_before = weight_WC.shape[0], out.shape[-2], inputs.shape[-2] - out.shape[-2]
     torch.addcmul(bias_C, inputs[..., num_before:, :], weight_WC[width - 1], out=out)
     for shift in range(1, width):
-        # Rows without an input `shift` rows above.
+        # Number of output rows without an input `shift` rows earlier.
         skipped = max(0, shift - num_before)
         if skipped < num_rows:
-            above = inputs[..., num_before + skipped - shift : inputs.shape[-2] - shift, :]
-            out[..., skipped:, :].addcmul_(above, weight_WC[width - 1 - shift])
+            earlier = inputs[..., num_before + skipped - shift : inputs.shape[-2] - shift, :]
+            out[..., skipped:, :].addcmul_(earlier, weight_WC[width - 1 - shift])
     return F.silu(out, inplace=True) if activation == "silu" else out
 
 
 def _final_states(x: Tensor, seq_lens: Sequence[int], initial_states: Tensor | None, width: int) -> Tensor:
-    """[N, C, W-1], dtype of x: the last W - 1 inputs of each sequence, its initial state included."""
+    """[N, C, W-1], dtype of x: the last W - 1 inputs of each sequence, including its initial state."""
     num_seqs, channels = len(seq_lens), x.shape[1]
     past_NCW = x.new_zeros(num_seqs, channels, width - 1) if initial_states is None else initial_states
     if width == 1 or num_seqs == 0 or x.shape[0] == 0:
@@ -160,18 +160,17 @@ def _final_states(x: Tensor, seq_lens: Sequence[int], initial_states: Tensor | N
     lengths_N1 = torch.tensor(seq_lens, device=x.device)[:, None]
     ends_N1 = torch.tensor(list(accumulate(seq_lens)), device=x.device)[:, None]
     tails_1W = torch.arange(width - 1, device=x.device)
-    # Position of each kept input; negative where it lies before the rows of this call.
+    # Position of each state input; negative for inputs of the initial state.
     positions_NW = lengths_N1 - (width - 1) + tails_1W
     rows_NW = (ends_N1 - (width - 1) + tails_1W).clamp(min=0)
-    kept_NCW = x[rows_NW].transpose(1, 2)
+    new_NCW = x[rows_NW].transpose(1, 2)
     columns_NW = (lengths_N1 + tails_1W).clamp(max=width - 2)
-    older_NCW = past_NCW.gather(2, columns_NW[:, None, :].expand(num_seqs, channels, width - 1))
-    return torch.where((positions_NW >= 0)[:, None, :], kept_NCW, older_NCW).contiguous()
+    past_NCW = past_NCW.gather(2, columns_NW[:, None, :].expand(num_seqs, channels, width - 1))
+    return torch.where((positions_NW >= 0)[:, None, :], new_NCW, past_NCW).contiguous()
 
 
-def causal_conv1d_reference(given: Convolution) -> tuple[Tensor, Tensor | None]:
-    """Same as `causal_conv1d`."""
-    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = given
+def causal_conv1d_reference(args: Convolution) -> tuple[Tensor, Tensor | None]:
+    x, weight, bias, _, seq_lens, activation, initial_states, return_final_states = args
     channels, width = weight.shape
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_NCW = torch.empty(len(seq_lens), channels, width - 1, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
 """The causal convolution on CUDA: one program per tile of rows of one sequence and block of channels.
 
-Letters beside those of the layer: C channels, W columns of the weight. A tile is `TILE_ROWS` rows of one sequence,
-`BLOCK_ROWS` at a time: finding it and reading the weights costs as much as a few rows do.
+C channels, W columns of the weight. A tile is `TILE_ROWS` rows of one sequence, computed `BLOCK_ROWS` at a time.
+Finding the tile and reading the weights costs as much as a few rows, so a tile has many.
 """
 
 import torch
@@ -49,14 +49,16 @@ def _convolve_kernel(
         mask = (rows < end)[:, None] & is_channel[None, :]
         total = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32) + bias[None, :]
         for w in tl.static_range(WIDTH):
-            above = rows - (WIDTH - 1) + w
+            sources = rows - (WIDTH - 1) + w
             weight = tl.load(weight_ptr + channels * WIDTH + w, mask=is_channel, other=0.0).to(tl.float32)
-            addresses = x_ptr + above.to(tl.int64)[:, None] * stride_row + channels[None, :]
-            x = tl.load(addresses, mask=mask & (above >= start)[:, None], other=0.0).to(tl.float32)
+            addresses = x_ptr + sources.to(tl.int64)[:, None] * stride_row + channels[None, :]
+            x = tl.load(addresses, mask=mask & (sources >= start)[:, None], other=0.0).to(tl.float32)
             if HAS_INITIAL and w < WIDTH - 1:
-                column = above - start + (WIDTH - 1)
-                came = initial_ptr + (n.to(tl.int64) * num_channels + channels)[None, :] * (WIDTH - 1)
-                x += tl.load(came + column[:, None], mask=mask & (above < start)[:, None], other=0.0).to(tl.float32)
+                column = sources - start + (WIDTH - 1)
+                initial = initial_ptr + (n.to(tl.int64) * num_channels + channels)[None, :] * (WIDTH - 1)
+                x += tl.load(initial + column[:, None], mask=mask & (sources < start)[:, None], other=0.0).to(
+                    tl.float32
+                )
             total += weight[None, :] * x
         if HAS_SILU:
             total = total / (1.0 + tl.exp(-total))
@@ -85,23 +87,23 @@ def _final_states_kernel(
     columns = (n * num_channels + channels) * (WIDTH - 1)
     for w in tl.static_range(WIDTH - 1):
         row = end - (WIDTH - 1) + w
-        kept = tl.load(x_ptr + row.to(tl.int64) * stride_row + channels, mask=is_channel & (row >= start), other=0.0)
+        value = tl.load(x_ptr + row.to(tl.int64) * stride_row + channels, mask=is_channel & (row >= start), other=0.0)
         if HAS_INITIAL:
             column = row - start + (WIDTH - 1)
-            kept += tl.load(initial_ptr + columns + column, mask=is_channel & (row < start), other=0.0)
-        tl.store(final_ptr + columns + w, kept, mask=is_channel)
+            value += tl.load(initial_ptr + columns + column, mask=is_channel & (row < start), other=0.0)
+        tl.store(final_ptr + columns + w, value, mask=is_channel)
 
 
-def causal_conv1d_triton(given: Convolution) -> tuple[Tensor, Tensor | None]:
+def causal_conv1d_triton(args: Convolution) -> tuple[Tensor, Tensor | None]:
     """Same as `causal_conv1d`. Does not synchronise host and device."""
-    x, weight, bias, cu_seqlens, _, activation, initial_states, return_final_states = given
+    x, weight, bias, cu_seqlens, _, activation, initial_states, return_final_states = args
     num_rows, channels = x.shape
     num_seqs, width = cu_seqlens.shape[0] - 1, weight.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     has_initial = initial_states is not None and width > 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(num_seqs, channels, width - 1, dtype=x.dtype, device=x.device) if return_final_states else None
-    # Pointers that a call does not need are never read; any tensor stands in for them.
+    # The kernel does not read unused pointers; pass any tensor.
     initial_or_any = x if initial_states is None else initial_states.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
     channel_blocks = triton.cdiv(channels, BLOCK_CHANNELS)

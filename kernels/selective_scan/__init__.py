@@ -1,7 +1,4 @@
-"""The recurrence of Mamba over packed sequences ("selective scan").
-
-Knows nothing about projections, convolutions or gates, nor about where states are kept.
-"""
+"""The recurrence of Mamba over packed sequences ("selective scan"). The caller stores the states."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +11,10 @@ from ..backends import Backend, Recurrence, check_rows, check_tensor, choose, de
 
 __all__ = ["Backend", "selective_scan"]
 
-# Elements of the states of one block: 4 MiB, twice.
+# Elements of the states of one block (4 MiB). Two such arrays are allocated.
 BLOCK_ELEMENTS = 1 << 20
-# Elements of the states of a group of sequences at one time: small enough for the cache of a core, large enough that
-# the calls of a step cost little beside its arithmetic.
+# Elements of the states of a group of sequences at one time step: they fit in a core's cache, and torch's overhead per
+# call is small compared with the arithmetic.
 GROUP_ELEMENTS = 1 << 17
 MAX_BLOCK_TOKENS = 64
 
@@ -38,36 +35,36 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the selective state space recurrence with a decay per channel and state over every sequence of a batch.
 
-    For each channel of a sequence, with its initial state as state_{-1} (zeros without):
+    For each channel of a sequence, with its initial state as state_{-1} (zeros without one):
 
         state_t = exp(dt_t a) * state_{t-1} + dt_t x_t b_t        [S]
         y_t     = sum(state_t * c_t) + d x_t
 
-    A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
-    next. Nothing in the rows of one sequence, a NaN included, reaches another.
+    Chunks of a sequence give the same rows as the whole sequence if the final state of each chunk is the initial state
+    of the next. A NaN in one sequence does not affect another.
 
-    States, decays and sums are float32 whatever x is. Every backend is held to the reference within 5e-6 of the largest
-    absolute value for float32, and one unit in the last place of the dtype otherwise.
+    States, decays and sums are float32 for every dtype of x. Tests allow a difference to the reference of 5e-6 of the
+    largest absolute value for float32, else one unit in the last place of the dtype.
 
     Args:
         x: [T, C], float32/bfloat16/float16, last axis contiguous. Not modified.
-        dt: [T, C], float32: step sizes, not negative (bias and softplus are applied before).
+        dt: [T, C], float32: step sizes, at least 0, after bias and softplus.
         a: [C, S], float32, negative.
         b: [T, S], dtype of x: input weights, the same for all channels.
-        c: [T, S], dtype of x: output weights, likewise.
-        cu_seqlens: [N+1], int32, same device, the sums of seq_lens.
-        seq_lens: N lengths on the host; 0 is allowed.
-        d: [C], any float dtype: weight of the skip connection; None leaves it out.
+        c: [T, S], dtype of x: output weights, the same for all channels.
+        cu_seqlens: [N+1], int32, same device: prefix sums of seq_lens.
+        seq_lens: N lengths on the host; a length may be 0.
+        d: [C], any float dtype: weight of the skip connection; None: no skip connection.
         initial_states: [N, C, S], float32. Not modified.
-        return_final_states: Whether the state after the last row of each sequence is wanted.
-        backend: "triton", "torch" or "reference"; None takes triton for CUDA tensors where it is installed, else torch.
+        return_final_states: Whether to return the state after the last row of each sequence.
+        backend: "triton", "torch" or "reference". None selects triton for CUDA tensors if it is installed, else torch.
 
     Returns:
-        y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, S], float32, None unless asked for.
+        y, [T, C], dtype and device of x, contiguous; and the final states, [N, C, S], float32, or None.
         The final state of an empty sequence is its initial state.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes, devices or lengths do not match; the message gives expected and actual values.
     """
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(f"x must be [T, C] and a [C, S], got {describe(x)} and {describe(a)}")
@@ -93,17 +90,17 @@ def selective_scan(
 
 @torch.no_grad()
 def selective_scan_torch(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
-    """Same as `selective_scan`: states of a block of tokens at once, for sequences side by side.
+    """Same as `selective_scan`: computes a block of tokens of a group of sequences at a time.
 
-    Decays, inputs and outputs do not depend on the state and are computed for a block of tokens. The recurrence is one
-    multiply-add a token over the states of all sequences of a group. States lie as [S, C], so that the long axis is the
-    inner one. README.md says why it is not a parallel scan.
+    Decays and inputs do not depend on the state and are computed for the whole block, as are the outputs afterwards.
+    The recurrence is one multiply-add per token over the states of all sequences of a group. States are [S, C], so that
+    the long axis is contiguous. README.md explains why there is no parallel scan.
 
-    Letters beside those of the layer: C channels, M sequences of a group, B tokens of a block.
+    Shape letters: C channels, M sequences of a group, B tokens of a block.
     """
     a, seq_lens, initial_states, x = scan.a, scan.seq_lens, scan.initial_states, scan.x
     channels, state_size = a.shape
-    # 2 ** (dt * this) is the decay: torch computes powers of two several times as fast as those of e.
+    # The decay is 2 ** (dt * rate): torch computes exp2 several times as fast as exp.
     rate_SC = a.t().contiguous() * math.log2(math.e)
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_NCS = torch.empty(len(seq_lens), channels, state_size, device=x.device) if scan.return_final_states else None
@@ -126,7 +123,7 @@ def selective_scan_torch(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
 def _scan_group(
     scan: Recurrence, rate_SC: Tensor, starts: list[int], lengths: list[int], state_MSC: Tensor, y_TC: Tensor
 ) -> None:
-    """Writes the rows of sequences of descending `lengths` to `y_TC`, and their final states over `state_MSC`."""
+    """Writes the rows of sequences, sorted by descending length, to `y_TC` and updates `state_MSC`."""
     x, dt, b, c, d = scan.x, scan.dt, scan.b, scan.c, scan.d
     num_seqs, state_size, channels = state_MSC.shape
     if not lengths[0]:
@@ -141,7 +138,7 @@ def _scan_group(
         num_steps = min(block_tokens, lengths[0] - t)
         times_B1 = torch.arange(t, t + num_steps, device=x.device)[:, None]
         is_past_BM = times_B1 >= lengths_M[:num_active]
-        # Past its end a sequence reads its own last row, with a step size of 0, which leaves its state as it is.
+        # Past its end a sequence reads its last row with a step size of 0, which does not change its state.
         rows_BM = starts_M[:num_active] + torch.minimum(times_B1, lengths_M[:num_active] - 1)
         rows = rows_BM.flatten()
         shape = (num_steps, num_active, state_size, channels)
@@ -163,12 +160,11 @@ def _scan_group(
         if num_active == 1:
             y_TC[starts[0] + t : starts[0] + t + num_steps] = y
         else:
-            is_true = ~is_past_BM.flatten()
-            y_TC[rows[is_true]] = y[is_true].to(y_TC.dtype)
+            is_valid = ~is_past_BM.flatten()
+            y_TC[rows[is_valid]] = y[is_valid].to(y_TC.dtype)
 
 
 def selective_scan_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
-    """Same as `selective_scan`."""
     x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
     y_TC = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_NCS = torch.empty(len(seq_lens), *a.shape, device=x.device)

@@ -1,10 +1,8 @@
 """The selective scan on CUDA, in three passes: states of single chunks, states between chunks, rows.
 
-Within a chunk one program walks along the rows for a block of channels, states in registers. The first two passes are
-left out where no sequence is longer than a chunk.
-
-Letters beside those of the layer: C channels. Chunks are numbered as `find_tile` numbers tiles; a number that belongs
-to nobody is neither written nor read. README.md has the derivation.
+Within a chunk one program processes the rows in order for a block of C channels, with the states in registers. The
+first two passes are skipped if no sequence is longer than a chunk. Chunks have the tile numbers of `find_tile`; unused
+numbers are neither written nor read. README.md has the derivation.
 """
 
 import math
@@ -17,18 +15,17 @@ from torch import Tensor
 from .._tiles_triton import find_tile
 from ..backends import Recurrence, on_device
 
-# Rows that one program walks along. By nothing else: were it by the lengths, a sequence's last bits would depend on its
-# batch.
+# Rows per program. Constant: if it depended on the lengths, the last bits of a sequence would depend on its batch.
 CHUNK_SIZE = 128
-# States of a program; one warp holds them.
+# States per program, held by one warp.
 MAX_STATES = 512
-# States of a program that passes them from chunk to chunk.
+# States per program of `_pass_states_kernel`.
 BLOCK_STATES = 1024
 
 
 @triton.jit
 def _step(state, rate, x, dt, b):
-    """exp(dt a) state + dt x b: [C, S], with [C] of x and dt, and [S] of b."""
+    """exp(dt a) state + dt x b: [C, S]. x and dt are [C], b is [S]."""
     return tl.exp2(dt[:, None] * rate) * state + (dt * x)[:, None] * b[None, :]
 
 
@@ -55,7 +52,7 @@ def _chunk_states_kernel(
 ):
     """states[chunk] = the state after its rows, from a state of 0; steps[chunk] = sum_t dt_t.
 
-    Not for the last chunk of a sequence.
+    Skips the last chunk of a sequence.
     """
     chunk = tl.program_id(0)
     _, _, row, end = find_tile(cu_seqlens_ptr, chunk, num_seqs, SIZE)
@@ -96,7 +93,7 @@ def _pass_states_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces the share of each chunk of a sequence by the state before the chunk."""
+    """Replaces the state that each chunk adds by the state before the chunk."""
     n = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_columns = num_channels * state_size
@@ -110,11 +107,11 @@ def _pass_states_kernel(
     for chunk in range(num_chunks):
         index = (start // SIZE + n + chunk).to(tl.int64)
         addresses = states_ptr + index * num_columns + columns
-        is_followed = mask & (chunk < num_chunks - 1)
-        left = tl.load(addresses, mask=is_followed, other=0.0)
-        steps = tl.load(steps_ptr + index * num_channels + columns // state_size, mask=is_followed, other=0.0)
+        is_needed = mask & (chunk < num_chunks - 1)
+        added = tl.load(addresses, mask=is_needed, other=0.0)
+        steps = tl.load(steps_ptr + index * num_channels + columns // state_size, mask=is_needed, other=0.0)
         tl.store(addresses, state, mask=mask)
-        state = tl.exp2(steps * rate) * state + left
+        state = tl.exp2(steps * rate) * state + added
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_ptr", "num_seqs"])
@@ -147,10 +144,10 @@ def _rows_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """y_t = sum(state_t c_t) + d x_t along one chunk, from the state that comes into it.
+    """y_t = sum(state_t c_t) + d x_t for the rows of one chunk, starting from the state before the chunk.
 
-    A sequence without rows has one chunk too, for its final state. UNROLL rows are read ahead of the recurrence; past
-    the end a step size of 0 leaves the state as it is.
+    A sequence without rows has one chunk for its final state. UNROLL rows are loaded ahead of the recurrence. Past the
+    end the step size is 0, which does not change the state.
     """
     chunk = tl.program_id(0)
     n, start, row, end = find_tile(cu_seqlens_ptr, chunk, num_seqs, SIZE)
@@ -165,8 +162,8 @@ def _rows_kernel(
         rate = tl.load(a_ptr + offsets, mask=mask, other=0.0) * log2_e
         state = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
         if HAS_STATES:
-            came = states_ptr + chunk.to(tl.int64) * num_channels * state_size
-            state = tl.load(came + offsets, mask=mask & (row > start), other=0.0)
+            chunk_states = states_ptr + chunk.to(tl.int64) * num_channels * state_size
+            state = tl.load(chunk_states + offsets, mask=mask & (row > start), other=0.0)
         if HAS_INITIAL:
             state += tl.load(initial_ptr + sequence + offsets, mask=mask & (row == start), other=0.0)
         d = tl.zeros((BLOCK_C,), tl.float32)
@@ -204,7 +201,7 @@ def selective_scan_triton(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
     has_states = max(seq_lens) > CHUNK_SIZE
     strides = (x.stride(0), dt.stride(0), b.stride(0))
     sizes = (channels, state_size, math.log2(math.e))
-    # Pointers that a call does not need are never read; any tensor stands in for them.
+    # The kernels do not read unused pointers; pass any tensor.
     initial = dt if initial_states is None else initial_states.contiguous()
     states = dt
     with on_device(x):
@@ -252,9 +249,9 @@ def selective_scan_triton(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
 
 
 def tile_options(state_size: int) -> dict[str, int]:
-    """Launch options by state size: as many channels as one warp has registers for.
+    """Launch options for a state size: as many channels as fit in the registers of one warp.
 
-    NOTE: without `maxnreg` ptxas spills a register to get by with 96.
+    Without `maxnreg` ptxas uses 96 registers and spills one.
     """
     block_s = triton.next_power_of_2(state_size)
     return {

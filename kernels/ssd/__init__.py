@@ -1,7 +1,4 @@
-"""The recurrence of Mamba-2 over packed sequences ("state space duality").
-
-Knows nothing about projections, convolutions or gates, nor about where states are kept.
-"""
+"""The recurrence of Mamba-2 over packed sequences ("state space duality"). The caller stores the states."""
 
 import math
 from collections import defaultdict
@@ -18,9 +15,9 @@ __all__ = ["Backend", "ssd"]
 
 DEFAULT_CHUNK_SIZE = 64
 MIN_SIZE = 16
-# Weights of a block: 1 MiB in float32.
+# Maximum number of weights of a block (1 MiB in float32).
 MAX_WEIGHTS = 1 << 18
-# Below every power of two that float32 can hold, so that a step size of zero weighs nothing.
+# 2 ** -300 is 0 in float32, so a step size of zero has no weight.
 MIN_LOG_DT = -300.0
 
 
@@ -41,39 +38,39 @@ def ssd(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the selective state space recurrence with a scalar decay per head over every sequence of a packed batch.
 
-    For each head h of a sequence, with g = h // (H / G) its group and the initial state as state_{-1} (zeros without):
+    For each head h of a sequence, with group g = h // (H / G) and the initial state as state_{-1} (zeros without one):
 
         state_t = exp(dt_t a) state_{t-1} + dt_t x_t b_t^T        [P, S]
         y_t     = state_t c_t + d x_t                             [P]
 
-    A sequence that is cut anywhere gives the same rows, if the final state of each chunk is the initial state of the
-    next. Nothing in the rows of one sequence, a NaN included, reaches another.
+    Chunks of a sequence give the same rows as the whole sequence if the final state of each chunk is the initial state
+    of the next. A NaN in one sequence does not affect another.
 
-    States, decays and sums are float32. Every backend is held to the reference within 1e-5 of the largest
-    absolute value for float32, and 1e-2 for 16-bit x.
+    States, decays and sums are float32. Tests allow a difference to the reference of 1e-5 of the largest absolute value
+    for float32, and 1e-2 for 16-bit x.
 
     Args:
         x: [T, H, P], float32/bfloat16/float16, last axis contiguous. Not modified.
-        dt: [T, H], float32: step sizes, not negative (bias, softplus and limits are applied before).
+        dt: [T, H], float32: step sizes, at least 0, after bias, softplus and limits.
         a: [H], float32, negative.
         b: [T, G, S], dtype of x: input weights; H is a multiple of G.
         c: [T, G, S], dtype of x: output weights.
-        cu_seqlens: [N+1], int32, same device, the sums of seq_lens.
-        seq_lens: N lengths on the host; 0 is allowed.
-        d: [H], any float dtype: weight of the skip connection; None leaves it out.
+        cu_seqlens: [N+1], int32, same device: prefix sums of seq_lens.
+        seq_lens: N lengths on the host; a length may be 0.
+        d: [H], any float dtype: weight of the skip connection; None: no skip connection.
         initial_states: [N, H, P, S], float32. Not modified.
-        return_final_states: Whether the state after the last row of each sequence is wanted.
-        chunk_size: Rows that are computed at once, a power of two from 16 to 256; a matter of speed alone. None takes
-            64, and 128 on the triton backend for 16-bit x. That backend takes 128 at most, and 64 for float32.
-        backend: "triton", "torch" or "reference"; None takes triton if it is installed and the device has
-            compute capability 8.0 or later, else torch.
+        return_final_states: Whether to return the state after the last row of each sequence.
+        chunk_size: Rows to compute at once, a power of two from 16 to 256. Affects speed only. None is 64, or 128 on
+            the triton backend for 16-bit x. That backend uses at most 128, and at most 64 for float32.
+        backend: "triton", "torch" or "reference". None selects triton if it is installed and the compute capability is
+            at least 8.0, else torch.
 
     Returns:
-        y, [T, H, P], dtype and device of x, contiguous; and the final states, [N, H, P, S], float32, None unless asked
-        for. The final state of an empty sequence is its initial state.
+        y, [T, H, P], dtype and device of x, contiguous; and the final states, [N, H, P, S], float32, or
+        None. The final state of an empty sequence is its initial state.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or lengths do not fit together; the message says which and how.
+        ValueError: Shapes, dtypes, devices or lengths do not match; the message gives expected and actual values.
     """
     if x.dim() != 3 or b.dim() != 3 or x.shape[1] % max(b.shape[1], 1):
         raise ValueError(
@@ -107,11 +104,11 @@ class Chunk:
     """Consecutive rows of one sequence.
 
     Attributes:
-        sequence: Its number in the batch.
+        sequence: Number of the sequence in the batch.
         start: First packed row.
-        length: Rows, at most the size of its block.
-        is_first: Whether it begins its sequence.
-        is_last: Whether it ends its sequence.
+        length: Number of rows, at most the size of the block.
+        is_first: Whether it is the first chunk of its sequence.
+        is_last: Whether it is the last chunk of its sequence.
     """
 
     sequence: int
@@ -127,12 +124,12 @@ class Block:
 
     Attributes:
         size: Rows of a chunk, padding included.
-        chunks: Those of one sequence are in their order.
+        chunks: The chunks. Chunks of one sequence are in order.
         start: First packed row of a block without padding.
-        end: Row after its last.
-        rows: [chunks * size], int64, on the host: the packed row that each row is read from; padding reads the last row
-            of its own sequence. None where the block is rows `start` to `end`.
-        is_padding: [chunks, size], bool, on the host. None likewise.
+        end: Row after the last packed row of a block without padding.
+        rows: [chunks * size], int64, on the host: packed row of each row; a padding row is the last row of its
+            sequence. None if the block is exactly the rows `start` to `end`.
+        is_padding: [chunks, size], bool, on the host. None if `rows` is None.
     """
 
     size: int
@@ -142,24 +139,19 @@ class Block:
     rows: Tensor | None
     is_padding: Tensor | None
 
-    @property
-    def num_chunks(self) -> int:
-        """Z."""
-        return len(self.chunks)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decays:
-    """The decays of a block, float32. Below, log_i is the sum of dt * rate up to row i of its chunk.
+    """Decays of a block, float32. log_i is the sum of dt * rate up to row i of a chunk.
 
     Attributes:
         row_log: [Z, H, Q], log_i rounded to float32.
         row_rest: [Z, H, Q], 2 ** (the rounding error).
         column_log: [Z, H, Q], log_j - log2(dt_j) rounded to float32.
         column_rest: [Z, H, Q], 2 ** -(the rounding error).
-        from_start: [Z, Q, H], 2 ** log_i: the share of the incoming state that is left at row i.
-        to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): the share of row j that is left at the end of the chunk.
-        whole: [Z, H], 2 ** log_last.
+        from_start: [Z, Q, H], 2 ** log_i: decay of the incoming state up to row i.
+        to_end: [Z, Q, H], dt_j 2 ** (log_last - log_j): step size and decay of row j up to the end of the chunk.
+        whole: [Z, H], 2 ** log_last: decay over the whole chunk.
     """
 
     row_log: Tensor
@@ -189,13 +181,12 @@ class _Decays:
 
 @torch.no_grad()
 def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]:
-    """Same as `ssd`: chunks of rows by products of matrices, a state from chunk to chunk.
+    """Same as `ssd`: matrix products within chunks, a state between chunks.
 
-    Within a chunk the recurrence is written as masked attention whose weights are decays. Rows before the chunk reach
-    it through one state per head. README.md has the derivation, and the reason for decays as powers of two in two
-    parts.
+    Within a chunk the recurrence is masked attention with decays as weights. One state per head carries the effect of
+    earlier rows. README.md has the derivation and explains why decays are powers of two in two parts.
 
-    Letters beside those of the layer: Z chunks of a block, Q rows of a chunk, G groups, P head size.
+    Shape letters: Z chunks of a block, Q rows of a chunk, G groups, P head size.
     """
     x, initial_states = scan.x, scan.initial_states
     _, num_heads, head_size = x.shape
@@ -207,7 +198,7 @@ def ssd_torch(scan: Recurrence, chunk_size: int) -> tuple[Tensor, Tensor | None]
             final_NHPS.copy_(initial_states)
     scan = scan._replace(a=scan.a.double() * math.log2(math.e), d=None if scan.d is None else scan.d.float())
     num_groups, state_size = scan.b.shape[1:]
-    # State of the current sequence. K: the columns of all heads of a group, contiguous because both products need that.
+    # State of the current sequence. K: columns of all heads of a group, contiguous as both products require.
     state_GSK = torch.empty(num_groups, state_size, num_heads // num_groups * head_size, device=x.device)
     for block in make_blocks(scan.seq_lens, chunk_size, num_heads):
         _run_block(scan, block, state_GSK, final_NHPS, y_THP)
@@ -219,16 +210,16 @@ def _by_head(rows_ZQH: Tensor) -> Tensor:
 
 
 def _run_block(scan: Recurrence, block: Block, state_GSK: Tensor, final_NHPS: Tensor | None, y_THP: Tensor) -> None:
-    """Writes the rows of the block to `y_THP`, and the final states of its sequences to `final_NHPS`.
+    """Writes the rows of the block to `y_THP` and the final states of its sequences to `final_NHPS`.
 
-    `state_GSK` is the state of the sequence that goes on from the block before, then of that which goes on after it.
-    `scan.a` [H] is float64 here, and in powers of two; `scan.d` is float32.
+    `state_GSK` has the state of a sequence that continues from the previous block. It is updated for the next block.
+    `scan.a` [H] is float64 and multiplied by log2(e); `scan.d` is float32.
     """
-    shape = (block.num_chunks, block.size)
+    shape = (len(block.chunks), block.size)
     rows = None if block.rows is None else block.rows.to(scan.x.device)
-    picked = slice(block.start, block.end) if rows is None else rows
-    x, dt, b, c = scan.x[picked], scan.dt[picked], scan.b[picked], scan.c[picked]
-    # Products of bfloat16 are several times as fast; torch sums them in float32.
+    selected = slice(block.start, block.end) if rows is None else rows
+    x, dt, b, c = scan.x[selected], scan.dt[selected], scan.b[selected], scan.c[selected]
+    # bfloat16 products are several times as fast; torch sums them in float32.
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     x_ZQHP, dt_ZQH = x.to(dtype).unflatten(0, shape), dt.unflatten(0, shape)
     b_ZQGS, c_ZQGS = b.to(dtype).unflatten(0, shape), c.to(dtype).unflatten(0, shape)
@@ -237,19 +228,19 @@ def _run_block(scan: Recurrence, block: Block, state_GSK: Tensor, final_NHPS: Te
     decays = _Decays.of(dt_ZQH, scan.a)
     out_ZQHP = _within_chunks(x_ZQHP, b_ZQGS, c_ZQGS, scan.d, decays)
     for z, chunk in enumerate(block.chunks):
-        of_chunk = (chunk, x_ZQHP[z], b_ZQGS[z], c_ZQGS[z], decays, z)
-        _run_recurrence(scan.initial_states, *of_chunk, state_GSK, final_NHPS, out_ZQHP[z])
+        inputs = (x_ZQHP[z], b_ZQGS[z], c_ZQGS[z])
+        _run_recurrence(scan.initial_states, chunk, *inputs, decays, z, state_GSK, final_NHPS, out_ZQHP[z])
     out = out_ZQHP.flatten(0, 1)
     if rows is None:
         y_THP[block.start : block.end] = out
     else:
         assert block.is_padding is not None
-        is_true = ~block.is_padding.to(out.device).flatten()
-        y_THP[rows[is_true]] = out[is_true].to(y_THP.dtype)
+        is_valid = ~block.is_padding.to(out.device).flatten()
+        y_THP[rows[is_valid]] = out[is_valid].to(y_THP.dtype)
 
 
 def _within_chunks(x_ZQHP: Tensor, b_ZQGS: Tensor, c_ZQGS: Tensor, d_H: Tensor | None, decays: _Decays) -> Tensor:
-    """[Z, Q, H, P], float32: the contribution of the rows of a chunk to each other."""
+    """[Z, Q, H, P], float32: the output of each row from the rows of its own chunk."""
     num_chunks, size, num_groups, _ = b_ZQGS.shape
     num_heads, head_size = x_ZQHP.shape[2:]
     device, dtype = x_ZQHP.device, x_ZQHP.dtype
@@ -304,7 +295,7 @@ def _run_recurrence(
     if not chunk.is_last or final_NHPS is not None:
         if not has_past:
             state_GSK.zero_()
-        _move_state(state_GSK, x_QHP, b_QGS, decays.to_end[z], decays.whole[z])
+        _update_state(state_GSK, x_QHP, b_QGS, decays.to_end[z], decays.whole[z])
     if chunk.is_last and final_NHPS is not None:
         final_NHPS[chunk.sequence].view(by_group).copy_(state_GSK.transpose(1, 2))
 
@@ -322,31 +313,31 @@ def _add_past(out_QHP: Tensor, c_QGS: Tensor, from_start_QH: Tensor, state_GSK: 
     out_QHP.addcmul_(past_QGK.view(out_QHP.shape), from_start_QH[:, :, None])
 
 
-def _move_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tensor, whole_H: Tensor) -> None:
+def _update_state(state_GSK: Tensor, x_QHP: Tensor, b_QGS: Tensor, to_end_QH: Tensor, whole_H: Tensor) -> None:
     size, num_groups, state_size = b_QGS.shape
     device, dtype = b_QGS.device, b_QGS.dtype
     b_GSQ = b_QGS.permute(1, 2, 0)
-    left_QHP = torch.empty(x_QHP.shape, dtype=torch.float32, device=device)
+    decayed_QHP = torch.empty(x_QHP.shape, dtype=torch.float32, device=device)
     state_GSHP = state_GSK.view(num_groups, state_size, -1, x_QHP.shape[2])
     whole_G1H1 = whole_H.view(num_groups, 1, -1, 1)
     if dtype == torch.float32:
-        left_QGK = torch.mul(x_QHP, to_end_QH[:, :, None], out=left_QHP).view(size, num_groups, -1)
+        decayed_QGK = torch.mul(x_QHP, to_end_QH[:, :, None], out=decayed_QHP).view(size, num_groups, -1)
         state_GSHP.mul_(whole_G1H1)
-        state_GSK.baddbmm_(b_GSQ, left_QGK.transpose(0, 1))
+        state_GSK.baddbmm_(b_GSQ, decayed_QGK.transpose(0, 1))
         return
-    left_QHP.copy_(x_QHP).mul_(to_end_QH[:, :, None])
-    left_QGK = left_QHP.to(dtype).view(size, num_groups, -1)
+    decayed_QHP.copy_(x_QHP).mul_(to_end_QH[:, :, None])
+    decayed_QGK = decayed_QHP.to(dtype).view(size, num_groups, -1)
     new_GSK = torch.empty(state_GSK.shape, dtype=dtype, device=device)
-    torch.bmm(b_GSQ, left_QGK.transpose(0, 1), out=new_GSK)
+    torch.bmm(b_GSQ, decayed_QGK.transpose(0, 1), out=new_GSK)
     new_GSHP = new_GSK.view(state_GSHP.shape).float()
     torch.addcmul(new_GSHP, state_GSHP, whole_G1H1, out=state_GSHP)
 
 
 def make_blocks(seq_lens: Sequence[int], chunk_size: int, num_heads: int) -> Iterator[Block]:
-    """Yields the blocks of a batch, those of a sequence in order and with none of another between.
+    """Yields the blocks of a batch. Blocks of one sequence are consecutive and in order.
 
-    Chunks begin at their sequence's first row, and their sizes depend on its length alone, so that the rows of a
-    sequence do not depend on its neighbours. Sequences of a single chunk share blocks with others of their size.
+    Chunks start at the first row of their sequence and their sizes depend on its length only, so that results do not
+    depend on the batch. Sequences of a single chunk share blocks with others of the same chunk size.
     """
     short: dict[int, list[Chunk]] = defaultdict(list)
     for n, (start, length) in enumerate(zip(accumulate(seq_lens, initial=0), seq_lens, strict=False)):
@@ -369,19 +360,19 @@ def make_blocks(seq_lens: Sequence[int], chunk_size: int, num_heads: int) -> Ite
 
 
 def size_of(length: int, chunk_size: int) -> int:
-    """Rows to compute for a chunk of `length` rows: a power of two."""
+    """Rows to compute for a chunk of `length` rows, a power of two."""
     return min(chunk_size, max(MIN_SIZE, 1 << (length - 1).bit_length()))
 
 
 def _split(chunks: list[Chunk], size: int, num_heads: int) -> Iterator[Block]:
-    """Blocks of a power of two of chunks.
+    """Yields blocks with a power of two of chunks.
 
-    NOTE: oneDNN compiles a product for each new number of matrices, and keeps a limited number.
+    oneDNN compiles a product for each new number of matrices and caches a limited number of them.
     """
-    most = 1 << max(0, (MAX_WEIGHTS // (num_heads * size * size)).bit_length() - 1)
+    max_chunks = 1 << max(0, (MAX_WEIGHTS // (num_heads * size * size)).bit_length() - 1)
     first = 0
     while first < len(chunks):
-        count = min(most, 1 << ((len(chunks) - first).bit_length() - 1))
+        count = min(max_chunks, 1 << ((len(chunks) - first).bit_length() - 1))
         yield _make_block(chunks[first : first + count], size)
         first += count
 
@@ -399,7 +390,6 @@ def _make_block(chunks: list[Chunk], size: int) -> Block:
 
 
 def ssd_reference(scan: Recurrence) -> tuple[Tensor, Tensor | None]:
-    """Same as `ssd`."""
     x, dt, a, b, c, _, seq_lens, d, initial_states, return_final_states = scan
     _, num_heads, head_size = x.shape
     _, num_groups, state_size = b.shape

@@ -1,7 +1,7 @@
 """State space duality on CUDA, in three passes: states of single chunks, states between chunks, rows.
 
-Letters beside those of the layer: Q rows of a chunk, P head size. Chunks are numbered as `find_tile` numbers tiles; a
-number without a chunk is neither written nor read. README.md has the derivation.
+Q rows of a chunk, P head size. Chunks have the tile numbers of `find_tile`; unused numbers are neither written nor
+read. README.md has the derivation.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from .._tiles_triton import find_tile
 from ..backends import Recurrence, on_device
 
-# More rows need more registers than a thread has; without tensor cores, half as many do.
+# Larger chunks need too many registers. "Exact" is float32, which uses no tensor cores.
 MAX_CHUNK_SIZE = 128
 MAX_EXACT_CHUNK_SIZE = 64
 BLOCK_STATES = 1024
@@ -23,7 +23,7 @@ BLOCK_STATES = 1024
 
 @triton.jit
 def _decay_logs(dt_ptr, a_ptr, stride_dt, row, end, head, log2_e, SIZE: tl.constexpr):
-    """(dt [Q], its running sum times the head's rate [Q], float64, in powers of two); 0 steps past the end."""
+    """Returns (dt [Q], log2 of the decays [Q], float64). Step sizes past the end are 0."""
     rows = row + tl.arange(0, SIZE)
     dt = tl.load(dt_ptr + rows.to(tl.int64) * stride_dt + head, mask=rows < end, other=0.0)
     rate = tl.load(a_ptr + head).to(tl.float64) * log2_e
@@ -58,7 +58,7 @@ def _chunk_states_kernel(
 ):
     """states[chunk, h] = sum_j dt_j 2 ** (log_last - log_j) x_j b_j^T; whole[chunk, h] = 2 ** log_last.
 
-    Not for the last chunk of a sequence whose final state is not requested.
+    Skips the last chunk of a sequence unless WANTS_FINAL.
     """
     chunk = tl.program_id(0)
     head = tl.program_id(1)
@@ -69,7 +69,7 @@ def _chunk_states_kernel(
     if (row < end) & (last_row < end):
         dt, logs = _decay_logs(dt_ptr, a_ptr, stride_dt, row, end, head, LOG2_E, SIZE)
         last = tl.sum(tl.where(tl.arange(0, SIZE) == SIZE - 1, logs, 0.0), 0)
-        left = dt * tl.exp2((last - logs).to(tl.float32))
+        weights = dt * tl.exp2((last - logs).to(tl.float32))
         num_blocks_s = tl.cdiv(state_size, BLOCK_S)
         p = tl.program_id(2) // num_blocks_s * BLOCK_P + tl.arange(0, BLOCK_P)
         s = tl.program_id(2) % num_blocks_s * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -80,9 +80,9 @@ def _chunk_states_kernel(
         b_addresses = b_ptr + rows[:, None] * stride_b + head // heads_per_group * stride_b_group + s[None, :]
         b = tl.load(b_addresses, mask=is_row[:, None] & (s < state_size)[None, :], other=0.0)
         if PRECISION == "bf16":
-            state = tl.dot((x.to(tl.float32) * left[None, :]).to(tl.bfloat16), b)
+            state = tl.dot((x.to(tl.float32) * weights[None, :]).to(tl.bfloat16), b)
         else:
-            state = tl.dot(x.to(tl.float32) * left[None, :], b.to(tl.float32), input_precision=PRECISION)
+            state = tl.dot(x.to(tl.float32) * weights[None, :], b.to(tl.float32), input_precision=PRECISION)
         index = chunk.to(tl.int64) * num_heads + head
         addresses = states_ptr + (index * head_size + p)[:, None] * state_size + s[None, :]
         tl.store(addresses, state, mask=(p < head_size)[:, None] & (s < state_size)[None, :])
@@ -103,7 +103,7 @@ def _pass_states_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replaces the share of each chunk by the state before the chunk; `head_states` is P * S."""
+    """Replaces the state that each chunk adds by the state before the chunk; `head_states` is P * S."""
     n = tl.program_id(0)
     head = tl.program_id(1)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -195,7 +195,7 @@ def _rows_kernel(
                     past = tl.dot(c, state.to(tl.bfloat16), past)
                 else:
                     past = tl.dot(c, state, past, input_precision=PRECISION)
-        # The first difference is exact to its own size, so that large sums do not drown small steps.
+        # Two differences: large sums would otherwise lose the digits of small steps.
         exponents = (high[:, None] - high[None, :]) + (rest[:, None] - rest[None, :])
         exponents = tl.where(offsets[:, None] >= offsets[None, :], exponents, float("-inf"))
         weights = tl.exp2(exponents) * dt[None, :] * products
@@ -228,14 +228,14 @@ def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor
         final = torch.empty(num_seqs, num_heads, head_size, state_size, device=x.device)
     if num_seqs == 0 or y.shape[1] * head_size * state_size == 0:
         return y, final
-    # By the type alone: were it by the lengths too, a sequence's last bits would depend on its batch.
+    # By dtype only: if it depended on the lengths, the last bits of a sequence would depend on its batch.
     tile = tile_options(x.dtype, head_size, state_size, chunk_size or MAX_CHUNK_SIZE)
     size: int = tile["SIZE"]
     num_chunks = num_rows // size + num_seqs
     has_states = initial_states is not None or max(seq_lens, default=0) > size
     sizes = (num_seqs, num_heads, num_heads // num_groups, head_size, state_size)
     strides = (x.stride(0), x.stride(1), dt.stride(0), b.stride(0), b.stride(1))
-    # Pointers that a call does not need are never read; any tensor stands in for them.
+    # The kernels do not read unused pointers; pass any tensor.
     states = dt
     with on_device(x):
         if has_states or final is not None:
@@ -282,8 +282,8 @@ def ssd_triton(scan: Recurrence, chunk_size: int | None) -> tuple[Tensor, Tensor
 def tile_options(dtype: torch.dtype, head_size: int, state_size: int, chunk_size: int) -> dict[str, Any]:
     """Launch options of the kernels with products.
 
-    float16 is multiplied as tf32, which holds its digits and does not overflow. float32 is multiplied exactly, without
-    tensor cores, which takes more registers.
+    float16 is multiplied as tf32, which has the same precision and does not overflow. float32 is multiplied exactly,
+    without tensor cores, which needs more registers.
     """
     precision = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}[dtype]
     is_exact = precision == "ieee"

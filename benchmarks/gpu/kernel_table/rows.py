@@ -43,7 +43,7 @@ def embedding(inputs: Inputs, size: Packed) -> Work:
     tokens, words, places = sum(size.lengths), 30_522, 1024
     tables = Embeddings(
         word=inputs.normal(words, size.width),
-        place=inputs.normal(places, size.width, dtype=torch.float32),
+        position=inputs.normal(places, size.width, dtype=torch.float32),
         num_positions=512,
     )
     norm = Norm(
