@@ -1,6 +1,6 @@
-"""Whole encoders and decoders on a CPU, in C: products with packed weights, attention, norms and pooling in one call.
+"""Encoders and decoders on a CPU in C: a whole forward (products, attention, norms) is one call. Pooling is another.
 
-`csrc/` is the C code, `build.py` compiles it, and tests compare it with torch. Imports numpy, but not torch.
+`csrc/` is the C code, `build.py` compiles it. Imports numpy, but not torch. Tests compare the results with torch.
 """
 
 from .encoder import CpuEncoder, CpuForward

@@ -1,4 +1,4 @@
-"""The structs of csrc/types.h, and the functions of csrc/api.c, as ctypes sees them."""
+"""ctypes declarations of the structs of csrc/types.h and the functions of csrc/api.c."""
 
 from __future__ import annotations
 
@@ -134,27 +134,27 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 def digest(folder: Path = Path(__file__).parent) -> str | None:
-    """Returns a hash of the sources in `folder`, which the library carries; None if they are not all there."""
+    """Returns the hash of the sources in `folder` that the library contains; None if a source is missing."""
     files = [*sorted(folder.glob("csrc/**/*.[ch]")), folder / "_abi.py", folder / "build.py"]
     if len(files) == 2 or not all(file.is_file() for file in files):
         return None
-    known = hashlib.sha256()
+    sources = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
-        known.update(b"%b %d\n" % (file.name.encode(), len(content)))
-        known.update(content)
-    return known.hexdigest()[:16]
+        sources.update(b"%b %d\n" % (file.name.encode(), len(content)))
+        sources.update(content)
+    return sources.hexdigest()[:16]
 
 
 def load(path: str, sources: str | None) -> ctypes.CDLL:
     """Loads the library.
 
     Args:
-        path: The file.
-        sources: Hash of the sources that it must have been compiled from; None skips the check.
+        path: Path of the shared library.
+        sources: Expected hash of its sources; None skips the check.
 
     Raises:
-        OSError: It cannot be loaded, or was compiled from something else.
+        OSError: The file cannot be loaded, or was compiled from other sources.
     """
     library = ctypes.CDLL(path)
     try:

@@ -1,7 +1,7 @@
 """Compiles csrc/ into the library beside this file: `python -m penstock.kernels.cpu.build`.
 
-Takes `cc`, or the compiler that CC names; without one, the `ziglang` package where it is installed. On a machine
-without any, torch serves and takes up to twice as long.
+Uses the compiler in CC, else `cc`, `gcc` or `clang`, else the `ziglang` package. Without a compiler torch runs the
+models, which takes up to twice as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLAGS: Final = (
     "-Wall",
     "-Wextra",
 )
-# isa.c is compiled once for each. The names are those of cpu.c.
+# isa.c is compiled once per instruction set. cpu.c uses the same names.
 _AVX2: Final = ("-mavx2", "-mfma")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16: Final = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
@@ -53,7 +53,7 @@ _ISAS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 
 class NoCompilerError(Exception):
-    """There is nothing here to compile with, or not for this machine."""
+    """There is no compiler, or the architecture is not supported."""
 
 
 def build(
@@ -66,17 +66,17 @@ def build(
     """Compiles the library.
 
     Args:
-        target: The file to write; an older one is replaced only by one that is whole.
-        machine: Architecture, as `platform.machine` names it; None is this one's.
-        flags: Added to each call of the compiler.
-        isas: By the name of an instruction set, compiler flags that replace its own.
+        target: The file to write. Replaced atomically.
+        machine: Architecture as in `platform.machine`; None is this machine.
+        flags: Compiler flags to add to every call.
+        isas: Compiler flags that replace those of an instruction set, by its name.
 
     Returns:
         `target`.
 
     Raises:
-        NoCompilerError: There is no compiler, or no code for the architecture.
-        subprocess.CalledProcessError: The compiler failed; its own words are on stderr.
+        NoCompilerError: There is no compiler, or the architecture is not supported.
+        subprocess.CalledProcessError: The compiler failed; stderr has its message.
     """
     machine = machine or platform.machine()
     if machine not in _ISAS:
@@ -84,8 +84,8 @@ def build(
     compiler = _compiler()
     flags_of = {**_ISAS[machine], **(isas or {})}
     units = [(SOURCES / "isa.c", name, (f"-DISA={name}", *more)) for name, more in flags_of.items()]
-    said = (f'-DSOURCES="{digest() or ""}"',)
-    units += [(path, path.stem, said) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
+    define = (f'-DSOURCES="{digest() or ""}"',)
+    units += [(path, path.stem, define) for path in sorted(SOURCES.glob("*.c")) if path.name != "isa.c"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [
@@ -94,15 +94,15 @@ def build(
         ]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(_run, commands))
-        made = Path(folder) / target.name
-        _run([*compiler, "-shared", *flags, *objects, "-o", str(made), "-lm", "-lpthread"])
-        made.replace(target)
+        library = Path(folder) / target.name
+        _run([*compiler, "-shared", *flags, *objects, "-o", str(library), "-lm", "-lpthread"])
+        library.replace(target)
     return target
 
 
 def _compiler() -> list[str]:
-    if named := os.environ.get("CC"):
-        if not (words := shlex.split(named)):
+    if cc := os.environ.get("CC"):
+        if not (words := shlex.split(cc)):
             raise NoCompilerError("CC names no compiler")
         return words
     if found := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
@@ -117,14 +117,14 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Builds the library, or writes one line with the reason why not and the consequence."""
+    """Builds the library. If that fails, prints one line with the reason and the consequence."""
     try:
         sys.stdout.write(f"native kernels: {build(LIBRARY)}\n")
     except (NoCompilerError, subprocess.CalledProcessError, OSError) as error:
         cause = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
         fits = LIBRARY.is_file() and (digest() or "").encode() in LIBRARY.read_bytes()
-        left = "the one that is there stays" if fits else "torch serves CPUs and takes up to twice as long"
-        sys.stdout.write(f"native kernels are not built ({cause}): {left}\n")
+        result = "the existing library is kept" if fits else "torch runs models on CPUs and takes up to twice as long"
+        sys.stdout.write(f"native kernels are not built ({cause}): {result}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A whole encoder or decoder as one native call: packed tokens in, the last layer's rows out.
+"""Runs a whole encoder or decoder in one call of the C library: packed tokens in, rows of the last layer out.
 
 Shape letters: T packed tokens, N sequences, D model width, H heads.
 """
@@ -22,28 +22,28 @@ from .specs import EncoderSpec, Floats, LayerSpec, MapSpec, NormSpec
 
 @dataclass(slots=True)
 class _Memory:
-    """What the structs point to."""
+    """Keeps the arrays alive that the structs point to."""
 
     arrays: list[Any] = field(default_factory=list)
 
     def keep(self, array: Any) -> int | None:
-        """Returns the address of an array, which lives on."""
+        """Keeps a contiguous array and returns its address."""
         if array is None:
             return None
-        kept = np.ascontiguousarray(array)
-        self.arrays.append(kept)
-        return at(kept)
+        array = np.ascontiguousarray(array)
+        self.arrays.append(array)
+        return at(array)
 
 
 class CpuForward:
-    """A forward that runs on lanes until its result is requested.
+    """A forward that runs on worker threads (lanes).
 
     Args:
-        machine: Runs it.
-        handle: What the machine knows it by.
-        hidden_TD: [T, D] float32, to be filled.
-        weights_TH: [T, H] float32, to be filled; None if not requested.
-        inputs: What it reads, to be kept until the end.
+        machine: The machine that runs the forward.
+        handle: Handle of the forward in the machine.
+        hidden_TD: [T, D] float32, the output array.
+        weights_TH: [T, H] float32, the output array of attention weights; None if not requested.
+        inputs: Objects that the forward reads. Kept alive until it has finished.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class CpuForward:
         self._is_done = False
 
     def __del__(self) -> None:
-        if self._handle is not None:  # lanes may still write into the arrays
+        if self._handle is not None:  # wait, because lanes may still write into the arrays
             with contextlib.suppress(MemoryError):
                 self.result()
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Whether `result` returns without waiting."""
         if not self._is_done and self._handle is not None:
             self._is_done = self._machine.is_done(self._handle)
         return self._is_done
 
     def result(self) -> tuple[Floats, Floats | None]:
-        """Waits for the end.
+        """Waits for the forward.
 
         Returns:
-            [T, D] float32, and [T, H] float32 where it was asked for: how much the first token of each sequence attends
-            to each of its tokens in the last layer.
+            The hidden states, [T, D] float32, and the attention weights, [T, H] float32, or None if not requested. The
+            weights are those of the first token of each sequence for all its tokens in the last layer.
 
         Raises:
-            MemoryError: Memory was short.
+            MemoryError: There was not enough memory.
         """
         if self._handle is not None:
             handle, self._handle, self._is_done = self._handle, None, True
@@ -84,21 +84,21 @@ class CpuForward:
 
 
 class CpuEncoder:
-    """An encoder or a decoder, packed for one machine. Calls come from one thread.
+    """An encoder or a decoder with weights packed for one machine. Not thread-safe.
 
     Args:
-        machine: Runs it.
-        spec: The model. Its weights may be forgotten afterwards, except `words`, which are read in place.
-        form: Of the products.
-        attention: DOT or F32; DOT becomes F32 where heads do not divide into pairs. None: DOT where the products are.
+        machine: The machine that runs it.
+        spec: The model. Its weights are copied, except `words`, which are read in place.
+        form: Format of the products.
+        attention: Format of attention, DOT or F32. DOT becomes F32 if the head size is odd. None: DOT if `form` is DOT,
+            else F32.
 
     Attributes:
         hidden_size: D.
-        page_itemsize: Bytes of a number in the pages of a decoder, which hold what attention computes with: 4 for
-            float32, 2 for bfloat16.
+        page_itemsize: Bytes per number in the pages of a decoder: 4 if attention computes in float32, 2 for bfloat16.
 
     Raises:
-        CpuKernelError: The machine has not these formats.
+        CpuKernelError: The machine does not support these formats.
     """
 
     def __init__(self, machine: Machine, spec: EncoderSpec, form: Format, *, attention: Format | None = None) -> None:
@@ -106,19 +106,19 @@ class CpuEncoder:
         self._form = form
         self._memory = _Memory()
         self._num_words = len(spec.words)
-        self._num_places = None if spec.places is None else len(spec.places)
+        self._num_positions = None if spec.positions is None else len(spec.positions)
         self._num_heads = spec.num_heads
-        # Tokens of the longest sequence that the tables by position hold.
+        # Tokens of the longest sequence that the rotary and bias tables support.
         self._max_length: float = math.inf
         layers = [self._layer(layer) for layer in spec.layers]
         self._layers = (_abi.Layer * len(layers))(*layers)
         self.hidden_size = int(layers[0].attention_out.outputs)
         head_size = int(layers[0].attention_out.inputs) // spec.num_heads
-        dots = (form if attention is None else attention) is Format.DOT
-        if dots and Format.DOT not in machine.formats:
-            raise CpuKernelError(f"{machine.isa} has no attention in {Format.DOT.name}")
-        dots = dots and head_size % 2 == 0
-        self.page_itemsize = 2 if dots else 4
+        uses_dot = (form if attention is None else attention) is Format.DOT
+        if uses_dot and Format.DOT not in machine.formats:
+            raise CpuKernelError(f"{machine.isa} does not support attention in {Format.DOT.name}")
+        uses_dot = uses_dot and head_size % 2 == 0
+        self.page_itemsize = 2 if uses_dot else 4
         self._struct = _abi.Encoder(
             width=self.hidden_size,
             num_layers=len(layers),
@@ -128,9 +128,9 @@ class CpuEncoder:
             pre_norm=spec.pre_norm,
             is_decoder=spec.is_decoder,
             table_is_bf16=spec.words.dtype == np.uint16,
-            attention_dot=dots,
+            attention_dot=uses_dot,
             words=self._memory.keep(spec.words),
-            places=self._memory.keep(spec.places),
+            places=self._memory.keep(spec.positions),
             embedding_width=spec.words.shape[1],
             embedding_norm=self._norm(spec.embedding_norm),
             projection=self._product(spec.projection),
@@ -141,7 +141,7 @@ class CpuEncoder:
     def __call__(
         self,
         ids_T: NDArray[np.int64],
-        places_T: NDArray[np.int64],
+        positions_T: NDArray[np.int64],
         starts: NDArray[np.int32],
         *,
         visible_N: NDArray[np.int32] | None = None,
@@ -149,60 +149,62 @@ class CpuEncoder:
         past: Past | None = None,
     ) -> tuple[Floats, Floats | None]:
         """Runs a forward and waits for it; see `begin`, and CpuForward.result."""
-        forward = self.begin(ids_T, places_T, starts, visible_N=visible_N, need_attention=need_attention, past=past)
+        forward = self.begin(ids_T, positions_T, starts, visible_N=visible_N, need_attention=need_attention, past=past)
         return forward.result()
 
     def begin(
         self,
         ids_T: NDArray[np.int64],
-        places_T: NDArray[np.int64],
+        positions_T: NDArray[np.int64],
         starts: NDArray[np.int32],
         *,
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
         past: Past | None = None,
     ) -> CpuForward:
-        """Begins a forward. Others may be under way.
+        """Starts a forward. Several may run at once.
 
         Args:
             ids_T: [T] int64 token ids.
-            places_T: [T] int64 rows of EncoderSpec.places.
+            positions_T: [T] int64 rows of EncoderSpec.positions.
             starts: [N + 1] int32, prefix sums of the lengths.
-            visible_N: [N] int32: so many tokens at the head of each sequence are attended to; None: all.
-            need_attention: Also return the weights; of encoders alone, as `visible_N` is.
-            past: What chunks of sequences go on with, of decoders; None: all sequences are whole, and nothing is kept.
+            visible_N: [N] int32, number of leading tokens of each sequence that attention may read; None: all. Encoders
+                only.
+            need_attention: Also return the attention weights. Encoders only.
+            past: Pages of chunks of sequences. Decoders only. None: all sequences are whole, and no keys or values are
+                stored.
 
         Raises:
-            ValueError: An id, a place or a page has no row, a sequence is longer than the tables of a layer; array
-                shapes do not fit; a decoder is asked for what encoders alone have, or the other way round.
-            MemoryError: Memory is short.
+            ValueError: An id, a position or a page is out of range, a sequence is longer than the tables of a layer,
+                array shapes do not match, or an argument is for encoders or decoders only.
+            MemoryError: There is not enough memory.
         """
         num_tokens = len(ids_T)
         lengths_N = starts[1:] - starts[:-1]
         if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or lengths_N.min() <= 0:
             raise ValueError("starts must rise from 0 to the number of tokens")
         _check_rows("ids", ids_T, num_tokens, self._num_words)
-        if self._num_places is not None:
-            _check_rows("places", places_T, num_tokens, self._num_places)
+        if self._num_positions is not None:
+            _check_rows("positions", positions_T, num_tokens, self._num_positions)
         if past is not None:
             self._check_past(past, len(lengths_N), num_tokens)
         if self._struct.is_decoder and (need_attention or visible_N is not None):
-            raise ValueError("a decoder has neither attention weights nor hidden tokens")
+            raise ValueError("visible_N and need_attention are not supported by decoders")
         if (longest := int((lengths_N if past is None else lengths_N + past.lengths).max())) > self._max_length:
-            raise ValueError(f"a sequence has {longest} tokens, of at most {self._max_length}")
+            raise ValueError(f"a sequence has {longest} tokens; the limit is {self._max_length}")
         if visible_N is not None and (
             visible_N.shape != lengths_N.shape or (visible_N < 0).any() or (visible_N > lengths_N).any()
         ):
-            raise ValueError(f"visible must be {len(lengths_N)} numbers from 0 to the lengths of the sequences")
+            raise ValueError(f"visible_N must be {len(lengths_N)} numbers from 0 to the lengths of the sequences")
         hidden_TD: Floats = aligned(num_tokens * self.hidden_size, np.float32).reshape(num_tokens, -1)
         weights_TH = np.empty((num_tokens, self._num_heads), np.float32) if need_attention else None
         arrays = (
             np.ascontiguousarray(ids_T, np.int64),
-            np.ascontiguousarray(places_T, np.int64),
+            np.ascontiguousarray(positions_T, np.int64),
             np.ascontiguousarray(starts, np.int32),
             None if visible_N is None else np.ascontiguousarray(visible_N, np.int32),
         )
-        pages, kept = (None, ()) if past is None else past.struct()
+        pages, page_arrays = (None, ()) if past is None else past.struct()
         batch = _abi.Batch(
             ids=at(arrays[0]),
             places=at(arrays[1]),
@@ -214,7 +216,7 @@ class CpuEncoder:
             first_weights=at(weights_TH),
         )
         handle = self._machine.begin(self._struct, batch)
-        return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, kept, past))
+        return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
 
     def _layer(self, spec: LayerSpec) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
@@ -242,11 +244,10 @@ class CpuEncoder:
         )
 
     def _check_past(self, past: Past, num_seqs: int, num_tokens: int) -> None:
-        """Refuses pages that are not this model's, and places that are not in them."""
         struct, pages = self._struct, past.pages
-        own = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.page_itemsize)
-        if not struct.is_decoder or own != (pages.num_layers, pages.num_kv_heads, pages.head_size, pages.itemsize):
-            raise ValueError("these pages are not of this model")
+        expected = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.page_itemsize)
+        if not struct.is_decoder or expected != (pages.num_layers, pages.num_kv_heads, pages.head_size, pages.itemsize):
+            raise ValueError("the pages do not fit this model")
         past.check(num_seqs, num_tokens)
 
     def _product(self, spec: MapSpec | None) -> _abi.Product:
@@ -266,6 +267,6 @@ class CpuEncoder:
 
 
 def _check_rows(name: str, rows_T: NDArray[Any], num_tokens: int, count: int) -> None:
-    """Raises ValueError for numbers without a row in a table: the library would read outside its memory."""
-    if len(rows_T) != num_tokens or rows_T.view(np.uint64).max() >= count:  # as such, negative ones are large
+    """Raises ValueError for indices outside a table, which would make the library read invalid memory."""
+    if len(rows_T) != num_tokens or rows_T.view(np.uint64).max() >= count:  # negative ones become large
         raise ValueError(f"{name} must be {num_tokens} numbers from 0 to {count - 1}")

@@ -1,4 +1,4 @@
-"""The library with its threads and its memory: one Machine runs forwards on so many cores."""
+"""The loaded C library with its worker threads and scratch memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ._abi import digest
 
 LIBRARY: Final = Path(__file__).with_name("libpenstock_cpu.so")
 _ALIGNMENT: Final = 64
-_NO_MEMORY: Final = "too little memory for the rows of a forward"
+_NO_MEMORY: Final = "not enough memory for a forward"
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
 
 
 class CpuKernelError(Exception):
-    """The library is not built, or cannot run on this machine; the message says how to solve that."""
+    """The library is not built or cannot run on this machine. The message states the remedy."""
 
 
 class Format(IntEnum):
-    """Type of the weights of a product and of its arithmetic; see csrc/types.h."""
+    """Weight type and arithmetic of a product; see csrc/types.h."""
 
     F32 = 0
     BF16 = 1
@@ -37,7 +37,7 @@ class Format(IntEnum):
 
 
 class Activation(IntEnum):
-    """Follows a product; see csrc/compute/functions.h."""
+    """Activation function after a product; see csrc/compute/functions.h."""
 
     NONE = 0
     GELU = 1
@@ -49,7 +49,7 @@ class Activation(IntEnum):
 
 
 class Pooling(IntEnum):
-    """How the rows of a sequence become one; see csrc/types.h. penstock.kernels.pooling has the formulas."""
+    """Pooling of the rows of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
 
     CLS = 0
     LAST = 1
@@ -62,11 +62,11 @@ class Pooling(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProduct:
-    """A product whose weights lie as one machine wants them.
+    """A product with weights in the layout of one machine.
 
     Attributes:
-        struct: What the library reads.
-        arrays: The memory that it points to.
+        struct: The C struct.
+        arrays: Arrays that the struct points to.
     """
 
     struct: _abi.Product
@@ -79,41 +79,40 @@ class PackedProduct:
 
 
 class Machine:
-    """Opens the library with `num_lanes` threads. Calls come from one thread; `pool` may be called from any.
+    """Opens the library with `num_lanes` worker threads. Not thread-safe, except `pool` and `cut`.
 
     Args:
-        num_lanes: Cores that a forward may use. 0 starts no thread: `pack`, `product` and `pool` run on the calling
-            thread, and there are no forwards.
-        isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx"; None takes the
-            last one that the processor has.
-        library: The file.
+        num_lanes: Number of threads for forwards. With 0, forwards are not available. `pack`, `product` and `pool` run
+            on the calling thread.
+        isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx". None selects the
+            last of them that the processor supports.
+        library: Path of the shared library.
 
     Raises:
-        CpuKernelError: The library cannot be loaded, the processor lacks the instruction set, or the system gives no
-            threads.
+        CpuKernelError: The library cannot be loaded, the processor lacks the instruction set, or threads cannot be
+            started.
     """
 
     def __init__(self, num_lanes: int, *, isa: str | None = None, library: Path = LIBRARY) -> None:
         self._handle: int | None = None
         if not library.is_file():
-            raise CpuKernelError("the native kernels are not built: `make native` builds them where a C compiler is")
+            raise CpuKernelError("the native kernels are not built: run `make native` (needs a C compiler)")
         try:
             self._library = _abi.load(str(library), digest())
         except OSError as error:
             raise CpuKernelError(f"{error}; build it again: make native") from error
-        wanted = None if isa is None else isa.encode()
-        self.isa = self._library.penstock_isa(wanted).decode()
+        name = None if isa is None else isa.encode()
+        self.isa = self._library.penstock_isa(name).decode()
         if not self.isa:
-            raise CpuKernelError(f"this processor has not {isa or 'AVX2, which the native kernels need'}")
+            raise CpuKernelError(f"this processor does not support {isa or 'AVX2, which the native kernels need'}")
         self.num_lanes = num_lanes
-        self._handle = self._library.penstock_open(wanted, num_lanes)
+        self._handle = self._library.penstock_open(name, num_lanes)
         if self._handle is None:
-            raise CpuKernelError(f"the system gives no {num_lanes} threads")
+            raise CpuKernelError(f"cannot start {num_lanes} threads")
         bits = self._library.penstock_formats(self._handle)
         self.formats = frozenset(f for f in Format if bits >> f & 1)
 
     def __enter__(self) -> Self:
-        """Closes it at the end."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,21 +122,21 @@ class Machine:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads and gives the memory back. Nothing may run; a second call does nothing."""
+        """Ends the threads and frees the memory. No forward may be running. A second call does nothing."""
         if self._handle is not None:
             self._library.penstock_close(self._handle)
             self._handle = None
 
     @property
     def _opened(self) -> int:
-        """What the library knows it by; a NULL would take the process down."""
+        """The C handle. Raises CpuKernelError if closed, because NULL would crash the process."""
         if self._handle is None:
             raise CpuKernelError("these native kernels are closed")
         return self._handle
 
     @property
     def _with_lanes(self) -> int:
-        """The same for calls that need threads."""
+        """The C handle for calls that need lanes."""
         if not self.num_lanes:
             raise CpuKernelError("these native kernels were opened with 0 lanes, and a forward needs at least 1")
         return self._opened
@@ -154,21 +153,21 @@ class Machine:
         """Prepares x W^T + b.
 
         Args:
-            weight_ND: [N, D]. Of a gated product the gate's rows above those of the values.
+            weight_ND: [N, D]. In a gated product the first half of the rows is the gate, the second half the values.
             bias_N: [N] or None.
-            form: One of `formats`. DOT becomes BF16, and INT8 too, where D does not divide into their groups.
-            activation: Of the result, or of the gate.
+            form: One of `formats`. DOT becomes BF16 if D is odd, INT8 becomes BF16 if D is no multiple of 4.
+            activation: Activation of the result, or of the gate.
             gated: The result is activation(gate) * values, [.., N / 2].
         """
         num_out, num_in = weight_ND.shape
         if (form is Format.DOT and num_in % 2) or (form is Format.INT8 and num_in % 4):
             form = Format.BF16
         if form not in self.formats:
-            raise CpuKernelError(f"{self.isa} has no products in {form.name}")
+            raise CpuKernelError(f"{self.isa} does not support products in {form.name}")
         struct = _abi.Product(inputs=num_in, outputs=num_out, format=form, activation=activation, gated=gated)
-        places = self._library.penstock_panel_columns(self._opened, struct)
+        num_columns = self._library.penstock_panel_columns(self._opened, struct)
         weights = aligned(self._library.penstock_packed_bytes(self._opened, struct), np.uint8)
-        bias, scales, sums = aligned(places, np.float32), aligned(places, np.float32), aligned(places, np.int32)
+        bias, scales, sums = (aligned(num_columns, dtype) for dtype in (np.float32, np.float32, np.int32))
         source = np.ascontiguousarray(weight_ND, np.float32)
         source_bias = None if bias_N is None else np.ascontiguousarray(bias_N, np.float32)
         self._library.penstock_pack(
@@ -182,9 +181,9 @@ class Machine:
         return PackedProduct(struct, arrays)
 
     def product(self, packed: PackedProduct, x_RD: Floats, add: Floats | None = None) -> Floats:
-        """Returns the product of rows [R, D], [R, N], on one core; `add` [R, N] is added.
+        """Returns the product [R, N] of rows [R, D], plus `add` [R, N], on the calling thread.
 
-        For the few rows of a head, for tests and for measuring. A row's result is the same to the bit in any batch.
+        For the few rows of a classification head, tests and benchmarks. A row has the same bits in every batch.
         """
         x_RD = np.ascontiguousarray(x_RD, np.float32)
         rows, width = x_RD.shape
@@ -202,24 +201,24 @@ class Machine:
 
     @property
     def num_free(self) -> int:
-        """Lanes that have nothing to do."""
+        """Number of idle lanes."""
         return int(self._library.penstock_free_lanes(self._with_lanes))
 
     def set_wakeup_fd(self, fd: int | None) -> None:
-        """Sets the file descriptor that is written to when a forward ends or a lane becomes idle; None for none.
+        """Sets the file descriptor to write to when a forward ends or a lane becomes idle; None: no descriptor.
 
-        The library no longer writes to the previous one after this call.
+        After this call the library does not write to the previous descriptor.
         """
         self._library.penstock_ring(self._with_lanes, -1 if fd is None else fd)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
-        """Begins a forward; see CpuEncoder. What the structs point to lives until `end` has returned.
+        """Starts a forward; see CpuEncoder. The memory of the structs must stay valid until `end` has returned.
 
         Returns:
-            What `is_done` and `end` know it by.
+            A handle for `is_done` and `end`.
 
         Raises:
-            MemoryError: Memory is short.
+            MemoryError: There is not enough memory.
         """
         handle = self._library.penstock_begin(self._with_lanes, encoder, batch)
         if handle is None:
@@ -227,14 +226,14 @@ class Machine:
         return int(handle)
 
     def is_done(self, handle: int) -> bool:
-        """Whether `end` would return at once."""
+        """Whether `end` returns without waiting."""
         return bool(self._library.penstock_is_done(handle))
 
     def end(self, handle: int) -> None:
-        """Waits for a forward and forgets it: each is ended once.
+        """Waits for a forward and frees it. Must be called once per forward.
 
         Raises:
-            MemoryError: Memory was short.
+            MemoryError: There was not enough memory.
         """
         if not self._library.penstock_end(handle):
             raise MemoryError(_NO_MEMORY)
@@ -252,18 +251,18 @@ class Machine:
         skips: Array | None,
         weights: Array | None,
     ) -> Floats:
-        """Pools sequences that may lie anywhere in a batch; see penstock.kernels.pooling.
+        """Pools sequences at any rows of a batch; see penstock.kernels.pooling.
 
         Args:
             hidden_TD: [T, D], rows contiguous.
             starts_N: [N] int32, the first row of each sequence.
-            lengths_N: [N] int32, their numbers of rows.
-            pooling: How.
+            lengths_N: [N] int32, the number of rows of each sequence.
+            pooling: The pooling kind.
             width: Columns of the result, 1..D.
-            dimensions: [N] int32, columns of each sequence, zeros after them; None: `width`.
+            dimensions: [N] int32, columns to keep of each sequence, followed by zeros; None: `width`.
             normalize: [N] uint8, whether a row is L2-normalised.
-            skips: [N] int32, rows at the head of each sequence that are left out; None: none.
-            weights: [T] float32 for WEIGHTED; None for the others.
+            skips: [N] int32, rows to skip at the start of each sequence; None: 0.
+            weights: [T] float32 for WEIGHTED; None for other kinds.
 
         Returns:
             [N, width] float32.
@@ -283,14 +282,14 @@ class Machine:
         return out
 
     def cut(self, rows_RD: Floats, width: int, *, normalize: bool) -> Floats:
-        """Returns the first `width` columns of rows [R, D], 1..D of them, L2-normalised if so asked: [R, width].
+        """Truncates rows [R, D] to [R, width] and normalises them. May be called from any thread.
 
-        The same bits as from `pool` with CLS and sequences of one row. May be called from any thread.
+        Gives the same bits as `pool` with CLS and sequences of one row.
 
         Args:
-            rows_RD: Rows contiguous.
-            width: Columns of the result.
-            normalize: Whether rows are divided by their norm, which counts as at least 1e-12.
+            rows_RD: [R, D], rows contiguous.
+            width: Columns of the result, 1..D.
+            normalize: Whether to divide each row by max(its L2 norm, 1e-12).
         """
         out = np.empty((len(rows_RD), width), np.float32)
         stride = rows_RD.strides[0] // 4
@@ -300,10 +299,10 @@ class Machine:
 
 @cache
 def shared_machine() -> Machine | None:
-    """Returns a Machine without threads that all callers of the process share; it is not closed.
+    """Returns a Machine without threads, shared by the whole process. Do not close it.
 
     Returns:
-        None where the library is not built, was built from other sources, or does not know this processor.
+        None if the library is not built, was built from other sources, or does not support this processor.
     """
     try:
         return Machine(0)
@@ -312,19 +311,19 @@ def shared_machine() -> Machine | None:
 
 
 def multiplies_right(machine: Machine) -> bool:
-    """Whether products of whole numbers are right to the last bit, in every format; takes a few milliseconds.
+    """Whether products of integers are exact in every format. Takes a few milliseconds.
 
-    Their sums are below 2^24 and the largest of each row and column is 127, so that no format has anything to round.
+    The sums are below 2^24 and the largest value of each row and column is 127, so no format rounds.
     """
-    numbers = np.random.default_rng(0)
-    # Inputs and outputs that fill neither the last tile nor the last panel.
+    random = np.random.default_rng(0)
+    # The first size fills neither the last tile nor the last panel.
     for num_in, num_out in ((76, 45), (128, 64)):
-        weight_ND = numbers.integers(-127, 128, (num_out, num_in))
+        weight_ND = random.integers(-127, 128, (num_out, num_in))
         weight_ND[:, 0] = 127
         for form in machine.formats:
             packed = machine.pack(weight_ND.astype(np.float32), None, form)
             for num_rows in (1, 16, 17, 45):
-                x_RD = numbers.integers(-127, 128, (num_rows, num_in))
+                x_RD = random.integers(-127, 128, (num_rows, num_in))
                 x_RD[:, -1] = -127
                 if not np.array_equal(machine.product(packed, x_RD.astype(np.float32)), x_RD @ weight_ND.T):
                     return False
@@ -332,7 +331,7 @@ def multiplies_right(machine: Machine) -> bool:
 
 
 def aligned(count: int, dtype: Any) -> Array:
-    """Returns an array [count] whose memory begins at a cache line."""
+    """Returns an uninitialised array [count] aligned to a cache line."""
     size = count * np.dtype(dtype).itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     shift = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % _ALIGNMENT
@@ -340,13 +339,10 @@ def aligned(count: int, dtype: Any) -> Array:
 
 
 def at(array: Array | None) -> int | None:
-    """Returns the address of an array's first value."""
+    """Returns the address of an array's data; None for None."""
     if array is None:
         return None
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    except (
-        TypeError,
-        ValueError,
-    ):  # read-only, empty, or with gaps; of any array numpy would tell, in five times that
-        return int(array.ctypes.data)
+    except (TypeError, ValueError):  # read-only, empty or not contiguous
+        return int(array.ctypes.data)  # works for every array, but takes five times as long

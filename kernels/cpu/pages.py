@@ -1,4 +1,4 @@
-"""Keys and values of decoders in pages, and where those of one batch lie there.
+"""The paged KV cache of decoders, and the pages of one batch.
 
 Shape letters: T packed tokens, N sequences, L layers, P pages, B pages of one sequence.
 """
@@ -17,14 +17,14 @@ from .machine import Array, at
 
 
 class Pages:
-    """Memory that the library reads and writes in place.
+    """KV cache that the library reads and writes in place.
 
     Args:
-        keys: L arrays [P, page size, key heads, head size], contiguous: float32, or two bytes a number for bfloat16.
+        keys: L arrays [P, page size, key heads, head size], contiguous, float32 or a 2-byte dtype for bfloat16.
         values: As `keys`.
 
     Raises:
-        ValueError: The arrays differ in shape or type, or have gaps.
+        ValueError: The arrays differ in shape or dtype, or are not contiguous.
     """
 
     def __init__(self, keys: Sequence[Array], values: Sequence[Array]) -> None:
@@ -33,7 +33,7 @@ class Pages:
         if len(keys) != len(values) or not all(
             a.shape == first.shape and a.dtype == first.dtype and a.flags.c_contiguous and a.ndim == 4 for a in arrays
         ):
-            raise ValueError("keys and values must be contiguous arrays of one shape and type for each layer")
+            raise ValueError("keys and values must be contiguous arrays of one shape and dtype, one per layer")
         self._arrays = arrays
         self.num_layers = len(keys)
         self.num_pages, self.page_size, self.num_kv_heads, self.head_size = first.shape
@@ -42,7 +42,7 @@ class Pages:
 
     @classmethod
     def allocate(cls, num_layers: int, shape: tuple[int, int, int, int], itemsize: int) -> Pages:
-        """Reserves pages of one shape for each layer. The system gives memory to pages when they are first written.
+        """Allocates pages for every layer. Physical memory is used only for pages that have been written.
 
         Args:
             num_layers: L.
@@ -56,13 +56,13 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """The pages that chunks of sequences read and write.
+    """Pages that the chunks of a batch read and write.
 
     Attributes:
-        pages: The memory.
+        pages: The KV cache.
         lengths: [N] int32, tokens of each sequence before its chunk.
-        tables: [N, B] int32, the page of every `page_size` of these tokens; further entries are ignored.
-        slots: [T] int64, page * page size + place where the keys and values of each token are kept; -1: nowhere.
+        tables: [N, B] int32, pages of these tokens, `page_size` tokens per page; further entries are ignored.
+        slots: [T] int64, page * page size + row for the keys and values of each token; -1: not stored.
     """
 
     pages: Pages
@@ -71,22 +71,22 @@ class Past:
     slots: NDArray[np.int64]
 
     def check(self, num_seqs: int, num_tokens: int) -> None:
-        """Raises ValueError for values that would make the library read or write outside its memory."""
+        """Raises ValueError for values that would make the library access invalid memory."""
         pages, lengths_N, tables_NB = self.pages, self.lengths, self.tables
         if lengths_N.shape != (num_seqs,) or (lengths_N < 0).any():
-            raise ValueError(f"past lengths must be {num_seqs} numbers from 0")
+            raise ValueError(f"past lengths must be {num_seqs} numbers of at least 0")
         counts_N = -(-lengths_N // pages.page_size)
         if tables_NB.ndim != 2 or len(tables_NB) != num_seqs or int(counts_N.max()) > tables_NB.shape[1]:
             raise ValueError(f"tables must hold the pages of {num_seqs} sequences")
         is_used_NB = np.arange(tables_NB.shape[1]) < counts_N[:, None]
         if ((tables_NB < 0) | (tables_NB >= pages.num_pages))[is_used_NB].any():
-            raise ValueError(f"tables must name pages from 0 to {pages.num_pages - 1}")
+            raise ValueError(f"tables must contain pages from 0 to {pages.num_pages - 1}")
         num_slots = pages.num_pages * pages.page_size
         if self.slots.shape != (num_tokens,) or (self.slots < -1).any() or (self.slots >= num_slots).any():
             raise ValueError(f"slots must be {num_tokens} numbers from -1 to {num_slots - 1}")
 
     def struct(self) -> tuple[_abi.Pages, tuple[NDArray[Any], ...]]:
-        """Returns the struct for the library, and the arrays that it points to."""
+        """Returns the C struct and the arrays that it points to."""
         arrays = (
             np.ascontiguousarray(self.lengths, np.int32),
             np.ascontiguousarray(self.tables, np.int32),

@@ -1,7 +1,7 @@
-"""What an encoder or a decoder is made of, with its weights as numpy has them; packing reads them once.
+"""Structure and weights (numpy arrays) of an encoder or decoder. CpuEncoder reads and packs them once.
 
-Shape letters: N output width of a map, D model width, E embedding width, V vocabulary, P places, H heads, G heads of
-keys and values, I inner width, K head size, L longest sequence.
+Shape letters: N output width of a linear map, D model width, E embedding width, V vocabulary, P positions, H heads,
+G key and value heads, I intermediate width, K head size, L longest sequence.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormSpec:
-    """A LayerNorm, or an RMSNorm.
+    """A LayerNorm or RMSNorm.
 
     Attributes:
         weight: [D] float32.
         bias: [D] float32 or None.
-        eps: Added to the variance.
-        rms: Without the mean.
+        eps: Added to the variance, or to the mean square.
+        rms: RMSNorm: the mean is not subtracted.
     """
 
     weight: Floats
@@ -37,12 +37,12 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MapSpec:
-    """x W^T + b.
+    """A linear map x W^T + b with an optional activation.
 
     Attributes:
-        weight: [N, D] float32; of a gated map the gate's rows above those of the values.
+        weight: [N, D] float32. In a gated map the first half of the rows is the gate, the second half the values.
         bias: [N] float32 or None.
-        activation: Of the result, or of the gate.
+        activation: Activation of the result, or of the gate.
         gated: The result is activation(gate) * values.
     """
 
@@ -57,20 +57,20 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        attention_norm: None: the input is not normalised.
-        qkv: D to (H + 2 * G) * K, the scale of the scores in the rows of q, or in `query_norm`.
+        attention_norm: Norm of attention: of its input with `pre_norm`, else of the sum after it. None: no norm.
+        qkv: D to (H + 2 * G) * K. The rows of q, or `query_norm`, include the scale of the scores.
         attention_out: H * K to D.
-        mlp_norm: As its name says.
+        mlp_norm: Norm of the MLP, at the position of `attention_norm`.
         mlp_in: D to I.
         mlp_out: I to D.
-        window: (left, right) tokens that a query sees beside its own; None sees all.
-        rotary: [L, K] float32: cosines of K / 2 angles, then sines; None for none.
-        bias: [H, 2 * L + 1] float32, added to the scores of a key by its distance to the query, -L .. L; None for none.
-        query_norm: [K], of decoders alone, as is what follows: of every head before it turns; None for none.
-        key_norm: As `query_norm`.
-        after_attention: Norm of the output of attention, before it is added; None for none.
-        after_mlp: Norm of the output of the MLP.
-        softcap: c: scores s become c * tanh(s / c); 0 for none.
+        window: (left, right) tokens beside its own that a query attends to; None: all.
+        rotary: [L, K] float32: cosines of K / 2 angles, then sines; None: no rotary embedding.
+        bias: [H, 2 * L + 1] float32, added to the scores by the distance of key and query, -L .. L; None: no bias.
+        query_norm: [K], norm of each query head before the rotary embedding. Decoders only. None: no norm.
+        key_norm: As `query_norm`, for key heads.
+        after_attention: Norm of the output of attention before the residual sum. Decoders only. None: no norm.
+        after_mlp: As `after_attention`, for the output of the MLP.
+        softcap: c: scores s become c * tanh(s / c). Decoders only. 0: no cap.
     """
 
     attention_norm: NormSpec | None
@@ -95,16 +95,16 @@ class EncoderSpec:
 
     Attributes:
         num_heads: H.
-        num_kv_heads: G, which divides H; None for H.
-        pre_norm: Norms stand before attention and MLP, not after the sums.
-        is_decoder: Keys may lie in pages, and attention goes over them block by block; `pre_norm`, without a bias by
-            distance.
-        words: [V, E], float32; uint16 holds bfloat16.
-        places: [P, E] float32, added to the words' rows; None for none.
-        embedding_norm: Of the sum; None for none.
-        projection: E to D; None where they are the same.
-        layers: At least one; read once, one after another.
-        final_norm: After the last; None for none.
+        num_kv_heads: G, a divisor of H; None: H.
+        pre_norm: The norms are before attention and MLP, not after the residual sums.
+        is_decoder: Attention reads keys block by block, and supports pages. Requires `pre_norm` and layers without a
+            bias by distance.
+        words: [V, E] word embeddings, float32 or uint16 (bits of bfloat16).
+        positions: [P, E] float32 position embeddings, added to the word embeddings; None: no position embeddings.
+        embedding_norm: Norm of the embeddings; None: no norm.
+        projection: Embedding projection, E to D; None: no projection.
+        layers: The layers, at least one. Iterated once.
+        final_norm: Norm after the last layer; None: no norm.
     """
 
     num_heads: int
@@ -112,7 +112,7 @@ class EncoderSpec:
     pre_norm: bool
     is_decoder: bool = False
     words: NDArray[Any]
-    places: Floats | None
+    positions: Floats | None
     embedding_norm: NormSpec | None
     projection: MapSpec | None = None
     layers: Iterable[LayerSpec]

@@ -86,7 +86,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
         pre_norm=spec.is_pre_norm,
         is_decoder=spec.is_decoder,
         words=words_VE,
-        places=_position_table(spec, base),
+        positions=_position_table(spec, base),
         embedding_norm=_norm(base, embedding.norm),
         projection=None if embedding.projection is None else _linear(base, embedding.projection),
         layers=(_layer(spec, layer, base, tables.get(layer.kind), bias) for layer in spec.layers),

@@ -27,8 +27,8 @@ def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[
     for number, length in enumerate(texts.lengths):
         text = texts[number]
         hidden_LD = _doubles(spec.words)[torch.from_numpy(text.ids)]
-        if spec.places is not None:
-            hidden_LD = hidden_LD + _doubles(spec.places)[torch.from_numpy(text.places)]
+        if spec.positions is not None:
+            hidden_LD = hidden_LD + _doubles(spec.positions)[torch.from_numpy(text.positions)]
         hidden_LD = _norm(hidden_LD, spec.embedding_norm)
         if spec.projection is not None:
             hidden_LD = _map(hidden_LD, spec.projection, form)

@@ -39,7 +39,7 @@ class Shape:
     window: tuple[int, int] | None = None
     rotary: bool = False
     distance_bias: bool = False
-    places: bool = True
+    positions: bool = True
     num_layers: int = 1
     num_kv_heads: int | None = None
     is_decoder: bool = False
@@ -62,7 +62,7 @@ SHAPES = (
     Shape(name="electra_128", head_size=128, num_heads=1, embedding_width=24, activation=Activation.QUICK_GELU),
     Shape(name="wide_embedding", head_size=8, num_heads=2, embedding_width=400, inner=24),
     Shape(name="mpnet_64", head_size=64, distance_bias=True),
-    Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, places=False),
+    Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, positions=False),
     Shape(name="modernbert_window", pre_norm=True, has_bias=False, gated=True, rotary=True, window=(7, 7)),
     Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
     Shape(name="looks_back", window=(-1, 0), rms=True, activation=Activation.SILU),
@@ -77,7 +77,7 @@ _DECODER = {
     "gated": True,
     "activation": Activation.SILU,
     "rotary": True,
-    "places": False,
+    "positions": False,
     "is_decoder": True,
     "window": (-1, 0),
     "num_layers": 2,
@@ -147,7 +147,7 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
         pre_norm=shape.pre_norm,
         is_decoder=shape.is_decoder,
         words=normal(VOCABULARY, embedding),
-        places=normal(LONGEST, embedding) if shape.places else None,
+        positions=normal(LONGEST, embedding) if shape.positions else None,
         embedding_norm=None if shape.is_decoder else norm(embedding),
         projection=None if embedding == width else linear(embedding, width),
         layers=[layer() for _ in range(shape.num_layers)],
@@ -160,7 +160,7 @@ class Texts:
     """A packed batch, as arguments of CpuEncoder."""
 
     ids: np.ndarray
-    places: np.ndarray
+    positions: np.ndarray
     starts: np.ndarray
     visible: np.ndarray | None = None
 
@@ -174,7 +174,7 @@ class Texts:
         begin, end = int(self.starts[number]), int(self.starts[number + 1])
         visible = None if self.visible is None else self.visible[number : number + 1]
         starts = np.array([0, end - begin], np.int32)
-        return Texts(self.ids[begin:end], self.places[begin:end], starts, visible)
+        return Texts(self.ids[begin:end], self.positions[begin:end], starts, visible)
 
 
 def make_texts(lengths: list[int], seed: int = 0, hides: bool = False) -> Texts:
@@ -182,6 +182,6 @@ def make_texts(lengths: list[int], seed: int = 0, hides: bool = False) -> Texts:
     numbers = np.random.default_rng(seed)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     ids = numbers.integers(0, VOCABULARY, starts[-1])
-    places = np.concatenate([np.arange(length) for length in lengths])
+    positions = np.concatenate([np.arange(length) for length in lengths])
     visible = np.array([numbers.integers(1, length + 1) for length in lengths], np.int32) if hides else None
-    return Texts(ids, places, starts, visible)
+    return Texts(ids, positions, starts, visible)

@@ -52,7 +52,7 @@ def test_failed_build_prints_one_line(
     output = capfd.readouterr().out
     assert output.count("\n") == 1
     assert cause in output
-    assert "torch serves CPUs" in output
+    assert "torch runs models on CPUs" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -107,14 +107,14 @@ def test_library_from_other_sources_is_refused(
     assert of_sources is not None
     monkeypatch.setenv("CC", "/nowhere/cc")
     main()
-    assert "the one that is there stays" in capsys.readouterr().out
+    assert "the existing library is kept" in capsys.readouterr().out
     library = tmp_path / "library.so"
     library.write_bytes(build_module.LIBRARY.read_bytes().replace(of_sources.encode(), b"0" * 16))
     monkeypatch.setattr(build_module, "LIBRARY", library)
     with pytest.raises(CpuKernelError, match="built from other sources; build it again: make native"):
         Machine(1, library=library)
     main()
-    assert "torch serves CPUs" in capsys.readouterr().out
+    assert "torch runs models on CPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["csrc/api.c", "csrc/new.h", "_abi.py", "build.py"])
@@ -146,12 +146,12 @@ def test_truncated_library_is_refused(widest: Machine, tmp_path: Path) -> None:
 
 
 def test_missing_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CpuKernelError, match="not built: `make native` builds them where a C compiler is"):
+    with pytest.raises(CpuKernelError, match="not built: run `make native`"):
         Machine(1, library=tmp_path / "library.so")
 
 
 def test_unknown_instruction_set_is_refused(widest: Machine) -> None:
-    with pytest.raises(CpuKernelError, match="this processor has not avx1024"):
+    with pytest.raises(CpuKernelError, match="this processor does not support avx1024"):
         Machine(1, isa="avx1024")
 
 

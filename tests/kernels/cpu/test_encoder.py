@@ -32,7 +32,7 @@ def run(encoder: CpuEncoder, texts: Texts, need_attention: bool | None = None) -
     """Rows and attention weights; the weights of a decoder are None."""
     need_attention = not encoder._struct.is_decoder if need_attention is None else need_attention
     rows, weights = encoder(
-        texts.ids, texts.places, texts.starts, visible_N=texts.visible, need_attention=need_attention
+        texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=need_attention
     )
     return torch.from_numpy(rows), None if weights is None else torch.from_numpy(weights)
 
@@ -40,7 +40,7 @@ def run(encoder: CpuEncoder, texts: Texts, need_attention: bool | None = None) -
 def join(texts: Sequence[Texts]) -> Texts:
     starts = np.concatenate([[0], np.cumsum([text.lengths[0] for text in texts])]).astype(np.int32)
     visible = None if texts[0].visible is None else np.concatenate([text.visible for text in texts])
-    return Texts(np.concatenate([t.ids for t in texts]), np.concatenate([t.places for t in texts]), starts, visible)
+    return Texts(np.concatenate([t.ids for t in texts]), np.concatenate([t.positions for t in texts]), starts, visible)
 
 
 @every_shape
@@ -177,7 +177,7 @@ def test_infinite_scores_equal_torch(machine: Machine, value: float) -> None:
 
 def test_norms_of_rows_of_any_size_equal_torch(machine: Machine) -> None:
     for rms, size in itertools.product((False, True), (1e-30, 1e-3, 1e3, 1e15)):
-        spec = make_spec(replace(SHAPES[0], places=False, rms=rms))
+        spec = make_spec(replace(SHAPES[0], positions=False, rms=rms))
         spec.words[3] *= np.float32(size)
         texts = make_texts([1])
         texts.ids[:] = 3
@@ -212,7 +212,10 @@ def test_attention_in_bfloat16_differs_from_float32(widest: Machine) -> None:
             for attention in (Format.F32, Format.DOT)
         )
         assert 1e-6 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
-    with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain has no attention in DOT"):
+    with (
+        Machine(1, isa="plain") as plain,
+        pytest.raises(CpuKernelError, match="plain does not support attention in DOT"),
+    ):
         CpuEncoder(plain, spec, Format.F32, attention=Format.DOT)
 
 
@@ -225,17 +228,17 @@ LONG = make_texts([3, LONGEST + 2])
         (SHAPES[0], {"ids": np.full(5, 50)}, "ids must be 5 numbers from 0 to 49"),
         (SHAPES[0], {"ids": np.full(5, -1)}, "ids must be 5 numbers from 0 to 49"),
         (SHAPES[0], {"ids": np.zeros(4, np.int64)}, "from 0"),
-        (SHAPES[0], {"places": np.full(5, 513)}, "places must be 5 numbers from 0 to 512"),
-        (SHAPES[0], {"places": np.zeros(4, np.int64)}, "places must be 5 numbers from 0 to 512"),
+        (SHAPES[0], {"positions": np.full(5, 513)}, "positions must be 5 numbers from 0 to 512"),
+        (SHAPES[0], {"positions": np.zeros(4, np.int64)}, "positions must be 5 numbers from 0 to 512"),
         (SHAPES[0], {"starts": np.array([0, 3, 3, 5], np.int32)}, "starts must rise"),
         (SHAPES[0], {"starts": np.array([0, 4], np.int32)}, "starts must rise"),
         (SHAPES[0], {"starts": np.array([1, 5], np.int32)}, "starts must rise"),
-        (SHAPES[0], {"visible": np.array([2], np.int32)}, "visible must be 2 numbers"),
-        (SHAPES[0], {"visible": np.array([2, 4], np.int32)}, "visible must be 2 numbers"),
-        (SHAPES[0], {"visible": np.array([-1, 3], np.int32)}, "visible must be 2 numbers"),
-        (MPNET, vars(replace(LONG, places=np.minimum(LONG.places, 9))), "515 tokens, of at most 514"),
-        (SHAPES[7], vars(LONG), "515 tokens, of at most 513"),
-        (DECODERS[0], {"visible": np.array([1, 2], np.int32)}, "neither attention weights nor hidden tokens"),
+        (SHAPES[0], {"visible": np.array([2], np.int32)}, "visible_N must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([2, 4], np.int32)}, "visible_N must be 2 numbers"),
+        (SHAPES[0], {"visible": np.array([-1, 3], np.int32)}, "visible_N must be 2 numbers"),
+        (MPNET, vars(replace(LONG, positions=np.minimum(LONG.positions, 9))), "515 tokens; the limit is 514"),
+        (SHAPES[7], vars(LONG), "515 tokens; the limit is 513"),
+        (DECODERS[0], {"visible": np.array([1, 2], np.int32)}, "not supported by decoders"),
     ],
 )
 def test_value_outside_the_tables_is_refused(
@@ -249,7 +252,7 @@ def test_value_outside_the_tables_is_refused(
 def test_invalid_pages_are_refused(widest: Machine) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
     decoder = CpuEncoder(widest, spec, Format.F32)
-    with pytest.raises(ValueError, match="neither attention weights nor hidden tokens"):
+    with pytest.raises(ValueError, match="not supported by decoders"):
         run(decoder, texts, need_attention=True)
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
     valid = Past(
@@ -261,7 +264,7 @@ def test_invalid_pages_are_refused(widest: Machine) -> None:
     narrow = [np.zeros((4, 16, 2, 31), np.float32)] * 2
     halves = [np.zeros((4, 16, 2, 32), np.uint16)] * 2
     for changes, message in (
-        ({"lengths": np.array([-1, 0])}, "past lengths must be 2 numbers from 0"),
+        ({"lengths": np.array([-1, 0])}, "past lengths must be 2 numbers of at least 0"),
         ({"lengths": np.array([20])}, "past lengths must be 2 numbers"),
         ({"lengths": np.array([33, 0])}, "the pages of 2 sequences"),
         ({"tables": np.array([[1, 0]])}, "the pages of 2 sequences"),
@@ -270,12 +273,15 @@ def test_invalid_pages_are_refused(widest: Machine) -> None:
         ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
         ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
         ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
-        ({"pages": Pages(narrow, narrow)}, "not of this model"),
-        ({"pages": Pages(halves, halves)}, "not of this model"),
-        ({"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)}, "514 tokens, of at most 513"),
+        ({"pages": Pages(narrow, narrow)}, "do not fit this model"),
+        ({"pages": Pages(halves, halves)}, "do not fit this model"),
+        (
+            {"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)},
+            "514 tokens; the limit is 513",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder(texts.ids, texts.places, texts.starts, past=replace(valid, **changes))
-    decoder(texts.ids, texts.places, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32)))
+            decoder(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
+    decoder(texts.ids, texts.positions, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32)))
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
         Pages(narrow, halves)

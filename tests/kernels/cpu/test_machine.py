@@ -28,7 +28,7 @@ def open_encoder(machine: Machine) -> CpuEncoder:
 
 
 def begin(encoder: CpuEncoder, texts: Texts) -> CpuForward:
-    return encoder.begin(texts.ids, texts.places, texts.starts)
+    return encoder.begin(texts.ids, texts.positions, texts.starts)
 
 
 def forward(encoder: CpuEncoder, texts: Texts) -> np.ndarray:
@@ -191,7 +191,7 @@ def test_deleted_machine_ends_its_threads() -> None:
 
 
 def test_invalid_machine_is_refused(widest: Machine) -> None:
-    with pytest.raises(CpuKernelError, match="gives no -1 threads"):
+    with pytest.raises(CpuKernelError, match="cannot start -1 threads"):
         Machine(-1)
     encoder = open_encoder(widest)
     widest.close()

@@ -109,7 +109,7 @@ def test_missing_library_is_logged_once(
     assert isinstance(runner, ModelRunner)
     assert runner.info.kernels == "torch"
     (record,) = caplog.records
-    assert "and takes up to twice as long: the native kernels are not built: `make native`" in record.getMessage()
+    assert "and takes up to twice as long: the native kernels are not built: run `make native`" in record.getMessage()
     assert "\n" not in record.getMessage()
     with pytest.raises(ModelLoadError) as raised:
         choose(folder, cpu_kernels="native")
