@@ -303,10 +303,11 @@ class EngineCore:
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
         self._blocked_by_running &= not chunks
+        finished: list[Collected] = []
         failure: Exception | None = None
         try:
             with self._watch.during(step):
-                finished = [(chunks, running.forward.outputs())]
+                finished.append((chunks, running.forward.outputs()))
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         if failure is not None:
