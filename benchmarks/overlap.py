@@ -117,6 +117,9 @@ class SimulatedRunner(Runner):
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """See Runner."""
 
+    def forget(self, sequences: Sequence[InputSequence]) -> None:
+        """See Runner."""
+
     def free_tokens(self) -> None:
         """See Runner."""
 

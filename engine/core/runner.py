@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol
 
@@ -68,7 +69,7 @@ class Forward(Protocol):
         ...
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """One model on one device. Used by one thread at a time.
 
     Attributes:
@@ -88,6 +89,7 @@ class Runner(Protocol):
     keeps_order: bool = True
     limits: DeviceLimits = DeviceLimits()
 
+    @abstractmethod
     def warm_up(self) -> None:
         """Runs a small batch, and on a GPU a batch of every kind, so that no request waits for one-time work.
 
@@ -96,24 +98,24 @@ class Runner(Protocol):
         """
 
     @property
+    @abstractmethod
     def has_capacity(self) -> bool:
         """Whether another forward may start now, beside those in flight."""
-        ...
 
+    @abstractmethod
     def set_wakeup_fd(self, fd: int | None) -> None:
         """Sets the file descriptor to write to when a forward ends or `has_capacity` becomes True; None: none.
 
         After this call the runner does not write to the previous descriptor.
         """
-        ...
 
+    @abstractmethod
     def begin(self, chunks: Sequence[PrefillChunk]) -> Forward:
         """Starts a forward. Like `execute`, but may return before the forward ends.
 
         Pooling states and cursors already include the forward. If `keeps_order`, the next chunks of the same sequences
         may start at once. Otherwise only forwards of whole sequences overlap.
         """
-        ...
 
     def execute(self, chunks: Sequence[PrefillChunk]) -> BatchOutputs:
         """Runs one forward and pools it. A failed forward changes no state of its sequences.
@@ -132,18 +134,21 @@ class Runner(Protocol):
         """
         return self.begin(chunks).outputs()
 
+    @abstractmethod
     def preempt(self, sequence: InputSequence, allocation: Allocation) -> None:
         """Saves the SSM states of a preempted sequence. Raises the errors of `execute`."""
 
+    @abstractmethod
     def forget(self, sequences: Sequence[InputSequence]) -> None:
         """Drops the pooling states and saved SSM states of sequences that have ended or were cancelled."""
 
+    @abstractmethod
     def free_tokens(self) -> int | None:
         """Returns the tokens of the largest forward that fits into the free memory; None if unknown."""
 
+    @abstractmethod
     def take_times(self) -> list[ForwardTime]:
         """Returns the times of the forwards that have ended since the last call."""
-        ...
 
 
 class EndedForward:
