@@ -394,6 +394,7 @@ class ModelSpec:
         head: Classification head; None in an embedding model.
         scores_rows: The classification head also scores single tokens.
         vocabulary: Head of a masked language model, which the checkpoint may have; None: the family has none.
+        other_names: The same model with other weight names, for checkpoints in a second layout; None: one layout.
     """
 
     hidden_size: int
@@ -411,6 +412,15 @@ class ModelSpec:
     head: HeadSpec | None = None
     scores_rows: bool = False
     vocabulary: VocabularySpec | None = None
+    other_names: ModelSpec | None = None
+
+    def with_stored_names(self, has_tensor: Callable[[str], bool]) -> ModelSpec:
+        """Returns `other_names` if the checkpoint has the first projection under that name, otherwise this spec."""
+        other = self.other_names
+        if other is None or (qkv := other.layers[0].qkv) is None:
+            return self
+        name = f"{other.layers[0].prefix}.{qkv.names[0]}.weight"
+        return other if any(has_tensor(f"{p}.{name}" if p else name) for p in other.prefixes) else self
 
     @property
     def cache_spec(self) -> CacheSpec | None:

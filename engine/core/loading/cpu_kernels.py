@@ -178,7 +178,8 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
     assert spec is not None, "choose_kernels leaves other models to torch"
     folder = Path(info.path)
     with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
-        encoder = ArrayEncoder(info, spec, ArrayWeights(checkpoint), machine)
+        weights = ArrayWeights(checkpoint)
+        encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, machine)
         checkpoint.tell_unused(info.name)
     return encoder
 

@@ -269,6 +269,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "camembert": "CamembertTokenizer",
     "electra": "BertTokenizer",
     "distilbert": "BertTokenizer",
+    "nomic_bert": "BertTokenizer",
     "mpnet": "MPNetTokenizer",
     "modernbert": "TokenizersBackend",
     "mistral": "TokenizersBackend",

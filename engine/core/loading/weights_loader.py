@@ -92,7 +92,7 @@ def load_model(
     family = find_family(info.architecture, info.model_type, info.config)
     with open_checkpoint(Path(info.path), open_tensors) as checkpoint, torch.no_grad():
         weights = Weights(checkpoint, torch_dtype(info.dtype), device, fusion=fusion or Fusion.of_device(device))
-        spec = family.read(info)
+        spec = family.read(info).with_stored_names(weights.has)
         model = SpecModel(info, spec, weights)
         if info.sparse is not None and info.sparse.kind is SparseKind.VOCABULARY_LOGITS:
             # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.

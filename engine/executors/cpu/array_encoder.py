@@ -154,9 +154,10 @@ def _position_rows(batch: PackedArrays, embedding: EmbeddingSpec) -> NDArray[np.
     positions_T = batch.positions
     if embedding.padding_id is not None:
         positions_T = padding_aware_positions(batch, embedding.padding_id)
-    if batch.token_type_ids is None or embedding.num_token_types <= 1:
-        return positions_T
-    return positions_T + batch.token_type_ids * embedding.num_positions
+    types_T = batch.token_type_ids if embedding.num_token_types > 1 else None
+    if embedding.positions is None:
+        return np.zeros_like(positions_T) if types_T is None else types_T
+    return positions_T if types_T is None else positions_T + types_T * embedding.num_positions
 
 
 def padding_aware_positions(batch: PackedArrays, padding_id: int) -> NDArray[np.int64]:

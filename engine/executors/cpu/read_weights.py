@@ -169,14 +169,16 @@ def _layer(
 
 
 def _position_table(spec: ModelSpec, base: ArrayWeights) -> Floats | None:
-    """Returns the sums of all pairs of position and token type rows, [Y * P, E]."""
-    embedding = spec.embedding
-    if embedding.positions is None:
-        return None
-    positions_PE = as_floats(base.table(embedding.positions, embedding.num_positions, embedding.size))
-    if embedding.token_types is None:
+    """Returns the sums of all pairs of position and token type rows, [Y * P, E]; without positions, P is 1."""
+    embedding, types_YE, positions_PE = spec.embedding, None, None
+    if embedding.token_types is not None:
+        types_YE = as_floats(base.table(embedding.token_types, embedding.num_token_types, embedding.size))
+    if embedding.positions is not None:
+        positions_PE = as_floats(base.table(embedding.positions, embedding.num_positions, embedding.size))
+    if positions_PE is None:
+        return None if types_YE is None else types_YE.copy()
+    if types_YE is None:
         return positions_PE.copy()
-    types_YE = as_floats(base.table(embedding.token_types, embedding.num_token_types, embedding.size))
     return (types_YE[:, None] + positions_PE).reshape(-1, embedding.size)
 
 

@@ -38,7 +38,8 @@ class Embedding:
     """projection(norm(word + position + token type)).
 
     The position and type rows are summed when the model is loaded, into one table [Q, E], so that a token needs two
-    lookups. The table and the sums are float32. With Fusion.FUSED, one kernel computes all of it.
+    lookups. Without positions, the table has the type rows. The table and the sums are float32. With Fusion.FUSED, one
+    kernel computes all of it.
 
     Args:
         weights: Weights of the model without its heads.
@@ -54,11 +55,13 @@ class Embedding:
         if spec.scale != 1.0:
             self.words_VE *= spec.scale
         self._positions_QE: Tensor | None = None
+        if spec.token_types is not None:
+            self._positions_QE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
         if spec.positions is not None:
-            self._positions_QE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
-            if spec.token_types is not None:
-                type_YE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
-                self._positions_QE = (type_YE[:, None] + self._positions_QE[None]).flatten(0, 1)
+            position_PE = weights.table(spec.positions, spec.num_positions, spec.size, dtype=torch.float32)
+            type_YE, self._positions_QE = self._positions_QE, position_PE
+            if type_YE is not None:
+                self._positions_QE = (type_YE[:, None] + position_PE[None]).flatten(0, 1)
         sum_dtype = None if self._positions_QE is None else torch.float32
         self._norm = None if spec.norm is None else load_norm(weights, spec.norm, dtype=sum_dtype)
         self._projection = None if spec.projection is None else Linear.load(weights, spec.projection)
@@ -79,7 +82,9 @@ class Embedding:
             return F.embedding(batch.input_ids, self.words_VE)
         positions_T = None
         types_T = batch.token_type_ids if spec.num_token_types > 1 else None
-        if self._positions_QE is not None:
+        if self._positions_QE is not None and spec.positions is None:
+            positions_T, types_T = torch.zeros_like(batch.positions) if types_T is None else types_T, None
+        elif self._positions_QE is not None:
             positions_T = batch.positions
             if spec.padding_id is not None:
                 positions_T = padding_aware_positions(batch.input_ids, positions_T, spec.padding_id)

@@ -48,6 +48,7 @@ ENCODERS = [
     ),
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "bos"}, id="eurobert"),
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "mean"}, id="eurobert-mean"),
+    pytest.param("NomicBert", ENCODER_SIZES, id="nomic-bert"),
 ]
 
 WIDE = DECODER_SIZES | {"head_dim": 16}
@@ -186,7 +187,7 @@ def on_executors(cases, not_on_cpu=()):
 
 def boundaries_of(family, config, sequences):
     """First token of type 1 of each sequence; 0 for models without token types."""
-    has_types = family in ("Bert", "Electra") and config.get("type_vocab_size", 2) > 1
+    has_types = family in ("Bert", "Electra", "NomicBert") and config.get("type_vocab_size", 2) > 1
     return [len(s) // 2 if has_types else 0 for s in sequences]
 
 

@@ -40,6 +40,8 @@ _AUTO_CLASSES: Final = {
     ModelKind.TOKEN_CLASSIFIER: "AutoModelForTokenClassification",
 }
 _MAX_NAMED: Final = 5
+_ABSOLUTE: Final = ("bert", "electra", "roberta", "xlm-roberta", "camembert", "nomic_bert")
+"""Families for which transformers ignores position_embedding_type."""
 
 
 def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
@@ -126,7 +128,7 @@ def _check_architecture(info: ModelInfo, *, trust_remote_code: bool) -> None:
             f"transformers {transformers.__version__}.{own_code}"
         )
     position_type = info.config.get("position_embedding_type", "absolute")
-    if info.model_type in ("bert", "electra", "roberta", "xlm-roberta", "camembert") and position_type != "absolute":
+    if info.model_type in _ABSOLUTE and position_type != "absolute":
         raise UnsupportedModelError(
             f"position_embedding_type of {info.name} is {position_type!r}; "
             f"transformers {transformers.__version__} supports only 'absolute'.{own_code}"

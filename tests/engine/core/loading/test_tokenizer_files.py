@@ -342,7 +342,7 @@ def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
     info = resolve_model(EngineConfig(model=str(tmp_path)))
     for changes, reason in (
         ({"pair_chat": PairChat()}, "prompt of pairs"),
-        ({"model_type": "nomic_bert"}, "'nomic_bert'"),
+        ({"model_type": "convbert"}, "'convbert'"),
         ({"path": str(tmp_path / "none")}, "no tokenizer.json"),
     ):
         with pytest.raises(NotBuiltHereError, match=reason):

@@ -1,0 +1,246 @@
+"""NomicBERT: BERT with rotary positions and a gated MLP.
+
+Source: Nussbaum et al., Nomic Embed (arXiv 2402.01613). config.json and weights have the names of transformers 5.23 or
+those of the model's own code on the hub, nomic-ai/nomic-bert-2048, whose keys are those of GPT-2. Defaults are those of
+the respective code.
+
+Shape letters: D model width, I inner width of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Final, NamedTuple, Self
+
+from ..protocol.errors import UnsupportedModelError
+from ..protocol.model_info import ModelInfo, ModelKind
+from .config_values import read_config
+from .rope import RopeSpec
+from .spec import (
+    AttentionKind,
+    AttentionSpec,
+    EmbeddingSpec,
+    Family,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    linear,
+)
+
+_KIND: Final = "full_attention"
+# Activations of gated MLPs in config.json of the hub.
+_GATED: Final = {"swiglu": "silu", "geglu": "gelu"}
+
+
+class _Names(NamedTuple):
+    """Weight names of a checkpoint. `qkv` has one name if one weight stores all three."""
+
+    embedding_norm: str
+    layers: str
+    qkv: tuple[str, ...]
+    attention_out: str
+    attention_norm: str
+    gate: str
+    up: str
+    mlp_out: str
+    mlp_norm: str
+
+
+_HUB: Final = _Names(
+    "emb_ln", "encoder.layers", ("attn.Wqkv",), "attn.out_proj", "norm1", "mlp.fc12", "mlp.fc11", "mlp.fc2", "norm2"
+)
+_TRANSFORMERS: Final = _Names(
+    "embeddings.LayerNorm",
+    "layers",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "post_mlp_layernorm",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NomicBertConfig:
+    """Values of config.json. The lower half selects variants on the hub, most of which are refused.
+
+    Attributes:
+        keys: Keys in config.json that differ from the field names.
+        max_position_embeddings: Length of the training in tokens.
+        rotary_emb_fraction: Share of the rotated columns of a head.
+        rotary_scaling_factor: Factor of dynamic NTK scaling for texts longer than in training; None: no scaling.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {}
+
+    vocab_size: int = 30528
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "silu"
+    layer_norm_eps: float = 1e-12
+    max_position_embeddings: int = 2048
+    type_vocab_size: int = 2
+    head_dim: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+    rotary_emb_base: float = 1000.0
+    rotary_emb_fraction: float = 1.0
+    rotary_scaling_factor: float | None = None
+    rotary_emb_scale_base: float | None = None
+    rotary_emb_interleaved: bool = False
+    prenorm: bool = False
+    parallel_block: bool = False
+    use_rms_norm: bool = False
+    causal: bool = False
+    alibi: bool = False
+    num_experts: int = 0
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the config of config.json.
+
+        Raises:
+            UnsupportedModelError: It describes another variant.
+        """
+        config = read_config(cls, values, {field.name: cls.keys.get(field.name, field.name) for field in fields(cls)})
+        for name, wanted in _SUPPORTED.items():
+            value = getattr(config, name)
+            if value != wanted:
+                raise UnsupportedModelError(
+                    f"config.json: {name} is {value!r}; penstock supports only NomicBERT with {wanted!r}."
+                )
+        return config
+
+    @property
+    def head_size(self) -> int:
+        """Columns of a head."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    def rope(self, max_len: int) -> RopeSpec:
+        """Returns the rotary positions for texts of up to `max_len` tokens."""
+        values = self.rope_parameters or {}
+        if not values and self.rotary_scaling_factor:
+            values = {"rope_type": "dynamic", "factor": self.rotary_scaling_factor}
+        rope_type = str(values.get("rope_type") or "default")
+        if rope_type == "dynamic" and max_len <= self.max_position_embeddings:
+            rope_type = "default"  # no text is long enough for the scaling, and the C library runs the model
+        return RopeSpec(
+            rope_type=rope_type,
+            theta=float(values.get("rope_theta") or self.rotary_emb_base),
+            size=self.head_size,
+            max_positions=self.max_position_embeddings,
+            options=values,
+        )
+
+
+_SUPPORTED: Final = {
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_scale_base": None,
+    "rotary_emb_interleaved": False,
+    "prenorm": False,
+    "parallel_block": False,
+    "use_rms_norm": False,
+    "causal": False,
+    "alibi": False,
+    "num_experts": 0,
+}
+"""The only supported value of each variant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubConfig(NomicBertConfig):
+    """A config.json with the keys of GPT-2."""
+
+    keys: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "hidden_act": "activation_function",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "max_position_embeddings": "max_trained_positions",
+    }
+
+    hidden_act: str = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    rotary_emb_base: float = 10_000.0
+    rotary_emb_fraction: float = 0.0
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """See NomicBertConfig."""
+        config = super(HubConfig, cls).read(values)
+        if config.hidden_act not in _GATED:
+            raise UnsupportedModelError(
+                f"config.json: activation_function is {config.hidden_act!r}; penstock supports {', '.join(_GATED)}."
+            )
+        return replace(config, hidden_act=_GATED[config.hidden_act])
+
+
+def _spec(info: ModelInfo) -> ModelSpec:
+    is_hub = "n_embd" in info.config and "hidden_size" not in info.config
+    config = (HubConfig if is_hub else NomicBertConfig).read(info.config)
+    other = _model(config, info, _TRANSFORMERS)
+    return replace(_model(config, info, _HUB), other_names=other)
+
+
+def _model(config: NomicBertConfig, info: ModelInfo, names: _Names) -> ModelSpec:
+    D, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    width = config.num_attention_heads * config.head_size
+    norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=True)
+    projection = partial(linear, bias=None)
+    layers = tuple(
+        LayerSpec(
+            prefix=f"{names.layers}.{index}",
+            kind=_KIND,
+            qkv=projection(names.qkv, D, width, width, width),
+            attention_out=projection(names.attention_out, width, D),
+            attention_norm=norm(name=names.attention_norm),
+            mlp_in=projection((names.gate, names.up), D, I, I, activation=config.hidden_act, is_gated=True),
+            mlp_out=projection(names.mlp_out, I, D),
+            mlp_norm=norm(name=names.mlp_norm),
+        )
+        for index in range(config.num_hidden_layers)
+    )
+    return ModelSpec(
+        hidden_size=D,
+        prefixes=("nomic_bert", "bert", ""),
+        embedding=EmbeddingSpec(
+            words="embeddings.word_embeddings.weight",
+            vocab_size=config.vocab_size,
+            size=D,
+            token_types="embeddings.token_type_embeddings.weight" if config.type_vocab_size else None,
+            num_token_types=config.type_vocab_size,
+            norm=norm(name=names.embedding_norm),
+        ),
+        attention=AttentionSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_attention_heads,
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+        ),
+        kinds={_KIND: AttentionKind(rope=config.rope(info.max_model_len))},
+        layers=layers,
+        is_pre_norm=False,
+        head=_head(D, info),
+    )
+
+
+def _head(hidden_size: int, info: ModelInfo) -> HeadSpec | None:
+    if info.kind is ModelKind.EMBEDDING:
+        return None
+    classifier = linear("classifier", hidden_size, info.num_labels)
+    if info.kind is ModelKind.TOKEN_CLASSIFIER:
+        return (classifier,)
+    pooler = linear("pooler.dense", hidden_size, hidden_size, activation="tanh", is_below_base=True)
+    return (pooler, classifier)
+
+
+FAMILIES: Final = (Family("nomic_bert", "NomicBert", _spec),)
