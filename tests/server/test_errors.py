@@ -85,9 +85,7 @@ async def test_unexpected_error_is_hidden_and_logged(client, engine, caplog: pyt
     assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
 
 
-async def test_unexpected_error_of_a_get_route_is_hidden(
-    client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unexpected_error_of_a_get_route_is_hidden(client, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_card", Mock(side_effect=RuntimeError("secret detail")))
     response = await client.get("/v1/models", headers={"x-request-id": "id-9"})
     assert response.status_code == 500
@@ -196,9 +194,7 @@ async def test_long_values_and_names_are_cut_in_messages(client: httpx.AsyncClie
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 400)])
-async def test_compressed_body_is_refused_with_its_coding(
-    client: httpx.AsyncClient, path: str, coding: str, status: int
-) -> None:
+async def test_compressed_body_is_refused_with_its_coding(client, path: str, coding: str, status: int) -> None:
     headers = {"content-encoding": coding}
     response = await client.post(path, content=b"\x1f\x8b\x08\x00 no JSON", headers=headers)
     assert response.status_code == status
@@ -216,9 +212,7 @@ async def test_compressed_body_is_refused_with_its_coding(
         ("/detokenize", {"tokens": ["a"] * 100_000}),
     ],
 )
-async def test_only_the_first_wrong_entry_of_a_list_is_named(
-    client: httpx.AsyncClient, path: str, body: dict[str, object]
-) -> None:
+async def test_only_the_first_wrong_entry_of_a_list_is_named(client, path: str, body: dict[str, object]) -> None:
     response = await client.post(path, json=body)
     assert response.status_code in (400, 422)
     assert " more." not in response.text  # errors for all entries of a large body would take gigabytes

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import orjson
@@ -138,9 +138,7 @@ async def test_refused_request_is_freed(serving: Any, engine: Engine, tmp_path: 
         (504, lambda: DeadlineExceededError("too late")),
     ],
 )
-async def test_failed_request_is_freed(
-    serving: Any, engine: Engine, status: int, error: Callable[[], Exception]
-) -> None:
+async def test_failed_request_is_freed(serving: Any, engine: Engine, status: int, error) -> None:
     engine.failure = error()  # the error outlives the request
     async with serving(engine) as client:
         for path, body in BODIES.items():
@@ -151,9 +149,7 @@ async def test_failed_request_is_freed(
     ("status", "settings", "headers", "leaves"),
     [(408, {}, {"x-request-timeout": "0.1"}, False), (504, {"request_timeout_s": 0.1}, {}, False), (499, {}, {}, True)],
 )
-async def test_expired_or_disconnected_request_is_freed(
-    serving: Any, engine: Engine, status: int, settings: dict[str, Any], headers: dict[str, str], leaves: bool
-) -> None:
+async def test_expired_or_disconnected_request_is_freed(serving, engine, status, settings, headers, leaves) -> None:
     engine.gate = asyncio.Event()
     async with serving(engine, **settings) as client:
         await check(status, answer(client._transport.app, EMBED, b'{"input": "a"}', headers, leaves=leaves))

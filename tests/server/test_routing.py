@@ -167,9 +167,7 @@ async def posted(client: httpx.AsyncClient, path: str, headers: list[tuple[str, 
         ("/api/embed", [*FORM_TYPE, ("origin", "https://proxy.example"), ("sec-fetch-site", "same-origin")], 200),
     ],
 )
-async def test_media_type_is_read_as_json_by_its_dialect(
-    client: httpx.AsyncClient, path: str, headers: list[tuple[str, str]], status: int
-) -> None:
+async def test_media_type_is_read_as_json_by_its_dialect(client, path: str, headers, status: int) -> None:
     assert (await posted(client, path, headers)).status_code == status
 
 

@@ -77,9 +77,7 @@ async def test_restarted_batch_runs_only_unanswered_lines(running, tmp_path: Pat
 
 
 @pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.CANCELLED])
-async def test_batch_killed_before_its_end_ends_after_a_restart(
-    running, tmp_path: Path, monkeypatch, caplog, status: BatchStatus
-) -> None:
+async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_path, monkeypatch, caplog, status) -> None:
     routes, end = Routes(), Store.end
 
     async def kill_and_end(*arguments: object) -> None:
@@ -244,9 +242,7 @@ async def test_failed_batch_lists_every_line(running) -> None:
         ("", BatchStatus.COMPLETED, None),
     ],
 )
-async def test_ended_run_is_freed_and_has_its_error(
-    running, monkeypatch, caplog, cause: str, status: BatchStatus, code: str | None
-) -> None:
+async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog, cause: str, status, code) -> None:
     caplog.set_level(logging.CRITICAL, "penstock.server.batches")  # pytest keeps the frames of logged errors
     fail = Mock(side_effect=ZeroDivisionError)
     routes = Routes(lambda number: fail() if cause == "line" else 401 if number == 2 and cause == "key" else 200)

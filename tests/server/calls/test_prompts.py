@@ -127,9 +127,7 @@ def test_single_adapter_allows_tasks(make_engine) -> None:
         (E5, {"instruction": "Find"}, "instruction", "accepts no instruction"),
     ],
 )
-def test_unknown_purpose_or_instruction_is_refused(
-    make_engine, prompts: dict, arguments: dict, param: str, part: str
-) -> None:
+def test_unknown_purpose_or_instruction_is_refused(make_engine, prompts, arguments, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))
     assert caught.value.param == param

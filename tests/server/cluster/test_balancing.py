@@ -64,9 +64,7 @@ def test_report_is_read_from_routing_stats() -> None:
         ([0.5], [1.0], 1, 1),  # busy, but without a long queue
     ],
 )
-def test_number_of_replicas_follows_queues_and_busy_engines(
-    queue_s: list[float], busy: list[float], current: int, wanted: int
-) -> None:
+def test_number_of_replicas_follows_queues_and_busy_engines(queue_s, busy, current: int, wanted: int) -> None:
     assert replicas_for(queue_s, busy, 1.0, current) == wanted
     assert replicas_for([2 * seconds for seconds in queue_s], busy, 2.0, current) == wanted
 

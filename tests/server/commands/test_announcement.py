@@ -58,9 +58,7 @@ def test_lanes_are_announced(make_engine, tmp_path: Path) -> None:
         ("bfloat16", "bfloat16", "auto", "bfloat16 (measured: 1.8 times as fast); tasks"),
     ],
 )
-def test_dtype_of_products_is_announced(
-    dtype: str, arithmetic: str, flag: str, expected: str, make_engine, tmp_path: Path
-) -> None:
+def test_dtype_of_products_is_announced(dtype, arithmetic, flag: str, expected: str, make_engine, tmp_path) -> None:
     info = make_engine(path=str(tmp_path), dtype=dtype, arithmetic=arithmetic).info
     info.sources.update(dtype="measured: 1.8 times as fast", arithmetic="measured: 0.5 times as fast")
     assert f", in {expected}" in announced(info, dtype=flag)[2]

@@ -48,14 +48,7 @@ def _restored_signals() -> Iterator[None]:
         ("owner/name", WeightError("There are no weights."), "There are no weights.", 3),
     ],
 )
-def test_failed_engine_start_is_one_line_and_a_code(
-    model: str,
-    failure: Exception,
-    line: str,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, code: int, monkeypatch, caplog) -> None:
     async def fail(*_: object, **__: object) -> None:
         raise failure
 
@@ -84,9 +77,7 @@ def test_failed_engine_start_is_one_line_and_a_code(
         ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
     ],
 )
-def test_settings_unsupported_by_several_processes_are_refused(
-    config: dict[str, object], plan: dict[str, object], settings: dict[str, object], message: str
-) -> None:
+def test_settings_unsupported_by_several_processes_are_refused(config, plan, settings, message: str) -> None:
     plans = [ModelPlan(("b",), EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
     serve.check_workers(ServerSettings(api_workers=2), plans)
     plans.append(ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan))

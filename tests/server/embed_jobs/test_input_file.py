@@ -48,9 +48,7 @@ def test_byte_order_mark_is_skipped(name: str, kind: type, content: str, tmp_pat
 
 
 @pytest.mark.parametrize(("most_rows", "most_chars"), [(5, 10**6), (1000, 60), (1, 1)])
-def test_shards_are_bounded_in_rows_and_characters(
-    most_rows: int, most_chars: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_bounded_in_rows_and_characters(most_rows: int, most_chars: int, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(input_module, "SHARD_ROWS", most_rows)
     monkeypatch.setattr(input_module, "SHARD_CHARS", most_chars)
     texts = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]

@@ -243,9 +243,7 @@ def check_skipped_rows(output: Path) -> None:
     assert all(reason in row["reason"] for row, reason in zip(rows, BAD.values(), strict=True))
 
 
-def test_resumed_run_skips_and_lists_each_bad_row_once(
-    run, bad_lines: Path, fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resumed_run_skips_and_lists_each_bad_row_once(run, bad_lines, fake, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(input_module, "SHARD_ROWS", 6)
     output = tmp_path / "out.jsonl"
     for _ in range(3):

@@ -35,7 +35,7 @@ async def running(app: Any, *, lifespan: str = "off", **options: Any) -> AsyncIt
     config = uvicorn.Config(app, **served, **options)
     server = HttpServer(config)
     with contextlib.ExitStack() as signals:
-        server.capture_signals = lambda: signals  # type: ignore[method-assign, assignment]
+        server.capture_signals = lambda: signals
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0.005)
@@ -88,7 +88,7 @@ async def served(
         async def start(engine: FakeEngine = engine) -> FakeEngine:
             return engine
 
-        models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))  # type: ignore[arg-type]
+        models.append(ServedModel((f"fake-model-{index}" if index else "fake-model",), start))
     app = create_app(models, load(ServerSettings, settings))
     async with running(app, lifespan="on", **(options or {})) as (server, port):
         await app.state.startup.wait()

@@ -154,7 +154,7 @@ async def test_invalid_http_gets_400() -> None:
 
 
 def pending_parts(server: HttpServer) -> list[Part | None]:
-    pending = [connection.pending_transfer() for connection in server.server_state.connections]  # type: ignore[union-attr]
+    pending = [connection.pending_transfer() for connection in server.server_state.connections]
     return [None if each is None else each.part for each in pending]
 
 
@@ -183,7 +183,7 @@ async def test_progress_of_a_response_follows_its_client() -> None:
             client.setblocking(False)
             seen = set()
             while len(seen) < 5:
-                pending = connection.pending_transfer()  # type: ignore[union-attr]
+                pending = connection.pending_transfer()
                 assert pending is not None, "the client has read all without progress"
                 seen.add(pending.progress)
                 with contextlib.suppress(BlockingIOError):
@@ -262,9 +262,7 @@ async def test_response_before_the_end_of_a_body_is_not_reset(head: bytes, piece
 
 
 @pytest.mark.parametrize(("head", "piece", "end"), UNREAD)
-async def test_rest_of_an_unread_body_is_read_for_a_limited_time(
-    head: bytes, piece: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rest_of_an_unread_body_is_read_for_a_limited_time(head, piece: bytes, end: bytes, monkeypatch) -> None:
     monkeypatch.setattr(streams, "LINGER_S", 0.3)
     async with running(limited(admission_of(LARGE))) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -318,9 +316,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return files
 
 
-async def test_idle_tls_connections_do_not_delay_shutdown(
-    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_tls_connections_do_not_delay_shutdown(certificate: tuple[Path, Path], monkeypatch) -> None:
     monkeypatch.setattr(http_server, "_GOODBYE_S", 0.05)
     context = ssl.create_default_context(cafile=str(certificate[0]))
     context.check_hostname = False

@@ -53,7 +53,7 @@ class Transfer:
 async def enforce(transfer: Transfer, limits: TransferLimits = LIMITS) -> tuple[list[tuple[str, float]], int]:
     """Enforces the limits every five seconds. Returns the end of the transfer and the number of slow transfers."""
     slow: list[None] = []
-    enforcing = ConnectionLimits([transfer], limits, on_slow=lambda: slow.append(None), now=transfer.clock)  # type: ignore[list-item]
+    enforcing = ConnectionLimits([transfer], limits, on_slow=lambda: slow.append(None), now=transfer.clock)
     while transfer.clock.now_s < 1_000:
         await enforcing.enforce()
         transfer.clock.now_s += 5
@@ -113,7 +113,7 @@ async def waiting_for(server: HttpServer, part: Part) -> Any:
     found: list[Any] = []
 
     def is_waiting() -> bool:
-        pending = [(each, each.pending_transfer()) for each in server.server_state.connections]  # type: ignore[union-attr]
+        pending = [(each, each.pending_transfer()) for each in server.server_state.connections]
         found[:] = [each for each, transfer in pending if transfer is not None and transfer.part is part]
         return bool(found)
 
@@ -128,7 +128,7 @@ async def waiting_for(server: HttpServer, part: Part) -> Any:
 async def test_slow_body_gets_a_408_and_a_closed_connection(path: str, num_bytes: int) -> None:
     async with served(FakeEngine()) as (server, port):
         clock = Clock()
-        limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)  # type: ignore[arg-type]
+        limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(path, {"input": "x" * num_bytes})[:-10])
         await waiting_for(server, Part.BODY)
@@ -157,7 +157,7 @@ async def test_body_that_waits_for_100_continue_is_not_slow() -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         await until(lambda: any(getattr(c, "cycle", None) for c in server.server_state.connections))
         (connection,) = server.server_state.connections
-        assert connection.pending_transfer() is None  # type: ignore[union-attr]
+        assert connection.pending_transfer() is None
         started.set()
         await waiting_for(server, Part.BODY)
         writer.close()
@@ -174,9 +174,9 @@ async def test_body_that_the_application_does_not_read_is_not_slow() -> None:
     async with running(app) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"z" * 500_000)
-        await until(lambda: any(c.flow.read_paused for c in server.server_state.connections))  # type: ignore[union-attr]
+        await until(lambda: any(c.flow.read_paused for c in server.server_state.connections))
         (connection,) = server.server_state.connections
-        assert connection.pending_transfer() is None  # type: ignore[union-attr]
+        assert connection.pending_transfer() is None
         started.set()
         await waiting_for(server, Part.BODY)
         writer.close()
@@ -194,7 +194,7 @@ async def test_client_that_stops_reading_is_reset() -> None:
 
     async with running(app) as (server, port):
         clock = Clock()
-        limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)  # type: ignore[arg-type]
+        limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await waiting_for(server, Part.RESPONSE)

@@ -55,9 +55,7 @@ def decoded(raw: bytes, dtype: str, order: str) -> np.ndarray:
         ("fp8_e5m2", 2**-3, 2**-17),
     ],
 )
-async def test_rows_are_written_in_each_dtype_and_byte_order(
-    client: httpx.AsyncClient, dtype: str, rtol: float, atol: float
-) -> None:
+async def test_rows_are_written_in_each_dtype_and_byte_order(client, dtype: str, rtol: float, atol: float) -> None:
     expected = await truth(client)
     for endianness, order in ((None, "<"), ("native", "="), ("little", "<"), ("big", ">")):
         options = {"embed_dtype": dtype, "endianness": endianness}

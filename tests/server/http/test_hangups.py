@@ -54,9 +54,7 @@ async def test_disconnect_is_seen_in_a_later_request(engine: FakeEngine, gate: a
         await until(lambda: engine.was_cancelled)
 
 
-async def test_disconnect_cancels_pipelined_requests(
-    engine: FakeEngine, gate: asyncio.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_disconnect_cancels_pipelined_requests(engine: FakeEngine, gate: asyncio.Event, caplog) -> None:
     async with served(engine) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(SENT * 3)
@@ -165,16 +163,16 @@ async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asy
         large = request("/v1/embeddings", {"input": "z" * 100_000})
         writer.write(tiny * num_sent + large * 30)
         (client_connection,) = server.server_state.connections
-        await until(lambda: not client_connection.transport.is_reading())  # type: ignore[attr-defined, union-attr]
-        assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES  # type: ignore[union-attr]
-        assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024  # type: ignore[union-attr]
+        await until(lambda: not client_connection.transport.is_reading())
+        assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES
+        assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024
         gate.set()
         async with asyncio.timeout(240):
             for number in range(1 + num_sent + 30):
                 answer = await read_answer(reader)
                 assert answer.status == 200, number
-                assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES  # type: ignore[union-attr]
-                assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024  # type: ignore[union-attr]
+                assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES
+                assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024
         writer.close()
 
 
@@ -186,6 +184,6 @@ async def test_disconnect_before_the_engine_starts_cancels(engine: FakeEngine, g
         (client_connection,) = server.server_state.connections
         while not engine.calls:  # in the loop iteration of the engine call
             await asyncio.sleep(0)
-        client_connection.transport.abort()  # type: ignore[union-attr]
+        client_connection.transport.abort()
         await until(lambda: engine.was_cancelled)
         writer.close()

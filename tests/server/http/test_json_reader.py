@@ -81,9 +81,7 @@ async def test_dense_body_is_refused_before_parsing(unit: bytes) -> None:
         (b'"A gate holds it."', False),
     ],
 )
-async def test_values_of_short_dense_bodies_are_counted(
-    unit: bytes, is_dense: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_values_of_short_dense_bodies_are_counted(unit: bytes, is_dense: bool, monkeypatch) -> None:
     memory, reader = Mock(), json_reader()
     monkeypatch.setattr(reader._admission, "body_memory", lambda _: memory)
     body = b"[" + b",".join([unit] * (10_000 // len(unit))) + b"]"
@@ -116,9 +114,7 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
         ("/score", {"text_1": "a", "text_2": [[]] * 5}, "text_2"),
     ],
 )
-async def test_entries_are_counted_before_they_are_validated(
-    serving, engine, path: str, body: dict, named: str
-) -> None:
+async def test_entries_are_counted_before_they_are_validated(serving, engine, path: str, body, named: str) -> None:
     async with serving(engine, max_inputs_per_request=4) as client:
         answer = await client.post(path, json=body)
     assert answer.status_code in (400, 422)

@@ -99,9 +99,7 @@ def test_arrays_are_written_row_by_row(shape: tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_matrix", [False, True])
-async def test_large_response_has_the_bytes_of_a_small_one(
-    form: EncodingFormat, kind: Any, dtype: EmbedDtype, is_matrix: bool
-) -> None:
+async def test_large_response_has_the_bytes_of_a_small_one(form, kind: Any, dtype: EmbedDtype, is_matrix: bool) -> None:
     rows: Any = np.random.default_rng(1).normal(size=(3_000, 64)).astype(np.float32)
     if is_matrix:
         rows = [rows[:1], rows[1:2_500], rows[2_500:]]
@@ -232,9 +230,7 @@ async def test_too_large_response_is_refused_before_the_forward(client: httpx.As
         ({"texts": ["b" * 600]}, 200),
     ],
 )
-async def test_returned_documents_count_in_the_response_size(
-    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch, body: dict, status: int
-) -> None:
+async def test_returned_documents_count_in_the_response_size(client, engine, monkeypatch, body, status: int) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 600)
     answer = await client.post("/rerank", json={"query": "a", **body})
     assert answer.status_code == status

@@ -47,9 +47,7 @@ async def test_every_route_reads_headers_and_priority(client: httpx.AsyncClient,
     ("allowed_s", "header", "timeout_s"),
     [(600.0, None, 600.0), (600.0, "1000000000", 600.0), (600.0, " 0.25 ", 0.25), (0.0, None, None), (0.0, "5", 5.0)],
 )
-async def test_deadline_is_at_most_that_of_the_server(
-    serving, engine, allowed_s: float, header: str | None, timeout_s: float | None
-) -> None:
+async def test_deadline_is_at_most_that_of_the_server(serving, engine, allowed_s: float, header, timeout_s) -> None:
     async with serving(engine, request_timeout_s=allowed_s) as client:
         headers = {} if header is None else {"x-request-timeout": header}
         await client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
@@ -99,9 +97,7 @@ async def test_without_two_keys_all_are_one_client(serving, engine, keys: tuple[
     ("header", "own_s", "status"),
     [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)],
 )
-async def test_own_deadline_gets_408_and_that_of_the_server_504(
-    serving, engine, header: str | None, own_s: float, status: int
-) -> None:
+async def test_own_deadline_gets_408_and_that_of_the_server_504(serving, engine, header, own_s, status: int) -> None:
     engine.failure = DeadlineExceededError("The deadline passed before the answer.")
     headers = {} if header is None else {"x-request-timeout": header}
     async with serving(engine, request_timeout_s=own_s) as client:

@@ -19,7 +19,7 @@ def transport() -> Mock:
 
 def begin(writer: ResponseWriter, *, response_started: bool = True) -> SimpleNamespace:
     cycle = SimpleNamespace(response_started=response_started)
-    writer.begin(cycle)  # type: ignore[arg-type]
+    writer.begin(cycle)
     return cycle
 
 

@@ -75,8 +75,8 @@ WITHOUT_FORWARD: dict[str, dict[str, Any]] = {
 
 async def busy_connection(server: HttpServer) -> Any:
     """Waits until a connection runs a request and returns it."""
-    await until(lambda: any(not c.is_between_requests for c in server.server_state.connections))  # type: ignore[union-attr]
-    return next(c for c in server.server_state.connections if not c.is_between_requests)  # type: ignore[union-attr]
+    await until(lambda: any(not c.is_between_requests for c in server.server_state.connections))
+    return next(c for c in server.server_state.connections if not c.is_between_requests)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_process(server: HttpServer) -> httpx.AsyncClient:
     """Returns a client of the application, which the load shedder does not see."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(server.config.app), base_url="http://x")  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(server.config.app), base_url="http://x")
 
 
 async def test_refusal_equals_the_response_of_the_application(engine: FakeEngine) -> None:
@@ -145,9 +145,7 @@ def test_tables_have_every_route() -> None:
         (b"Host: x", b"Host: x\r\nContent-Type: application/json\r\nOrigin: http://a.test", False),
     ],
 )
-async def test_request_of_any_form_is_refused_at_the_head(
-    engine: FakeEngine, old: bytes, new: bytes, is_last: bool
-) -> None:
+async def test_request_of_any_form_is_refused_at_the_head(engine, old: bytes, new: bytes, is_last: bool) -> None:
     sent = EMBED.replace(old, new)
     async with served(engine) as (_, port):
         engine.failure = FULL
@@ -227,7 +225,7 @@ async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None
         clients.append(client)
         raise FULL
 
-    engine.check_room = check_room  # type: ignore[method-assign]
+    engine.check_room = check_room
     async with served(engine, api_key=("one", "two")) as (_, port):
         engine.failure = FULL
         statuses = []
@@ -241,9 +239,7 @@ async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None
 
 @pytest.mark.parametrize("origins", [("http://a.test",), ("*",)])
 @pytest.mark.parametrize("origin", ["http://a.test", "http://b.test", None])
-async def test_refusal_has_the_cors_headers_of_the_application(
-    engine: FakeEngine, origins: tuple[str, ...], origin: str | None
-) -> None:
+async def test_refusal_has_the_cors_headers_of_the_application(engine: FakeEngine, origins, origin: str | None) -> None:
     sent = {} if origin is None else {"origin": origin}
     async with served(engine, cors_origins=origins) as (server, port), in_process(server) as application:
         engine.failure = FULL
@@ -349,9 +345,7 @@ async def test_refusals_for_a_client_that_does_not_read_are_bounded(engine: Fake
         client.close()
 
 
-async def test_waiting_refusals_of_the_application_hold_no_body(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_refusals_of_the_application_hold_no_body(engine: FakeEngine, monkeypatch) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     sent = request("/v1/embeddings", {"input": "z" * 900_000, "model": "fake-model"})
     options = {"timeout_graceful_shutdown": 0}
@@ -370,9 +364,7 @@ async def test_waiting_refusals_of_the_application_hold_no_body(
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
-async def test_short_deadline_gets_its_refusal_sooner(
-    engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_short_deadline_gets_its_refusal_sooner(engine: FakeEngine, path: str, monkeypatch) -> None:
     monkeypatch.setattr(load_shedding, "PER_TICK", 1)
     monkeypatch.setattr(load_shedding, "LONGEST_S", 600.0)
     async with served(engine) as (_, port):
@@ -394,11 +386,11 @@ async def test_late_body_of_a_refused_request_is_awaited(engine: FakeEngine) -> 
         writer.write(EMBED[:-3])
         assert (await read_answer(reader)).status == 429
         (connection,) = server.server_state.connections
-        owed = connection.pending_transfer()  # type: ignore[union-attr]
+        owed = connection.pending_transfer()
         assert owed is not None
         assert owed.part is Part.BODY
         writer.write(EMBED[-3:])
-        await until(lambda: connection.pending_transfer() is None)  # type: ignore[union-attr]
+        await until(lambda: connection.pending_transfer() is None)
         assert connection.timeout_keep_alive_task is not None
         engine.failure = None
         writer.write(EMBED)

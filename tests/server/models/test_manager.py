@@ -252,9 +252,7 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
         ("ab", {"max_bytes": 90 * MIB}, ""),
     ],
 )
-async def test_least_recently_used_models_are_unloaded(
-    engines: Engines, requests: str, limits: dict[str, int], unloaded: str
-) -> None:
+async def test_least_recently_used_models_are_unloaded(engines: Engines, requests: str, limits, unloaded: str) -> None:
     sizes = {"a": 60, "b": 30, "c": 50}
     models = [engines.model(name, num_bytes=size * MIB) for name, size in sizes.items()]
     manager = engines.manager(*models, engines.model("p", is_pinned=True), **limits)

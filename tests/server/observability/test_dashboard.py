@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
@@ -21,9 +20,7 @@ def expressions() -> list[str]:
     return queries + [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-async def test_dashboard_uses_existing_metrics(
-    client: httpx.AsyncClient, engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dashboard_uses_existing_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     stats = engine.stats()
     stats.cache_use = CacheUse(usage=0.5, chunks=ChunkMetrics(1, 1))
     monkeypatch.setattr(engine, "stats", lambda: stats)

@@ -137,9 +137,7 @@ async def test_stage_times_are_in_headers(client: httpx.AsyncClient) -> None:
     assert "server-timing" not in (await client.get("/version")).headers
 
 
-async def test_access_log_has_stage_times_without_texts_or_keys(
-    serving, engine, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine, caplog) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
     async with serving(engine, access_log=True) as client:
         headers = {"authorization": "Bearer very-secret", "x-request-id": "abc"}
@@ -229,9 +227,7 @@ async def test_trace_continues_the_trace_of_the_client(serving, engine, collecte
     ("traceparent", "num_spans"),
     [(f"00-{TRACE_ID}-{PARENT_ID}-00", 0), (f"00-{'0' * 32}-{PARENT_ID}-01", 5), ("nonsense\xff", 5), ("", 5)],
 )
-async def test_invalid_traceparent_starts_a_new_trace(
-    serving, engine, collected: Collected, traceparent: str, num_spans: int
-) -> None:
+async def test_invalid_traceparent_starts_a_new_trace(serving, engine, collected, traceparent, num_spans: int) -> None:
     async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
         headers = {"traceparent": traceparent.encode("latin-1")}
         response = await client.post("/v1/embeddings", json={"input": "a"}, headers=headers)
@@ -274,9 +270,7 @@ async def test_tracing_needs_the_otel_extra(serving, engine, monkeypatch: pytest
         ("https://traces.test/otlp/v1/traces", "https://traces.test/otlp/v1/traces"),
     ],
 )
-def test_endpoint_without_a_path_gets_the_default_path(
-    monkeypatch: pytest.MonkeyPatch, given: str, sent_to: str
-) -> None:
+def test_endpoint_without_a_path_gets_the_default_path(monkeypatch, given: str, sent_to: str) -> None:
     endpoints: list[str] = []
 
     class Exporter(InMemorySpanExporter):

@@ -29,9 +29,7 @@ async def refused(client: httpx.AsyncClient) -> dict[str, float]:
         (EngineUnavailableError("It ends.", reason=RefusalReason.DRAINING), 503, RefusalReason.DRAINING),
     ],
 )
-async def test_engine_refusals_are_counted(
-    client: httpx.AsyncClient, engine, error: Exception, status: int, reason: str
-) -> None:
+async def test_engine_refusals_are_counted(client, engine, error: Exception, status: int, reason: str) -> None:
     assert await refused(client) == {}
     engine.failure = error
     bodies = {
@@ -53,9 +51,7 @@ async def test_engine_refusals_are_counted(
     ],
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
-async def test_body_refusals_are_counted(
-    serving, engine, settings: dict[str, int], content: object, status: int, reason: str, is_chunked: bool
-) -> None:
+async def test_body_refusals_are_counted(serving, engine, settings, content, status, reason: str, is_chunked) -> None:
     async def pieces():
         yield json.dumps(content).encode()
 

@@ -24,7 +24,7 @@ class Engine:
 def lines(cache: VectorCache, *engines: Engine) -> set[str]:
     registry = CollectorRegistry()
     named = [(engine, f"m{number}") for number, engine in enumerate(engines)]
-    registry.register(VectorCacheMetrics(cache, lambda: named))  # type: ignore[arg-type]
+    registry.register(VectorCacheMetrics(cache, lambda: named))
     return set(generate_latest(registry).decode().splitlines())
 
 

@@ -460,9 +460,7 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
     assert file_id in response.json()["error"]["message"]
 
 
-async def test_file_removed_during_a_download_is_sent_whole(
-    client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_file_removed_during_a_download_is_sent_whole(client, tmp_path: Path, monkeypatch) -> None:
     content = bytes(range(256)) * 2_000
     file_id = (await upload(client, content)).json()["id"]
     (body,) = (path for path in (tmp_path / "data").rglob("*") if path.name == file_id)
@@ -490,9 +488,7 @@ async def test_file_removed_during_a_download_is_sent_whole(
         ({}, {}, 200),
     ],
 )
-async def test_page_of_another_origin_cannot_upload_a_file(
-    serving, engine, tmp_path: Path, site: dict[str, str], settings: dict[str, Any], status: int
-) -> None:
+async def test_page_of_another_origin_cannot_upload_a_file(serving, engine, tmp_path, site, settings, status) -> None:
     async with serving(engine, data_dir=tmp_path / "data", **settings) as client:
         client.headers.update(site)
         assert (await upload(client, b"{}")).status_code == status

@@ -164,9 +164,7 @@ CLIENT_BODIES = [
 @pytest.mark.parametrize(
     ("path", "body", "is_by_type"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
 )
-async def test_response_has_the_fields_that_clients_read(
-    client: httpx.AsyncClient, path: str, body: dict, is_by_type: bool
-) -> None:
+async def test_response_has_the_fields_that_clients_read(client, path: str, body: dict, is_by_type: bool) -> None:
     response = await client.post(path, json={"model": MODEL, "texts": TEXTS, **body})
     assert response.status_code == 200, response.text
     answer = response.json()

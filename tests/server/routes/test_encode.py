@@ -46,9 +46,7 @@ async def encode(serving: Serving, engine: FakeEngine, **body: Any) -> httpx.Res
         ({**M3, "tasks": WITH_SPARSE, "token_heads": NO_VECTORS}, None, ["dense", "sparse"]),
     ],
 )
-async def test_response_has_the_wanted_outputs_in_order(
-    serving: Serving, make_engine: type[FakeEngine], info: dict, outputs: list[str] | None, expected: list[str]
-) -> None:
+async def test_response_has_the_wanted_outputs_in_order(serving, make_engine, info: dict, outputs, expected) -> None:
     engine = make_engine(**info)
     response = await encode(serving, engine, input=["one two", "three"], outputs=outputs)
     assert response.status_code == 200, response.text

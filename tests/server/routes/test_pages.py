@@ -77,9 +77,7 @@ ELEMENTS = Elements().found
         (";,;;,=", False),
     ],
 )
-async def test_browsers_get_the_page_and_probes_get_health(
-    client: httpx.AsyncClient, accept: str, is_page: bool
-) -> None:
+async def test_browsers_get_the_page_and_probes_get_health(client, accept: str, is_page: bool) -> None:
     assert prefers_html(accept) is is_page
     for method in ("GET", "HEAD"):
         response = await client.request(method, "/", headers={"accept": accept})

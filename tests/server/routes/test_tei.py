@@ -289,9 +289,7 @@ async def test_decode_returns_a_text_for_each_list(client, engine, ids: list, te
         ),
     ],
 )
-async def test_info_describes_model_and_limits(
-    serving, make_engine, kind: str, labels: tuple, model_type: dict
-) -> None:
+async def test_info_describes_model_and_limits(serving, make_engine, kind: str, labels, model_type: dict) -> None:
     settings = {"max_inputs_per_request": 100, "max_queued_tokens": 640, "tokenizer_workers": 3, "max_num_seqs": 5}
     async with serving(make_engine(kind, labels), ("served",), max_num_batched_tokens=32, **settings) as client:
         info = (await client.get("/info")).json()

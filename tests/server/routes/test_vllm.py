@@ -323,9 +323,7 @@ INVOKED = [
 
 
 @pytest.mark.parametrize(("kind", "body", "call", "key"), INVOKED)
-async def test_invocations_calls_the_route_of_its_body(
-    serving, make_engine, kind: str, body: dict, call: str, key: str
-) -> None:
+async def test_invocations_calls_the_route_of_its_body(serving, make_engine, kind, body, call: str, key: str) -> None:
     engine = make_engine(kind, ("a", "b") if "classifier" in kind else ())
     async with serving(engine) as client:
         response = await client.post("/invocations", json=body)

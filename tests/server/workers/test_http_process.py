@@ -31,9 +31,7 @@ def pauses(worker: HttpProcess, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-async def test_pauses_grow_while_processes_die_soon(
-    worker: HttpProcess, pauses: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_pauses_grow_while_processes_die_soon(worker, pauses: list[float], monkeypatch, caplog) -> None:
     now_s, lifetimes_s = 0.0, [100.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 90.0, 1.0, 0.0]
 
     async def run_process() -> str:
@@ -51,9 +49,7 @@ async def test_pauses_grow_while_processes_die_soon(
     assert caplog.text.count("ended with signal 9; another one is started") == len(pauses)
 
 
-async def test_process_that_cannot_start_is_tried_again(
-    worker: HttpProcess, pauses: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_process_that_cannot_start_is_tried_again(worker, pauses: list[float], monkeypatch, caplog) -> None:
     monkeypatch.setattr(http_process.sys, "executable", "/nowhere/python")
     running = asyncio.create_task(worker.run())
     await until(lambda: len(pauses) >= 3)
@@ -62,7 +58,7 @@ async def test_process_that_cannot_start_is_tried_again(
     assert pauses[:3] == [0, 1, 3]
     assert worker.has_failed
     assert caplog.text.count("could not serve: it ended with the error [Errno 2]") == len(pauses)
-    assert worker._on_end.call_count >= 3  # type: ignore[attr-defined]
+    assert worker._on_end.call_count >= 3
 
 
 async def test_pause_ends_when_the_server_stops(worker: HttpProcess) -> None:
@@ -110,12 +106,12 @@ async def test_listening_process_has_served(worker: HttpProcess) -> None:
     worker._heartbeat = Mock(run=lambda: asyncio.sleep(0))
     worker._handle(WorkerListening())
     assert worker.has_served
-    worker._on_message.assert_called_once_with(worker, WorkerListening())  # type: ignore[attr-defined]
+    worker._on_message.assert_called_once_with(worker, WorkerListening())
 
 
 async def test_connections_are_passed_to_a_running_process(worker: HttpProcess) -> None:
     worker.open()
-    worker._acceptor.add.assert_not_called()  # type: ignore[attr-defined]
+    worker._acceptor.add.assert_not_called()
     worker._connection_sender = Mock()
     worker.open()
-    worker._acceptor.add.assert_called_once_with(worker._connection_sender)  # type: ignore[attr-defined]
+    worker._acceptor.add.assert_called_once_with(worker._connection_sender)

@@ -33,7 +33,7 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 async def test_ending_server_serves_its_passed_connections() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)  # type: ignore[arg-type]
+    server = PassedConnectionServer(uvicorn_config(application, ServerSettings()), theirs)
     serving = asyncio.create_task(server.serve())
     sender = ConnectionSender(ours)
     with contextlib.ExitStack() as sockets:
