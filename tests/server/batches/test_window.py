@@ -1,5 +1,6 @@
 import asyncio
 from contextlib import nullcontext
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -176,11 +177,8 @@ async def busy_states(method: str, path: str, body: list[bytes], failure: Except
             states.append(traffic.quiet_in_s > 0)
         if failure is not None:
             raise failure
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def receive() -> Message:
-        return parts.pop(0)
+        for _ in range(2):
+            await send({"type": "http.response.body"})
 
     async def send(message: Message) -> None:
         clock.now_s += 1.0
@@ -189,7 +187,7 @@ async def busy_states(method: str, path: str, body: list[bytes], failure: Except
     scope: Scope = {"type": "http", "method": method, "path": path}
     create_app([], ServerSettings()).state.routes.enter(scope)
     with nullcontext() if failure is None else pytest.raises(type(failure)):
-        await LiveTrafficMiddleware(app, traffic)(scope, receive, send)
+        await LiveTrafficMiddleware(app, traffic)(scope, AsyncMock(side_effect=parts), send)
     clock.now_s += 1.0
     assert traffic.quiet_in_s == 0
     return states

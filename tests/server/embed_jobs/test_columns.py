@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -133,31 +134,22 @@ def test_column_named_embedding_is_refused(run, suffix: str, fake, tmp_path: Pat
     assert len(np.load(tmp_path / "out.npy")) == 2
 
 
-def test_unwritable_parquet_columns_keep_the_embeddings(run, fake, tmp_path: Path, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise pa.ArrowNotImplementedError("no such type")
-
-    parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "in.parquet")
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_unwritable_columns_keep_the_embeddings(run, fake, suffix: str, tmp_path: Path, monkeypatch) -> None:
+    refuse = Mock(side_effect=pa.ArrowNotImplementedError("no such type"))
+    source, message = tmp_path / "in.parquet", r"rename the folder out\.parquet\.partial to out\.npy\.partial"
+    parquet.write_table(pa.table({"text": ["a", "b"]}), source)
     monkeypatch.setattr(output_module, "_parquet_schema", refuse)
-    with pytest.raises(CommandError, match=r"rename the folder out\.parquet\.partial to out\.npy\.partial"):
-        run(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    check_npy_of_kept_embeddings(run, fake, tmp_path / "in.parquet", tmp_path / "out.parquet.partial")
-
-
-def test_unwritable_json_fields_keep_the_embeddings(run, fake, tmp_path: Path, monkeypatch) -> None:
-    deep = '{"text": "b", "deep": ' + "[" * 500 + "]" * 500 + "}"
-    source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, deep)
-    monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # as for values of Parquet
-    with pytest.raises(CommandError, match=r"in\.jsonl, line 2: its fields cannot be written as JSON"):
-        run(source, tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
-    check_npy_of_kept_embeddings(run, fake, source, tmp_path / "out.jsonl.partial")
-
-
-def check_npy_of_kept_embeddings(run, fake, source: Path, partial: Path) -> None:
-    """Follow the error message: rename the folder and write a .npy."""
-    partial.rename(partial.with_name("out.npy.partial"))
+    if suffix == ".jsonl":
+        deep = '{"text": "b", "deep": ' + "[" * 500 + "]" * 500 + "}"
+        source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, deep)
+        message = r"in\.jsonl, line 2: its fields cannot be written as JSON"
+        monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # as for values of Parquet
+    with pytest.raises(CommandError, match=message):
+        run(source, tmp_path / f"out{suffix}")
+    assert not (tmp_path / f"out{suffix}").exists()
+    (tmp_path / f"out{suffix}.partial").rename(tmp_path / "out.npy.partial")
     fake.calls.clear()
-    run(source, partial.with_name("out.npy"))
+    run(source, tmp_path / "out.npy")
     assert not fake.calls
-    assert len(np.load(partial.with_name("out.npy"))) == 2
+    assert len(np.load(tmp_path / "out.npy")) == 2

@@ -107,11 +107,9 @@ async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     [
         ("/v1/embeddings", {"input": [[5]] * 5}, "input"),
         ("/v1/embeddings", {"input": "a", "user": [None] * 5}, "user"),
-        ("/rerank", {"query": "a", "documents": [{}] * 5}, "documents"),
         ("/rerank", {"query": "a", "texts": [{}] * 5}, "texts"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [{}] * 5}}, "sentences"),
         ("/predict", {"parameters": {"inputs": [[]] * 5}}, "inputs"),
-        ("/score", {"text_1": "a", "text_2": [[]] * 5}, "text_2"),
     ],
 )
 async def test_entries_are_counted_before_they_are_validated(serving, engine, path: str, body, named: str) -> None:

@@ -18,12 +18,9 @@ MIB = 1 << 20
 
 @dataclass
 class Engines:
-    """Makes fake engines and managers, and records the engines that start and close.
+    """Makes managers of fake engines. An engine starts when the gate of its name is set, or fails with its failure.
 
-    Attributes:
-        started: Names of started engines, in order; `closed`: of closed engines; `cancelled`: of cancelled starts.
-        gates: An engine starts when the gate of its name is set.
-        failures: Errors of engines that do not start.
+    The lists hold the names of engines that were started, closed, or cancelled during the start.
     """
 
     make_engine: Callable

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import importlib.resources
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,14 +13,12 @@ import pytest
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
-from penstock.server.routes.pages import ETAG, PAGE, page_of, prefers_html
+from penstock.server.routes.pages import ETAG, PAGE, prefers_html
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
 HTML = {"accept": "text/html"}
 MAX_BYTES = 80_000
-PARTS = Path(str(importlib.resources.files("penstock.server.routes"))) / "playground"
-
 # Bodies of the page's scripts, with every optional field.
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("v1/embeddings", {"input": ["a"], "prompt_name": "query", "dimensions": 8, "truncate": "NONE"}),
@@ -160,16 +157,6 @@ async def test_routes_accept_the_bodies_of_the_page(serving, make_engine, path: 
     async with serving(engine) as client:
         response = await client.post(f"/{path}", json={"model": "alias", **body})
     assert response.status_code == 200, response.text
-
-
-def test_page_consists_of_all_its_parts() -> None:
-    assert page_of(PARTS) == PAGE
-    for path in PARTS.iterdir():
-        text = path.read_text("utf-8")
-        if path.name != "frame.html":
-            assert text in TEXT, path.name
-        long = [line for line in text.splitlines() if len(line) > 120 and 'rel="icon"' not in line]
-        assert (long, text.count("</script>") - (path.name == "frame.html")) == ([], 0), path.name
 
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/"])

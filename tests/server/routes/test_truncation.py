@@ -22,22 +22,17 @@ REFUSING = [
     ("/v1/embed", {"texts": [LONG]}, {"truncate": "NONE"}),  # Cohere
     ("/v2/embed", {"texts": ["a b c"]}, {"truncate": "NONE", "max_tokens": 4}),
     ("/v1/classify", {"inputs": [LONG], "examples": EXAMPLES}, {"truncate": "NONE"}),
-    ("/classify", {"input": [LONG], "labels": ["x", "y"]}, {"truncate": "NONE"}),
     ("/embed", {"inputs": LONG}, {"truncate": False}),  # TEI
     ("/embed", {"inputs": LONG}, {"parameters": {"truncate": False}}),
     ("/embed_all", {"inputs": LONG}, {"truncate": False}),
     ("/embed_sparse", {"inputs": LONG}, {"truncate": False}),
-    ("/rerank", {"query": "a", "texts": [LONG]}, {"truncate": False}),
     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}}, {"truncate": False}),
 ]
 # (path, body) without an option
 SILENT = [
     ("/v1/embeddings", {"input": LONG}),
-    ("/v1/embeddings", {"input": LONG, "truncate": None, "truncation": None}),
-    ("/v1/embeddings", {"input": LONG, "truncate_prompt_tokens": None}),
     ("/v1/encode", {"input": LONG}),
     ("/v1/multi-vector", {"input": LONG}),
-    ("/pooling", {"input": LONG, "truncate_prompt_tokens": None}),
     ("/score", {"text_1": "a", "text_2": LONG}),
     ("/classify", {"input": [LONG], "labels": ["x", "y"]}),
 ]
