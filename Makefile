@@ -115,7 +115,7 @@ test-nightly: ## Level 3: run every test that needs no GPU: test-all, real clien
 	@$(MAKE) --keep-going test-all test-clients test-schema test-ray test-deploy test-wheel
 
 # PYTHONSAFEPATH would hide the runner's modules from each other.
-test-clients: $(VENV)/.installed ## Run real client libraries, each in its own environment, against a real server.
+test-clients: $(VENV)/.installed-test ## Run real client libraries, each in its own environment, against a real server.
 	@env -u PYTHONSAFEPATH $(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # Ray and what it needs lie in an environment of their own, which finds all else in .venv.
@@ -141,7 +141,7 @@ $(SCHEMA)/.installed: tests/schema/requirements.txt | $(BIN)/python
 	@$(SCHEMA)/bin/python -m pip install --quiet --no-input --requirement tests/schema/requirements.txt
 	@touch $@
 
-test-schema: $(VENV)/.installed $(SCHEMA)/.installed ## Run schemathesis over the OpenAPI document of real servers.
+test-schema: $(VENV)/.installed-test $(SCHEMA)/.installed ## Run schemathesis over the OpenAPI document of real servers.
 	@$(SCHEMA)/bin/python tests/schema/run.py $(ARGS)
 
 $(VENV)/.installed-deploy: tests/deploy/requirements.txt $(VENV)/.installed-test

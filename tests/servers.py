@@ -100,14 +100,20 @@ class Server:
 Launch = Callable[..., Server]
 
 
-def launching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Yield a function that starts servers: `launch("--dtype", "float32", TMPDIR="/t")`. Stops them at the end."""
+def launching(tmp_path_factory: pytest.TempPathFactory | None = None) -> Iterator[Launch]:
+    """Yield a function that starts servers: `launch("--dtype", "float32", TMPDIR="/t")`. Stops them at the end.
+
+    Without a factory of folders, each call needs `log`.
+    """
     servers: list[Server] = []
 
     def launch(
         *flags: str, command: tuple[str, ...] = COMMAND, log: Path | None = None, ready: bool = True, **variables: str
     ) -> Server:
-        port, log = free_port(), log or tmp_path_factory.mktemp("server") / "log.txt"
+        if log is None:
+            assert tmp_path_factory is not None
+            log = tmp_path_factory.mktemp("server") / "log.txt"
+        port = free_port()
         address = ("--host", "127.0.0.1", "--port", str(port), "--device", "cpu")
         with log.open("wb") as stderr:
             process = subprocess.Popen(

@@ -1,10 +1,9 @@
-"""Imports of each layer, beside the contracts in pyproject.toml, and calls that wait for a device."""
+"""Imports of each layer, beside the contracts in pyproject.toml."""
 
 import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -89,46 +88,3 @@ def test_public_names_of_the_engine_exist() -> None:
         assert getattr(penstock.engine, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         penstock.engine.Nothing  # noqa: B018
-
-
-# Code that reads values from the device or waits for copies: references, plain torch, code for CPUs, models of
-# transformers.
-MAY_WAIT = (
-    "_torch.py",
-    "kernels/cpu/",
-    "kernels/pooling/_native.py",
-    "engine/executors/torch/transformers/",
-)
-WAITS_IN = {
-    "kernels/causal_conv1d/__init__.py": {"causal_conv1d_torch", "_final_states"},
-    "kernels/grouped_linear/__init__.py": {"_loop", "grouped_linear_reference"},
-    "kernels/selective_scan/__init__.py": {"_scan_group"},
-    "engine/executors/torch/packed_batch.py": {"PackedBatch"},  # of arrays on the host
-    "engine/executors/torch/layers/experts.py": {"OneByOneExperts"},  # on a CPU
-    "engine/executors/torch/spec_model.py": {"Embedding"},  # at load
-}
-ASKS = {"item", "tolist", "cpu", "nonzero", "masked_select", "unique", "bincount"}
-
-
-def waits_of(path: str) -> Iterator[tuple[str, int]]:
-    """The outermost name and the line of each call that waits for the device."""
-    for top in ast.parse((ROOT / path).read_text(), path).body:
-        for node in ast.walk(top):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            owner = node.func.value
-            is_numpy = isinstance(owner, ast.Name) and owner.id == "np"
-            copies = node.func.attr in ("tensor", "as_tensor") and any(k.arg == "device" for k in node.keywords)
-            if copies or (node.func.attr in ASKS and not is_numpy):
-                yield getattr(top, "name", ""), node.lineno
-
-
-def test_kernels_layers_and_models_do_not_wait_for_the_device() -> None:
-    """Reads the source. tests/engine/executors/torch/test_hidden_syncs.py runs it."""
-    wrong = []
-    for folder in ("kernels", "engine/executors/torch"):
-        for path in sorted(str(file.relative_to(ROOT)) for file in (ROOT / folder).rglob("*.py")):
-            if not any(part in path for part in MAY_WAIT):
-                found = [(name, line) for name, line in waits_of(path) if name not in WAITS_IN.get(path, set())]
-                wrong += [f"{path}:{line}: {name}" for name, line in found]
-    assert not wrong

@@ -61,25 +61,6 @@ def test_installed_metadata_has_version_and_script() -> None:
     assert (script.name, script.value) == ("penstock", "penstock.server.commands.cli:main")
 
 
-def test_gpu_packages_are_the_dependencies_without_torch() -> None:
-    """`make gpu-packages` downloads the dependencies except those of torch. `make test-gpu` checks every dependency."""
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    fetched = re.search(r"^GPU_PACKAGES := (.*)$", makefile, re.MULTILINE)
-    needed = re.search(r'^needed = """(.*?)"""', makefile, re.MULTILINE | re.DOTALL)
-    assert fetched is not None
-    assert needed is not None
-    dependencies = {name_of(requirement) for requirement in PYPROJECT["project"]["dependencies"]}
-    brought = {"torch", "transformers"}
-    for package in tuple(brought):
-        brought |= {name_of(line) for line in importlib.metadata.requires(package) or [] if "extra ==" not in line}
-    assert not dependencies - brought - set(fetched[1].split())
-    assert not {name.replace("-", "_") for name in dependencies} - set(needed[1].split())
-
-
-def name_of(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
-
-
 def test_constraints_pin_every_dependency() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +151,3 @@ def test_api_keys_share_no_prefixes(http: httpx.Client) -> None:
     with httpx.Client(base_url=http.base_url, timeout=60, headers={"authorization": f"Bearer {OTHER_KEY}"}) as other:
         assert cached_tokens(other, text) == 0
         assert cached_tokens(other, text) == num_cached
-
-
-def test_resets_do_not_change_running_requests(http: httpx.Client) -> None:
-    texts = [f"{'A gate holds the water. ' * 9}{i}" for i in range(4)]
-
-    def embed(_: int = 0) -> Any:
-        return [row["embedding"] for row in post(http, "/v1/embeddings", input=texts)["data"]]
-
-    expected = embed()
-    with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(embed, range(24))
-        for _ in range(20):
-            assert http.post("/reset_prefix_cache").status_code == 200
-        for answer in answers:
-            np.testing.assert_allclose(answer, expected, atol=1e-5)

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
-import torch
 import transformers
 
 from penstock.server.commands.default_model import default_model_folder
 
-SIZES = {
-    "vocab_size": 30522,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.random_models import SIZES, save_random_model
+
 LABELS = {"num_labels": 3, "id2label": {0: "praise", 1: "complaint", 2: "question"}}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 QUERY_PROMPT = "Instruct: Find what answers the question\nQuery: "
 
 
 def save(folder: Path, class_name: str, **config: object) -> Path:
-    """Saves a model with random weights to `folder`. Returns the folder."""
-    torch.manual_seed(0)
-    model = getattr(transformers, class_name)(transformers.BertConfig(**SIZES, **config))
-    model.save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        if (default_model_folder() / name).is_file():
-            shutil.copy(default_model_folder() / name, folder / name)
-    return folder
+    return save_random_model(folder, class_name, default_model_folder(), **config)
 
 
 def write_modules(target: Path, *modules: tuple[str, dict[str, object] | None]) -> None:

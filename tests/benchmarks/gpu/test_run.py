@@ -72,18 +72,10 @@ def test_phases_with_engines_run_on_a_cpu(phase: str, num_rows: int, tmp_path: P
             assert max(row[stage] for row in stages) > 0, stage
 
 
-def test_phase_without_time_does_not_start() -> None:
-    assert run_phase(["ceilings"], 0.0) == {"seconds": 0.0, "error": "there was no time left", "rows": []}
-
-
-@pytest.mark.parametrize(
-    ("code", "seconds", "error"),
-    [("time.sleep(600)", 5.0, "ended after 5 s, its limit"), ("raise RuntimeError('lost')", 60.0, "lost")],
-)
-def test_failing_phase_keeps_its_rows(code: str, seconds: float, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = f'import time; print(\'{{"name": "first"}}\', flush=True); {code}'
+def test_failing_phase_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "print('{\"name\": \"first\"}'); raise RuntimeError('the device is lost')"
     start = partial(subprocess.Popen, [sys.executable, "-c", code])
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(**options))
-    found = run_phase(["ceilings"], seconds)
+    found = run_phase(["ceilings"], 60.0)
     assert found["rows"] == [{"name": "first"}]
-    assert error in found["error"]
+    assert "the device is lost" in found["error"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peers.agreement import least_cosine
-from peers.catalogue import BFLOAT16, FLOAT32, PEERS, Setting
+from peers.catalogue import PEERS, Setting
 from peers.comparison import add_shares
 from peers.environments import Environment
 from peers.trial import Trial, best_of
@@ -23,18 +23,6 @@ def test_every_package_of_a_peer_is_pinned(name: str, tmp_path: Path) -> None:
         environment = Environment(peer.environment, tmp_path)
         assert environment.version(peer.package)
         assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in environment.pins())
-
-
-@pytest.mark.parametrize(
-    ("peer", "best", "further"),
-    [
-        ("infinity", Setting(BFLOAT16, 2, "torch"), [Setting(FLOAT32, 2, "ONNX Runtime")]),
-        ("vllm", Setting(BFLOAT16, 1, "as it comes"), [Setting(BFLOAT16, 1, "Intel OpenMP")]),
-        ("openvino", Setting(BFLOAT16, 1, "one stream"), []),
-    ],
-)
-def test_further_settings_vary_the_best_one(peer: str, best: Setting, further: list[Setting]) -> None:
-    assert PEERS[peer].further_settings(best) == further
 
 
 def trial(threads: int, reason: str = "", **rates: float) -> Trial:

@@ -52,11 +52,6 @@ def http_side(tmp_path: Path, free_port: int) -> Iterator[HttpSide]:
     side.stop()
 
 
-def worker(tmp_path: Path, **options: object) -> WorkerSide:
-    defaults = {"backend": "SentenceTransformers", "model": str(embedded_model()), "dtype": "float32", "threads": 1}
-    return WorkerSide("worker", Path(sys.executable), defaults | options, tmp_path / "log")
-
-
 def check(result: Round, texts_per_call: int) -> None:
     assert result.num_texts == texts_per_call * len(result.latencies_s) > 0
     assert result.seconds >= 0.2
@@ -72,22 +67,10 @@ def test_http_side_embeds_and_runs_loads(http_side: HttpSide) -> None:
         http_side.run(LOADS["query"], [["fail"]], 0.2)
 
 
-def test_failed_start_shows_the_output(tmp_path: Path, free_port: int) -> None:
-    command = f"{sys.executable} -c 'raise SystemExit(\"no such model\")'"
-    server = HttpSide(Server("tiny", command, f"http://127.0.0.1:{free_port}", tmp_path / "log"))
-    library = worker(tmp_path, backend="NoSuchLibrary")
-    for side, output in (
-        (server, r"(?s)ended with 1.*no such model"),
-        (library, r"(?s)the worker ended.*NoSuchLibrary"),
-    ):
-        with pytest.raises(SideError, match=output):
-            side.start()
-        side.stop()
-
-
 @pytest.mark.slow
 def test_worker_runs_a_library(tmp_path: Path) -> None:
-    side = worker(tmp_path)
+    options = {"backend": "SentenceTransformers", "model": str(embedded_model()), "dtype": "float32", "threads": 1}
+    side = WorkerSide("worker", Path(sys.executable), options, tmp_path / "log")
     try:
         side.start()
         assert side.ready_s > 0
@@ -104,23 +87,12 @@ def test_worker_runs_a_library(tmp_path: Path) -> None:
 
 
 class RecordedSide:
-    """Records its runs. Optionally fails in one run."""
-
-    def __init__(self, name: str, runs: list[tuple[str, float, str]], fails_in_run: int = -1) -> None:
-        self.name = name
-        self.is_stopped = False
-        self._runs = runs
-        self._runs_left = fails_in_run
+    def __init__(self, name: str, runs: list[tuple[str, float, str]]) -> None:
+        self.name, self._runs = name, runs
 
     def run(self, load: Load, requests: list[list[str]], seconds: float) -> Round:
         self._runs.append((self.name, seconds, requests[0][0]))
-        self._runs_left -= 1
-        if self._runs_left == 0:
-            raise SideError("it ended")
         return Round(100, seconds, [0.01])
-
-    def stop(self) -> None:
-        self.is_stopped = True
 
 
 def test_sides_run_in_turn_with_the_same_texts() -> None:
@@ -131,14 +103,3 @@ def test_sides_run_in_turn_with_the_same_texts() -> None:
     assert len({text for _, _, text in runs[:3]}) == len({text for _, _, text in runs[3:]}) == 1
     assert runs[0][2] != runs[3][2]
     assert {name: len(own) for name, own in found.items()} == {"a": 2, "b": 2, "c": 2}
-
-
-def test_failing_side_is_stopped_and_the_others_continue() -> None:
-    runs: list[tuple[str, float, str]] = []
-    sides = {name: RecordedSide(name, runs, fails_in_run=2 if name == "b" else -1) for name in "abc"}
-    failing, failures = sides["b"], []
-    found = run_rounds(sides, LOADS["query"], Plan(3, 4.0, 0.0), lambda *failure: failures.append(failure))
-    assert failures == [("b", "query, round 2: it ended")]
-    assert failing.is_stopped
-    assert list(sides) == list(found) == ["a", "c"]
-    assert [name for name, _, _ in runs] == list("abcabcac")

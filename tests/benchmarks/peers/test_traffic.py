@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from peers.model import Model, embedded_model
-from peers.traffic import concurrency_loads, corpus_loads, describe, length_loads
+from peers.traffic import corpus_loads, describe
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,3 @@ def test_corpus_texts_have_real_lengths_up_to_the_limit(data: Path, model: Model
     assert set(model.num_tokens(texts_of(loads["sharegpt"]))) == {3, 40, 256}
     assert set(texts_of(loads["scifact"])) == {"A title. Its text.", ("long " * 254).strip()}
     assert describe(loads["scifact"]) == "SciFact's abstracts, 4 to 254 words, 32 a request, 4 at once"
-
-
-def test_sweeps_vary_one_value(model: Model) -> None:
-    assert [load.concurrency for load in concurrency_loads().values()] == [1, 2, 4, 8, 16, 32, 64]
-    lengths = length_loads().values()
-    assert [load.min_words for load in lengths] == [load.max_words for load in lengths] == [8, 16, 32, 64, 128, 200]
-    assert max(model.num_tokens(texts_of(length_loads()["200"]))) <= model.max_tokens
