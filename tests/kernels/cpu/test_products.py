@@ -140,5 +140,8 @@ def test_invalid_argument_is_named(widest: Machine) -> None:
         widest.product(packed, np.ones((2, 5), np.float32))
     with pytest.raises(ValueError, match="add must be contiguous"):
         widest.product(packed, np.ones((2, 4), np.float32), np.ones((2, 4), np.float32))
-    with Machine(1, isa="plain") as plain, pytest.raises(CpuKernelError, match="plain does not support products in INT8"):
+    with (
+        Machine(1, isa="plain") as plain,
+        pytest.raises(CpuKernelError, match="plain does not support products in INT8"),
+    ):
         plain.pack(np.ones((4, 4), np.float32), None, Format.INT8)
