@@ -12,6 +12,22 @@ from measure import alternate, load_cases, parse_arguments, report, require_gree
 
 from penstock.kernels.attention import attention
 
+QUERY = (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20)
+MIXED = tuple(range(8, 200, 6))
+LONG = (200, 212, 230, 236, 244, 250, 262, 280)
+CASES: tuple[tuple[str, tuple[int, ...], int], ...] = (
+    ("query", QUERY, 32),
+    ("one_query", (12,), 32),
+    ("mixed", MIXED, 32),
+    ("long", LONG, 32),
+    ("equal_250", (250,) * 32, 32),
+    ("base_query", QUERY, 64),
+    ("base_mixed", MIXED, 64),
+    ("base_long", LONG, 64),
+    ("base_512", (512,) * 4, 64),
+)
+"""Names, lengths of sequences, and sizes of heads."""
+
 
 def main() -> None:
     """Measures full attention as an encoder layer calls it: q, k and v are chunks of one product."""
@@ -20,7 +36,7 @@ def main() -> None:
     cases = load_cases()
     rows = []
     with torch.inference_mode():
-        for case in cases.ATTENTION_BENCH_CASES:
+        for case in (cases.AttentionCase(name, lengths, head_size=size) for name, lengths, size in CASES):
             for dtype in args.dtype:
                 inputs = cases.make_attention_inputs(case, getattr(torch, dtype), args.device)
                 run = partial(

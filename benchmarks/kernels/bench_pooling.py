@@ -1,4 +1,4 @@
-"""Times kernels/pooling: the chosen backend beside the reference, on the cases of the tests. Best microseconds.
+"""Times kernels/pooling: the chosen backend beside the reference, with the inputs of the tests. Best microseconds.
 
 .venv/bin/python benchmarks/kernels/bench_pooling.py --output benchmarks/results/pooling-cpu.json
 """
@@ -12,6 +12,16 @@ from measure import alternate, load_cases, parse_arguments, report, require_gree
 
 from penstock.kernels.pooling import pool
 
+QUERY = (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20)
+CASES = (
+    ("query", QUERY, 384),
+    ("mixed", tuple(range(8, 200, 6)), 384),
+    ("long", (200, 212, 230, 236, 244, 250, 262, 280), 384),
+    ("short_512", (8,) * 512, 384),
+    ("one_8192", (8192,), 1024),
+)
+"""Names, lengths of sequences, and widths."""
+
 
 def main() -> None:
     """Measures mean, max and cls pooling with normalisation, in every dtype asked for."""
@@ -19,7 +29,7 @@ def main() -> None:
     require_green_tests("test_pooling.py")
     cases = load_cases()
     rows = []
-    for case in cases.POOLING_BENCH_CASES:
+    for case in (cases.PoolingCase(*sizes) for sizes in CASES):
         for dtype in args.dtype:
             inputs = cases.make_pooling_inputs(case, getattr(torch, dtype), args.device)
             for kind in ("mean", "max", "cls"):

@@ -19,6 +19,14 @@ from penstock.kernels.causal_conv1d import causal_conv1d
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
+# The tokens of sequences; the sizes are those of mamba-130m and mamba2-130m.
+SEQ_LENS: dict[str, tuple[int, ...]] = {
+    "one_2048": (2048,),
+    "equal_64": (64,) * 32,
+    "mixed": tuple(range(8, 200, 6)),
+    "query": (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20),
+}
+
 
 def main() -> None:
     """Measures whole sequences without states, as a model without a cache runs them, in microseconds per true token."""
@@ -27,7 +35,7 @@ def main() -> None:
     cases = load_cases()
     rows = []
     with torch.inference_mode():
-        for name, seq_lens in cases.SSM_BENCH_SEQ_LENS.items():
+        for name, seq_lens in SEQ_LENS.items():
             for dtype in args.dtype:
                 for operation, make in OPERATIONS.items():
                     candidates = make(cases, seq_lens, getattr(torch, dtype), args.device)

@@ -1,4 +1,4 @@
-"""Shapes and inputs that the kernel tests and benchmarks/kernels share."""
+"""Shapes and inputs of kernel tests. Benchmarks use the inputs too."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,15 +29,6 @@ POOLING_CASES = (
     PoolingCase("thousand", (1000,), 384),
     PoolingCase("one_long_many_short", (1000, *([3] * 200)), 384),
     PoolingCase("all_empty", (0, 0), 60, is_quick=True),
-)
-
-# For benchmarks only.
-POOLING_BENCH_CASES = (
-    PoolingCase("query", (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20), 384),
-    PoolingCase("mixed", tuple(range(8, 200, 6)), 384),
-    PoolingCase("long", (200, 212, 230, 236, 244, 250, 262, 280), 384),
-    PoolingCase("short_512", (8,) * 512, 384),
-    PoolingCase("one_8192", (8192,), 1024),
 )
 
 
@@ -94,18 +85,6 @@ ATTENTION_CASES = (
     AttentionCase("grouped_heads", (2, 40, 41, 90), 6, 2, 16),
     AttentionCase("one_head_for_all", (33, 7), 8, 1, 64),
     AttentionCase("long", (300, 515), 2, 2, 64),
-)
-
-ATTENTION_BENCH_CASES = (
-    AttentionCase("query", (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20)),
-    AttentionCase("one_query", (12,)),
-    AttentionCase("mixed", tuple(range(8, 200, 6))),
-    AttentionCase("long", (200, 212, 230, 236, 244, 250, 262, 280)),
-    AttentionCase("equal_250", (250,) * 32),
-    AttentionCase("base_query", (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20), head_size=64),
-    AttentionCase("base_mixed", tuple(range(8, 200, 6)), head_size=64),
-    AttentionCase("base_long", (200, 212, 230, 236, 244, 250, 262, 280), head_size=64),
-    AttentionCase("base_512", (512,) * 4, head_size=64),
 )
 
 
@@ -212,14 +191,6 @@ SSD_CASES = (
     SsdCase("many_short", (3, 9, 17, 16, 1, 30) * 5, 2, 8, 1, 16),
     SsdCase("all_empty", (0, 0), 2, 4, 1, 8, is_quick=True),
 )
-
-# For benchmarks only: the sizes of mamba-130m and mamba2-130m.
-SSM_BENCH_SEQ_LENS = {
-    "one_2048": (2048,),
-    "equal_64": (64,) * 32,
-    "mixed": tuple(range(8, 200, 6)),
-    "query": (8, 9, 10, 11, 11, 12, 12, 13, 13, 14, 15, 16, 17, 18, 19, 20),
-}
 
 
 @dataclass(frozen=True)
@@ -385,12 +356,6 @@ def make_paged_inputs(
         seq_lens,
         context_lens,
     )
-
-
-PAGED_BENCH_CASES = (
-    AttentionCase("8k", (8192,), 8, 2, 64),
-    AttentionCase("32k", (32768,), 8, 2, 64),
-)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
 from penstock.engine.executors.cpu.heads import DENSE_ACTIVATIONS
 from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.protocol.config import EngineConfig, PoolerConfig
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import Activation, DenseSpec, ModelInfo, ModelKind, TokenizerSpec
+from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -126,19 +126,6 @@ def test_every_family_and_task_equals_torch(family, config, head, machine, save_
     assert not runners.arrays.take_times()
 
 
-@pytest.mark.parametrize("pooling_type", [t for t in PoolingType if not t.is_token_level])
-def test_pooling_type_with_dimensions_equals_torch(pooling_type, machine, save_model, resolve, inputs):
-    folder, _ = save_model("BertModel", **SIZES)
-    info = resolve(folder, pooler_config=PoolerConfig(seq_pooling_type=pooling_type))
-    info = replace(info, is_matryoshka=True)
-    params = [
-        PoolingParams(dimensions=dimensions, normalize=normalize).resolved(task, info)
-        for dimensions, normalize in ((None, None), (7, True), (16, False), (48, None), (1, True))
-        for task in (EMBED, TOKEN_EMBED)
-    ]
-    Runners(info, machine, inputs * 2).compare(*params)
-
-
 @pytest.mark.parametrize("attention_head", [None, 2])
 @pytest.mark.parametrize("names", ["ATTENTION", "CLS MEAN ATTENTION"])
 def test_concatenated_pooling_types_equal_torch(names, attention_head, machine, save_model, resolve, inputs):
@@ -214,28 +201,6 @@ def test_weights_in_pickle_files_equal_torch(dtype, machine, save_model, resolve
     (folder / "model.safetensors").unlink()
     torch.save(reference.to(dtype).state_dict(), folder / "pytorch_model.bin")
     Runners(info, machine, inputs).compare(PoolingParams().resolved(info.tasks[0], info))
-
-
-@pytest.mark.parametrize("num_labels", [1, 3])
-@pytest.mark.parametrize("activation", list(Activation))
-@pytest.mark.parametrize("head", HEADS[1:])
-def test_scores_equal_torch(head, activation, num_labels, machine, save_model, resolve, inputs):
-    folder, _ = save_model(f"Bert{head}", **{**SIZES, "num_labels": num_labels})
-    info = replace(resolve(folder), activation=activation, logit_mean=0.3, logit_sigma=1.7)
-    params = [PoolingParams(use_activation=uses).resolved(info.tasks[0], info) for uses in (None, True, False)]
-    Runners(info, machine, inputs).compare(*params)
-
-
-def test_steps_and_columns_equal_torch(machine, save_model, resolve, sequences):
-    folder, _ = save_model("BertForTokenClassification", **SIZES)
-    info = resolve(folder, pooler_config=PoolerConfig(tok_pooling_type=PoolingType.STEP))
-    texts = [[17, *sequence, 17, 17][: 17 + len(sequence)] for sequence in sequences]
-    inputs = [TokenizedInput(np.array(text, np.int32)) for text in [*texts, [5, 6]]]
-    params = [
-        PoolingParams(step_tag_id=tag, returned_token_ids=columns).resolved(PoolingTask.TOKEN_CLASSIFY, info)
-        for tag, columns in ((None, None), (17, None), (17, (2, 0)), (None, (1,)), (199, None))
-    ]
-    Runners(info, machine, inputs).compare(*params)
 
 
 def test_next_batch_does_not_overwrite_results(machine, save_model, resolve, inputs):
