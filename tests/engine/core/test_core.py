@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.engine.core.core import EngineCore, RequestBuilder, not_finite, results_of
+from penstock.engine.core.core import EngineCore, RequestBuilder
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
-from penstock.engine.protocol.batch_outputs import ArrayBlock, BatchOutputs
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import (
     ClientMessageBuilder,
@@ -29,7 +28,7 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import InputSequence, PrefillChunk, Request, Status, block_keys
+from penstock.engine.scheduling import InputSequence, PrefillChunk, Request, block_keys
 
 from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, fail_above, fail_on, id_of, model, pool
@@ -109,20 +108,6 @@ def test_stop_ends_the_loop_after_the_running_step() -> None:
 # Requests
 
 
-def test_message_becomes_a_request_with_sequences() -> None:
-    build = RequestBuilder(model(), None, "seed").build
-    request = build(SubmitRequest(7, PARAMS, INPUTS, -2, 1.5, "me"), 100.0)
-    assert (request.request_id, request.params, request.arrival_s) == (7, PARAMS, 100.0)
-    assert (request.priority, request.deadline_s, request.client) == (-2, 101.5, "me")
-    for index, (sequence, tokens) in enumerate(zip(request.sequences, INPUTS, strict=True)):
-        assert (sequence.sequence_id, sequence.index, sequence.num_tokens) == ((7, index), index, len(tokens))
-        assert sequence.prompt is tokens
-        assert sequence.request is request
-        assert sequence.status is Status.WAITING
-        assert sequence.block_keys == ()
-    assert build(SubmitRequest(7, PARAMS, INPUTS), 100.0).deadline_s is None
-
-
 def test_block_keys_depend_on_model_and_namespace() -> None:
     def keys(seed: str, namespace: str = "") -> list[Sequence[bytes]]:
         submit = SubmitRequest(7, PARAMS, INPUTS, namespace=namespace)
@@ -190,57 +175,6 @@ def test_requests_of_a_disconnected_client_are_cancelled() -> None:
 
 
 # Results
-
-
-def chunk_of(request: Request, index: int = 0, *, num_tokens: int = 3) -> PrefillChunk:
-    """A chunk of the first three tokens, which runs."""
-    sequence = InputSequence(
-        sequence_id=(request.request_id, index),
-        prompt=range(num_tokens),
-        num_tokens=num_tokens,
-        request=request,
-        index=index,
-    )
-    sequence.chunk = PrefillChunk(sequence, 0, 3)
-    return sequence.chunk
-
-
-def rows(num_rows: int, *, indices: list[int] | None = None) -> ArrayBlock:
-    values = np.arange(2 * num_rows, dtype=np.float32).reshape(num_rows, 2)
-    return ArrayBlock(name="embedding", values=values, indices=indices)
-
-
-def test_outputs_are_mapped_to_requests() -> None:
-    first, second = Request(7, PoolingParams()), Request(9, PoolingParams(), started_s=0.5)
-    chunks = [chunk_of(first, 0), chunk_of(second), chunk_of(first, 1, num_tokens=5)]
-    outputs = BatchOutputs.of(3, [rows(3), rows(2, indices=[2, 1])])
-    whole, part = results_of(chunks, outputs, 1.5)
-    assert (whole.request_ids, whole.indices, whole.is_last) == ([7, 9, 7], [0, 0, 1], [True, True, False])
-    assert (part.request_ids, part.indices, part.is_last) == ([7, 9], [1, 0], [False, True])
-    assert (first.started_s, second.started_s) == (1.5, 0.5)
-
-
-def test_outputs_of_cancelled_requests_are_dropped() -> None:
-    live, cancelled = Request(1, PoolingParams()), Request(2, PoolingParams())
-    chunks = [chunk_of(cancelled), chunk_of(live)]
-    chunks[0].sequence.chunk = None
-    (results,) = results_of(chunks, BatchOutputs.of(2, [rows(2), rows(1, indices=[0])]), 1.0)
-    assert results.request_ids == [1]
-    assert results.block.values.tolist() == [[2.0, 3.0]]
-    assert cancelled.started_s is None
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_not_finite_outputs_are_found(value: float) -> None:
-    block = rows(3)
-    block.values[1:, 0] = value
-    chunks = [chunk_of(Request(i, PoolingParams())) for i in range(3)]
-    outputs = BatchOutputs.of(3, [block])
-    assert [s.request.request_id for s in not_finite(chunks, outputs)] == [1, 2]
-    found = not_finite(chunks, outputs)
-    assert next(found) is chunks[1].sequence
-    chunks[2].sequence.chunk = None  # cancelled together with the first one
-    assert list(found) == []
 
 
 def test_token_rows_arrive_in_parts() -> None:
@@ -427,11 +361,12 @@ def test_request_cancelled_while_it_runs_gets_no_result() -> None:
 def test_not_finite_result_fails_its_request_alone() -> None:
     runner = FakeRunner(pool(prefixes=True))
     driver = CoreDriver(runner)
-    runner.result = lambda sequence, total: np.nan if id_of(sequence) == (1, 1) else total
+    values = {(1, 1): np.nan, (1, 2): np.inf}
+    runner.result = lambda sequence, total: values.get(id_of(sequence), total)
     driver.submit(1, 5, 48, 7, token=2)
     driver.submit(2, 6)
     driver.run_all()
-    assert driver.failures == {1: ("ModelExecutionError", "The model returned NaN or infinite values for input 1.")}
+    assert driver.failures == {1: ("ModelExecutionError", "The model returned NaN or infinite values for input 2.")}
     assert driver.results[2] == {0: [6.0]}
     assert set(driver.finished) == {2}
     runner.batches.clear()

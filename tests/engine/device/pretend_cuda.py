@@ -1,18 +1,8 @@
-"""A pretended CUDA device: its tensors lie in host memory, and operations raise where CUDA would wait.
+"""A pretended CUDA device: its tensors are in host memory, and operations raise where CUDA would wait.
 
-Code takes its CUDA paths under it, with triton's kernels if the interpreter is on. Its results must equal those of a
-CPU. These operations raise HiddenSyncError:
-
-- reading values on the host: item, bool, tolist, cpu, numpy;
-- shapes that depend on values: nonzero, masks as indices, unique, masked_select, bincount, repeat_interleave without
-  output_size;
-- copies to the device that wait: of lists and numbers, `to` without non_blocking, indices in host memory, and copies
-  from memory that is not pinned.
-
-An operation on tensors of host and device raises RuntimeError, as on CUDA, except for a host tensor without dimensions.
-
-Waits inside libraries and allocators, and calls through ctypes, are not detected. Tests marked `gpu` repeat the checks
-on a real device with torch.cuda.set_sync_debug_mode, which ignores copies from pageable memory.
+HiddenSyncError is raised for a value that is read on the host, a shape that depends on values, and a copy that waits.
+An operation on tensors of host and device raises RuntimeError. Waits inside of libraries are not detected; tests marked
+`gpu` repeat the checks with torch.cuda.set_sync_debug_mode, which ignores copies from pageable memory.
 """
 
 from __future__ import annotations
@@ -100,21 +90,16 @@ class PretendCuda(TorchFunctionMode):
         self._is_watched = False
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        self._is_watched, before = True, self._is_watched
+    def watched(self, is_watched: bool = True) -> Iterator[None]:
+        before, self._is_watched = self._is_watched, is_watched
         try:
             yield
         finally:
             self._is_watched = before
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Allows necessary waits inside `watched()`, such as for the results."""
-        self._is_watched, before = False, self._is_watched
-        try:
-            yield
-        finally:
-            self._is_watched = before
+        return self.watched(False)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,18 +152,13 @@ class PretendCuda(TorchFunctionMode):
             result: Tensor = func(*args, **kwargs)
         return result
 
-    def _attribute(self, func: Callable[..., Any], tensor: Tensor) -> Any:
+    @staticmethod
+    def _attribute(func: Callable[..., Any], tensor: Tensor) -> Any:
+        if not isinstance(tensor, OnCuda):
+            return func(tensor)
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if isinstance(tensor, OnCuda):
-            if owner == "device":
-                return DEVICE
-            if owner == "is_cuda":
-                return True
-            if owner == "is_cpu":
-                return False
-            result = func(tensor)
-            return tree_map_only(Tensor, _on, result)
-        return func(tensor)
+        attributes = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
+        return attributes[owner] if owner in attributes else tree_map_only(Tensor, _on, func(tensor))
 
     @staticmethod
     def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
