@@ -136,7 +136,8 @@ class FakeEngine:
         params.verify(PoolingTask.SCORE, self.info)
         await self._enter("score", left, right, params, options)
         counts = self._counts(right, params)
-        overlap = [len({*a.split()} & {*b.split()}) / 10 for a, b in zip(_repeated(left, right), right, strict=True)]
+        lefts = list(left) * (len(right) // len(left))
+        overlap = [len({*a.split()} & {*b.split()}) / 10 for a, b in zip(lefts, right, strict=True)]
         return ScoreResult(np.array(overlap, np.float32), counts)
 
     async def classify(self, inputs, params, options=DEFAULTS):
@@ -171,8 +172,7 @@ class FakeEngine:
         counts = self._counts(inputs, params)
         options.tell_rows(sum(counts), WIDTH)
         await self._enter("token_embed", inputs, params, options)
-        rows = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
-        return TokenResult([row.astype(np.float32) for row in rows], [[1] * n for n in counts], counts)
+        return TokenResult(self._token_rows(inputs, counts), [[1] * n for n in counts], counts)
 
     async def sparse_embed(self, inputs, params, options=DEFAULTS):
         params = params.resolved(PoolingTask.SPARSE_EMBED, self.info)
@@ -186,14 +186,18 @@ class FakeEngine:
         if PoolingTask.TOKEN_EMBED in tasks:
             options.tell_rows(sum(counts), WIDTH)
         await self._enter("embed_combined", inputs, tuple(tasks), params, options)
-        vectors = [np.resize(self._vector(item), (n, WIDTH)) for item, n in zip(inputs, counts, strict=True)]
-        return CombinedResult(
-            counts,
-            np.stack([self._vector(i) for i in inputs]).astype(np.float32) if PoolingTask.EMBED in tasks else None,
-            self._sparse(inputs) if PoolingTask.SPARSE_EMBED in tasks else None,
-            [rows.astype(np.float32) for rows in vectors] if PoolingTask.TOKEN_EMBED in tasks else None,
-            [list(range(n)) for n in counts] if PoolingTask.TOKEN_EMBED in tasks else None,
-        )
+        fields = {}
+        if PoolingTask.EMBED in tasks:
+            fields["embeddings"] = np.stack([self._vector(item) for item in inputs]).astype(np.float32)
+        if PoolingTask.SPARSE_EMBED in tasks:
+            fields["sparse"] = self._sparse(inputs)
+        if PoolingTask.TOKEN_EMBED in tasks:
+            fields |= {"vectors": self._token_rows(inputs, counts), "token_ids": [list(range(n)) for n in counts]}
+        return CombinedResult(counts, **fields)
+
+    def _token_rows(self, inputs, counts):
+        pairs = zip(inputs, counts, strict=True)
+        return [np.resize(self._vector(item), (n, WIDTH)).astype(np.float32) for item, n in pairs]
 
     def _sparse(self, inputs):
         words = [len(set(item.split())) if isinstance(item, str) else len(set(item)) for item in inputs]
@@ -273,10 +277,6 @@ class FakeEngine:
         logits = np.stack([np.resize(self._vector(item), len(labels)) for item in inputs])
         scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         return ClassResult(scores.astype(np.float32), tuple(labels), self._counts(inputs, params))
-
-
-def _repeated(left: Sequence[str], right: Sequence[str]) -> Sequence[str]:
-    return left if len(left) == len(right) else [left[0]] * len(right)
 
 
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]

@@ -42,13 +42,6 @@ async def test_engine_is_closed_at_shutdown(serving, engine) -> None:
     assert engine.is_closed
 
 
-async def test_resolved_table_is_logged_once(serving, engine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "penstock.server")
-    async with serving(engine):
-        pass
-    assert caplog.text.count("max_model_len") == 1
-
-
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
     with pytest.raises(ModelLoadError, match=r"--default-prompt-name.*'passage'"):
         async with serving(engine, default_prompt_name="passage"):

@@ -44,12 +44,6 @@ def test_replicas_are_announced_with_their_devices(info: ModelInfo) -> None:
     assert announced(info, places=["cores 0-3"])[3] == "    1 replica: cores 0-3"
 
 
-def test_lanes_are_announced(make_engine, tmp_path: Path) -> None:
-    for num_lanes, lanes in ((1, "1 lane"), (2, "2 lanes")):
-        info = make_engine(path=str(tmp_path), kernels="native, avx512", num_lanes=num_lanes).info
-        assert f") by native, avx512, {lanes}, in float32 (" in announced(info)[2]
-
-
 @pytest.mark.parametrize(
     ("dtype", "arithmetic", "flag", "expected"),
     [

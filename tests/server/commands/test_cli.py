@@ -91,18 +91,6 @@ def test_help_imports_no_heavy_package(command: str) -> None:
     assert done.stdout.splitlines()[-1].strip() == "heavy:"
 
 
-@pytest.mark.parametrize(
-    ("command", "titles"),
-    [
-        ("serve", ["Model", "Limits", "HTTP", "Several models", "Batches", "Memory", "Logging"]),
-        ("embed", ["Input and output", "Model", "Limits", "Memory", "Logging"]),
-        ("info", ["Model", "Limits", "Memory", "Logging"]),
-    ],
-)
-def test_help_is_in_groups(command: str, titles: list[str], monkeypatch, capsys) -> None:
-    assert re.findall(r"^([A-Z][\w ]+):$", help_of(command, monkeypatch, capsys), re.MULTILINE) == titles
-
-
 def test_help_shows_variables_choices_units_and_defaults(monkeypatch, capsys) -> None:
     text = help_of("serve", monkeypatch, capsys)
     for name in declared_settings(ServerSettings):

@@ -182,26 +182,6 @@ async def test_refused_expect_100_closes_the_connection(engine: FakeEngine) -> N
     assert not engine.calls
 
 
-@pytest.mark.parametrize("how", ["HTTP/1.0\r\n", "HTTP/1.1\r\nConnection: close\r\n"])
-async def test_body_in_transit_does_not_reset_the_refusal(engine: FakeEngine, how: str) -> None:
-    num_bytes = 3_000_000
-    async with served(engine) as (server, port):
-        engine.failure = FULL
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"POST /v1/embeddings {how}Host: x\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
-        await asyncio.sleep(0.1)
-        for _ in range(30):
-            writer.write(b"z" * (num_bytes // 30))
-            await writer.drain()
-        writer.write(EMBED)  # ignored
-        status, headers, _ = await read_answer(reader)
-        assert (status, headers["connection"]) == (429, "close")
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
-        await until(lambda: not server.server_state.connections)
-
-
 async def test_of_several_models_only_the_full_one_refuses(engine: FakeEngine) -> None:
     other = FakeEngine()
     async with served(engine, other) as (_, port):
@@ -417,21 +397,15 @@ async def test_keep_alive_timer_stops_during_a_request(engine: FakeEngine, monke
         writer.close()
 
 
-async def test_half_closed_client_gets_its_refusal(engine: FakeEngine) -> None:
+@pytest.mark.parametrize(("later", "statuses"), [(b"", [429]), (b"?\r\n\r\n", [429, 400])])
+async def test_refusal_is_sent_before_half_close_or_invalid_http(engine: FakeEngine, later: bytes, statuses) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(EMBED)
+        writer.write(EMBED + later)
         writer.write_eof()
-        assert (await read_answer(reader)).status == 429
+        assert [(await read_answer(reader)).status for _ in statuses] == statuses
         writer.close()
-
-
-async def test_invalid_http_after_a_refusal_gets_400(engine: FakeEngine) -> None:
-    async with served(engine) as (_, port):
-        engine.failure = FULL
-        statuses = [answer.status for answer in await ask(port, EMBED, b"?\r\n\r\n")]
-    assert statuses == [429, 400]
 
 
 async def test_too_large_body_gets_413_from_a_full_server(engine: FakeEngine) -> None:

@@ -94,13 +94,6 @@ async def test_request_that_waits_for_its_model_has_a_deadline(make_engine) -> N
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
 
 
-async def test_default_prompt_belongs_to_one_model(make_engine) -> None:
-    models = [served(make_engine(name="one"), default_prompt_name="query"), served(make_engine(name="two"))]
-    async with serving(*models) as (client, _):
-        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
-    assert [cards[name]["facts"]["default_prompt_name"] for name in ("one", "two")] == ["query", None]
-
-
 async def test_request_without_a_name_goes_to_a_suitable_model(make_engine) -> None:
     kinds = {"e": "embedding", "c": "sequence_classifier", "f": "embedding", "r": "cross_encoder"}
     engines = {name: make_engine(kind, ("x", "y"), name=name) for name, kind in kinds.items()}
@@ -123,15 +116,6 @@ async def test_request_without_a_name_goes_to_a_suitable_model(make_engine) -> N
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
             assert [name for name, engine in engines.items() if engine.calls] == [expected], path
-
-
-async def test_path_with_a_line_end_is_not_found(make_engine) -> None:
-    async with serving(served(make_engine(), "one"), admin_key=("admin",)) as (client, app):
-        for path, body in (("/models/unload", {"model": "one"}), ("/v1/embeddings", {"input": "a"})):
-            response = await client.post(f"{path}%0A", json=body)
-            assert response.status_code in (404, 405), path
-        entry = app.state.context.models.entry(None)
-        assert (entry.state, entry.num_in_use) == ("ready", 0)
 
 
 async def test_keep_alive_applies_to_the_model_that_answers(make_engine) -> None:

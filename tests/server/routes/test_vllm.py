@@ -76,27 +76,21 @@ def test_step_fields_reach_the_pooling_params() -> None:
     assert (params.step_tag_id, params.returned_token_ids) == (3, (1, 2))
 
 
-async def test_bytes_of_many_inputs_are_refused(client: httpx.AsyncClient, engine) -> None:
-    response = await client.post("/pooling", json={"input": ["a"] * 513, "encoding_format": "bytes"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
-    assert not engine.calls
-
-
-async def test_class_scores_are_not_quantized(serving, make_engine) -> None:
-    async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
-        response = await client.post("/pooling", json={"input": "a", "encoding_format": "int8"})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
-        assert "class scores are floats" in response.json()["message"]
-        assert (await client.post("/pooling", json={"input": "a", "encoding_format": "base64"})).status_code == 200
-
-
-async def test_pooled_vectors_of_6_numbers_cannot_be_bits(serving, make_engine) -> None:
-    engine = make_engine(is_matryoshka=True)
+@pytest.mark.parametrize(
+    ("kind", "body", "accepted"),
+    [
+        ("embedding", {"input": ["a"] * 513, "encoding_format": "bytes"}, {"encoding_format": "bytes_only"}),
+        ("embedding", {"input": "a", "encoding_format": "binary", "dimensions": 6}, {"dimensions": 8}),
+        ("sequence_classifier", {"input": "a", "encoding_format": "int8"}, {"encoding_format": "base64"}),
+    ],
+)
+async def test_unsuitable_encoding_is_refused_before_the_engine(serving, make_engine, kind, body, accepted) -> None:
+    engine = make_engine(kind, ("a", "b"), is_matryoshka=True)
     async with serving(engine) as client:
-        body = {"input": "a", "dimensions": 6, "encoding_format": "binary"}
-        assert (await client.post("/pooling", json=body)).status_code == 400
+        response = await client.post("/pooling", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
         assert not engine.calls
-        assert (await client.post("/pooling", json={**body, "dimensions": 8})).status_code == 200
+        assert (await client.post("/pooling", json={**body, **accepted})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -332,11 +326,3 @@ async def test_invocations_calls_the_route_of_its_body(serving, make_engine, kin
     assert [name for name, _ in engine.calls if name != "render_chats"] == [call]
     rows = answer if isinstance(answer, list) else answer.get("results") or answer["data"]
     assert len(rows[0]) == 8 if key == 7 else key in rows[0]
-
-
-async def test_invocations_refuses_a_wrong_task_like_pooling(serving, make_engine) -> None:
-    body = {"input": ["a"], "task": "token_classify"}
-    async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
-        pooled, invoked = [await client.post(path, json=body) for path in ("/pooling", "/invocations")]
-    assert (pooled.status_code, pooled.json()["message"]) == (invoked.status_code, invoked.json()["message"])
-    assert pooled.status_code == 400
