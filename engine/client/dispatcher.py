@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -23,6 +23,9 @@ from .replica import Arrays, Finish, Replica, ReplicaRouter
 from .stats import DispatcherStats
 from .vector_cache.model_cache import ModelCache
 
+RunAdmitted = Callable[[Sequence[TokenizedInput], PoolingParams], Awaitable[list[Arrays]]]
+"""Runs admitted inputs and returns the outputs of each input by name."""
+
 
 class OpenRequest:
     """A request with one deadline and one or several runs; create it with `Dispatcher.open`."""
@@ -31,7 +34,6 @@ class OpenRequest:
         self._dispatcher = dispatcher
         self._options = options
         self._deadline = asyncio.timeout(options.timeout_s)
-        self._is_admitted = False
         self._is_lookup = looks_up and dispatcher.looks_while_full
         self._was_full = False
         self._num_lookup_tokens = 0
@@ -61,15 +63,16 @@ class OpenRequest:
                 self._dispatcher.admission.lookups.spend(self._num_lookup_tokens)
 
     @contextlib.contextmanager
-    def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[None]:
-        """Admits the inputs of several runs together, so that no run inside is refused; see Admission.enter."""
+    def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[RunAdmitted]:
+        """Admits the inputs of several runs together; see Admission.enter.
+
+        The context is a function that runs some of them. It never refuses them and does not use the cache.
+        """
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
-        self._is_admitted = True
         try:
-            yield
+            yield self._run_admitted
         finally:
-            self._is_admitted = False
             admission.leave(num_tokens, self._options.client)
 
     async def run(
@@ -77,8 +80,6 @@ class OpenRequest:
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         finish: Finish | None = None,
-        *,
-        uses_cache: bool = True,
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns the outputs of each input by name.
 
@@ -89,7 +90,6 @@ class OpenRequest:
             inputs: Tokenized inputs.
             params: Resolved parameters.
             finish: Function for the outputs of each input; None for no function.
-            uses_cache: Whether to look the inputs up in the cache, if there is one.
 
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
@@ -98,23 +98,26 @@ class OpenRequest:
         """
         if not inputs:
             return []
-        cache, options, target = self._dispatcher.cache, self._options, self._dispatcher.target
-        if self._is_admitted:
-            return await target.run(inputs, params, options, self._left_s())
-        num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
-        if cache is not None and uses_cache:
-            if self._is_lookup:
-                self._num_lookup_tokens += num_tokens
-            compute = partial(self.run, finish=finish, uses_cache=False)
-            return await cache.run(inputs, params, options.namespace, compute, "" if finish is None else finish.name)
-        admission.enter(num_tokens, options.client)
-        try:
-            outputs = await target.run(inputs, params, options, self._left_s())
-        finally:
-            admission.leave(num_tokens, options.client)
+        cache = self._dispatcher.cache
+        if cache is None:
+            return await self._admit_and_run(inputs, params, finish)
+        if self._is_lookup:
+            self._num_lookup_tokens += sum(map(len, inputs))
+        compute = partial(self._admit_and_run, finish=finish)
+        finish_name = "" if finish is None else finish.name
+        return await cache.run(inputs, params, self._options.namespace, compute, finish_name)
+
+    async def _admit_and_run(
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None
+    ) -> list[Arrays]:
+        with self.admitted(inputs) as run_admitted:
+            outputs = await run_admitted(inputs, params)
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
-    def _left_s(self) -> float | None:
+    async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
+        return await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
+
+    def _remaining_s(self) -> float | None:
         """Returns the seconds until the deadline."""
         ends_s = self._deadline.when()
         return None if ends_s is None else max(ends_s - asyncio.get_running_loop().time(), 0.0)
@@ -136,7 +139,7 @@ class Dispatcher:
         cache: The cache of vectors.
         replicas: The replicas with their requests.
         admission: The limits of all replicas together.
-        target: The only replica, or a router for several.
+        router: The only replica, or a ReplicaRouter.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Dispatcher:
         self.stats.replicas = [] if is_only else [replica.stats for replica in self.replicas]
         rates = [replica.rate for replica in self.replicas]
         self.admission = Admission(self.stats, max_queued_tokens, max_queue_s, rates, max_request_tokens)
-        self.target: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
+        self.router: Replica | ReplicaRouter = self.replicas[0] if is_only else ReplicaRouter(self.replicas)
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -213,4 +216,4 @@ class Dispatcher:
         Raises:
             EngineUnavailableError: No replica is running, or one ended.
         """
-        return await self.target.clear_prefixes()
+        return await self.router.clear_prefixes()

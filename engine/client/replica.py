@@ -63,7 +63,12 @@ class Finish:
 
 
 class Timing(NamedTuple):
-    """Seconds until the first forward of a run, and from there to the end of its last forward."""
+    """The times of a run.
+
+    Attributes:
+        queue_s: Seconds from its arrival in the engine to the start of its first forward.
+        inference_s: Seconds from the start of its first forward to the end of its last one.
+    """
 
     queue_s: float
     inference_s: float
@@ -168,10 +173,10 @@ class Replica:
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         options: RequestOptions,
-        left_s: float | None,
+        remaining_s: float | None,
     ) -> list[Arrays]:
-        """Runs admitted inputs as OpenRequest.run does; `left_s` is the seconds until the deadline, or None."""
-        run = self.begin(inputs, params, options, left_s)
+        """Runs admitted inputs as OpenRequest.run does; `remaining_s` is the seconds until the deadline, or None."""
+        run = self.begin(inputs, params, options, remaining_s)
         try:
             outputs = await run.answer
             if (times := STAGE_TIMES.get()) is not None:
@@ -186,7 +191,7 @@ class Replica:
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         options: RequestOptions,
-        left_s: float | None,
+        remaining_s: float | None,
     ) -> Run:
         """Sends inputs as `run` does; the caller must call `end` afterwards, also after an error."""
         self._check_live()
@@ -203,7 +208,7 @@ class Replica:
         self._runs[run.request_id] = run
         client = options.client, options.namespace
         self._next_message().requests.append(
-            SubmitRequest(run.request_id, params, inputs, options.priority, left_s, *client)
+            SubmitRequest(run.request_id, params, inputs, options.priority, remaining_s, *client)
         )
         return run
 
@@ -323,7 +328,7 @@ class ReplicaRouter:
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         options: RequestOptions,
-        left_s: float | None,
+        remaining_s: float | None,
     ) -> list[Arrays]:
         """Runs inputs as Replica.run does, in parts on several replicas; if one part fails, the others are cancelled.
 
@@ -333,7 +338,7 @@ class ReplicaRouter:
         runs: list[tuple[Replica, Run]] = []
         try:
             for replica, part in self._parts(inputs):
-                runs.append((replica, replica.begin(part, params, options, left_s)))
+                runs.append((replica, replica.begin(part, params, options, remaining_s)))
             answers = await asyncio.gather(*(run.answer for _, run in runs))
             if (times := STAGE_TIMES.get()) is not None:
                 max((run for _, run in runs), key=_seconds).time(times)

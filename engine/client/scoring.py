@@ -136,14 +136,14 @@ class PairScorer:
         texts = list(dict.fromkeys(left))
         queries = await self._encoder.encode(texts, of_query, self._query_options(options), param=None)
         documents = await self._encoder.encode(right, params, self._document_options(options), param=None)
-        with request.admitted([*queries, *documents]):
-            outputs = await request.run(queries, of_query)
+        with request.admitted([*queries, *documents]) as run_admitted:
+            outputs = await run_admitted(queries, of_query)
             rows: dict[str, NDArray[np.float32]] = {
                 text: output["token_embeddings"] for text, output in zip(texts, outputs, strict=True)
             }
             own = [rows[text] for text in (left if len(left) == len(right) else [left[0]] * len(right))]
             compared = [replace(document, query=query) for document, query in zip(documents, own, strict=True)]
-            outputs = await request.run(compared, params.clone(is_compared=True))
+            outputs = await run_admitted(compared, params.clone(is_compared=True))
         scores = [
             late_score(output["similarities"], len(query), averages=recipe.averages)
             for output, query in zip(outputs, own, strict=True)

@@ -137,11 +137,11 @@ class Call:
         """
         limits: RequestLimits = self.request.scope[LIMITS]
         deadline = self.context.deadline(limits)
-        left_s = deadline.left_s()
-        if left_s <= 0:
+        remaining_s = deadline.remaining_s()
+        if remaining_s <= 0:
             raise deadline.error()
         return RequestOptions(
-            timeout_s=None if left_s == math.inf else left_s,
+            timeout_s=None if remaining_s == math.inf else remaining_s,
             priority=limits.priority if priority is None else priority,
             client=limits.client,
             namespace=limits.namespace,

@@ -76,7 +76,7 @@ class Deadline(NamedTuple):
     timeout_s: float
     is_own: bool
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Returns the remaining seconds of the request of the current task."""
         record = REQUEST.get()
         return self.timeout_s if record is None else self.timeout_s - (time.perf_counter() - record.began_s)
@@ -139,8 +139,8 @@ class ClientWatch:
         known: asyncio.Future[None] | None = self._request.scope.get(CONNECTION_LOST)
         self._lost = lost = loop.create_task(self._wait_for_hangup()) if known is None else known
         lost.add_done_callback(self._hang_up)
-        if runs_model(self._request.scope) and (left_s := (deadline := self._deadline()).left_s()) < math.inf:
-            self._timer = loop.call_later(max(left_s, 0.0), self._end, deadline.error())
+        if runs_model(self._request.scope) and (remaining_s := (deadline := self._deadline()).remaining_s()) < math.inf:
+            self._timer = loop.call_later(max(remaining_s, 0.0), self._end, deadline.error())
 
     async def _wait_for_hangup(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":

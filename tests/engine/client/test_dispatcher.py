@@ -32,16 +32,16 @@ async def test_request_is_admitted_whole_or_refused(dispatcher: Dispatcher, core
 
 
 async def test_several_runs_of_a_request_are_admitted_together(dispatcher: Dispatcher, core: FakeCore) -> None:
-    async def twice() -> None:
+    async def run_twice() -> None:
         async with dispatcher.open(RequestOptions()) as request:
             assert await request.run([], PoolingParams()) == []
-            with request.admitted(tokens(10, 60)):
+            with request.admitted(tokens(10, 60)) as run_admitted:
                 for length in (10, 60):
-                    await request.run(tokens(length), PoolingParams())
+                    await run_admitted(tokens(length), PoolingParams())
             with pytest.raises(errors.InvalidRequestError, match="101 tokens; a request may have at most 100"):
                 await request.run(tokens(101), PoolingParams())
 
-    several = asyncio.create_task(twice())
+    several = asyncio.create_task(run_twice())
     await turns()
     await begin(dispatcher, 40)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (2, 110)
