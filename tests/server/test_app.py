@@ -14,19 +14,11 @@ from penstock.server.app import Application, create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
-STARTING = {
-    "/v1/embeddings": {"input": "a"},
-    "/v2/embed": {"texts": ["a"], "model": "a", "input_type": "classification", "embedding_types": ["float"]},
-    "/rerank": {"query": "a", "documents": ["b"], "model": "b"},
-    "/score": {"text_1": "a", "text_2": "b"},
-    "/classify": {"input": "a"},
-    "/embed": {"inputs": "a"},
-    "/pooling": {"input": "a"},
-    "/tokenize": {"prompt": "a"},
-    "/reset_prefix_cache": {},
-    "/v1/models": None,
-    "/info": None,
-}
+from .bodies import FORWARDS
+
+PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/embed", "/pooling")
+STARTING = {path: FORWARDS[path] for path in PATHS}
+STARTING |= {"/tokenize": {"prompt": "a"}, "/reset_prefix_cache": {}, "/v1/models": None, "/info": None}
 
 
 @asynccontextmanager

@@ -22,6 +22,8 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.server.http.connection import CONNECTION_LOST
 
+from .bodies import FORWARDS
+
 KEY = "a-key"
 MAX_BODY = 20_000
 EMBED = "/v1/embeddings"
@@ -29,13 +31,8 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
 PART = b'--B\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\na\r\n--B'
 LONG = {"input": "word " * 100}
 TEI_LONG = {"inputs": "word " * 100, "truncate": False}
-BODIES = {
-    EMBED: {"input": "a"},
-    "/v2/embed": {"texts": ["a"], "input_type": "search_query"},
-    "/api/embed": {"input": "a"},
-    "/embed": {"inputs": "a"},
-    "/invocations": {"inputs": "a"},
-}
+BODIES = {path: FORWARDS[path] for path in (EMBED, "/v2/embed", "/api/embed", "/embed")}
+BODIES["/invocations"] = {"inputs": "a"}
 Engine = Any
 
 

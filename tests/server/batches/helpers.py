@@ -21,14 +21,9 @@ _JSON = {b"content-type": b"application/json"}
 
 
 class Routes:
-    """Implements InternalClient. The input of a line is its number.
+    """Implements InternalClient. The input of a line is its number, and `status_of` returns its status.
 
-    Attributes:
-        status_of: Returns the status for a number.
-        gate: A number waits for it if `holds` is true for the number.
-        engine_dies: A 503 means that the engine died with the line.
-        received: How often each number was received.
-        most_at_once: Most lines at once; `most_bytes_at_once`: their bytes.
+    A number with `holds(number)` waits for the gate. `engine_dies` means that a 503 came from the end of the engine.
     """
 
     batch_uses: ClassVar = {"/v1/embeddings": BatchUse.EMBEDDING}

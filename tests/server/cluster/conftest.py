@@ -27,12 +27,7 @@ END_S = 60
 
 @dataclass
 class Nodes:
-    """A running cluster.
-
-    Attributes:
-        address: For `--address`.
-        process: nodes.py.
-    """
+    """A running cluster with its address and the process of nodes.py."""
 
     address: str
     process: subprocess.Popen[str]

@@ -9,17 +9,10 @@ import pytest
 from penstock.engine.async_engine import RequestOptions
 from penstock.engine.protocol.errors import DeadlineExceededError
 
-ROUTES = {
-    "/v1/embeddings": {"input": "a"},
-    "/v2/embed": {"texts": ["a"], "input_type": "classification", "embedding_types": ["float"]},
-    "/rerank": {"query": "a", "documents": ["b"]},
-    "/score": {"text_1": "a", "text_2": "b"},
-    "/classify": {"input": "a", "labels": ["x", "y"]},
-    "/pooling": {"input": "a"},
-    "/embed": {"inputs": "a"},
-    "/embed_all": {"inputs": "a"},
-    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
-}
+from ..bodies import FORWARDS
+
+PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/pooling")
+ROUTES = {path: FORWARDS[path] for path in (*PATHS, "/embed", "/embed_all", "/similarity")}
 
 
 def options_of(engine) -> RequestOptions:

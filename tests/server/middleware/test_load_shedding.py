@@ -21,36 +21,13 @@ from penstock.server.middleware import load_shedding
 from penstock.server.settings import ServerSettings
 
 from ...waiting import until
+from ..bodies import FORWARDS
 from ..conftest import FakeEngine
 from ..http.sockets import ask, read_answer, request, reset, served
 
 FULL = EngineOverloadedError("The queue holds 9 tokens.", retry_after_s=2.5, reason="queue_tokens")
 EMBED = request("/v1/embeddings", {"input": "a"})
-TEXTS: dict[str, Any] = {"texts": ["a"]}
-SHED: dict[str, dict[str, Any]] = {
-    "/v1/embeddings": {"input": "a b"},
-    "/embeddings": {"input": "a b"},
-    "/v1/multi-vector": {"input": "a b"},
-    "/v1/embed": TEXTS | {"input_type": "search_query"},
-    "/v2/embed": TEXTS | {"input_type": "search_query"},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/v2/rerank": {"query": "a", "documents": ["b"]},
-    "/v1/score": {"text_1": "a", "text_2": "b"},
-    "/score": {"text_1": "a", "text_2": "b"},
-    "/v1/classify": {"input": ["a"], "labels": ["b", "c"]},
-    "/classify": {"input": ["a"], "labels": ["b", "c"]},
-    "/pooling": {"input": "a b"},
-    "/v1/pooling": {"input": "a b"},
-    "/v1/encode": {"input": "a b"},
-    "/embed": {"inputs": "a b"},
-    "/embed_all": {"inputs": "a b"},
-    "/embed_sparse": {"inputs": "a b"},
-    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
-    "/predict": {"inputs": "a"},
-    "/": {"inputs": "a b"},
-    "/api/embed": {"input": "a b"},
-    "/api/embeddings": {"prompt": "a b"},
-}
+SHED = {path: body for path, body in FORWARDS.items() if path != "/rerank"}
 GENERATE = ("/api/generate", "/api/chat", "/v1/chat/completions", "/v1/completions")
 BY_BODY: list[tuple[str, dict[str, Any]]] = [
     ("/rerank", {"query": "a", "documents": ["texts", 'and "texts": too']}),

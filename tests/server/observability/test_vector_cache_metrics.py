@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,17 +14,10 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.server.observability.metrics import VectorCacheMetrics
 
 
-class Engine:
-    def __init__(self, vectors: CacheStats | None) -> None:
-        self.vectors = vectors
-
-    def stats(self) -> DispatcherStats:
-        return DispatcherStats(vectors=self.vectors)
-
-
-def lines(cache: VectorCache, *engines: Engine) -> set[str]:
+def lines(cache: VectorCache, *stats: CacheStats | None) -> set[str]:
     registry = CollectorRegistry()
-    named = [(engine, f"m{number}") for number, engine in enumerate(engines)]
+    all_stats = [DispatcherStats(vectors=vectors) for vectors in stats]
+    named = [(SimpleNamespace(stats=lambda each=each: each), f"m{i}") for i, each in enumerate(all_stats)]
     registry.register(VectorCacheMetrics(cache, lambda: named))
     return set(generate_latest(registry).decode().splitlines())
 
@@ -40,7 +34,7 @@ def test_hits_of_models_and_sizes_of_tiers_are_counted(tmp_path: Path) -> None:
     cache.close()
     cache = VectorCache(2**20, tmp_path, 2**20)
     cache.keep(bytes(32), row)
-    shown = lines(cache, Engine(CacheStats(True, 3, 2, 5)), Engine(None))
+    shown = lines(cache, CacheStats(True, 3, 2, 5), None)
     assert {
         'penstock_vector_cache_open{model="m0"} 1.0',
         'penstock_vector_cache_memory_hits_total{model="m0"} 3.0',
