@@ -1,4 +1,4 @@
-/* What Python calls, through ctypes; kernels/cpu/_abi.py declares the same. */
+/* Functions that Python calls through ctypes; kernels/cpu/_abi.py declares them. */
 #include <stdlib.h>
 
 #include "forward.h"
@@ -13,17 +13,17 @@ typedef struct {
     Scratch *scratch;
 } Machine;
 
-/* What this was compiled from: build.py says it, and a library of other sources is refused. */
+/* Digest of the sources, set by build.py. Python rejects a library of other sources. */
 EXPORT const char *penstock_sources(void) { return SOURCES; }
 
-/* The name of the instruction set that is taken; "" where there is none. `wanted` NULL: the best. */
+/* Name of the selected instruction set; "" if `wanted` is not supported. `wanted` NULL: the widest. */
 EXPORT const char *penstock_isa(const char *wanted) {
     const Isa *isa = find_isa(wanted);
     return isa ? isa->name : "";
 }
 
-/* Threads and memory for forwards; NULL where the system gives none. With 0 lanes no thread starts, and no forward
- * may be begun: only the functions that run on the calling thread work. */
+/* Starts the threads for forwards; NULL if that fails. With 0 lanes there are no threads: only functions that run on
+ * the calling thread may be called, no forwards. */
 EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
     Machine *machine = calloc(1, sizeof *machine);
     if (!machine) return NULL;
@@ -39,7 +39,7 @@ EXPORT Machine *penstock_open(const char *wanted, int num_lanes) {
 
 EXPORT void penstock_close(Machine *machine) {
     int count = machine->lanes ? lanes_count(machine->lanes) : 0;
-    if (machine->lanes) lanes_close(machine->lanes); /* they may still run what nobody waits for */
+    if (machine->lanes) lanes_close(machine->lanes); /* first, as lanes may still use their scratch */
     for (int i = 0; i < count; i++) free(machine->scratch[i].memory);
     free(machine->scratch);
     free(machine);
@@ -60,23 +60,23 @@ EXPORT void penstock_pack(const Machine *machine, const Product *product, const 
     machine->isa->pack(product, weights, bias, packed, packed_bias, scales, sums);
 }
 
-/* Lanes with nothing to do. */
+/* Number of idle lanes. */
 EXPORT int penstock_free_lanes(Machine *machine) { return lanes_free(machine->lanes); }
 
-/* A descriptor to write to where a forward ends, and where a lane has nothing more to do; -1: none. */
+/* Sets the file descriptor to write to when a forward ends or a lane becomes idle; -1: none. */
 EXPORT void penstock_ring(Machine *machine, int bell) { lanes_ring(machine->lanes, bell); }
 
-/* Begins a forward; what encoder and batch point to lives until penstock_end has returned. NULL: memory is short. */
+/* Starts a forward; see forward_begin. */
 EXPORT Forward *penstock_begin(Machine *machine, const Encoder *encoder, const Batch *batch) {
     return forward_begin(machine->isa, encoder, batch, machine->lanes, machine->scratch);
 }
 
 EXPORT int penstock_is_done(const Forward *forward) { return forward_is_done(forward); }
 
-/* Waits for a forward and forgets it. Returns 0 where memory was short. */
+/* Waits for a forward and frees it. Returns 0 if there was not enough memory. */
 EXPORT int penstock_end(Forward *forward) { return forward_end(forward); }
 
-/* y = product of float32 rows, on one core: for tests, and to measure. `input` and `scales` are scratch. */
+/* y = product of float32 rows, on the calling thread. `input`, `scales` and `scratch` are scratch memory. */
 EXPORT void penstock_product(const Machine *machine, const Product *product, const float *x, const float *add,
                              long rows, float *y, void *input, float *scales, float *scratch) {
     const void *in = x;
@@ -100,7 +100,7 @@ EXPORT void penstock_pool(const Machine *machine, int pooling, const float *hidd
                                   normalize ? normalize[s] : 0, out + s * width);
 }
 
-/* Cuts rows [R, stride] to [R, width] and normalises them, as penstock_pool does with sequences of one row. */
+/* Truncates rows [R, stride] to [R, width] and normalises them, like penstock_pool with sequences of one row. */
 EXPORT void penstock_cut(const Machine *machine, const float *rows, long stride, long num_rows, long width,
                          int normalize, float *out) {
     for (long r = 0; r < num_rows; r++)

@@ -1,10 +1,10 @@
-/* Which instruction sets this processor has, and this operating system keeps the registers of. */
+/* Detects the instruction sets that processor and operating system support. */
 #include <string.h>
 
 #include "isa.h"
 
 #ifndef AMX_MODEL
-#define AMX_MODEL 0 /* 1: amx_model.h emulates the tile registers; 2: and amx needs no AVX-512 (vec.h) */
+#define AMX_MODEL 0 /* 1: amx_model.h emulates the tile registers; 2: additionally, amx needs no AVX-512 (vec.h) */
 #endif
 
 #if defined(__x86_64__)
@@ -17,7 +17,7 @@
 
 extern const Isa isa_amx, isa_avx512bf16, isa_avx512vnni, isa_avx512, isa_avx2vnni, isa_avx2, isa_plain;
 
-/* Whether the system lets this process use the tile registers of AMX, which it keeps for nobody who has not asked. */
+/* Requests permission to use the tile registers of AMX, which Linux requires. Returns whether it was granted. */
 static int may_use_tiles(void) {
 #if AMX_MODEL
     return 1;
@@ -30,10 +30,10 @@ static int may_use_tiles(void) {
 static int all_of(unsigned flags, unsigned wanted) { return (flags & wanted) == wanted; }
 
 const Isa *find_isa(const char *name) {
-    /* Asked for here: what __builtin_cpu_supports says depends on the compiler's own library, and some have none. */
+    /* Not __builtin_cpu_supports, which depends on the compiler's runtime library; some compilers lack it. */
     unsigned a, b, c, d, features = 0, more = 0, vnni = 0, latest = 0, tiles = AMX_MODEL, kept = 0;
     if (__get_cpuid(1, &a, &b, &c, &d)) features = c;
-    /* XCR0: a feature whose registers the operating system does not keep is as good as missing. */
+    /* XCR0: a feature is unusable if the operating system does not save its registers. */
     if (features & bit_OSXSAVE) __asm__ volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
         more = b;
@@ -55,7 +55,7 @@ const Isa *find_isa(const char *name) {
     };
     for (unsigned i = 0; i < sizeof here / sizeof *here; i++)
         if (here[i] && (!name || !strcmp(name, here[i]->name))) return here[i];
-    /* Older processors do as well with torch; by its name the code for other machines can be tested here. */
+    /* "plain" is never selected by default on x86-64: torch is as fast. Tests select it by name. */
     return name && !strcmp(name, isa_plain.name) ? &isa_plain : NULL;
 }
 #else

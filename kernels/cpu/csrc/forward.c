@@ -1,8 +1,8 @@
-/* A whole encoder or decoder as one call: embeddings, layers, final norm.
+/* Forward of a whole encoder or decoder: embeddings, layers, final norm.
  *
- * A forward is cut into parts of some sequences each, which lanes take one after another, each through all layers by
- * itself. Where one sequence outweighs the others, some lanes that are free go through the layers together instead, and
- * meet after every step. Every result is the same to the bit either way: no sum is ever cut.
+ * A batch is divided into parts of whole sequences. A lane takes a part and runs it through all layers. If one sequence
+ * is much longer than the others, idle lanes run all layers jointly instead and synchronise after every step. Both ways
+ * give the same bits, because no sum is split.
  */
 #include "forward.h"
 
@@ -11,10 +11,10 @@
 
 #include "layers.h"
 
-/* Tokens of a part: at least so many that reading the weights does not count, at most what caches hold. */
+/* Tokens per part: enough to amortise reading the weights, and few enough for the caches. */
 #define LEAST_TOKENS 24
 #define MOST_TOKENS 320
-/* Lanes go together where the heaviest sequence is so many times a lane's share. */
+/* Lanes run jointly if the longest sequence has more than this many times the tokens of a lane's share. */
 #define HEAVY 1.25
 
 struct Forward {
@@ -23,10 +23,10 @@ struct Forward {
     const Isa *isa;
     const Encoder *encoder;
     Batch batch;
-    Scratch *scratch;  /* of each lane */
-    long longest;      /* tokens of a sequence */
-    Part whole;        /* the batch, for lanes that go together */
-    Rows rows;         /* of that part */
+    Scratch *scratch;  /* one per lane */
+    long longest;      /* tokens of the longest sequence */
+    Part whole;        /* the whole batch, for joint lanes */
+    Rows rows;         /* memory of `whole` */
     int num_parts;
     Part *parts;
     atomic_int lacks_memory;
@@ -48,11 +48,11 @@ static void work(Job *job, int unit, int lane) {
     const Encoder *encoder = forward->encoder;
     Scratch *scratch = &forward->scratch[lane];
     int together = job->members > 1;
-    /* The last parts have the longest sequences: they go first. */
+    /* Batches are sorted by length: run the last parts, with the longest sequences, first. */
     const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
     Rows *rows = together ? &forward->rows : &(Rows){0};
     long own = own_bytes(forward->isa, encoder, forward->longest), bytes = lay_out(encoder, part->rows, NULL, &(Rows){0});
-    /* Rows of few tokens stay with the lane for its next part; those of a long text, or of all lanes, are given back. */
+    /* A lane keeps the memory of small parts for its next part. Memory of long texts and joint jobs is freed. */
     int is_lent = together || part->rows > MOST_TOKENS, is_first = !together || unit == 0;
     Scratch lent = {0};
     if (!grow(scratch, own + (is_lent ? 0 : bytes)) || (is_lent && is_first && !grow(&lent, bytes)))
@@ -67,10 +67,10 @@ static void work(Job *job, int unit, int lane) {
         run_part(&team);
         leave_isa(forward->isa);
     }
-    free(lent.memory); /* the lanes have met after the last step */
+    free(lent.memory); /* safe: the lanes have synchronised after the last step */
 }
 
-/* Cuts the batch into parts of about `target` tokens. Returns their number. */
+/* Divides the batch into parts of about `target` tokens. Returns their number. */
 static int cut(const Batch *batch, long target, Part *parts) {
     int count = 0;
     Part part = {0};
@@ -87,7 +87,7 @@ static int cut(const Batch *batch, long target, Part *parts) {
     return count;
 }
 
-/* Lanes that get two panels or more of every product: with more, meeting costs what they save. */
+/* Maximum joint lanes: each has at least two panels of every product. More would lose the gain to synchronisation. */
 static int most_together(const Isa *isa, const Encoder *encoder) {
     long narrowest = isa->panels(&encoder->layers->attention_out);
     return narrowest < 4 ? 2 : (int)(narrowest / 2);

@@ -6,7 +6,7 @@
 #include "lanes.h"
 #include "types.h"
 
-/* Memory of one lane, which grows with what it is asked for. */
+/* Memory of one lane; grows on demand. */
 typedef struct {
     char *memory;
     long bytes;
@@ -14,14 +14,14 @@ typedef struct {
 
 typedef struct Forward Forward;
 
-/* Begins a forward on the lanes; `scratch` holds one entry a lane. What `encoder` and `batch` point to lives until
- * forward_end has returned; `batch` itself is copied. NULL where memory is short. */
+/* Starts a forward on the lanes; `scratch` has one entry per lane. The memory that `encoder` and `batch` point to must
+ * stay valid until forward_end has returned; `batch` itself is copied. Returns NULL if there is not enough memory. */
 Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batch, Lanes *lanes, Scratch *scratch);
 
-/* Whether forward_end will not wait. */
+/* Whether forward_end returns without waiting. */
 int forward_is_done(const Forward *forward);
 
-/* Waits for a forward and forgets it. Returns 0 where memory was short, and then what was written is of no use. */
+/* Waits for a forward and frees it. Returns 0 if there was not enough memory; the output is then undefined. */
 int forward_end(Forward *forward);
 
 #endif

@@ -1,4 +1,4 @@
-/* Compiled once for each instruction set (see build.py); ISA names the table that the result is found under. */
+/* Compiled once per instruction set (see build.py); ISA is its name and the suffix of the table. */
 #include "compute/attention.h"
 #include "compute/blocks.h"
 #include "isa.h"

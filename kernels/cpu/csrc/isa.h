@@ -1,4 +1,4 @@
-/* The functions of one instruction set, and the choice among them. */
+/* The functions of one instruction set, and its selection. */
 #ifndef PENSTOCK_ISA_H
 #define PENSTOCK_ISA_H
 
@@ -6,9 +6,9 @@
 
 typedef struct {
     const char *name;
-    long panel;    /* columns of a panel of packed weights */
-    int formats;   /* bit per enum Format that it can compute */
-    void (*enter)(void); /* called by each thread before it computes, and `leave` when it has; NULL: nothing to do */
+    long panel;    /* columns per panel of packed weights */
+    int formats;   /* bit mask of the supported enum Format */
+    void (*enter)(void); /* each thread calls `enter` before and `leave` after computing; NULL: no call */
     void (*leave)(void);
     long (*panels)(const Product *);
     long (*packed_bytes)(const Product *);
@@ -32,7 +32,7 @@ static inline void leave_isa(const Isa *isa) {
     if (isa->leave) isa->leave();
 }
 
-/* The widest instruction set that processor and operating system have, or the one of that name; NULL: not here. */
+/* Returns the instruction set of that name (NULL: the widest) that processor and operating system support, else NULL. */
 const Isa *find_isa(const char *name);
 
 #endif

@@ -23,14 +23,14 @@ typedef struct {
 struct Lanes {
     int count;
     Lane *lane;
-    pthread_mutex_t lock; /* of what follows */
-    Job *first, *last;    /* jobs with units that no lane has taken */
-    int untaken;          /* units of these */
-    int waiting;          /* lanes that wait for work, or have been woken and will look for it */
+    pthread_mutex_t lock; /* protects the fields below */
+    Job *first, *last;    /* queue of jobs with untaken units */
+    int untaken;          /* number of untaken units */
+    int waiting;          /* lanes that wait for work, or that were woken and have not taken any */
     int closing;
     int bell;
-    _Alignas(CACHE_LINE) atomic_uint begun; /* jobs that have been given; counts on when the lanes end */
-    _Alignas(CACHE_LINE) atomic_uint ended; /* jobs that are done */
+    _Alignas(CACHE_LINE) atomic_uint begun; /* number of jobs started; lanes_close increments it, too */
+    _Alignas(CACHE_LINE) atomic_uint ended; /* number of jobs done */
 };
 
 static void sleep_on(atomic_uint *word, unsigned value) {
@@ -55,7 +55,7 @@ static void relax(void) {
 #endif
 }
 
-/* Returns when `word` is no longer `value`. */
+/* Waits until `word` differs from `value`. */
 static void wait_while(atomic_uint *word, unsigned value) {
     int64_t begin = now_ns();
     do {
@@ -67,12 +67,12 @@ static void wait_while(atomic_uint *word, unsigned value) {
     while (atomic_load_explicit(word, memory_order_acquire) == value) sleep_on(word, value);
 }
 
-/* Tells whoever gives the lanes work. The caller holds the lock. */
+/* Writes to the wake-up descriptor. The caller holds the lock. */
 static void ring(const Lanes *lanes) {
-    if (lanes->bell >= 0 && write(lanes->bell, "", 1) < 0) return; /* it has rung as often as can be */
+    if (lanes->bell >= 0 && write(lanes->bell, "", 1) < 0) return; /* full: a wake-up is already pending */
 }
 
-/* The caller holds the lock. */
+/* Takes the next unit. The caller holds the lock. */
 static Job *take(Lanes *lanes, int *unit) {
     Job *job = lanes->first;
     *unit = job->taken++;
@@ -96,7 +96,7 @@ static void *live(void *argument) {
             job->run(job, unit, lane->number);
             pthread_mutex_lock(&lanes->lock);
             if (++job->ended == job->units) {
-                atomic_store_explicit(&job->is_done, 1, memory_order_release); /* the job may be gone from here on */
+                atomic_store_explicit(&job->is_done, 1, memory_order_release); /* the job may be freed from here on */
                 atomic_fetch_add_explicit(&lanes->ended, 1, memory_order_acq_rel);
                 wake(&lanes->ended, INT_MAX);
                 has_news = 1;
@@ -106,7 +106,7 @@ static void *live(void *argument) {
         } else {
             unsigned begun = atomic_load_explicit(&lanes->begun, memory_order_acquire);
             lanes->waiting++;
-            if (has_news || lanes->waiting == 1) ring(lanes); /* the first that is free says so for all */
+            if (has_news || lanes->waiting == 1) ring(lanes); /* only the first idle lane writes */
             has_news = 0;
             pthread_mutex_unlock(&lanes->lock);
             wait_while(&lanes->begun, begun);
@@ -124,7 +124,7 @@ Lanes *lanes_open(int count) {
     *lanes = (Lanes){.bell = -1};
     pthread_mutex_init(&lanes->lock, NULL);
     lanes->lane = calloc((size_t)count, sizeof(Lane));
-    /* Signals are for the threads of the interpreter. */
+    /* Threads of the interpreter handle signals. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
@@ -157,7 +157,7 @@ void lanes_close(Lanes *lanes) {
 
 int lanes_count(const Lanes *lanes) { return lanes->count; }
 
-/* The caller holds the lock. A lane that waits will take a unit that nobody has. */
+/* Waiting lanes without the lanes needed for untaken units. The caller holds the lock. */
 static int num_free(const Lanes *lanes) {
     return lanes->waiting > lanes->untaken ? lanes->waiting - lanes->untaken : 0;
 }
@@ -191,7 +191,7 @@ void lanes_begin(Lanes *lanes, Job *job, int units, int most) {
         lanes->first = job;
     lanes->last = job;
     lanes->untaken += job->units;
-    int wanted = job->units; /* the job may be gone once the lock is free */
+    int wanted = job->units; /* the job may be freed once the lock is released */
     atomic_fetch_add_explicit(&lanes->begun, 1, memory_order_acq_rel);
     pthread_mutex_unlock(&lanes->lock);
     wake(&lanes->begun, wanted);

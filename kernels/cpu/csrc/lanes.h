@@ -1,11 +1,11 @@
-/* Lanes: threads that take units of work side by side, one for each core. Whoever gives them work goes on meanwhile.
+/* Lanes: worker threads, one per core. The caller does not wait while they work.
  *
- * A job is cut into units, which lanes take one after another, those of an earlier job first: the lane that is done
- * with one job goes on with the next, and none waits for the others. Some jobs want lanes that go through them together
- * and meet on the way: such a job gets the lanes that are free when it comes.
+ * A job has units. Lanes take units in order, those of earlier jobs first. A lane that has finished its unit takes the
+ * next one without waiting for other lanes. A joint job runs on several lanes at once, which synchronise between steps:
+ * it gets the lanes that are idle when it starts.
  *
- * A lane without work sleeps on a futex. Before that it looks for at most SPIN_NS whether work comes: waking up costs
- * more than the gap between two steps of a forward, and spinning longer takes the core from whoever has work.
+ * An idle lane polls for at most SPIN_NS and then sleeps on a futex. Waking up costs more than the gap between two
+ * steps of a forward; polling longer would take the core from other threads.
  */
 #ifndef PENSTOCK_LANES_H
 #define PENSTOCK_LANES_H
@@ -14,43 +14,43 @@
 
 typedef struct Lanes Lanes;
 
-/* What lanes work on. The caller fills in `run` and gives memory that lives until lanes_end has returned. */
+/* Work for lanes. The caller sets `run` and keeps the memory until lanes_end has returned. */
 typedef struct Job {
     void (*run)(struct Job *job, int unit, int lane);
-    int units;   /* calls of `run`, each on some lane */
-    int members; /* 1, or as many as `units`: the lanes that run it together */
-    /* Of lanes.c alone. */
+    int units;   /* number of calls of `run`, each on one lane */
+    int members; /* lanes of a joint job (equal to `units`); else 1 */
+    /* Private to lanes.c. */
     struct Job *next;
     int taken, ended;
     atomic_int is_done;
     atomic_uint arrived, meetings;
 } Job;
 
-/* `count` lanes. NULL: the system gives no more threads. */
+/* Starts `count` lanes. Returns NULL if threads cannot be started. */
 Lanes *lanes_open(int count);
 
-/* Ends the threads. No job may be under way. */
+/* Ends the threads. No job may be running. */
 void lanes_close(Lanes *lanes);
 
 int lanes_count(const Lanes *lanes);
 
-/* Lanes that have nothing to do. */
+/* Number of idle lanes. */
 int lanes_free(Lanes *lanes);
 
-/* From now on `bell` is written to where a job ends, and where a lane has nothing more to do; -1: no descriptor is. */
+/* Sets the file descriptor to write to when a job ends or a lane becomes idle; -1: none. */
 void lanes_ring(Lanes *lanes, int bell);
 
-/* Begins a job of `units` units; or, where two lanes or more are free and as many may run it together, of one for each
- * of these, `most` at most. */
+/* Starts a job of `units` units. If at least two lanes are idle and `most` > 1, starts a joint job on at most `most` of
+ * them instead, with one unit per lane. */
 void lanes_begin(Lanes *lanes, Job *job, int units, int most);
 
 /* Whether all units have been run. */
 int lanes_is_done(const Job *job);
 
-/* Waits for that. */
+/* Waits until all units have been run. */
 void lanes_end(Lanes *lanes, Job *job);
 
-/* Waits until all lanes that run a job together are here. */
+/* Barrier for the lanes of a joint job. */
 void lanes_meet(Job *job);
 
 #endif

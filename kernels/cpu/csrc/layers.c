@@ -1,4 +1,4 @@
-/* The steps of a layer, and how lanes share each: by rows, by panels of a product, by heads of sequences. */
+/* The steps of a layer. Joint lanes divide a step by rows, by panels of a product, or by heads of sequences. */
 #include "layers.h"
 
 #include <string.h>
@@ -37,13 +37,13 @@ static void meet(const Team *team) {
     if (team->members > 1) lanes_meet(team->job);
 }
 
-/* This lane's share of `count` things. */
+/* This lane's share of `count` items. */
 static void share(const Team *team, long count, long *first, long *last) {
     *first = count * team->member / team->members;
     *last = count * (team->member + 1) / team->members;
 }
 
-/* A product over the rows of the part. `x` is float32, or already in the product's format where `is_ready`. */
+/* A product over the rows of the part. `x` is float32, or in the product's format if `is_ready`. */
 static void step_product(Team *team, const Product *product, const void *x, int is_ready, const Target *to) {
     const Isa *isa = team->isa;
     long rows = team->part->rows, first, last;
@@ -67,7 +67,7 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
     meet(team);
 }
 
-/* x + norm(y), to x; y is written over. */
+/* x += norm(y). Overwrites y. */
 static void step_norm_add(Team *team, const Norm *norm, float *y, long width, float *x) {
     long first, last;
     share(team, team->part->rows, &first, &last);
@@ -76,7 +76,7 @@ static void step_norm_add(Team *team, const Norm *norm, float *y, long width, fl
     meet(team);
 }
 
-/* Attention of a decoder: heads are made ready token by token, then strips of queries go over the keys. */
+/* Attention of a decoder: prepares the heads of every token, then runs strips of queries over the keys. */
 static void step_decoder_attention(Team *team, AttentionCall *call) {
     const Batch *batch = team->batch;
     const Pages *pages = batch->pages;

@@ -6,42 +6,42 @@
 #include "lanes.h"
 #include "types.h"
 
-/* Sequences of a batch that run side by side. */
+/* A range of sequences of a batch, and their rows. */
 typedef struct {
     long first, last;
     long start, rows; /* tokens */
 } Part;
 
-/* What one part needs between the steps of a layer. */
+/* Intermediate results of one part. */
 typedef struct {
     float *hidden;     /* [R, D] */
     float *sums;       /* [R, D] */
-    void *input;       /* [R, widest] in the format of a product's inputs */
+    void *input;       /* [R, widest] inputs of a product in its format */
     float *scales;     /* [R] of `input` */
     void *qkv;         /* [R, (H + 2 Hkv) K] */
     void *attended;    /* [R, H K] */
     void *inner;       /* [R, I] */
 } Rows;
 
-/* One lane of those that go through a part. */
+/* One lane's view of a part: the lane alone (members = 1), or one of several joint lanes. */
 typedef struct {
     const Isa *isa;
     const Encoder *encoder;
     const Batch *batch;
-    Job *job;           /* whose lanes meet */
+    Job *job;           /* the joint job */
     const Part *part;
     Rows rows;
     int member, members;
-    char *own;          /* scratch for attention and products */
+    char *own;          /* this lane's scratch for attention and products */
 } Team;
 
-/* Lays the rows of a part out at `at`, or only measures where `at` is NULL. Returns bytes. */
+/* Sets the pointers of `out` to memory from `at` on. Returns the size in bytes. NULL: returns only the size. */
 long lay_out(const Encoder *encoder, long rows, char *at, Rows *out);
 
-/* Bytes that a lane needs for itself: packed heads, or a panel in float32. `longest`: tokens of a sequence. */
+/* Bytes of scratch per lane: packed heads, or a panel in float32. `longest`: tokens of the longest sequence. */
 long own_bytes(const Isa *isa, const Encoder *encoder, long longest);
 
-/* This lane's share of the part: embeddings, layers, final norm, to Batch.hidden. */
+/* Runs this lane's share of the part: embeddings, layers and final norm, written to Batch.hidden. */
 void run_part(Team *team);
 
 #endif

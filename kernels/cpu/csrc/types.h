@@ -1,4 +1,4 @@
-/* What the parts of the library say to each other, and what Python fills in: see _abi.py, which mirrors it.
+/* Structs shared by the parts of the library and by Python: _abi.py mirrors them.
  *
  * Shape letters: R rows, K input width, N output width, D model width, H heads, T packed tokens, S sequences.
  */
@@ -8,11 +8,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How the weights of a product are kept, and in what it is computed. */
+/* Weight type and arithmetic of a product. */
 enum Format {
     FORMAT_F32 = 0,  /* float32 weights, float32 arithmetic */
     FORMAT_BF16 = 1, /* bfloat16 weights, float32 inputs and arithmetic */
-    FORMAT_DOT = 2,  /* bfloat16 weights and inputs, pairs of products added up in float32 */
+    FORMAT_DOT = 2,  /* bfloat16 weights and inputs, pairs of products summed in float32 */
     FORMAT_INT8 = 3, /* int8 weights per column, int8 inputs per row, sums in int32 */
     NUM_FORMATS = 4
 };
@@ -31,42 +31,42 @@ enum Activation {
 /* y = x W^T + bias, with W packed by `pack`. All pointers belong to the caller. */
 typedef struct {
     int64_t in;          /* K; a multiple of 2 for FORMAT_DOT, of 4 for FORMAT_INT8 */
-    int64_t out;         /* N; of a gated product twice the width of its result */
+    int64_t out;         /* N; in a gated product twice the width of the result */
     int32_t format;      /* enum Format */
-    int32_t activation;  /* enum Activation; of a gated product that of the gate */
+    int32_t activation;  /* enum Activation; in a gated product applied to the gate */
     int32_t gated;       /* the result is activation(first half) * second half */
     int32_t unused;
     const void *weights; /* panels, 64-byte aligned */
-    const float *bias;   /* [N as panels lie], zeros where there is none */
-    const float *scales; /* FORMAT_INT8: [N as panels lie] of the columns */
-    const int32_t *sums; /* FORMAT_INT8: [N as panels lie] 128 times the sum of each column's weights */
+    const float *bias;   /* [N in panel order], zeros without a bias */
+    const float *scales; /* FORMAT_INT8: [N in panel order] scale of each column */
+    const int32_t *sums; /* FORMAT_INT8: [N in panel order] 128 times the sum of each column's weights */
 } Product;
 
-/* (x - mean) / sqrt(var + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight where `rms`. */
+/* (x - mean) / sqrt(var + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight if `rms`. */
 typedef struct {
-    const float *weight; /* [D]; NULL: the norm does nothing */
+    const float *weight; /* [D]; NULL: no norm, rows are copied */
     const float *bias;   /* [D] or NULL */
     float eps;
     int32_t rms;
 } Norm;
 
-/* One layer. A post-norm layer (BERT) is h = norm(x + attention(x)), norm(h + mlp(h)); a pre-norm one (ModernBERT,
- * Llama) h = x + attention(norm(x)), h + mlp(norm(h)). */
+/* One layer. Post-norm (BERT): h = norm(x + attention(x)), norm(h + mlp(h)). Pre-norm (ModernBERT, Llama):
+ * h = x + attention(norm(x)), h + mlp(norm(h)). */
 typedef struct {
     Norm attention_norm;
     Norm mlp_norm;
-    Product qkv;           /* q, k and v side by side, the scale of the scores in q */
+    Product qkv;           /* q, k and v side by side; q includes the scale of the scores */
     Product attention_out;
     Product mlp_in;
     Product mlp_out;
-    int64_t left, right;   /* tokens that a query sees before and after its own; -1: all */
+    int64_t left, right;   /* tokens before and after its own that a query attends to; -1: all */
     const float *rotary;   /* [positions, head size]: cosines, then sines; NULL: none */
     const float *bias;     /* [H, 2 * bias_reach + 1] added to the scores by distance; NULL: none */
     int64_t bias_reach;
-    /* Of decoders alone: */
-    Norm query_norm, key_norm; /* [head size] of every head, before it turns */
-    Norm after_attention;      /* of what attention gives, before it is added */
-    Norm after_mlp;
+    /* Decoders only: */
+    Norm query_norm, key_norm; /* [head size] of every head, before the rotary embedding */
+    Norm after_attention;      /* of the output of attention, before the residual sum */
+    Norm after_mlp;            /* of the output of the MLP, before the residual sum */
     float softcap;             /* scores s become c tanh(s / c); 0: none */
     int32_t unused;
 } Layer;
@@ -78,11 +78,11 @@ typedef struct {
     int64_t num_kv_heads;
     int64_t head_size;
     int32_t pre_norm;
-    int32_t table_is_bf16; /* of `words` */
-    int32_t attention_dot; /* attention computes in FORMAT_DOT, of an even head size; else in float32 */
-    int32_t is_decoder;    /* pre-norm, attention block by block (blocks.h); no bias by distance, no hidden tokens */
+    int32_t table_is_bf16; /* type of `words` */
+    int32_t attention_dot; /* attention computes in FORMAT_DOT (even head sizes only), else in float32 */
+    int32_t is_decoder;    /* pre-norm, attention by blocks of keys (blocks.h); no bias by distance, no Batch.visible */
     const void *words;     /* [V, E] float32 or bfloat16 */
-    const float *places;   /* [P, E] float32, or NULL: positions and token types, summed */
+    const float *places;   /* [P, E] float32 sums of position and token type embeddings, or NULL */
     int64_t embedding_width; /* E */
     Norm embedding_norm;
     Product projection;    /* E to D; in = 0: none */
@@ -90,31 +90,31 @@ typedef struct {
     Norm final_norm;
 } Encoder;
 
-/* Keys and values of tokens, [pages, page size, kv heads, head size] for each layer, in the type that attention
- * computes in, keys as they are after norm and position. */
+/* Paged KV cache, [pages, page size, kv heads, head size] per layer, in the type that attention computes in. Keys are
+ * stored after norm and rotary embedding. */
 typedef struct {
     void *const *keys;      /* [layers] */
     void *const *values;    /* [layers] */
     int64_t page_size;      /* tokens */
     const int32_t *pasts;   /* [S] tokens before the chunk */
-    const int32_t *tables;  /* [S, table_width] the page of every page_size tokens of them */
+    const int32_t *tables;  /* [S, table_width] pages of these tokens, page_size tokens per page */
     int64_t table_width;
-    const int64_t *slots;   /* [T] page * page size + place where a token is kept; -1: it is not */
+    const int64_t *slots;   /* [T] page * page size + row for a token's key and value; -1: not stored */
 } Pages;
 
-/* What one forward reads: T packed tokens of S sequences, or of decoders S chunks that go on with one. */
+/* Input and output of one forward: T packed tokens of S sequences, or (decoders) of S chunks of sequences. */
 typedef struct {
     const int64_t *ids;       /* [T] */
     const int64_t *places;    /* [T] rows of Encoder.places */
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
-    const int32_t *visible;   /* [S] tokens that others may attend to; NULL: all */
+    const int32_t *visible;   /* [S] leading tokens that attention may read; NULL: all */
     int64_t num_seqs;
-    const Pages *pages;       /* of decoders; NULL: all sequences are whole, and nothing is kept */
+    const Pages *pages;       /* decoders; NULL: sequences are whole, and nothing is stored */
     float *hidden;            /* [T, D] the result */
-    float *first_weights;     /* [T, H] how much each sequence's first token attends to each, last layer; or NULL */
+    float *first_weights;     /* [T, H] attention weights of each sequence's first token, last layer; or NULL */
 } Batch;
 
-/* What becomes of the sums of a product. */
+/* Destination of the result of a product. */
 typedef struct {
     const float *add;    /* [R, width] added to the result, or NULL */
     void *out;           /* [R, width], bfloat16 if `out_is_bf16`, else float32 */
@@ -122,7 +122,7 @@ typedef struct {
     int64_t width;       /* columns of the result, and stride of `add` and `out` */
 } Target;
 
-/* What the sequences of one forward share in one layer's attention. */
+/* Arguments of one layer's attention, shared by the sequences of a forward. */
 typedef struct {
     const Layer *layer;
     int64_t heads, kv_heads, head_size;
@@ -132,19 +132,19 @@ typedef struct {
     const void *qkv;       /* [T, (heads + 2 * kv_heads) * head_size] */
     void *out;             /* [T, heads * head_size] */
     float *first_weights;  /* [T, heads] or NULL */
-    char *page_keys;       /* of decoders: [pages, page size, kv_heads, head_size] */
+    char *page_keys;       /* decoders: [pages, page size, kv_heads, head_size] */
     char *page_values;
     int64_t page_size;
 } AttentionCall;
 
-/* Tokens of one sequence in a batch of a decoder. */
+/* Chunk of one sequence in a batch of a decoder. */
 typedef struct {
     long start, length;    /* rows */
-    long past;             /* tokens before them */
-    const int32_t *table;  /* of their pages */
+    long past;             /* tokens before the chunk */
+    const int32_t *table;  /* pages of the past */
 } Chunk;
 
-/* How hidden states become one row. */
+/* Pooling of the rows of a sequence to one row. */
 enum Pooling { POOL_CLS = 0, POOL_LAST = 1, POOL_MEAN = 2, POOL_MAX = 3, POOL_MEAN_SQRT_LEN = 4, POOL_WEIGHTED_MEAN = 5,
                POOL_WEIGHTED = 6 };
 

@@ -1,23 +1,23 @@
-/* Products by the tile registers of AMX: up to 32 rows against one panel of weights, in bfloat16 or int8.
+/* Products with the tile registers of AMX: up to 32 rows and one panel of weights, in bfloat16 or int8.
  *
- * The panels of FORMAT_DOT and FORMAT_INT8 fit as they are: 64 bytes of a row of inputs meet 16 lines of 128 bytes, which
- * are two tiles of 16 columns side by side. The rest of the last 64 bytes of a row, and of the last tile of rows, is 0, so
- * that one configuration serves all. A sum runs over its inputs in blocks of 64 bytes, whatever the number of rows.
+ * The panels of FORMAT_DOT and FORMAT_INT8 have the layout of tiles: 64 bytes of an input row match 16 lines of 128
+ * bytes, which are two tiles of 16 columns. The end of the last 64 bytes of a row and of the last tile of rows is padded
+ * with 0, so that one tile configuration is enough. A sum adds its inputs in blocks of 64 bytes for any number of rows.
  *
- * The tests pass on an Intel Xeon with AMX. On other processors they run the instructions in C (AMX_MODEL, amx_model.h).
- * When a model is loaded, a processor with AMX is checked (multiplies_right in machine.py). Nothing fetches the next panel ahead, as the
- * loops of tile.h do: that was slower on the Xeon.
+ * The tests pass on an Intel Xeon with AMX. On other processors they emulate the instructions in C (AMX_MODEL,
+ * amx_model.h). When a model is loaded, the engine checks AMX with multiplies_right (machine.py). There is no prefetch
+ * of the next panel as in tile.h, because it was slower on the Xeon.
  */
 #ifndef PENSTOCK_AMX_H
 #define PENSTOCK_AMX_H
 
 #include "vec.h"
 
-/* Of one tile, and of the two that run side by side. */
+/* Rows of one tile, and of two. */
 #define TILE 16
 #define AMX_ROWS 32
 
-/* Palette 1, as LDTILECFG reads it. */
+/* Memory layout of LDTILECFG, palette 1. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -27,7 +27,7 @@ typedef struct {
 #if AMX_MODEL
 #include "amx_model.h"
 #else
-/* By the intrinsics gcc 12 does not know that memory is read. */
+/* Inline assembly: with the intrinsics, gcc 12 does not know that memory is read. */
 #define TILE_CONFIG(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(config)) : "memory")
 #define TILE_RELEASE() __asm__ volatile("tilerelease" : : : "memory")
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : : : "memory")
@@ -35,12 +35,12 @@ typedef struct {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((long)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((long)(stride)) : "memory")
-/* sums += a b, of pairs of bfloat16; of four unsigned bytes of `a` and signed ones of `b` */
+/* sums += a b; TILE_DOT: pairs of bfloat16, TILE_INT8: four unsigned bytes of `a` and signed bytes of `b` */
 #define TILE_DOT(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : : : "memory")
 #define TILE_INT8(sums, a, b) __asm__ volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : : : "memory")
 #endif
 
-/* A thread has tiles from here ... */
+/* Configures the tiles of the calling thread. */
 static void amx_enter(void) {
     TileConfig config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
@@ -50,10 +50,10 @@ static void amx_enter(void) {
     TILE_CONFIG(&config);
 }
 
-/* ... to here: while it has, the system saves 8 KiB more with each switch of threads. */
+/* Releases the tiles: until then, each context switch saves 8 KiB more. */
 static void amx_leave(void) { TILE_RELEASE(); }
 
-/* `count` bytes of up to 16 rows: where they lie if they fill a tile, else copied to `room`, which holds zeros beside. */
+/* `count` bytes of up to 16 rows: `x` itself if they fill a tile, else a zero-padded copy in `room`. */
 INLINE const char *whole_tile(const char *x, long *stride, int rows, long count, char *room) {
     if (rows == TILE && count == 64) return x;
     for (int r = 0; r < rows; r++) {
@@ -74,7 +74,7 @@ INLINE const char *whole_tile(const char *x, long *stride, int rows, long count,
     else \
         TILE_DOT(sums, a, b)
 
-/* sums[32][PANEL], float32 or int32, of `rows` rows of `bytes` bytes that lie `stride` bytes apart. */
+/* Computes sums[32][PANEL], float32 or int32, for `rows` rows of `bytes` bytes with a stride of `stride` bytes. */
 INLINE void amx_sums(int is_int8, int is_tall, int rows, const char *x, long stride, const char *panel, long bytes,
                      void *sums) {
     char upper[TILE * 64] __attribute__((aligned(64))), lower[TILE * 64] __attribute__((aligned(64)));

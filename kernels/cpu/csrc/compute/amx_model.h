@@ -1,6 +1,6 @@
-/* The instructions of AMX in plain C, after Intel's pseudo code: for tests on processors without AMX (AMX_MODEL).
+/* Emulation of the AMX instructions in C, after Intel's pseudo code, for tests on processors without AMX (AMX_MODEL).
  *
- * Where the processor would fault, the process ends: a tile is not configured, or a configuration is wrong.
+ * The process aborts if the processor would fault: a tile is not configured, or a configuration is invalid.
  */
 #ifndef PENSTOCK_AMX_MODEL_H
 #define PENSTOCK_AMX_MODEL_H
@@ -20,7 +20,7 @@ typedef struct {
 
 static __thread Tile tiles[8];
 
-/* Products of two tiles since the library was loaded. */
+/* Number of tile products since the library was loaded. */
 __attribute__((visibility("default"))) long amx_model_products;
 
 static Tile *configured(int number) {
@@ -72,7 +72,7 @@ static float widened(uint16_t half) {
     return value;
 }
 
-/* TDPBF16PS: the even and the odd inputs are summed by themselves, then added, then added to what is there. */
+/* TDPBF16PS: sums even and odd inputs separately, then adds both sums to each other and to the accumulator. */
 static __attribute__((noinline)) void add_pairs(Tile *sums, const Tile *a, const Tile *b) {
     for (int m = 0; m < sums->rows; m++) {
         float parts[32] = {0};
@@ -86,7 +86,7 @@ static __attribute__((noinline)) void add_pairs(Tile *sums, const Tile *a, const
 static void model_dot(int to, int from, int with) {
     begin_product(configured(to), configured(from), configured(with));
     unsigned state = _mm_getcsr();
-    _mm_setcsr(0x9fc0); /* to nearest; what is denormal, and what becomes so, is 0 */
+    _mm_setcsr(0x9fc0); /* round to nearest; denormal inputs and results are 0 */
     add_pairs(tiles + to, tiles + from, tiles + with);
     _mm_setcsr(state);
 }

@@ -1,8 +1,8 @@
-/* Attention of whole sequences, each to itself: softmax(q k^T + bias) v per head.
+/* Attention within whole sequences: softmax(q k^T + bias) v per head.
  *
- * Both products run through the tiles of tile.h: keys are packed as the weights of q k^T, values as those of the second
- * product. Sums and softmax are float32; FORMAT_DOT rounds q, k, v and the probabilities to bfloat16. A query's result
- * depends on its sequence alone.
+ * Both products use the tiles of tile.h: keys are packed as the weights of q k^T, values as the weights of the second
+ * product. Sums and softmax are float32; FORMAT_DOT rounds q, k, v and the probabilities to bfloat16. The result of a
+ * query depends on its sequence only.
  */
 #ifndef PENSTOCK_ATTENTION_H
 #define PENSTOCK_ATTENTION_H
@@ -14,14 +14,14 @@
 
 INLINE long round_to(long n, long step) { return (n + step - 1) / step * step; }
 
-/* Bytes that a lane needs for sequences of up to `length` tokens. */
+/* Bytes of scratch per lane for sequences of up to `length` tokens. */
 static long attention_bytes(long length, long head_size) {
     long keys = round_to(length, PANEL), values = round_to(head_size, PANEL);
-    long row = 2 * keys + round_to(head_size, WIDTH); /* scores, their roundings, query */
+    long row = 2 * keys + round_to(head_size, WIDTH); /* scores, rounded scores, query */
     return 4 * (keys * head_size + keys * values + MOST_ROWS * row) + 8 * 64;
 }
 
-/* One head of one token as floats, turned by its position where the layer is rotary. */
+/* Copies one head of one token as floats, with the rotary embedding if the layer has one. */
 static void load_head(const AttentionCall *call, long row, long head, long position, float *to) {
     long size = call->head_size, at = (row * (call->heads + 2 * call->kv_heads) + head) * size;
     if (call->is_bf16) {
@@ -42,7 +42,7 @@ static void load_head(const AttentionCall *call, long row, long head, long posit
     }
 }
 
-/* One head of one token in the type of the products, at `row` unless it can be read where it lies. */
+/* One head of one token in the type of the products: in place if possible, else a copy in `row`. */
 INLINE const void *take_head(const AttentionCall *call, long token, long head, long position, void *row) {
     long size = call->head_size, at = (token * (call->heads + 2 * call->kv_heads) + head) * size;
     if (call->is_bf16 == call->dot && (!call->layer->rotary || position < 0))
@@ -54,16 +54,16 @@ INLINE const void *take_head(const AttentionCall *call, long token, long head, l
     return row;
 }
 
-/* Keys from number `first` on, WIDTH rows of `words` 32-bit values, as weights of q k^T. */
+/* Packs WIDTH keys, rows of `words` 32-bit values, from key number `first` on, as weights of q k^T. */
 INLINE void pack_vector(const int32_t *rows, long words, long first, void *keys) {
     float *to = (float *)keys + first / PANEL * PANEL * words + first % PANEL;
     for (long d = 0; d < words; d++) v_store(to + d * PANEL, v_load_strided(rows + d, words));
 }
 
-/* Keys [L, size] as the weights of q k^T: WIDTH of them at a time, input after input (in FORMAT_DOT pair after pair).
- * Columns past the last key are left as they are: nobody reads their sums. */
+/* Packs keys [L, size] as the weights of q k^T, WIDTH keys at a time, by input (in FORMAT_DOT by pair of inputs).
+ * Columns past the last key are not written, because their sums are not read. */
 static void pack_keys(const AttentionCall *call, long start, long length, long kv_head, void *keys) {
-    long size = call->head_size, words = call->dot ? size / 2 : size; /* of 32 bits, in a key */
+    long size = call->head_size, words = call->dot ? size / 2 : size; /* 32-bit values per key */
     int32_t rows[WIDTH][words];
     for (long first = 0; first < length; first += WIDTH) {
         long count = length - first < WIDTH ? length - first : WIDTH;
@@ -76,8 +76,8 @@ static void pack_keys(const AttentionCall *call, long start, long length, long k
     }
 }
 
-/* Value number `j` of `stride` as one of the weights of the product with the probabilities; in FORMAT_DOT an even one with
- * the next, which is 0 where `odd` is NULL. */
+/* Packs value number `j` of `stride` as weights of the product with the probabilities. In FORMAT_DOT `j` is even and
+ * value j + 1 is packed with it; `odd` NULL: zeros. */
 INLINE void pack_value(int dot, const void *even, const void *odd, long j, long size, long stride, void *values) {
     for (long first = 0; first < size; first += PANEL) {
         long count = size - first < PANEL ? size - first : PANEL;
@@ -97,7 +97,7 @@ INLINE void pack_value(int dot, const void *even, const void *odd, long j, long 
     }
 }
 
-/* Values [L, size]. */
+/* Packs values [L, size]. */
 static void pack_values(const AttentionCall *call, long start, long length, long kv_head, void *values) {
     long size = call->head_size, stride = round_to(length, PANEL);
     float even_row[size], odd_row[size];
@@ -109,7 +109,7 @@ static void pack_values(const AttentionCall *call, long start, long length, long
     }
 }
 
-/* The largest score of keys `low` to `high`, of those from `begin`, a multiple of WIDTH. */
+/* Largest score of keys `low` to `high`. `begin` <= `low` is a multiple of WIDTH. */
 INLINE float largest_score(const float *scores, long begin, long low, long high) {
     const vf nothing = v_set(-INFINITY);
     vf most = nothing;
@@ -121,8 +121,8 @@ INLINE float largest_score(const float *scores, long begin, long low, long high)
     return v_largest(most);
 }
 
-/* 2^(score * log2 e + shift) of keys `low` to `high`, and 0 beside them between `begin` and `end`: to `rounded` in
- * bfloat16, or where it is NULL into the place of the scores. Returns their sum. */
+/* Computes 2^(score * log2 e + shift) for keys `low` to `high`, and 0 for the other keys from `begin` to `end`. Writes
+ * bfloat16 to `rounded`, or overwrites the scores if it is NULL. Returns the sum. */
 INLINE float raise_scores(float *scores, long begin, long end, long low, long high, vf shift, uint16_t *rounded) {
     long last = round_to(high, WIDTH);
     vf sum = v_zero();
@@ -144,21 +144,21 @@ INLINE float raise_scores(float *scores, long begin, long end, long low, long hi
     return v_sum(sum);
 }
 
-/* Turns the scores of one query into probabilities that are not yet divided by their sum, which is returned.
+/* Softmax of the scores of one query without the division by the sum, which is returned.
  *
- * Keys `low` to `high` are seen; what lies beside them between `begin`, a multiple of WIDTH, and `end` becomes 0. The
- * probabilities go to `rounded` in bfloat16, or where it is NULL into the place of the scores.
+ * Keys `low` to `high` are visible. The other keys from `begin`, a multiple of WIDTH, to `end` get 0. Writes bfloat16 to
+ * `rounded`, or overwrites the scores if it is NULL.
  */
 INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
     if (bias)
         for (long j = low; j < high; j++) scores[j] += bias[j];
     float largest = largest_score(scores, begin, low, high);
-    /* Where all that is seen is -inf, the result is NaN; where nothing is seen, it is 0. */
+    /* NaN if all visible scores are -inf; 0 if no key is visible. */
     vf shift = v_set(largest > -INFINITY ? -largest * LOG2_E : low < high ? NAN : 0.0f);
     return raise_scores(scores, begin, end, low, high, shift, rounded);
 }
 
-/* All queries of one head against the packed keys and values. */
+/* Attention of all queries of one head over the packed keys and values. */
 static void attend_head(const AttentionCall *call, long start, long length, long visible, long head, const void *keys,
                         const void *values, float *scores, uint16_t *rounded, float *turned) {
     const Layer *layer = call->layer;
@@ -194,7 +194,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
 #endif
                 tile_f32(rows, queries, query_stride, (const float *)keys + j * size, size, scores + j, stride);
         }
-        /* The product with the values runs over whole pairs: of the last one the second value is 0. */
+        /* The product with the values needs whole pairs; an odd last value is paired with 0. */
         end = call->dot ? round_to(end, 2) : end;
         float inverse[MOST_ROWS];
         for (int r = 0; r < rows; r++) {
@@ -228,7 +228,7 @@ static void attend_head(const AttentionCall *call, long start, long length, long
     }
 }
 
-/* The heads that share keys and values number `kv_head`, of one sequence. */
+/* Attention of the query heads that share key head `kv_head`, for one sequence. */
 static void run_attention(const AttentionCall *call, long start, long length, long visible, long kv_head,
                           void *scratch) {
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);

@@ -1,9 +1,9 @@
-/* Attention of decoders: softmax(q k^T) v of the tokens of a chunk over all that lie before them, and themselves.
+/* Causal attention of decoders: softmax(q k^T) v of the tokens of a chunk over earlier tokens and themselves.
  *
- * The keys of a sequence's past lie in pages, those of the chunk in the rows of the batch. They go by in blocks that
- * begin at multiples of KEYS in the whole sequence; each is packed once for a strip of queries, which keep a running
- * maximum and sum (Dao et al., FlashAttention, arXiv 2205.14135). So memory does not grow with the past, and a query's
- * result is the same to the bit whatever the chunks. Both products run through the tiles of tile.h, as in attention.h.
+ * Keys of earlier chunks are in pages, keys of the chunk in the rows of the batch. They are read in blocks that start at
+ * multiples of KEYS in the whole sequence. Each block is packed once per strip of queries, which keep a running maximum
+ * and sum (Dao et al., FlashAttention, arXiv 2205.14135). Memory therefore does not grow with the past, and the result
+ * of a query has the same bits for all chunk sizes. Both products use the tiles of tile.h, as in attention.h.
  */
 #ifndef PENSTOCK_BLOCKS_H
 #define PENSTOCK_BLOCKS_H
@@ -11,23 +11,23 @@
 #include "attention.h"
 #include "norm.h"
 
-/* Keys of a block, a multiple of every PANEL: both kinds of its panels stay in the second cache. */
+/* Keys per block, a multiple of every PANEL. The panels of its keys and values fit in the L2 cache. */
 #define KEYS 256
-/* Rows of a strip, over the heads that share keys: so many that packing the keys does not count. */
+/* Rows of a strip over all heads that share keys: enough to amortise packing the keys. */
 #define STRIP_ROWS 1024
 
-/* What one strip keeps, and what it works on. */
+/* Scratch memory of one strip. */
 typedef struct {
     void *keys;        /* [KEYS / PANEL][size][PANEL], packed as weights of q k^T */
-    void *values;      /* [size / PANEL][KEYS][PANEL], as those of the product with the probabilities */
+    void *values;      /* [size / PANEL][KEYS][PANEL], packed as weights of the product with the probabilities */
     float *scores;     /* [MOST_ROWS, KEYS] */
-    uint16_t *rounded; /* the same in bfloat16 */
-    float *sums;       /* [rows, wide] of values, not yet divided */
-    float *largest;    /* [rows] scores */
-    float *totals;     /* [rows] of probabilities */
+    uint16_t *rounded; /* [MOST_ROWS, KEYS] probabilities in bfloat16 */
+    float *sums;       /* [rows, wide] weighted sums of values, not divided by `totals` */
+    float *largest;    /* [rows] largest score so far */
+    float *totals;     /* [rows] sum of probabilities so far */
 } Strip;
 
-/* Tokens of a strip. */
+/* Tokens per strip. */
 static long strip_tokens(long heads, long kv_heads) {
     long tokens = STRIP_ROWS / (heads / kv_heads);
     return tokens > 0 ? tokens : 1;
@@ -47,7 +47,7 @@ static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *str
     return total;
 }
 
-/* Bytes that a lane needs. */
+/* Bytes of scratch per lane. */
 static long blocks_bytes(long heads, long kv_heads, long size) {
     Strip strip;
     return lay_strip(heads, kv_heads, size, NULL, &strip);
@@ -64,10 +64,10 @@ static void turn(float *head, long size, const float *cosines) {
     }
 }
 
-/* Makes q, k and v of one token what attention takes, in their place: normalised, turned by its position, and where
- * that computes in bfloat16 rounded, to the first half of the row. Keeps k and v in the page of the token.
+/* Prepares q, k and v of one token for attention, in place: norm, rotary embedding and, if attention computes in
+ * bfloat16, rounding (written to the first half of the row). Then copies k and v to the page of the token.
  *
- * `slot`: page * page size + place there; -1: nothing is kept.
+ * `slot`: page * page size + row in the page; -1: not stored.
  */
 static void prepare_row(const AttentionCall *call, long row, long position, int64_t slot) {
     const Layer *layer = call->layer;
@@ -85,7 +85,7 @@ static void prepare_row(const AttentionCall *call, long row, long position, int6
     memcpy((char *)call->page_values + slot * keys * bytes, kept + keys * bytes, (size_t)(keys * bytes));
 }
 
-/* Where the key (or value: `is_value`) of a position lies: in a page, or after the past in the batch's own row. */
+/* Address of the key (or value: `is_value`) of a position: in a page for the past, else in the row of the batch. */
 INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long position, long kv_head, int is_value) {
     long size = call->head_size, bytes = call->dot ? 2 : 4;
     if (position < chunk->past) {
@@ -98,10 +98,10 @@ INLINE const void *find_head(const AttentionCall *call, const Chunk *chunk, long
     return (const char *)call->qkv + row * width * 4 + head * size * bytes;
 }
 
-/* Keys and values of positions `base` to `base + count`. */
+/* Packs keys and values of positions `base` to `base + count`. */
 static void pack_block(const AttentionCall *call, const Chunk *chunk, long base, long count, long kv_head,
                        const Strip *strip) {
-    long size = call->head_size, words = call->dot ? size / 2 : size; /* of 32 bits, in a key */
+    long size = call->head_size, words = call->dot ? size / 2 : size; /* 32-bit values per key */
     int32_t rows[WIDTH][words];
     for (long first = 0; first < count; first += WIDTH) {
         for (long j = first; j < first + WIDTH && j < count; j++)
@@ -119,8 +119,8 @@ INLINE vf cap_of(vf score, float cap) {
     return v_mul(v_set(cap), tanh_of(v_mul(score, v_set(1.0f / cap))));
 }
 
-/* Turns the scores of one query with the keys `low` to `high` of a block into probabilities that are not yet divided,
- * and raises its largest score and its total; see soften. Returns the factor of what was summed before. */
+/* Like soften, for the keys `low` to `high` of a block: updates the running largest score and total. Returns the factor
+ * for the sums of earlier blocks. */
 INLINE float soften_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
                           float *total, uint16_t *rounded) {
     long last = round_to(high, WIDTH);
@@ -128,7 +128,7 @@ INLINE float soften_block(float *scores, long begin, long end, long low, long hi
         for (long j = begin; j < last; j += WIDTH) v_store(scores + j, cap_of(v_load(scores + j), cap));
     float before = *largest, now = largest_score(scores, begin, low, high);
     *largest = now > before ? now : before;
-    /* Where no score is a number above -inf, the result is NaN. */
+    /* NaN if no score is greater than -inf. */
     vf shift = v_set(*largest > -INFINITY ? -*largest * LOG2_E : NAN);
     float sum = raise_scores(scores, begin, end, low, high, shift, rounded);
     float factor[WIDTH];
@@ -137,7 +137,7 @@ INLINE float soften_block(float *scores, long begin, long end, long low, long hi
     return factor[0];
 }
 
-/* Some queries of one head against the packed block from `base`. `at`: the first of their rows in the strip. */
+/* Attention of `rows` queries of one head over the packed block at `base`. `at`: their first row in the strip. */
 static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head, long first, int rows, long base,
                         long count, long at, const Strip *strip) {
     const Layer *layer = call->layer;
@@ -156,7 +156,7 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
     }
     if (begin >= end) return;
     begin = begin / PANEL * PANEL;
-    /* A row of the batch is as wide in bfloat16, of which it holds half as much. */
+    /* Rows of the batch have the byte stride of float32 in bfloat16, too. */
     long stride = call->dot ? 2 * width : width;
     const char *queries = (const char *)call->qkv + (chunk->start + first) * width * 4
                           + head * size * (call->dot ? 2 : 4);
@@ -177,7 +177,7 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
         if (low[r] < high[r])
             factors[r] = soften_block(scores, begin, end, low[r], high[r], layer->softcap, strip->largest + at + r,
                                       strip->totals + at + r, rounded);
-        else if (rounded) /* its row in the product is thrown away */
+        else if (rounded) /* the row of the product is discarded */
             memset(rounded + begin, 0, (size_t)(end - begin) * 2);
         else
             memset(scores + begin, 0, (size_t)(end - begin) * 4);
@@ -201,7 +201,7 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
     }
 }
 
-/* The heads that share keys and values number `kv_head`, for tokens `first` to `first + count` of a chunk. */
+/* Attention of the query heads that share key head `kv_head`, for tokens `first` to `first + count` of a chunk. */
 static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_head, long first, long count,
                       void *scratch) {
     const Layer *layer = call->layer;

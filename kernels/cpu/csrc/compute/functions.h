@@ -1,7 +1,7 @@
-/* exp and the activation functions, in float32 vectors.
+/* exp and the activation functions on float32 vectors.
  *
- * Errors, over the floats that occur: exp 3e-7 relative; GELU 8e-7 absolute, and 1e-7 relative where it is larger than
- * 5; the others follow from exp. NaN gives NaN.
+ * Errors: exp 3e-7 relative; GELU 8e-7 absolute, and 1e-7 relative for values above 5; the other functions have the
+ * error of exp. NaN gives NaN.
  */
 #ifndef PENSTOCK_FUNCTIONS_H
 #define PENSTOCK_FUNCTIONS_H
@@ -9,8 +9,9 @@
 #include "vec.h"
 #include "../types.h"
 
-/* 2^x by x = n + f with 0 <= f < 1; (2^f - 1) / f from Chebyshev's points. Below -126 the result is 2^-126: nothing in a
- * sum. From 128 on it is inf, so that sigmoid is 0 where it must be: even -inf times it is then right. */
+/* 2^x as 2^n 2^f, x = n + f with 0 <= f < 1; (2^f - 1) / f is a polynomial through Chebyshev nodes. Below x = -126 the
+ * result is 2^-126, which is negligible in a sum. From 128 on it is inf: sigmoid is then exactly 0, as -inf * sigmoid
+ * requires. */
 INLINE vf exp2_of(vf x) {
     vf n, f = v_split(v_min(v_set(128.0f), v_max(v_set(-126.0f), x)), &n);
     vf p = v_set(1.788368798e-3f);
@@ -26,8 +27,9 @@ INLINE vf exp2_of(vf x) {
 
 INLINE vf exp_of(vf x) { return exp2_of(v_mul(x, v_set(LOG2_E))); }
 
-/* The normal distribution: Phi(x) = 1/2 + x P(x^2) for |x| <= far, `p` being P's coefficients in 2 (x / far)^2 - 1, from
- * Chebyshev's points; beyond, 0 and 1. P(far^2) is a little large, so that 0 is reached: -inf times it must be NaN. */
+/* The normal distribution: Phi(x) = 1/2 + x P(x^2) for |x| <= far; 0 and 1 beyond. `p` has the coefficients of P in
+ * 2 (x / far)^2 - 1, from Chebyshev nodes. P(far^2) is slightly too large, so that the result reaches exactly 0: -inf
+ * times it must be NaN. */
 INLINE vf normal_by(const float *p, int count, float far, vf x) {
     vf near = v_min(v_set(far), v_max(v_set(-far), x));
     vf t = v_fma(v_mul(near, near), v_set(2 / (far * far)), v_set(-1.0f)), sum = v_set(p[0]);
@@ -44,7 +46,7 @@ INLINE vf normal_of(vf x) {
     return normal_by(p, 15, 5.2f, x);
 }
 
-/* x times it is within 6e-5: less than bfloat16 and int8 make of it. */
+/* x times the result is within 6e-5, less than the error of bfloat16 and int8. */
 INLINE vf rough_normal_of(vf x) {
     const float p[] = {
         2.54519586e-03f, -6.03324501e-03f, 7.51893502e-03f, -1.33539718e-02f, 2.53015421e-02f, -3.90883386e-02f,
@@ -55,7 +57,7 @@ INLINE vf rough_normal_of(vf x) {
 
 INLINE vf sigmoid_of(vf x) { return v_div(v_set(1.0f), v_add(v_set(1.0f), exp_of(v_sub(v_zero(), x)))); }
 
-/* 1 - 2 / (e^2x + 1) loses digits near 0, where x - x^3/3 + 2x^5/15 - 17x^7/315 takes its place. */
+/* 1 - 2 / (e^2x + 1). Near 0 it loses digits; the series x - x^3/3 + 2x^5/15 - 17x^7/315 is used there. */
 INLINE vf tanh_of(vf x) {
     vf a = v_abs(x), square = v_mul(x, x);
     vf far = v_sub(v_set(1.0f), v_div(v_set(2.0f), v_add(exp_of(v_add(a, a)), v_set(1.0f))));
@@ -70,7 +72,7 @@ INLINE vf tanh_of(vf x) {
     return v_copysign(v_load(f), x);
 }
 
-/* `activation` and `is_rough` are known when this is compiled, so that nothing is decided per element. */
+/* `activation` and `is_rough` are compile-time constants at every call, so there is no branch per element. */
 INLINE vf activate(vf x, int activation, int is_rough) {
     switch (activation) {
         case ACT_GELU:

@@ -1,4 +1,4 @@
-/* Layer and root-mean-square normalisation of rows, statistics in two passes over a row that lies in the first cache. */
+/* LayerNorm and RMSNorm of rows. Statistics take two passes over a row, which stays in the L1 cache. */
 #ifndef PENSTOCK_NORM_H
 #define PENSTOCK_NORM_H
 
@@ -7,14 +7,14 @@
 #include "../types.h"
 #include "vec.h"
 
-/* Rows [R, D] float32 to rows of the same shape; `y` may be `x`. A norm without weights copies. */
+/* Normalises float32 rows [R, D]; `y` may be `x`. Copies if the norm has no weights. */
 static void run_norm(const Norm *norm, const float *x, long rows, long width, float *y) {
     for (long r = 0; r < rows; r++, x += width, y += width) {
         if (!norm->weight) {
             if (y != x) memcpy(y, x, (size_t)width * sizeof(float));
             continue;
         }
-        const long whole = width / WIDTH * WIDTH, rest = width - whole; /* what fills up the last vector must not count */
+        const long whole = width / WIDTH * WIDTH, rest = width - whole; /* the padding of the last vector must not count */
         float mean = 0.0f;
         if (!norm->rms) {
             vf sum = v_zero();

@@ -1,4 +1,4 @@
-/* From the rows of a sequence to one row: pool, cut, normalise. Same as kernels/pooling/_reference.py. */
+/* Pools the rows of a sequence to one row, truncates and normalises it. kernels/pooling has the formulas. */
 #ifndef PENSTOCK_POOLING_H
 #define PENSTOCK_POOLING_H
 
@@ -7,14 +7,14 @@
 #include "../types.h"
 #include "vec.h"
 
-/* Rows whose sum is taken by itself, so that float32 loses nothing over long sequences. */
+/* Rows per partial sum, which keeps float32 accurate for long sequences. */
 #define SUM_BLOCK 64
 
 INLINE float row_weight(int pooling, const float *weights, long row, long place) {
     return pooling == POOL_WEIGHTED ? weights[row] : pooling == POOL_WEIGHTED_MEAN ? (float)(place + 1) : 1.0f;
 }
 
-/* One sequence: rows `start` to `end` of [T, D], of which the first `skip` are left out, to `width` floats. */
+/* Pools rows `start` to `end` of [T, D], without the first `skip` rows, to `width` floats. */
 static void run_pooling(int pooling, const float *hidden, long stride, const float *weights, long start, long end,
                         long skip, long width, long dimensions, int normalize, float *out) {
     long first = start + (skip > 0 ? skip : 0);
@@ -35,7 +35,7 @@ static void run_pooling(int pooling, const float *hidden, long stride, const flo
             y = v_load_part(hidden + (end - 1) * stride + d, left);
         } else if (pooling == POOL_MAX) {
             y = v_load_part(hidden + first * stride + d, left);
-            vf wrong = v_sub(y, y); /* NaN where a row holds NaN or inf, 0 elsewhere */
+            vf wrong = v_sub(y, y); /* NaN in columns with NaN or inf, else 0 */
             for (long r = first + 1; r < end; r++) {
                 vf x = v_load_part(hidden + r * stride + d, left);
                 wrong = v_add(wrong, v_sub(x, x));

@@ -1,8 +1,7 @@
 /* Products with packed weights: y = epilogue(x W^T + bias).
  *
- * Inputs are float32 rows, or what `convert_rows` makes of them for the format of the weights: bfloat16 for
- * FORMAT_DOT, int8 with a scale per row for FORMAT_INT8. A product of some panels can run on one core while others run
- * on another, so a caller gives the range.
+ * Inputs are float32 rows. For FORMAT_DOT and FORMAT_INT8 `convert_rows` converts them to bfloat16, or to int8 with a
+ * scale per row. The caller passes a range of panels, so that several cores can share a product.
  */
 #ifndef PENSTOCK_PRODUCT_H
 #define PENSTOCK_PRODUCT_H
@@ -13,15 +12,15 @@
 #include "tile.h"
 #include "../types.h"
 
-/* Rows that share one pass over a panel: their inputs stay in the second cache. */
+/* Rows per pass over a panel; their inputs stay in the L2 cache. */
 #define ROW_BLOCK 192
 
 INLINE long weight_bytes(int format) { return format == FORMAT_F32 ? 4 : format == FORMAT_INT8 ? 1 : 2; }
 
 INLINE long num_panels(long out) { return (out + PANEL - 1) / PANEL; }
 
-/* The column of W that lies at a place of the panels, -1 for none. A gated panel holds PANEL / 2 columns of the gate,
- * then the same of the values. */
+/* Column of W at a place of the panels; -1 for padding. A gated panel has PANEL / 2 columns of the gate, then PANEL / 2
+ * of the values. */
 INLINE long column_of(const Product *product, long place) {
     if (!product->gated) return place < product->out ? place : -1;
     long half = PANEL / 2, width = product->out / 2, column = place / PANEL * half + place % half;
@@ -29,7 +28,7 @@ INLINE long column_of(const Product *product, long place) {
     return place % PANEL < half ? column : width + column;
 }
 
-/* Panels of a product: a gated one fills its panels by halves. */
+/* Number of panels of a product. */
 INLINE long panels_of(const Product *product) {
     return product->gated ? num_panels(2 * (((product->out / 2) + PANEL / 2 - 1) / (PANEL / 2)) * (PANEL / 2))
                           : num_panels(product->out);
@@ -55,7 +54,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
                 largest = a > largest || a != a ? a : largest;
             }
             scales[place] = largest / 127.0f;
-            if (largest - largest != 0) scales[place] = largest = NAN; /* of NaN and inf, a column of NaN */
+            if (largest - largest != 0) scales[place] = largest = NAN; /* a column with NaN or inf becomes NaN */
             sums[place] = 0;
         }
         for (long k = 0; k < num_in; k++) {
@@ -82,7 +81,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
     }
 }
 
-/* Rows [R, K] float32 as inputs of a format; scales [R] for FORMAT_INT8. A row with NaN has the scale NaN. */
+/* Converts float32 rows [R, K] to inputs of a format; scales [R] for FORMAT_INT8. A row with NaN has the scale NaN. */
 static void convert_rows(int format, const float *x, long rows, long width, void *out, float *scales) {
     for (long r = 0; r < rows; r++, x += width) {
         if (format == FORMAT_DOT) {
@@ -99,9 +98,9 @@ static void convert_rows(int format, const float *x, long rows, long width, void
                 more = v_max_abs(more, v_load(x + d + WIDTH));
             }
             for (; d < width; d += WIDTH) most = v_max_abs(most, v_load_part(x + d, width - d));
-            vf all = v_max_abs(most, more), bad = v_sub(all, all); /* NaN where there is NaN or inf */
+            vf all = v_max_abs(most, more), bad = v_sub(all, all); /* NaN for NaN and inf, else 0 */
             float largest = v_largest(all), wrong = v_sum(bad);
-            /* The inverse of a smaller row is inf. */
+            /* 127 / largest could overflow for smaller values. */
             float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
             scales[r] = wrong == 0 ? largest / 127.0f : wrong;
             if (wrong != 0) inverse = 0.0f;
@@ -116,7 +115,7 @@ static void convert_rows(int format, const float *x, long rows, long width, void
     }
 }
 
-/* Stores the first `count` floats of y at a place of the result. */
+/* Stores the first `count` floats of y at offset `at` of the result. */
 INLINE void store_result(const Target *to, long at, vf y, long count) {
     if (to->add) y = v_add(y, v_load_part(to->add + at, count));
     if (!to->out_is_bf16) {
@@ -130,8 +129,8 @@ INLINE void store_result(const Target *to, long at, vf y, long count) {
     }
 }
 
-/* Bias, activation, gate, sum and rounding of a tile's sums [rows, PANEL], for one activation. A whole panel goes from
- * registers to memory; of a narrower last one each vector is looked at. */
+/* Epilogue of a tile's sums [rows, PANEL] for one activation: bias, activation, gate, residual, rounding. Full panels are
+ * stored from registers; a narrower last panel is stored vector by vector. */
 INLINE void finish_as(const Product *product, int activation, int is_gated, int is_rough, const float *sums, int rows,
                       long panel, long first_row, const float *row_scales, const Target *to) {
     const int vecs = is_gated ? VECS / 2 : VECS, is_bf16 = to->out_is_bf16;
@@ -169,7 +168,7 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
 
 static void finish(const Product *product, const float *sums, int rows, long panel, long first_row,
                    const float *row_scales, const Target *to) {
-    /* Inputs of 8 bits make greater errors than a rough function. */
+    /* The error of bfloat16 and int8 inputs is larger than that of a rough function. */
     const int is_rough = product->format == FORMAT_DOT || product->format == FORMAT_INT8;
 #define FINISH(activation, is_gated, is_rough) \
     finish_as(product, activation, is_gated, is_rough, sums, rows, panel, first_row, row_scales, to)
@@ -197,7 +196,7 @@ static void finish(const Product *product, const float *sums, int rows, long pan
 #undef FINISH
 }
 
-/* Rows [R, K] in the format of the product, times panels `first` to `last`.
+/* Multiplies rows [R, K], in the format of the product, by panels `first` to `last`.
  *
  * `scratch`: PANEL * K floats for FORMAT_BF16, 64-byte aligned. `row_scales` [R] for FORMAT_INT8.
  */

@@ -1,16 +1,16 @@
-/* The innermost loop of every product: a few rows against one panel of weights, all sums in registers.
+/* The innermost loop of every product: a few rows times one panel of weights, with all sums in registers.
  *
- * A panel holds PANEL columns of the weights for all K inputs, input after input:
+ * A panel has PANEL columns of the weights for all K inputs, ordered by input:
  *
  *   FORMAT_F32, _BF16   [K][PANEL]
  *   FORMAT_DOT          [K / 2][PANEL][2]
  *   FORMAT_INT8         [K / 4][PANEL][4]
  *
- * While one panel is worked on, the same place of the next is fetched (but not by AMX): with few rows a panel is read
- * once, and reading takes as long as the work.
+ * The loops prefetch the next panel (not with AMX): with few rows a panel is read once, and reading takes as long as
+ * computing.
  *
- * A sum runs over the inputs in their order, whatever the number of rows: a row's result is the same to the bit in any
- * batch. Loops over `rows` unroll, because each number of rows is compiled by itself (TILE_BY_ROWS).
+ * A sum adds its inputs in order for any number of rows, so a row has the same bits in every batch. Loops over `rows` are
+ * unrolled, because each number of rows is compiled separately (TILE_BY_ROWS).
  */
 #ifndef PENSTOCK_TILE_H
 #define PENSTOCK_TILE_H
@@ -18,7 +18,7 @@
 #include "../types.h"
 #include "vec.h"
 
-/* Fetches a cache line to the second cache; an address without memory is no error. */
+/* Prefetches a cache line to the L2 cache. An invalid address is no error. */
 INLINE void fetch(const void *address) { __builtin_prefetch(address, 0, 2); }
 
 /* out[r][c] = sum_k x[r][k] panel[k][c]; strides in elements. */
@@ -80,7 +80,7 @@ INLINE void tile_dot_rows(int rows, const uint16_t *x, long stride, const uint16
 #endif
 
 #if HAS_INT8
-/* Inputs are 128 above their value, so that they have no sign; `sums_128` takes that out again. */
+/* Inputs are unsigned, with an offset of 128; subtracting `sums_128` removes the offset. */
 INLINE void tile_int8_rows(int rows, const uint8_t *x, long stride, const int8_t *panel, long num_in,
                            const int32_t *sums_128, float *out, long out_stride) {
     vi sums[ROWS][VECS];
@@ -159,14 +159,14 @@ static void tile_int8(int rows, const uint8_t *x, long stride, const int8_t *pan
 #endif
 #endif
 
-/* Rows of the next tile of `left` rows: as many as fit, or two even parts where one would leave a narrow rest. */
+/* Rows of the next tile if `left` rows are left: ROWS, or half of the rest if a full tile would leave a small one. */
 INLINE int tile_rows(long left) {
     if (left <= ROWS) return (int)left;
     if (left < 2 * ROWS) return (int)((left + 1) / 2);
     return ROWS;
 }
 
-/* The same for a product in some format; at most MOST_ROWS. */
+/* The same for a product in the given format; at most MOST_ROWS. */
 #if HAS_AMX
 #define MOST_ROWS AMX_ROWS
 INLINE int product_rows(int format, long left) {

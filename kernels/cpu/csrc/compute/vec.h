@@ -1,12 +1,13 @@
-/* Vectors of floats under one set of names, for the instruction set that a file is compiled for.
+/* Float vectors with the same names for every instruction set.
  *
  *   vf          WIDTH floats in one register
- *   ROWS, VECS  the tile that fills the registers: ROWS x VECS sums, VECS weights, one input (tile.h)
- *   vi          where HAS_INT8: WIDTH int32 in one register; vi_dot adds to each the products of four unsigned bytes of
- *               `a` and four signed ones of `b`, without saturation. By the intrinsic, gcc 12 stores every sum each time
+ *   ROWS, VECS  size of a tile in registers: ROWS x VECS sums, VECS weights, one input (tile.h)
+ *   vi          if HAS_INT8: WIDTH int32 in one register. vi_dot adds to each the products of four unsigned bytes of
+ *               `a` and four signed bytes of `b`, without saturation. x86 uses inline assembly, because gcc 12
+ *               stores the sums to memory at every call of the intrinsic
  *
- * bfloat16 is the upper half of a float32, rounded to nearest, ties to even; the instruction for it takes numbers below
- * 2^-126 for 0, which the others keep.
+ * bfloat16 is the upper half of a float32, rounded to nearest, ties to even. The conversion instruction flushes numbers
+ * below 2^-126 to 0; the other conversions keep them.
  */
 #ifndef PENSTOCK_VEC_H
 #define PENSTOCK_VEC_H
@@ -38,16 +39,16 @@ INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-/* NaN in `b` stays: the second operand is what x86 returns where one is NaN. */
+/* NaN in `b` is kept: if one operand is NaN, x86 returns the second. */
 INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
-/* The larger of a, which has no sign, and |b|; NaN is larger than inf. */
+/* The larger of a >= 0 and |b|; NaN counts as larger than inf. */
 INLINE vf v_max_abs(vf a, vf b) {
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(v_abs(b))));
 }
 INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, 8); }
-/* x - floor(x); `whole` is what v_scale2 takes for floor(x). */
+/* Returns x - floor(x); `whole` is the argument of v_scale2 for floor(x). */
 INLINE vf v_split(vf x, vf *whole) {
     *whole = x;
     return _mm512_reduce_ps(x, 9);
@@ -57,9 +58,9 @@ INLINE vf v_copysign(vf magnitude, vf sign) {
     __m512i m = _mm512_castps_si512(magnitude), s = _mm512_castps_si512(sign);
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_andnot_si512(bit, m), _mm512_and_si512(bit, s)));
 }
-/* x * 2^n for whole n in -126..128 and x >= 1 */
+/* x * 2^n for integers n in -126..128 and x >= 1 */
 INLINE vf v_scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-/* Lanes `from` to `to` of x, `other` in place of the rest. */
+/* Elements `from` to `to` of x; the other elements come from `other`. */
 INLINE vf v_only(vf x, long from, long to, vf other) {
     unsigned below = to <= 0 ? 0 : to >= WIDTH ? 0xffffu : (1u << to) - 1;
     unsigned left_out = from <= 0 ? 0 : from >= WIDTH ? 0xffffu : (1u << from) - 1;
@@ -81,7 +82,7 @@ INLINE void v_to_bf16(uint16_t *p, vf x) {
 #endif
 }
 
-/* Whole numbers from 0 to 255 as bytes; anything else gives any byte. */
+/* Converts integers from 0 to 255 to bytes; the result for other values is undefined. */
 INLINE void v_to_bytes(uint8_t *p, vf x) {
     _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -165,8 +166,8 @@ INLINE vi vi_dot(vi sum, vi a, vi b) {
 
 #else
 
-/* Any other machine, through the compiler's own vectors: NEON on 64-bit ARM, SSE on older x86. With HAS_AMX they have the
- * width of AVX-512, which the panels of AMX need: tests run amx_model.h on processors without AVX-512. */
+/* Other machines, with the compiler's vector extension: NEON on 64-bit ARM, SSE on older x86. With HAS_AMX the width is
+ * that of AVX-512, which the panels of AMX need: tests run amx_model.h on processors without AVX-512. */
 #include <math.h>
 #if HAS_AMX
 #define WIDTH 16
@@ -208,7 +209,7 @@ INLINE vf v_min(vf a, vf b) { return v_select(a < b, a, b); }
 INLINE vf v_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 INLINE vf v_max_abs(vf a, vf b) { return v_select((vi)a > (vi)v_abs(b), a, v_abs(b)); }
 INLINE vf v_round(vf a) {
-    const vf big = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds |a| < 2^22 to a whole number */
+    const vf big = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds |a| < 2^22 to an integer */
     return (a + big) - big;
 }
 INLINE vf v_split(vf x, vf *whole) {
@@ -271,10 +272,10 @@ INLINE void v_to_bytes(uint8_t *p, vf x) {
 }
 #endif
 
-/* Columns of a panel of weights: what one tile computes side by side. */
+/* Columns of a panel of weights, and of a tile. */
 #define PANEL (WIDTH * VECS)
 
-/* 32-bit values at `p`, `p + stride`, ... */
+/* Loads 32-bit values at `p`, `p + stride`, ... */
 INLINE vf v_load_strided(const int32_t *p, long stride) {
 #if defined(__AVX512F__)
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -288,7 +289,7 @@ INLINE vf v_load_strided(const int32_t *p, long stride) {
 #endif
 }
 
-/* The sum, and the largest, of the floats of a vector, in one fixed order. */
+/* Sum and maximum of the floats of a vector, in a fixed order. */
 #if defined(__AVX512F__)
 INLINE float v_sum(vf x) { return _mm512_reduce_add_ps(x); }
 INLINE float v_largest(vf x) { return _mm512_reduce_max_ps(x); }
@@ -308,7 +309,7 @@ INLINE float v_largest(vf x) {
 }
 #endif
 
-/* The first `count` floats at `p`, 0 in place of the others. */
+/* Loads the first `count` floats at `p`; the other elements are 0. */
 INLINE vf v_load_part(const float *p, long count) {
     if (count >= WIDTH) return v_load(p);
 #if defined(__AVX512F__)
