@@ -97,12 +97,3 @@ def test_scores_of_a_cross_encoder_are_sigmoids(reranker: Server, left: Any, rig
     )
     assert len(scores) == num_scores
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-logits)), atol=1e-5)
-
-
-def test_scores_of_an_embedder_rank_the_answer_first(embedder: Server) -> None:
-    body = {"model": E5, "text_1": BRAZIL, "text_2": [PARIS, BRASILIA, "Reranking is fun!"]}
-    scores = [row["score"] for row in embedder.post("/score", body).json()["data"]]
-    assert np.argsort(scores)[::-1].tolist() == [1, 0, 2]
-    refused = embedder.post("/score", {**body, "use_activation": True})
-    assert refused.status_code == 400
-    assert "use_activation" in refused.text

@@ -84,7 +84,7 @@ def test_commands_refuse_a_model_that_needs_torch(slim, random_model, tmp_path: 
 def test_error_states_the_reason(slim, random_model) -> None:
     bert = random_model("BertModel", **SIZES)
     _, line = refused(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
-    assert "BertModel needs torch, which is not installed: --device cuda is torch's" in line
+    assert "BertModel needs torch, which is not installed: --device cuda needs it" in line
     settings = json.loads((bert / "tokenizer_config.json").read_text()) | {"tokenizer_class": "FunnelTokenizer"}
     (bert / "tokenizer_config.json").write_text(json.dumps(settings))
     _, line = refused(slim, "serve", str(bert), "--port", "0")

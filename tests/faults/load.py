@@ -71,8 +71,8 @@ class Load:
             self.retry_after_s.append(int(headers["retry-after"]))
         self._idle.append(connection)
 
-    async def closed_loop(self, num_clients: int, for_s: float) -> float:
-        """Each client sends again after each response. Returns 200 responses per second."""
+    async def closed_loop(self, num_clients: int, for_s: float) -> None:
+        """Each client sends again after each response."""
         end_s = time.monotonic() + for_s
 
         async def client() -> None:
@@ -82,38 +82,8 @@ class Load:
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(client())
-            goodput = await self._goodput(for_s)
-        self.close()
-        return goodput
-
-    async def open_loop(self, per_s: float, for_s: float, *, num_first: int) -> float:
-        """Start requests at a fixed rate after `num_first` at once. Returns 200 responses per second."""
-        async with asyncio.TaskGroup() as group:
-
-            async def send_all() -> None:
-                for _ in range(num_first):
-                    group.create_task(self.send())
-                began_s = time.monotonic()
-                for number in range(1, int(per_s * for_s) + 1):
-                    group.create_task(self.send())
-                    await asyncio.sleep(max(began_s + number / per_s - time.monotonic(), 0.0))
-
-            group.create_task(send_all())
-            goodput = await self._goodput(for_s)
-        self.close()
-        return goodput
-
-    def close(self) -> None:
-        """Close the idle connections."""
         while self._idle:
             self._idle.pop()[1].close()
-
-    async def _goodput(self, for_s: float) -> float:
-        """Leaves out the first tenth."""
-        await asyncio.sleep(for_s / 10)
-        began_s, num_before = time.monotonic(), len(self.seconds[200])
-        await asyncio.sleep(for_s * 0.88)
-        return (len(self.seconds[200]) - num_before) / (time.monotonic() - began_s)
 
 
 @dataclass

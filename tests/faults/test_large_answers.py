@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -112,12 +111,6 @@ def test_slow_readers_of_documents_share_a_limit(launch: Launch, small_bert: Pat
     server = launch("--answer-memory", "50MB", "--max-inputs-per-request", "2500", *PATIENT, model=small_bert)
     body = {"query": "a", "documents": ["\x01" * 1_000] * 2_500}
     check_slow_readers(server, "/rerank", body, 10, 8 * 10 * len(json.dumps(body)), refusals={429, 503})
-
-
-def test_slow_readers_of_many_classes_share_a_limit(launch: Launch, random_model: Callable[..., Path]) -> None:
-    model = random_model("BertForSequenceClassification", num_labels=1_000)
-    server = launch("--answer-memory", "20MB", *PATIENT, model=model)
-    check_slow_readers(server, "/classify", {"input": ["a"] * 1_000}, 10, 400 * MIB, refusals={429})
 
 
 @pytest.mark.timeout(400)

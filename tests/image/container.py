@@ -137,9 +137,6 @@ class Container:
             raise Fault(f"it ended after {took_s:.1f} s with exit code {code}:\n{self.logs()}")
         return took_s
 
-    def wait_until_ended(self) -> int:
-        return int(run(*podman("wait", self.id)))
-
 
 def requests_of_the_readme() -> list[str]:
     """The curl commands of README.md."""
