@@ -121,7 +121,15 @@ class Admission:
         """Whether the engine is ready and its queue is full: `check` then refuses clients that hold their share."""
         if self.closed_because is not None:
             return False
-        return self._tokens.is_full or (self._takes_too_long() and self._work.is_full)
+        if self._tokens.is_full:
+            return True
+        limit = self._work_limit()
+        if limit is None or self._tokens.used < limit:
+            return False
+        largest = self._largest_at(limit)
+        if largest == self._largest:
+            return self._work.used >= limit
+        return sum(count * min(num_tokens, largest) for (_, num_tokens), count in self._sizes.items()) >= limit
 
     @property
     def queue_s(self) -> float:
@@ -169,7 +177,7 @@ class Admission:
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
         """Raises EngineOverloadedError if the queue is full and the client holds its share."""
         rejection = self._tokens.rejection(client)
-        if rejection is None and self._takes_too_long():
+        if rejection is None and self._update_work_limit():
             rejection = self._work.rejection(client)
             if rejection is None and num_new > self._largest:
                 rejection = self._large_rejection(client, num_new)
@@ -195,23 +203,33 @@ class Admission:
         excess = self._tokens.used * rejection.excess // self._large.used  # an estimate in tokens
         return rejection._replace(message=message, excess=excess)
 
-    def _takes_too_long(self) -> bool:
-        """Returns whether all tokens in the queue take more than `max_queue_s`. Updates the limit of the work."""
+    def _work_limit(self) -> int | None:
+        """Returns the tokens that take `max_queue_s`. None if `max_tokens` is smaller, or the rate is not measured."""
         if self._tokens.used <= 2 * self.stats.token_budget:  # too few to measure the rate
-            return False
+            return None
         in_time = self._max_queue_s * total_rate(self._rates)  # without a rate nan, which is not less than the limit
-        if not in_time < self._tokens.limit:
+        return math.ceil(in_time) if in_time < self._tokens.limit else None
+
+    def _largest_at(self, work_limit: int) -> int:
+        """Returns the tokens for which one request counts at most; `_largest` if they are about the same."""
+        largest = max(math.ceil(work_limit * _LARGE), 1)
+        return largest if abs(largest - self._largest) > self._largest * _RATE_CHANGE else self._largest
+
+    def _update_work_limit(self) -> bool:
+        """Adapts the limit of the work to the drain rate. Returns whether the tokens in the queue exceed it."""
+        limit = self._work_limit()
+        if limit is None:
             return False
-        self._work.limit = math.ceil(in_time)
-        largest = max(math.ceil(in_time * _LARGE), 1)
-        if abs(largest - self._largest) > self._largest * _RATE_CHANGE:
+        self._work.limit = limit
+        largest = self._largest_at(limit)
+        if largest != self._largest:
             entries = self._sizes.items()
             for (client, num_tokens), count in entries:
                 self._count_work(client, num_tokens, -count)
             self._largest = largest
             for (client, num_tokens), count in entries:
                 self._count_work(client, num_tokens, count)
-        return self._tokens.used >= self._work.limit
+        return self._tokens.used >= limit
 
     def _count(self, client: str, num_tokens: int, change: int) -> None:
         """Adds a request to the queue, or removes one."""
