@@ -86,6 +86,14 @@ KNOWN_MODELS: Final = (
         note='put "query: " or "passage: " before every text',
     ),
     KnownModel(
+        name="nomic-ai/nomic-embed-text-v1.5",
+        tasks=("embed",),
+        family="nomic_bert",
+        num_parameters=136_731_648,
+        dimensions=768,
+        note='put "search_query: " or "search_document: " before every text; needs no --trust-remote-code',
+    ),
+    KnownModel(
         name="Alibaba-NLP/gte-modernbert-base",
         tasks=("embed",),
         family="modernbert",
