@@ -211,7 +211,7 @@ async def test_labels_and_examples_run_with_the_inputs(make: Make) -> None:
 
 async def test_empty_input_is_refused_with_its_index(make: Make) -> None:
     engine, core = make()
-    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: the tokenizer of words .* has none"):
+    with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: the tokenizer of words .* has no end token"):
         await engine.embed(["a", " "], PARAMS)
     with pytest.raises(InvalidRequestError, match=r"^Give at least one input\.$"):
         await engine.embed([], PARAMS)
