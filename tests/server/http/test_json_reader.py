@@ -95,6 +95,13 @@ async def test_values_of_short_dense_bodies_are_counted(unit: bytes, is_dense: b
     memory.add_values.assert_not_called()  # a small body need not be counted
 
 
+async def test_numbers_of_a_short_body_are_counted() -> None:
+    body = b"[" + b",".join([b"1"] * 1000) + b"]"
+    assert len(await json_reader(1000 + WEIGHT).read(scope(), receiving(body))) == 1000
+    with pytest.raises(HTTPException, match="--max-json-values"):
+        await json_reader(900).read(scope(), receiving(body))
+
+
 @pytest.mark.parametrize("body", [b"{" + b" " * SLICE_BYTES, b'{"a": nul}' + b" " * SLICE_BYTES, b"{", b""])
 async def test_invalid_json_raises_a_validation_error(body: bytes) -> None:
     with pytest.raises(RequestValidationError) as raised:

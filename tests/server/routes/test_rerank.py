@@ -154,6 +154,11 @@ async def test_only_a_part_of_an_enormous_text_is_tokenized(client: httpx.AsyncC
     assert engine.num_chars_read < 150_000
 
 
+async def test_text_after_many_blanks_is_ranked(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await rerank(client, query="a", documents=[" " * 60_000 + "b c d"], max_tokens_per_doc=2)
+    assert len(engine.calls[-1][1][1][0].split()) == 2
+
+
 async def test_equal_scores_keep_the_order_of_the_documents(client: httpx.AsyncClient) -> None:
     answer = await rerank(client, query="x", documents=["a"] * 101)
     assert [row["index"] for row in answer["results"]] == list(range(101))

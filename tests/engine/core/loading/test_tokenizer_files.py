@@ -315,6 +315,16 @@ def test_every_folder_is_read_as_by_transformers(change: str, tmp_path: Path) ->
     assert (num_read > 0) is is_read
 
 
+@pytest.mark.parametrize(("name", "model_type", "declared"), READERS)
+def test_complete_token_table_needs_no_transformers(
+    name: str, model_type: str, declared: str | None, tmp_path: Path
+) -> None:
+    FILES[name][1]().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, model_type, BASE | {"tokenizer_class": declared})
+    write_table(tmp_path, token_table(tmp_path))
+    assert read(tmp_path) is not None
+
+
 @pytest.mark.parametrize("is_byte_level", [True, False])
 def test_class_is_the_one_of_transformers(is_byte_level: bool, tmp_path: Path) -> None:
     tokenizer = byte_pairs(GPT) if is_byte_level else word_piece(BERT)
