@@ -53,7 +53,7 @@ from .settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class SharedState:
     """The values that all HTTP processes of one server share.
 
     Attributes:
@@ -76,7 +76,7 @@ def create_app(
     cache: VectorCache | None = None,
     on_ready: Callable[[], None] = lambda: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
-    common: Common | None = None,
+    shared: SharedState | None = None,
 ) -> Application:
     """Builds the application. Its lifespan starts the engines, behind the open port, and stops them.
 
@@ -87,27 +87,27 @@ def create_app(
             is no cache.
         on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
         on_failure: Called with the first error where no model can be loaded. The application lives on without.
-        common: Shared by all HTTP processes of the server; None: there is one process.
+        shared: Shared by all HTTP processes of the server; None: there is one process.
 
     Raises:
         UsageError: A file of keys cannot be read or holds no key, or the extra for traces is not installed.
     """
     batches = None if settings.data_dir is None else Batches(settings)
-    common = common or Common()
+    shared = shared or SharedState()
     keys = ApiKeys(
         settings.api_key,
         settings.api_key_file,
-        salt=common.salt if batches is None else batches.secret,
+        salt=shared.salt if batches is None else batches.secret,
         namespace_salt=None if cache is None else cache.shared_secret,
     )
-    admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=common.salt)
+    admin_keys = ApiKeys(settings.admin_key, settings.admin_key_file, flag="--admin-key-file", salt=shared.salt)
     manager = ModelManager(
         models,
         ModelLimits(settings.max_loaded_models, settings.model_memory, settings.load_wait_s, settings.drain_timeout_s),
     )
     table = ModelTable(manager)
-    admission = AdmissionController(settings, common.num_processes)
-    context = ServerContext(settings, Metrics(table.named_engines, common.gather), table, common.started_s, admission)
+    admission = AdmissionController(settings, shared.num_processes)
+    context = ServerContext(settings, Metrics(table.named_engines, shared.gather), table, shared.started_s, admission)
     context.metrics.register(ModelMetrics(table.entries))
     if cache is not None:
         context.metrics.register(VectorCacheMetrics(cache, table.named_engines))

@@ -219,11 +219,11 @@ class PoolError(EngineError):
     """A sequence pool cannot do an operation. Never reaches a caller: the scheduler waits, or has a bug."""
 
 
-class PoolExhausted(PoolError):  # noqa: N818 - the specification's name
+class PoolExhausted(PoolError):  # noqa: N818 - scheduling/sequence_pool.py raises it under this name
     """No block or slot is free at the moment."""
 
 
-class InvalidSlot(PoolError):  # noqa: N818 - the specification's name
+class InvalidSlot(PoolError):  # noqa: N818 - see PoolExhausted
     """A block or slot is out of range, not in use, or of a kind that the pool does not have."""
 
 

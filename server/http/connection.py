@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from .streams import INTERIM, INTERIM_AFTER_S, PARSE_BYTES, CloseDelimited, HalfClose, ReadAhead, ResponseWriter
 
 
-class Part(StrEnum):
+class TransferPart(StrEnum):
     """The part of a request-response cycle that the client must send or read."""
 
     HEAD = "head"
@@ -44,7 +44,7 @@ class PendingTransfer(NamedTuple):
         progress: Number of bytes that the client has sent or received so far.
     """
 
-    part: Part
+    part: TransferPart
     request: object
     progress: int
 
@@ -291,18 +291,18 @@ class Connection(HttpToolsProtocol):
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
-            return PendingTransfer(Part.RESPONSE, self.cycle, self._writer.num_written - num_left)
+            return PendingTransfer(TransferPart.RESPONSE, self.cycle, self._writer.num_written - num_left)
         if self._is_refused:
-            return PendingTransfer(Part.BODY, self.scope, self._num_received)
+            return PendingTransfer(TransferPart.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
-            return None if is_timed else PendingTransfer(Part.HEAD, self.cycle, self._num_received)
+            return None if is_timed else PendingTransfer(TransferPart.HEAD, self.cycle, self._num_received)
         if self._refusal is not None or self.flow.read_paused:  # the application must read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None
         if self.cycle.more_body and not self.pipeline:  # with queued requests, reading may pause for other reasons
-            return PendingTransfer(Part.BODY, self.cycle, self._num_received)
+            return PendingTransfer(TransferPart.BODY, self.cycle, self._num_received)
         return None
 
     def refuse_body(self, reason: str) -> bool:

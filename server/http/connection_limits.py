@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from ..settings import ServerSettings
-from .connection import Connection, Part, PendingTransfer
+from .connection import Connection, PendingTransfer, TransferPart
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ConnectionLimits:
         now_s = self._now()
         waits: dict[Connection, _Wait] = {}
         num_silent = 0
-        slow: Counter[tuple[str, Part, str]] = Counter()
+        slow: Counter[tuple[str, TransferPart, str]] = Counter()
         for connection in tuple(self._connections):
             transfer = connection.pending_transfer()
             if transfer is None:
@@ -119,12 +119,12 @@ class ConnectionLimits:
             reason = self._lateness(wait, now_s)
             if not reason:
                 continue
-            if transfer.part is Part.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
+            if transfer.part is TransferPart.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
                 slow[connection.client_text, transfer.part, reason] += 1
                 continue
-            if transfer.part is Part.HEAD:
+            if transfer.part is TransferPart.HEAD:
                 num_silent += 1
-            elif transfer.part is Part.RESPONSE:
+            elif transfer.part is TransferPart.RESPONSE:
                 slow[connection.client_text, transfer.part, reason] += 1
                 self._on_slow()
             connection.transport.abort()
@@ -146,17 +146,17 @@ class ConnectionLimits:
     def _lateness(self, wait: _Wait, now_s: float) -> str:
         """Returns the limit that a transfer exceeds as text; "" if it exceeds none."""
         limits = self._limits
-        if wait.transfer.part is Part.HEAD:
+        if wait.transfer.part is TransferPart.HEAD:
             return "its head has not come" if now_s - wait.since_s > HEAD_S else ""
         if wait.left_s < 0:
             return f"--min-transfer-rate is {limits.min_rate} bytes a second, --transfer-grace-s {limits.grace_s:g}"
-        if wait.transfer.part is Part.BODY and now_s - wait.since_s > limits.body_s:
+        if wait.transfer.part is TransferPart.BODY and now_s - wait.since_s > limits.body_s:
             return f"it has taken more than {limits.body_s:g} s, --request-timeout-s"
         return f"no byte has passed for {STALL_S:g} s" if now_s - wait.moved_s > STALL_S else ""
 
 
-def _slow_text(client: str, part: Part, reason: str, number: int) -> str:
-    if part is Part.BODY:
+def _slow_text(client: str, part: TransferPart, reason: str, number: int) -> str:
+    if part is TransferPart.BODY:
         return f"client {client} sends {number} request bodies too slowly ({reason}); they get 408"
     return f"client {client} reads {number} responses too slowly ({reason}); its connections were reset"
 

@@ -150,8 +150,8 @@ class WorkerPlan:
         models: The served models.
         num_workers: Number of HTTP processes.
         client: Number of its EngineClients.
-        salt: See Common.
-        started_s: See Common.
+        salt: See SharedState.
+        started_s: See SharedState.
     """
 
     settings: ServerSettings

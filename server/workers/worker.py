@@ -31,7 +31,7 @@ from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.messages import ModelReady, first_request_id
 
 from ..admission import ServerRefusalReason
-from ..app import Common, create_app
+from ..app import SharedState, create_app
 from ..http.connection import Connection
 from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
 from ..http.http_server import HttpServer, freeze, uvicorn_config
@@ -342,9 +342,9 @@ def main() -> None:
         )
         for number, model in enumerate(plan.models)
     ]
-    common = Common(plan.salt, plan.started_s, link.gather, plan.num_workers)
+    shared = SharedState(plan.salt, plan.started_s, link.gather, plan.num_workers)
     try:
-        app = create_app(models, settings, on_ready=prepared, common=common)
+        app = create_app(models, settings, on_ready=prepared, shared=shared)
     except UsageError as error:
         logger.error("%s", error)
         raise SystemExit(error.exit_code) from error

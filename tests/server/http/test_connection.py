@@ -16,7 +16,7 @@ from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
 from penstock.server.http import http_server, streams
-from penstock.server.http.connection import MAX_OVERHEAD_BYTES, Part
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES, TransferPart
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
@@ -153,7 +153,7 @@ async def test_invalid_http_gets_400() -> None:
             assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def pending_parts(server: HttpServer) -> list[Part | None]:
+def pending_parts(server: HttpServer) -> list[TransferPart | None]:
     pending = [connection.pending_transfer() for connection in server.server_state.connections]
     return [None if each is None else each.part for each in pending]
 

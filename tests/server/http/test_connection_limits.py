@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.http.connection import Part, PendingTransfer
+from penstock.server.http.connection import PendingTransfer, TransferPart
 from penstock.server.http.connection_limits import HEAD_S, STALL_S, ConnectionLimits, TransferLimits
 from penstock.server.http.http_server import HttpServer
 
@@ -32,7 +32,7 @@ class Transfer:
 
     client_text = "10.0.0.1"
 
-    def __init__(self, part: Part, progress: Callable[[float], float], *, is_refused: bool = False) -> None:
+    def __init__(self, part: TransferPart, progress: Callable[[float], float], *, is_refused: bool = False) -> None:
         self.clock = Clock()
         self.part = part
         self.progress = progress
@@ -68,33 +68,35 @@ async def test_slow_body_gets_408_after_the_grace_period(caplog: pytest.LogCaptu
     caplog.set_level(logging.WARNING)
     reason = "--min-transfer-rate is 16384 bytes a second, --transfer-grace-s 30"
     # The metric counts the 408 response instead of the transfer.
-    assert await enforce(Transfer(Part.BODY, slow)) == ([(f"The body came too slowly: {reason}.", 35.0)], 0)
+    assert await enforce(Transfer(TransferPart.BODY, slow)) == ([(f"The body came too slowly: {reason}.", 35.0)], 0)
     assert caplog.messages == [f"client 10.0.0.1 sends 1 request bodies too slowly ({reason}); they get 408"]
 
 
 async def test_slow_body_of_a_refused_request_is_reset() -> None:
-    ended, num_slow = await enforce(Transfer(Part.BODY, slow, is_refused=True))
+    ended, num_slow = await enforce(Transfer(TransferPart.BODY, slow, is_refused=True))
     assert (ended[-1], num_slow) == (("reset", 35.0), 0)
 
 
 @pytest.mark.parametrize(
     ("part", "progress", "limits", "ended"),
     [
-        (Part.BODY, lambda now_s: RATE * now_s, TransferLimits(body_s=600.0, min_rate=RATE), (BODY_S, 605.0)),
-        (Part.BODY, lambda now_s: 1, TransferLimits(), (NO_BYTE, 65.0)),
-        (Part.HEAD, lambda now_s: 1, TransferLimits(), ("reset", HEAD_S + 5)),
-        (Part.HEAD, lambda now_s: now_s, TransferLimits(), ("reset", HEAD_S + 5)),
-        (Part.RESPONSE, lambda now_s: 1, TransferLimits(), ("reset", STALL_S + 5)),
-        (Part.RESPONSE, slow, LIMITS, ("reset", 35.0)),
-        (Part.RESPONSE, lambda now_s: 10**9 if now_s else 0, LIMITS, ("reset", 40.0)),
+        (TransferPart.BODY, lambda now_s: RATE * now_s, TransferLimits(body_s=600.0, min_rate=RATE), (BODY_S, 605.0)),
+        (TransferPart.BODY, lambda now_s: 1, TransferLimits(), (NO_BYTE, 65.0)),
+        (TransferPart.HEAD, lambda now_s: 1, TransferLimits(), ("reset", HEAD_S + 5)),
+        (TransferPart.HEAD, lambda now_s: now_s, TransferLimits(), ("reset", HEAD_S + 5)),
+        (TransferPart.RESPONSE, lambda now_s: 1, TransferLimits(), ("reset", STALL_S + 5)),
+        (TransferPart.RESPONSE, slow, LIMITS, ("reset", 35.0)),
+        (TransferPart.RESPONSE, lambda now_s: 10**9 if now_s else 0, LIMITS, ("reset", 40.0)),
     ],
 )
-async def test_transfer_ends_at_its_limit(part: Part, progress: Any, limits: TransferLimits, ended: Any) -> None:
+async def test_transfer_ends_at_its_limit(
+    part: TransferPart, progress: Any, limits: TransferLimits, ended: Any
+) -> None:
     transfer = Transfer(part, progress)
-    assert await enforce(transfer, limits) == ([ended], int(part is Part.RESPONSE))
+    assert await enforce(transfer, limits) == ([ended], int(part is TransferPart.RESPONSE))
 
 
-@pytest.mark.parametrize("part", [Part.BODY, Part.RESPONSE])
+@pytest.mark.parametrize("part", [TransferPart.BODY, TransferPart.RESPONSE])
 @pytest.mark.parametrize(
     ("progress", "limits"),
     [
@@ -104,11 +106,11 @@ async def test_transfer_ends_at_its_limit(part: Part, progress: Any, limits: Tra
         pytest.param(lambda now_s: now_s, TransferLimits(min_rate=0), id="no minimum rate"),
     ],
 )
-async def test_transfer_above_the_rate_continues(part: Part, progress: Any, limits: TransferLimits) -> None:
+async def test_transfer_above_the_rate_continues(part: TransferPart, progress: Any, limits: TransferLimits) -> None:
     assert await enforce(Transfer(part, progress), limits) == ([], 0)
 
 
-async def waiting_for(server: HttpServer, part: Part) -> Any:
+async def waiting_for(server: HttpServer, part: TransferPart) -> Any:
     """Waits until the server waits for a part of its client. Returns the connection."""
     found: list[Any] = []
 
@@ -131,7 +133,7 @@ async def test_slow_body_gets_a_408_and_a_closed_connection(path: str, num_bytes
         limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(path, {"input": "x" * num_bytes})[:-10])
-        await waiting_for(server, Part.BODY)
+        await waiting_for(server, TransferPart.BODY)
         for now_s in (0.0, 5.0, 40.0):
             clock.now_s = now_s
             await limits.enforce()
@@ -159,7 +161,7 @@ async def test_body_that_waits_for_100_continue_is_not_slow() -> None:
         (connection,) = server.server_state.connections
         assert connection.pending_transfer() is None
         started.set()
-        await waiting_for(server, Part.BODY)
+        await waiting_for(server, TransferPart.BODY)
         writer.close()
 
 
@@ -178,7 +180,7 @@ async def test_body_that_the_application_does_not_read_is_not_slow() -> None:
         (connection,) = server.server_state.connections
         assert connection.pending_transfer() is None
         started.set()
-        await waiting_for(server, Part.BODY)
+        await waiting_for(server, TransferPart.BODY)
         writer.close()
 
 
@@ -197,10 +199,10 @@ async def test_client_that_stops_reading_is_reset() -> None:
         limits = ConnectionLimits(server.server_state.connections, LIMITS, now=clock)
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await waiting_for(server, Part.RESPONSE)
+            await waiting_for(server, TransferPart.RESPONSE)
             moved, num_equal = -1, 0
             while num_equal < 20:  # until the buffers of the system are full
-                pending = (await waiting_for(server, Part.RESPONSE)).pending_transfer()
+                pending = (await waiting_for(server, TransferPart.RESPONSE)).pending_transfer()
                 num_equal, moved = (num_equal + 1 if pending.progress == moved else 0), pending.progress
                 await asyncio.sleep(0.02)
             for now_s in (0.0, 5.0, 40.0):

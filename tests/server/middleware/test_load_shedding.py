@@ -15,7 +15,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError
 from penstock.server.app import create_app
-from penstock.server.http.connection import Part
+from penstock.server.http.connection import TransferPart
 from penstock.server.http.http_server import HttpServer
 from penstock.server.middleware import load_shedding
 from penstock.server.settings import ServerSettings
@@ -345,7 +345,7 @@ async def test_late_body_of_a_refused_request_is_awaited(engine: FakeEngine) -> 
         (connection,) = server.server_state.connections
         owed = connection.pending_transfer()
         assert owed is not None
-        assert owed.part is Part.BODY
+        assert owed.part is TransferPart.BODY
         writer.write(EMBED[-3:])
         await until(lambda: connection.pending_transfer() is None)
         assert connection.timeout_keep_alive_task is not None
