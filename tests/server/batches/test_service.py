@@ -90,6 +90,7 @@ async def test_number_of_unfinished_batches_is_limited(running) -> None:
         file_id = await upload(batches, lines(range(1)))
         created = await asyncio.gather(*(create(batches, file_id) for _ in range(40)), return_exceptions=True)
         assert Counter(type(each) for each in created) == {BatchRecord: MOST_UNFINISHED, EngineOverloadedError: 8}
+        assert {each.retry_after_s for each in created if isinstance(each, EngineOverloadedError)} == {60}
         other = await upload(batches, lines(range(1)), owner="other")
         assert isinstance(await create(batches, other, owner="other"), BatchRecord)
         await batches.cancel(next(each.id for each in created if isinstance(each, BatchRecord)), "me")

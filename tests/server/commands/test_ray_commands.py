@@ -9,33 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine import logs
-from penstock.server.cluster.ray_settings import _NOT_HERE, RayEmbedSettings, RayServeSettings
+from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSettings
 from penstock.server.commands import cli, ray_commands
-from penstock.server.settings import InfoSettings, ServerSettings, declared_settings, load
-
-READ_HERE = {
-    "access_log",
-    "answer_memory",
-    "api_key",
-    "api_key_file",
-    "config",
-    "cors_origins",
-    "default_prompt_name",
-    "drain_timeout_s",
-    "host",
-    "load_wait_s",
-    "max_body_bytes",
-    "max_inputs_per_request",
-    "max_json_values",
-    "operator_routes",
-    "otlp_traces_endpoint",
-    "port",
-    "request_timeout_s",
-    "served_model_name",
-    "ssl_certfile",
-    "ssl_keyfile",
-}
-"""Settings of the server, beyond those of its engines, that a replica or the command itself reads."""
+from penstock.server.settings import load
 
 
 @pytest.fixture
@@ -80,14 +56,6 @@ def test_flag_without_effect_on_a_cluster_is_refused(run, words: str, message: s
     code, error = run(*words.split())
     assert code == 2
     assert error.startswith(f"penstock: error: {message}")
-
-
-def test_every_server_setting_is_read_or_refused() -> None:
-    not_here, of_server = set(_NOT_HERE), set(declared_settings(ServerSettings))
-    own = of_server - set(declared_settings(InfoSettings))
-    assert own == READ_HERE | (not_here & own)
-    assert not_here <= of_server | set(declared_settings(RayEmbedSettings))
-    assert not READ_HERE & set(_NOT_HERE)
 
 
 def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:

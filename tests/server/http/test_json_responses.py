@@ -222,9 +222,7 @@ async def test_too_large_response_is_refused_before_the_forward(client: httpx.As
     [
         ({"documents": ["b" * 600]}, 400),
         ({"documents": [{"text": "b", "more": ["c" * 600]}]}, 400),
-        ({"documents": ["b" * 250] * 3}, 400),
         ({"documents": ["b" * 250] * 3, "top_n": 1}, 200),
-        ({"documents": ["b" * 250], "top_k": None, "return_documents": True}, 400),
         ({"documents": ["b" * 600], "return_documents": False}, 200),
         ({"texts": ["b" * 600], "return_text": True}, 422),
         ({"texts": ["b" * 600]}, 200),
