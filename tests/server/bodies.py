@@ -1,4 +1,4 @@
-"""A valid body for each route that runs the model."""
+"""A valid body for each route that runs the model, and ASGI scopes."""
 
 from typing import Any
 
@@ -15,3 +15,22 @@ FORWARDS: dict[str, dict[str, Any]] = {
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
     "/api/embeddings": {"prompt": "a b"},
 }
+
+
+def http_scope(path: str, headers: dict[str, str], **fields: Any) -> dict[str, Any]:
+    """Returns the scope of a POST request."""
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+        "state": {},
+        **fields,
+    }

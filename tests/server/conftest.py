@@ -35,7 +35,7 @@ from penstock.engine.protocol.results import (
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ChatOptions, ChatTemplate
 from penstock.engine.tokenization.chat_renderer import ChatRenderer
-from penstock.server.app import create_app
+from penstock.server.app import Application, create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings, load
 
@@ -279,6 +279,14 @@ class FakeEngine:
         return ClassResult(scores.astype(np.float32), tuple(labels), self._counts(inputs, params))
 
 
+@asynccontextmanager
+async def client_of(app: Application) -> AsyncIterator[httpx.AsyncClient]:
+    """Runs an application. Returns its client."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield http
+
+
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
@@ -305,11 +313,7 @@ def serving() -> Serving:
 
         model = ServedModel(names, start, settings.pop("default_prompt_name", None))
         app = create_app([model], load(ServerSettings, settings))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
+        async with client_of(app) as client:
             await app.state.startup.wait()
             yield client
 

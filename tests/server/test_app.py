@@ -3,29 +3,20 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 
 from penstock.engine.protocol.errors import ModelLoadError
-from penstock.server.app import Application, create_app
+from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
 from .bodies import FORWARDS
+from .conftest import client_of
 
 PATHS = ("/v1/embeddings", "/v2/embed", "/rerank", "/score", "/classify", "/embed", "/pooling")
 STARTING = {path: FORWARDS[path] for path in PATHS}
 STARTING |= {"/tokenize": {"prompt": "a"}, "/reset_prefix_cache": {}, "/v1/models": None, "/info": None}
-
-
-@asynccontextmanager
-async def serving_app(app: Application) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield http
 
 
 async def test_engine_is_closed_at_shutdown(serving, engine) -> None:
@@ -49,7 +40,7 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
         raise ModelLoadError("no such model")
 
     app = create_app([ServedModel(("a",), start), ServedModel(("b",), fail)], ServerSettings())
-    async with serving_app(app) as client:
+    async with client_of(app) as client:
         await app.state.startup.wait()
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         lost = await client.post("/v1/embeddings", json={"input": "a", "model": "b"})
@@ -80,7 +71,7 @@ async def test_loading_model_gets_503_with_retry_after(engine) -> None:
         return engine
 
     app = create_app([ServedModel(("a", "b"), start)], ServerSettings(operator_routes=True))
-    async with serving_app(app) as client:
+    async with client_of(app) as client:
         live, ready = await client.get("/health/live"), await client.get("/health/ready")
         assert (live.status_code, ready.status_code) == (200, 503)
         assert live.json()["engines"] == ready.json()["engines"] == {"a": "starting"}

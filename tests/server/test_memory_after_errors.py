@@ -22,7 +22,7 @@ from penstock.engine.protocol.errors import (
 )
 from penstock.server.http.connection import CONNECTION_LOST
 
-from .bodies import FORWARDS
+from .bodies import FORWARDS, http_scope
 
 KEY = "a-key"
 MAX_BODY = 20_000
@@ -65,21 +65,7 @@ async def answer(
         status = message.get("status", status)
 
     names = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **headers}
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in names.items()],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-        "scheme": "http",
-        "state": {},
-        CONNECTION_LOST: lost,
-    }
+    scope = http_scope(path, names, **{CONNECTION_LOST: lost})
     if leaves:
         asyncio.get_running_loop().call_later(0.1, lost.set_result, None)
     await asyncio.create_task(app(scope, receive, send))

@@ -1,10 +1,13 @@
 """The calls of Ray to a replica, without Ray: the real application over a fake engine."""
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from penstock.engine import EngineConfig
 from penstock.engine.client.core_supervisor import EngineState
@@ -17,58 +20,49 @@ from penstock.server.settings import ServerSettings, UsageError
 from ...clock import Clock
 
 
-class Lifespan:
-    """A replica in the lifespan of its application."""
+@asynccontextmanager
+async def running(engine) -> AsyncIterator[tuple[RayReplica, ASGIApp]]:
+    """Returns a replica in the lifespan of its application."""
 
-    def __init__(self, engine) -> None:
-        async def start():
-            if isinstance(engine, Exception):
-                raise engine
-            return engine
+    async def start():
+        if isinstance(engine, Exception):
+            raise engine
+        return engine
 
-        def build():
-            self.app = create_app([ServedModel(("fake",), start)], ServerSettings())
-            return self.app
-
-        self.replica = RayReplica(build)
-        self.asgi = self.replica.__serve_build_asgi_app__()
-
-    async def __aenter__(self) -> "Lifespan":
-        self._lifespan = self.app.router.lifespan_context(self.app)
-        await self._lifespan.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._lifespan.__aexit__(None, None, None)
+    app = create_app([ServedModel(("fake",), start)], ServerSettings())
+    replica = RayReplica(lambda: app)
+    asgi = replica.__serve_build_asgi_app__()
+    async with app.router.lifespan_context(app):
+        yield replica, asgi
 
 
 async def test_replica_is_healthy_once_its_model_is_loaded(make_engine) -> None:
     engine = make_engine()
-    async with Lifespan(engine) as running:
-        await running.replica.check_health()
+    async with running(engine) as (replica, _):
+        await replica.check_health()
         engine.state = EngineState.STARTING  # the engine process is started again
-        await running.replica.check_health()
+        await replica.check_health()
         engine.state = EngineState.DEAD
         with pytest.raises(RuntimeError, match="given up"):
-            await running.replica.check_health()
+            await replica.check_health()
     assert engine.is_closed
 
 
 async def test_failed_load_gives_its_reason() -> None:
-    async with Lifespan(ModelLoadError("no such model")) as running:
+    async with running(ModelLoadError("no such model")) as (replica, _):
         with pytest.raises(ModelLoadError, match="no such model"):
-            await running.replica.check_health()
+            await replica.check_health()
 
 
 async def test_replica_reports_its_load(make_engine) -> None:
     engine = make_engine()
-    async with Lifespan(engine) as running:
-        await running.replica.check_health()
-        assert running.replica.record_autoscaling_stats() == {"queue_s": 2.5, "busy": 0.0}
-        report = running.replica.record_routing_stats()
+    async with running(engine) as (replica, _):
+        await replica.check_health()
+        assert replica.record_autoscaling_stats() == {"queue_s": 2.5, "busy": 0.0}
+        report = replica.record_routing_stats()
         assert report == {"queued_tokens": 42, "done_tokens": 0, "request_tokens": 14.0}
         engine.state = EngineState.STARTING
-        assert running.replica.record_routing_stats()["queued_tokens"] == math.inf
+        assert replica.record_routing_stats()["queued_tokens"] == math.inf
 
 
 async def test_busy_is_the_share_of_time_since_the_last_call(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,21 +71,21 @@ async def test_busy_is_the_share_of_time_since_the_last_call(make_engine, monkey
     monkeypatch.setattr(engine, "stats", lambda: stats)
     # Only the replica has this clock: the application has timers of its own.
     monkeypatch.setattr("penstock.server.cluster.ray_replica.time", SimpleNamespace(monotonic=clock))
-    async with Lifespan(engine) as running:
-        await running.replica.check_health()
+    async with running(engine) as (replica, _):
+        await replica.check_health()
         shares = []
         for passed_s, worked_s in ((10.0, 4.0), (10.0, 0.0), (2.0, 3.0)):
             clock.now_s += passed_s
             stats.step_s_total += worked_s
-            shares.append(running.replica.record_autoscaling_stats()["busy"])
+            shares.append(replica.record_autoscaling_stats()["busy"])
     assert shares == [pytest.approx(0.4), 0.0, 1.0]
 
 
 @pytest.mark.parametrize("prefix", ["", "/bge-m3"])
 async def test_paths_are_found_below_any_prefix(make_engine, prefix: str) -> None:
-    async with Lifespan(make_engine()) as running:
-        await running.replica.check_health()
-        transport = httpx.ASGITransport(running.asgi, root_path=prefix)
+    async with running(make_engine()) as (replica, asgi):
+        await replica.check_health()
+        transport = httpx.ASGITransport(asgi, root_path=prefix)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             body = {"input": "a b", "model": "fake"}
             assert (await client.post(f"{prefix}/v1/embeddings", json=body)).status_code == 200

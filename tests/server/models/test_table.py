@@ -14,6 +14,8 @@ from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
+from ..conftest import client_of
+
 
 def served(engine: Any, *names: str, **more: Any) -> ServedModel:
     async def start() -> Any:
@@ -25,10 +27,9 @@ def served(engine: Any, *names: str, **more: Any) -> ServedModel:
 @asynccontextmanager
 async def serving(*models: ServedModel, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, FastAPI]]:
     app = create_app(list(models), ServerSettings(**settings))
-    transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+    async with client_of(app) as client:
         await app.state.startup.wait()
-        yield c, app
+        yield client, app
 
 
 async def test_request_loads_the_model_that_it_names(make_engine) -> None:

@@ -16,6 +16,7 @@ from penstock.server.routes.batches import OpenFileResponse
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
+from ..conftest import client_of
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -359,13 +360,9 @@ async def test_responses_fit_the_openapi_document(client) -> None:
 
 async def test_data_folder_is_used_by_one_server(serving, engine, tmp_path: Path) -> None:
     folder = tmp_path / "data"
-
-    async def start() -> None:
-        raise AssertionError
-
     async with serving(engine, data_dir=folder):
         with pytest.raises(UsageError, match="--data-dir: another server uses"):
-            create_app([ServedModel(("m",), start)], ServerSettings(data_dir=folder))
+            create_app([ServedModel(("m",), None)], ServerSettings(data_dir=folder))
         assert (folder / "secret").stat().st_mode & 0o777 == 0o600
         assert folder.stat().st_mode & 0o777 == 0o700
     async with serving(engine, data_dir=folder):
@@ -427,8 +424,7 @@ async def test_line_unloads_no_model_in_use(make_engine, tmp_path: Path, monkeyp
         return ServedModel((name,), start, is_preloaded=name == "a")
 
     app = create_app([model("a"), model("b")], ServerSettings(data_dir=tmp_path / "data", max_loaded_models=1))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with client_of(app) as client:
         await app.state.startup.wait()
         batch = await start(client, [embedding(i, model="b") for i in range(5)])
         for _ in range(20):
