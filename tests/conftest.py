@@ -165,7 +165,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 
 @pytest.fixture
-def widest() -> Iterator[Machine]:
+def three_lane_machine() -> Iterator[Machine]:
     """Three lanes of the best instruction set of this processor."""
     try:
         opened = Machine(3)

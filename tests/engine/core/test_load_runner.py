@@ -19,7 +19,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from .conftest import SaveFolder
 from .test_worker import children
 
-pytestmark = pytest.mark.usefixtures("widest")
+pytestmark = pytest.mark.usefixtures("three_lane_machine")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FUSION = "TRITON_DEFAULT_FP_FUSION"
 

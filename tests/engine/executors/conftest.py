@@ -94,7 +94,7 @@ def load(executor: str, request: pytest.FixtureRequest) -> Load:
     """Loads a model on the executor of the test's parameter, `torch` or `cpu`."""
     if executor == "torch":
         return weights_loader.load_model
-    machine: Machine = request.getfixturevalue("widest")
+    machine: Machine = request.getfixturevalue("three_lane_machine")
 
     def load_on_cpu(info: ModelInfo, **options: object) -> PackedModel:
         model = load_model(info, machine=machine, **options)
@@ -110,15 +110,15 @@ def load_on_torch() -> Load:
 
 
 @pytest.fixture
-def needs_formats(widest: Machine) -> Callable[[str, str | None], None]:
+def needs_formats(three_lane_machine: Machine) -> Callable[[str, str | None], None]:
     """Skips the test if the processor lacks products in this dtype or arithmetic."""
 
     def check(dtype: str, arithmetic: str | None) -> None:
         needed = {Format.INT8} if dtype == "int8" else set()
         if arithmetic == "bfloat16":
             needed.add(Format.DOT)
-        if not needed <= widest.formats:
-            pytest.skip(f"this processor has no products in {needed - widest.formats}")
+        if not needed <= three_lane_machine.formats:
+            pytest.skip(f"this processor has no products in {needed - three_lane_machine.formats}")
 
     return check
 

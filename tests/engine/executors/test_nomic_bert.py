@@ -132,10 +132,10 @@ def test_dynamic_scaling_equals_transformers(
         assert_close(load_on_torch(info).forward(pack(sequences)).hidden_states, expected)
 
 
-def test_dynamic_scaling_below_trained_length_runs_on_cpu(save_hub, resolve, pack, widest):
+def test_dynamic_scaling_below_trained_length_runs_on_cpu(save_hub, resolve, pack, three_lane_machine):
     folder, reference = save_hub({"rotary_scaling_factor": 4}, max_position_embeddings=64, rope_parameters=DYNAMIC)
     sequences = [[5, 6, 7], list(range(3, 66)), list(range(100, 164))]
-    model = load_model(resolve(folder, max_model_len=64), machine=widest)
+    model = load_model(resolve(folder, max_model_len=64), machine=three_lane_machine)
     assert isinstance(model, ArrayModel)
     assert_close(model.forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
 

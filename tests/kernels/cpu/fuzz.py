@@ -12,7 +12,7 @@ import numpy as np
 from penstock.kernels.cpu import Activation, CpuEncoder, CpuKernelError, Format, Machine
 
 from .chunked import ChunkedDecoder
-from .specs import DECODERS, LONGEST, SHAPES, make_spec, make_texts, ways
+from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
 
 ISAS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2vnni", "avx2", "plain")
 NUM_ROUNDS = 3
@@ -44,7 +44,7 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
             if form not in machine.formats:
                 continue
             spec = make_spec(shape)
-            attention = numbers.choice([of for products, of in ways(machine) if products is form])
+            attention = numbers.choice([of for products, of in format_pairs(machine) if products is form])
             encoder = CpuEncoder(machine, spec, form, attention=Format(attention))
             for most in (4, 60, LONGEST):
                 lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()

@@ -10,7 +10,7 @@ from penstock.kernels.cpu import Activation, EncoderSpec, Format, LayerSpec, Mac
 Floats = NDArray[np.float32]
 
 
-def ways(machine: Machine) -> list[tuple[Format, Format]]:
+def format_pairs(machine: Machine) -> list[tuple[Format, Format]]:
     """Formats of products and of attention that this machine has."""
     pairs = [
         (Format.F32, Format.F32),
@@ -65,7 +65,7 @@ SHAPES = (
     Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, positions=False),
     Shape(name="modernbert_window", pre_norm=True, has_bias=False, gated=True, rotary=True, window=(7, 7)),
     Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
-    Shape(name="looks_back", window=(-1, 0), rms=True, activation=Activation.SILU),
+    Shape(name="causal", window=(-1, 0), rms=True, activation=Activation.SILU),
     Shape(name="nomic_gated", gated=True, activation=Activation.SILU, rotary=True, has_bias=False, inner=50),
     Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=Activation.TANH),
 )

@@ -101,7 +101,7 @@ def test_other_shared_library_is_refused(tmp_path: Path) -> None:
 
 
 def test_library_from_other_sources_is_refused(
-    widest: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    three_lane_machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_sources = digest()
     assert of_sources is not None
@@ -136,7 +136,7 @@ def test_digest_without_sources_is_none(tmp_path: Path) -> None:
     assert digest(tmp_path) is None
 
 
-def test_truncated_library_is_refused(widest: Machine, tmp_path: Path) -> None:
+def test_truncated_library_is_refused(three_lane_machine: Machine, tmp_path: Path) -> None:
     whole = build_module.LIBRARY.read_bytes()
     library = tmp_path / "library.so"
     for size in (0, 10):
@@ -150,7 +150,7 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         Machine(1, library=tmp_path / "library.so")
 
 
-def test_unknown_instruction_set_is_refused(widest: Machine) -> None:
+def test_unknown_instruction_set_is_refused(three_lane_machine: Machine) -> None:
     with pytest.raises(CpuKernelError, match="this processor does not support avx1024"):
         Machine(1, isa="avx1024")
 
@@ -177,7 +177,7 @@ FORMATS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
 @pytest.mark.parametrize("isa", FLAGS)
-def test_instruction_sets_follow_cpuinfo(isa: str, widest: Machine) -> None:
+def test_instruction_sets_follow_cpuinfo(isa: str, three_lane_machine: Machine) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
     try:
@@ -190,7 +190,7 @@ def test_instruction_sets_follow_cpuinfo(isa: str, widest: Machine) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
-def test_best_instruction_set_is_used(widest: Machine) -> None:
+def test_best_instruction_set_is_used(three_lane_machine: Machine) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split())
-    assert widest.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])
+    assert three_lane_machine.isa == next(isa for isa in reversed(FLAGS) if flags >= FLAGS[isa])

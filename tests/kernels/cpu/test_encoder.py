@@ -16,7 +16,7 @@ from ..assertions import assert_close
 from ..parameters import every_pair
 from .chunked import ChunkedDecoder
 from .reference import encode
-from .specs import DECODERS, LONGEST, SHAPES, Shape, Texts, make_spec, make_texts, ways
+from .specs import DECODERS, LONGEST, SHAPES, Shape, Texts, format_pairs, make_spec, make_texts
 
 # Share of the largest value: float32 sums, and functions within 1e-6, through one or two layers.
 TOLERANCE = 5e-6
@@ -63,7 +63,7 @@ def test_float32_equals_float64(machine: Machine, shape: Shape) -> None:
 def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
     """BF16 rounds weights only; DOT and INT8 round both factors and the scores."""
     spec, texts = make_spec(shape), make_texts([70, 3, 150, 17])
-    for form, attention in ways(machine):
+    for form, attention in format_pairs(machine):
         actual, _ = run(CpuEncoder(machine, spec, form, attention=attention), texts)
         expected, _ = encode(spec, texts, Format.F32 if form is Format.INT8 else form)
         if form in (Format.F32, Format.BF16):
@@ -74,13 +74,13 @@ def test_every_format_stays_close(machine: Machine, shape: Shape) -> None:
 
 
 @every_shape
-def test_bits_do_not_depend_on_batch_and_lanes(widest: Machine, shape: Shape) -> None:
+def test_bits_do_not_depend_on_batch_and_lanes(three_lane_machine: Machine, shape: Shape) -> None:
     spec = make_spec(shape)
     lengths = [1, 2, 5, 13, 31, 32, 33, 64, 90, 129, 150, 300]
     texts = make_texts(lengths, hides=not shape.is_decoder)
     # One long text: all lanes share it. Many texts: each lane runs some.
     orders = [[11], [0], [11, 0], [10, 11], np.random.default_rng(4).permutation(12).tolist()]
-    for form, attention in ways(widest):
+    for form, attention in format_pairs(three_lane_machine):
         alone: list[Any] = []
         for num_lanes in (1, 2, 3, 5):
             with Machine(num_lanes) as machine:
@@ -96,7 +96,7 @@ def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> N
     spec = make_spec(shape)
     lengths = [1, 31, 300, 2, 513, 64, 257]
     texts = make_texts([length for length in lengths if size > 1 or length < 100], 3)
-    for form, attention in ways(machine):
+    for form, attention in format_pairs(machine):
         decoder = CpuEncoder(machine, spec, form, attention=attention)
         assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
         chunked = ChunkedDecoder(decoder, spec, texts, page_size).run(size)
@@ -119,9 +119,9 @@ def test_chunks_do_not_depend_on_lanes(shape: Shape) -> None:
     assert np.array_equal(found[0], found[2])
 
 
-def test_chunk_may_run_again(widest: Machine) -> None:
+def test_chunk_may_run_again(three_lane_machine: Machine) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([200, 120])
-    decoder = CpuEncoder(widest, spec, Format.F32)
+    decoder = CpuEncoder(three_lane_machine, spec, Format.F32)
     chunked = ChunkedDecoder(decoder, spec, texts, 16)
     chunked.step([(0, 0, 90), (1, 0, 33)])
     chunked.rows = [[], []]
@@ -138,7 +138,7 @@ def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
     spec.words[49] = np.nan
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
-    for form, attention in ways(machine):
+    for form, attention in format_pairs(machine):
         encoder = CpuEncoder(machine, spec, form, attention=attention)
         clean, _ = run(encoder, texts)
         rows, weights = run(encoder, dirty)
@@ -204,11 +204,11 @@ def test_tables_may_be_bfloat16(machine: Machine) -> None:
     assert torch.equal(actual, expected)
 
 
-def test_attention_in_bfloat16_differs_from_float32(widest: Machine) -> None:
+def test_attention_in_bfloat16_differs_from_float32(three_lane_machine: Machine) -> None:
     spec, texts = make_spec(SHAPES[0]), make_texts([20])
-    if Format.DOT in widest.formats:
+    if Format.DOT in three_lane_machine.formats:
         exact, rounded = (
-            run(CpuEncoder(widest, spec, Format.F32, attention=attention), texts)[0]
+            run(CpuEncoder(three_lane_machine, spec, Format.F32, attention=attention), texts)[0]
             for attention in (Format.F32, Format.DOT)
         )
         assert 1e-6 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
@@ -242,16 +242,16 @@ LONG = make_texts([3, LONGEST + 2])
     ],
 )
 def test_value_outside_the_tables_is_refused(
-    widest: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
+    three_lane_machine: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
 ) -> None:
-    encoder = CpuEncoder(widest, make_spec(shape), Format.F32)
+    encoder = CpuEncoder(three_lane_machine, make_spec(shape), Format.F32)
     with pytest.raises(ValueError, match=message):
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
-def test_invalid_pages_are_refused(widest: Machine) -> None:
+def test_invalid_pages_are_refused(three_lane_machine: Machine) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
-    decoder = CpuEncoder(widest, spec, Format.F32)
+    decoder = CpuEncoder(three_lane_machine, spec, Format.F32)
     with pytest.raises(ValueError, match="not supported by decoders"):
         run(decoder, texts, need_attention=True)
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages

@@ -19,7 +19,7 @@ LENGTHS = ([5], [300], [3, 200, 7, 50], [17] * 20, [1, 2, 3], [400, 2])
 
 
 @pytest.fixture(autouse=True)
-def _needs_library(widest: Machine) -> None:
+def _needs_library(three_lane_machine: Machine) -> None:
     """Skips the tests without the library."""
 
 
@@ -190,11 +190,11 @@ def test_deleted_machine_ends_its_threads() -> None:
     assert num_threads() == before
 
 
-def test_invalid_machine_is_refused(widest: Machine) -> None:
+def test_invalid_machine_is_refused(three_lane_machine: Machine) -> None:
     with pytest.raises(CpuKernelError, match="cannot start -1 threads"):
         Machine(-1)
-    encoder = open_encoder(widest)
-    widest.close()
-    widest.close()
+    encoder = open_encoder(three_lane_machine)
+    three_lane_machine.close()
+    three_lane_machine.close()
     with pytest.raises(CpuKernelError, match="closed"):
         forward(encoder, make_texts([3]))

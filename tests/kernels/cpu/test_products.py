@@ -134,12 +134,12 @@ def test_nan_weight_gives_nan(machine: Machine) -> None:
         assert np.isfinite(result[:, [0, 2, 3]]).all(), form
 
 
-def test_invalid_argument_is_named(widest: Machine) -> None:
-    packed = widest.pack(np.ones((3, 4), np.float32), None, Format.F32)
+def test_invalid_argument_is_named(three_lane_machine: Machine) -> None:
+    packed = three_lane_machine.pack(np.ones((3, 4), np.float32), None, Format.F32)
     with pytest.raises(ValueError, match=r"x must be \[R, 4\], got \[2, 5\]"):
-        widest.product(packed, np.ones((2, 5), np.float32))
+        three_lane_machine.product(packed, np.ones((2, 5), np.float32))
     with pytest.raises(ValueError, match="add must be contiguous"):
-        widest.product(packed, np.ones((2, 4), np.float32), np.ones((2, 4), np.float32))
+        three_lane_machine.product(packed, np.ones((2, 4), np.float32), np.ones((2, 4), np.float32))
     with (
         Machine(1, isa="plain") as plain,
         pytest.raises(CpuKernelError, match="plain does not support products in INT8"),

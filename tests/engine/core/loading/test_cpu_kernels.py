@@ -23,7 +23,7 @@ from penstock.kernels.cpu import CpuKernelError, Format, Machine
 
 from ..conftest import SIZES, SaveFolder
 
-pytestmark = pytest.mark.usefixtures("widest")
+pytestmark = pytest.mark.usefixtures("three_lane_machine")
 
 
 @pytest.fixture
