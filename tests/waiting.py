@@ -37,8 +37,8 @@ def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) ->
         time.sleep(_LOOK_EVERY_S)
 
 
-async def turns(number: int = 20) -> None:
-    """Lets the event loop run `number` times."""
+async def loop_iterations(number: int = 20) -> None:
+    """Lets the event loop run `number` iterations."""
     for _ in range(number):
         await sleep(0)
 

@@ -13,7 +13,7 @@ from penstock.engine.protocol.messages import ClientMessage, Frame, SubmitReques
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
 
-from ...waiting import turns
+from ...waiting import loop_iterations
 from ..steps import Row, step_of, unpacked
 
 
@@ -63,7 +63,7 @@ async def run(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = N
 async def begin(dispatcher: Dispatcher, *lengths: int, timeout_s: float | None = None) -> asyncio.Task[list[Arrays]]:
     """Starts a request and returns when the core has received it."""
     task = asyncio.create_task(run(dispatcher, *lengths, timeout_s=timeout_s))
-    await turns(3)
+    await loop_iterations(3)
     return task
 
 

@@ -15,7 +15,7 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import PrefixCacheCleared, RequestFailed
 
-from ...waiting import turns
+from ...waiting import loop_iterations
 from .fake_core import run, values
 from .fake_running_core import FakeRunningCore
 
@@ -30,7 +30,7 @@ def make_group(dispatcher: Dispatcher) -> ReplicaGroup:
 async def started(dispatcher: Dispatcher, cores: Cores) -> ReplicaGroup:
     group = make_group(dispatcher)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     cores[0].ready()
     await starting
     return group
@@ -39,17 +39,17 @@ async def started(dispatcher: Dispatcher, cores: Cores) -> ReplicaGroup:
 async def test_core_that_ends_right_after_its_start_is_replaced(dispatcher: Dispatcher, running_cores: Cores) -> None:
     group = make_group(dispatcher)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     running_cores[0].ready()
     running_cores[0].end("it ended")  # before `start` continues
     await starting
     assert group.state is EngineState.STARTING
     with pytest.raises(errors.EngineUnavailableError):
         await run(dispatcher, 3)
-    await turns()
+    await loop_iterations()
     assert running_cores[0].is_closed
     running_cores[1].ready()
-    await turns()
+    await loop_iterations()
     assert (group.state, group.num_restarts) == (EngineState.READY, 1)
     await group.close()
 
@@ -60,22 +60,22 @@ async def test_replacement_loads_the_same_files_and_arithmetic(dispatcher: Dispa
     assert (config.model, config.dtype, config.arithmetic) == ("any", "auto", None)
     for number in range(2):
         running_cores[number].end("it ended")
-        await turns()
+        await loop_iterations()
         config = running_cores[number + 1].config
         assert (config.model, config.name) == ("/words", "words")
         assert (config.dtype, config.arithmetic) == ("bfloat16", "float32")
         running_cores[number + 1].ready()
-        await turns()
+        await loop_iterations()
     await group.close()
 
 
 async def test_draining_engine_starts_no_core(dispatcher: Dispatcher, running_cores: Cores) -> None:
     group = await started(dispatcher, running_cores)
     running_cores[0].end("it ended")
-    await turns()
+    await loop_iterations()
     group.drain()
     running_cores[1].ready()
-    await turns()
+    await loop_iterations()
     assert group.state is EngineState.DRAINING
     assert running_cores[1].is_closed
     await group.close()
@@ -129,7 +129,7 @@ async def test_failed_first_start_raises_its_reason(
     dispatcher: Dispatcher, running_cores: Cores, action: str, error: type[Exception]
 ) -> None:
     starting = asyncio.create_task(make_group(dispatcher).start())
-    await turns()
+    await loop_iterations()
     for _ in range(2):  # a second message is ignored
         getattr(running_cores[0], action)("no such file")
     with pytest.raises(error, match="no such file"):
@@ -151,7 +151,7 @@ async def test_engine_refuses_requests_with_its_state(dispatcher: Dispatcher, ru
         dispatcher.admission.check()
     assert refused.value.reason == errors.RefusalReason.DRAINING
     running_cores[0].end("it ended")
-    await turns()
+    await loop_iterations()
     assert len(running_cores) == 1
     await group.close()
     with pytest.raises(errors.EngineUnavailableError, match="is down"):
@@ -165,7 +165,7 @@ async def test_messages_of_the_core_reach_the_requests(dispatcher: Dispatcher, r
     group = await started(dispatcher, running_cores)
     (core,) = running_cores
     answered, failed, lost = [asyncio.create_task(run(dispatcher, 3)) for _ in range(3)]
-    await turns()
+    await loop_iterations()
     core.waiting = [0]
     core.answer()
     core.on_message(RequestFailed(1, "ModelExecutionError", "nan"), [])
@@ -173,7 +173,7 @@ async def test_messages_of_the_core_reach_the_requests(dispatcher: Dispatcher, r
     with pytest.raises(errors.ModelExecutionError, match="nan"):
         await failed
     clearing = asyncio.create_task(dispatcher.clear_prefixes())
-    await turns()
+    await loop_iterations()
     core.on_message(PrefixCacheCleared(3, 5), [])
     assert await clearing == 5
     await group.close()
@@ -185,7 +185,7 @@ async def test_messages_of_the_core_reach_the_requests(dispatcher: Dispatcher, r
 async def test_close_ends_a_restart_and_its_core(dispatcher: Dispatcher, running_cores: Cores) -> None:
     group = await started(dispatcher, running_cores)
     running_cores[0].end("it ended")
-    await turns()
+    await loop_iterations()
     assert not running_cores[1].is_closed
     await group.close()
     (supervisor,) = group._supervisors
@@ -204,7 +204,7 @@ async def test_core_is_closed_if_the_engine_cannot_be_made(
 
     monkeypatch.setattr(AsyncEngine, "attached", fail)
     starting = asyncio.create_task(AsyncEngine.start(EngineConfig(model="any", in_process=True)))
-    await turns()
+    await loop_iterations()
     running_cores[0].ready()
     with pytest.raises(errors.ModelLoadError, match="no tokenizer"):
         await starting

@@ -13,7 +13,7 @@ from penstock.engine.protocol.messages import RequestFailed, SubmitRequest
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 
-from ...waiting import later, turns, until
+from ...waiting import later, loop_iterations, until
 from .fake_core import FakeCore, begin, run, tokens, values
 
 
@@ -42,15 +42,15 @@ async def test_several_runs_of_a_request_are_admitted_together(dispatcher: Dispa
                 await request.run(tokens(101), PoolingParams())
 
     several = asyncio.create_task(run_twice())
-    await turns()
+    await loop_iterations()
     await begin(dispatcher, 40)
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (2, 110)
     core.answer((0, 0))
-    await turns()
+    await loop_iterations()
     assert [request.request_id for request in core.requests] == [0, 1, 2]  # the second run, although the queue is full
     core.answer((1, 0), (2, 0))
     await several
-    await turns()
+    await loop_iterations()
     assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
     await begin(dispatcher, 50)
     async with dispatcher.open(RequestOptions()) as request:
@@ -66,7 +66,7 @@ async def test_client_with_its_share_is_refused_at_arrival(dispatcher: Dispatche
                 await request.run(tokens(100), PoolingParams())
 
     task = asyncio.create_task(send("greedy"))
-    await turns()
+    await loop_iterations()
     with pytest.raises(errors.EngineOverloadedError, match="hold 100 tokens"):
         await send("greedy")
     await send("modest")
@@ -81,7 +81,7 @@ async def test_cancelled_caller_cancels_the_request(dispatcher: Dispatcher, core
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await turns()
+    await loop_iterations()
     assert core.cancelled == [0]
     assert dispatcher.stats.num_tokens == 0
     core.answer((0, 0))  # a late answer is ignored
@@ -93,7 +93,7 @@ async def test_deadline_cancels_the_request(dispatcher: Dispatcher, core: FakeCo
     await until(lambda: core.requests)
     with later(601.0), pytest.raises(errors.DeadlineExceededError):
         await task
-    await turns()
+    await loop_iterations()
     assert core.cancelled == [0]
 
 
@@ -103,7 +103,7 @@ async def test_deadline_counts_from_the_arrival(dispatcher: Dispatcher, core: Fa
         for request_id in (0, 1):
             await asyncio.sleep(0.05)
             task = asyncio.create_task(request.run(tokens(3), PoolingParams(dimensions=7)))
-            await turns()
+            await loop_iterations()
             spent_s = asyncio.get_running_loop().time() - began_s
             timeout_s = core.requests[-1].timeout_s
             assert timeout_s is not None
@@ -124,7 +124,7 @@ async def test_deadline_that_passed_in_a_blocked_loop_leaves_no_time(dispatcher:
 
     with pytest.raises(errors.DeadlineExceededError, match=r"^The deadline of 0\.01 s passed before the answer\.$"):
         await run_late()
-    await turns()
+    await loop_iterations()
     assert [request.timeout_s for request in core.requests] in ([], [0.0])
     assert dispatcher.stats.num_requests == 0
 

@@ -24,7 +24,7 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import STAGE_TIMES, RequestOptions, Stage, StageTimes, TokenizedInput
 
-from ...waiting import turns
+from ...waiting import loop_iterations
 from ..steps import Row, step_of
 from .fake_core import FakeCore, begin, run, tokens, values
 
@@ -98,7 +98,7 @@ async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher,
 
 async def test_requests_of_one_loop_iteration_are_sent_together(dispatcher: Dispatcher, core: FakeCore) -> None:
     tasks = [asyncio.create_task(run(dispatcher, number)) for number in range(1, 6)]
-    await turns()
+    await loop_iterations()
     assert (len(core.messages), len(core.requests)) == (1, 5)
     core.answer()
     assert [values(await task) for task in tasks] == [[1], [2], [3], [4], [5]]
@@ -122,7 +122,7 @@ async def test_unsent_requests_of_a_lost_core_are_dropped(
     await asyncio.sleep(0)
     core.replica.disconnect("it ended")
     again = FakeCore(core.replica)
-    await turns()
+    await loop_iterations()
     assert isinstance(task.exception(), errors.EngineUnavailableError)
     assert (core.messages, again.messages) == ([], [])
     assert not caplog.records
@@ -136,7 +136,7 @@ async def test_prefixes_are_cleared_when_the_core_says_so(
     dispatcher: Dispatcher, core: FakeCore, num_blocks: int | None
 ) -> None:
     clearing = asyncio.create_task(dispatcher.clear_prefixes())
-    await turns()
+    await loop_iterations()
     (number,) = core.clears
     assert not clearing.done()
     for request_id in (number, number, 99):  # repeated and unknown answers are ignored
@@ -147,7 +147,7 @@ async def test_prefixes_are_cleared_when_the_core_says_so(
 
 async def test_lost_core_fails_the_clearing_of_prefixes(dispatcher: Dispatcher, core: FakeCore) -> None:
     clearing = asyncio.create_task(dispatcher.clear_prefixes())
-    await turns()
+    await loop_iterations()
     core.replica.disconnect("signal 9")
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await clearing
@@ -195,7 +195,7 @@ async def test_failed_request_leaves_no_reference_cycle(num_replicas: int) -> No
     gc.disable()
     try:
         failing = asyncio.create_task(fail())
-        await turns()
+        await loop_iterations()
         for core in cores:
             for request_id in core.waiting:
                 core.replica.receive(RequestFailed(request_id, "ModelExecutionError", "boom"), [])
@@ -235,7 +235,7 @@ async def test_request_goes_to_the_replica_with_the_fewest_tokens(two: Dispatche
         assert queued(two) == expected
     assert two.stats.num_tokens == 195
     cores[0].answer()
-    await turns()
+    await loop_iterations()
     assert queued(two) == [0, 100]
     tasks.append(await begin(two, 1))
     assert queued(two) == [1, 100]
@@ -252,7 +252,7 @@ async def test_finished_inputs_leave_the_queue_of_their_replica(two: Dispatcher,
     assert queued(two) == [40, 0]
     assert two.stats.num_tokens == 100
     task.cancel()
-    await turns()
+    await loop_iterations()
     assert queued(two) == [0, 0]
     assert cores[0].cancelled == [0]
 
@@ -263,7 +263,7 @@ async def test_large_request_is_divided_and_joined_in_order(two: Dispatcher, cor
     assert [num_inputs(core) for core in cores] == [[3], [3]]
     assert queued(two) == [650, 1000]
     cores[1].answer()
-    await turns()
+    await loop_iterations()
     assert not task.done()
     cores[0].answer()
     assert values(await task) == [length * (place + 1) for place, length in enumerate(lengths)]
@@ -296,7 +296,7 @@ async def test_failed_part_cancels_the_others(two: Dispatcher, cores: list[FakeC
     cores[0].replica.receive(RequestFailed(failing, "ModelExecutionError", "boom"), [])
     with pytest.raises(errors.ModelExecutionError, match="boom"):
         await task
-    await turns()
+    await loop_iterations()
     assert (cores[0].cancelled, cores[1].cancelled) == ([], [other])
     assert queued(two) == [0, 0]
     assert two.stats.num_tokens == 0
@@ -307,7 +307,7 @@ async def test_cancelled_request_cancels_all_parts(two: Dispatcher, cores: list[
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await turns()
+    await loop_iterations()
     assert [len(core.cancelled) for core in cores] == [1, 1]
     assert queued(two) == [0, 0]
 
@@ -338,11 +338,11 @@ async def test_prefixes_of_all_replicas_are_cleared(
     two: Dispatcher, cores: list[FakeCore], counts: tuple[int | None, int | None], total: int | None
 ) -> None:
     clearing = asyncio.create_task(two.clear_prefixes())
-    await turns()
+    await loop_iterations()
     for core, num_blocks in zip(cores, counts, strict=True):
         assert not clearing.done()
         core.replica.receive(PrefixCacheCleared(core.clears[0], num_blocks), [])
-        await turns()
+        await loop_iterations()
     assert await clearing == total
 
 
@@ -368,7 +368,7 @@ async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores
     assert [replica.stats.num_batched_tokens_total for replica in two.replicas] == [100, 300]
     assert two.admission.queue_s == 100 / 400
     cores[1].replica.disconnect("signal 9")
-    await turns()
+    await loop_iterations()
     assert two.admission.queue_s == 50 / 100
     assert (two.replicas[1].stats.num_waiting, two.replicas[1].stats.num_tokens) == (0, 0)
 

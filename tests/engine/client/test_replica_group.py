@@ -21,7 +21,7 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 
-from ...waiting import turns
+from ...waiting import loop_iterations
 from .fake_core import run
 from .fake_running_core import FakeRunningCore
 
@@ -188,9 +188,9 @@ def make_group(count: int) -> tuple[ReplicaGroup, Dispatcher]:
 async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[ReplicaGroup, Dispatcher]:
     group, dispatcher = make_group(count)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     cores[0].ready()
-    await turns()
+    await loop_iterations()
     for core in cores[1:]:
         core.ready()
     await starting
@@ -204,16 +204,16 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     assert dispatcher.replicas[0].stats is dispatcher.stats
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     assert [core.config.dtype for core in cores] == ["auto"]
     cores[0].ready(24)
-    await turns()
+    await loop_iterations()
     assert [(c.config.dtype, c.config.arithmetic) for c in cores[1:]] == [("bfloat16", "float32")] * 2
     assert [c.config.model for c in cores] == ["any", "/words", "/words"]
     assert [core.config.cores for core in cores] == [(0,), (1,), (2,)]
     assert [core.process is PROCESS for core in cores] == [True, False, False]
     cores[2].ready(16)
-    await turns()
+    await loop_iterations()
     assert not starting.done()
     cores[1].ready(20)
     assert (await starting).info.max_model_len == 16  # the smallest length
@@ -226,9 +226,9 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
 async def test_replica_that_cannot_load_ends_them_all(running_cores: list[FakeRunningCore]) -> None:
     group, dispatcher = make_group(3)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     running_cores[0].ready()
-    await turns()
+    await loop_iterations()
     running_cores[1].fail("no such device")
     with pytest.raises(errors.WeightError, match="no such device"):
         await starting
@@ -240,9 +240,9 @@ async def test_replica_that_cannot_load_ends_them_all(running_cores: list[FakeRu
 async def test_cancelled_start_closes_all_replicas(running_cores: list[FakeRunningCore]) -> None:
     group, _ = make_group(2)
     starting = asyncio.create_task(group.start())
-    await turns()
+    await loop_iterations()
     running_cores[0].ready()
-    await turns()
+    await loop_iterations()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -253,14 +253,14 @@ async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunn
     cores = running_cores
     group, dispatcher = await started(cores)
     first, second = [asyncio.create_task(run(dispatcher, 3)) for _ in range(2)]
-    await turns()
+    await loop_iterations()
     cores[0].end("signal 9")
     assert group.state is EngineState.READY
     assert [each.state for each in group.replicas] == ["starting", "ready"]
     with pytest.raises(errors.EngineUnavailableError, match="signal 9"):
         await first
     more = asyncio.create_task(run(dispatcher, 3))
-    await turns()
+    await loop_iterations()
     assert [len(core.waiting) for core in cores] == [1, 2, 0]
     cores[1].answer()
     assert [len(await task) for task in (second, more)] == [1, 1]
@@ -269,11 +269,11 @@ async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunn
     with pytest.raises(errors.EngineUnavailableError, match="is being started again"):
         dispatcher.admission.check()
     cores[2].ready()
-    await turns()
+    await loop_iterations()
     assert (group.state, group.num_restarts) == (EngineState.READY, 1)
     assert [each.num_restarts for each in group.replicas] == [1, 0]
     again = asyncio.create_task(run(dispatcher, 3))
-    await turns()
+    await loop_iterations()
     cores[2].answer()
     await again
     assert group.host_bytes() == 2 * 7
@@ -288,15 +288,15 @@ async def test_cache_follows_the_loaded_files(running_cores: list[FakeRunningCor
     dispatcher.cache = cache
     starting = asyncio.create_task(group.start())
     for number in range(count):
-        await turns()
+        await loop_iterations()
         assert not cache.open.called
         cores[number].ready()
     await starting
     loaded = group._loaded
     cores[0].end("signal 9")
-    await turns()
+    await loop_iterations()
     cores[count].ready()
-    await turns()
+    await loop_iterations()
     assert [args.args for args in cache.expect.call_args_list] == [("any",), ("/words",)]
     opened = call("/words", loaded, has_one_core=count == 1)
     assert cache.open.call_args_list == [opened, opened]
@@ -313,7 +313,7 @@ async def test_drained_replicas_are_not_restarted(running_cores: list[FakeRunnin
     with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
         dispatcher.admission.check()
     cores[1].end("signal 9")
-    await turns()
+    await loop_iterations()
     assert len(cores) == 3
     await group.close()
     await group.close()

@@ -21,7 +21,7 @@ from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
-from ...waiting import turns, until
+from ...waiting import loop_iterations, until
 from .sockets import exchange, running
 
 
@@ -164,7 +164,7 @@ async def test_pending_transfer_names_the_part_of_the_request() -> None:
         pieces = (b"", HEAD, b"Content-Length: 4\r\n\r\n", b"bo", b"dy", b"GET /")
         for piece, part in zip(pieces, ("head", "head", "body", "body", None, "head"), strict=True):
             writer.write(piece)
-            await turns()
+            await loop_iterations()
             await until(lambda part=part: pending_parts(server) == [part])
         writer.close()
         await all_closed(server)

@@ -11,7 +11,7 @@ from penstock.server.models import manager as manager_module
 from penstock.server.models.manager import ModelLimits, ModelManager, ModelMetrics
 from penstock.server.models.served_model import ModelEntry, ModelStatus, ServedModel
 
-from ...waiting import turns, until
+from ...waiting import loop_iterations, until
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ class Engines:
             try:
                 await self.gates.get(name, self.open_gate).wait()
             except asyncio.CancelledError:
-                await turns()
+                await loop_iterations()
                 self.cancelled.append(name)
                 raise
             if name in self.failures:
@@ -165,7 +165,7 @@ async def test_unload_waits_for_a_load_or_another_unload(engines: Engines) -> No
     loading = asyncio.create_task(manager.load(a))
     await until(lambda: engines.started == ["a"])
     unloading = asyncio.create_task(manager.unload(a))
-    await turns()
+    await loop_iterations()
     engines.gates["a"].set()
     await asyncio.gather(loading, unloading)
     assert a.state == "unloaded"
@@ -195,7 +195,7 @@ async def test_close_ends_a_load_and_a_swap(engines: Engines) -> None:
     tasks = [asyncio.create_task(manager.acquire(b))]
     await until(lambda: a.status is ModelStatus.LEAVING)
     tasks.append(asyncio.create_task(manager.acquire(a)))
-    await turns()
+    await loop_iterations()
     await manager.close()
     assert engines.closed == ["a"]
     await cancel(*tasks)
@@ -263,7 +263,7 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     for_b = asyncio.create_task(manager.acquire(b))
     await until(lambda: a.status is ModelStatus.LEAVING)
     for_a = asyncio.create_task(manager.acquire(a))
-    await turns()
+    await loop_iterations()
     assert not for_b.done()
     assert engines.closed == []
     a.leave(0.0)
@@ -340,7 +340,7 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     with pytest.raises(EngineUnavailableError, match="no room for c"):
         await manager.acquire(third, is_patient=True)
     patient = asyncio.create_task(manager.acquire(first, is_patient=True))
-    await turns()
+    await loop_iterations()
     engines.gates["a"].set()
     assert await patient is await request
 

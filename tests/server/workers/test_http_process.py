@@ -10,7 +10,7 @@ from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import GetMetrics, WorkerListening
 
-from ...waiting import turns, until
+from ...waiting import loop_iterations, until
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def test_process_that_cannot_start_is_tried_again(worker, pauses: list[flo
 
 async def test_pause_ends_when_the_server_stops(worker: HttpProcess) -> None:
     pause = asyncio.create_task(worker._pause(600.0))
-    await turns()
+    await loop_iterations()
     assert not pause.done()
     worker.stop(15)
     await asyncio.wait_for(pause, 120)
@@ -87,7 +87,7 @@ async def test_end_of_a_process_ends_the_wait_for_its_metrics(worker: HttpProces
     running = asyncio.create_task(worker._run_process())
     await until(lambda: worker._channel is not None)
     updating = asyncio.create_task(worker.update_metrics(600))
-    await turns()
+    await loop_iterations()
     worker.kill()
     await asyncio.wait_for(running, 120)
     await asyncio.wait_for(updating, 120)

@@ -26,7 +26,7 @@ from penstock.server.workers.messages import (
     encode,
 )
 
-from ...waiting import turns, until
+from ...waiting import loop_iterations, until
 
 
 class End:
@@ -79,7 +79,7 @@ async def test_closed_channel_handles_no_further_messages() -> None:
     end.channel.close()
     end.channel.send(WorkerListening())
     ours.close()
-    await turns()
+    await loop_iterations()
     assert end.received == [GetModel(1)]
     assert not end.has_ended.is_set()
 

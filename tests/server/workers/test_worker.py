@@ -18,7 +18,7 @@ from penstock.server.workers.handover import ConnectionSender
 from penstock.server.workers.messages import ModelNotLoaded, PlannedModel, WorkerPlan, encode
 from penstock.server.workers.worker import PassedConnectionServer, SupervisorLink
 
-from ...waiting import turns, until
+from ...waiting import loop_iterations, until
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -63,7 +63,7 @@ async def test_ending_server_serves_its_passed_connections() -> None:
 async def test_unexpected_model_message_is_ignored() -> None:
     async def until_handled() -> None:
         await until(lambda: not select.select([theirs], [], [], 0)[0])
-        await turns()
+        await loop_iterations()
 
     model, on_end = PlannedModel(("a",), EngineConfig(model="/models/a")), Mock()
     link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
@@ -73,12 +73,12 @@ async def test_unexpected_model_message_is_ignored() -> None:
     supervisor.send(message)  # no request for the model is pending
     await until_handled()
     cancelled = asyncio.create_task(link.engine(0))
-    await turns()
+    await loop_iterations()
     cancelled.cancel()
     supervisor.send(message)
     await until_handled()
     loading = asyncio.create_task(link.engine(0))
-    await turns()
+    await loop_iterations()
     supervisor.send(message)
     with pytest.raises(ModelLoadError, match="no weights"):
         await asyncio.wait_for(loading, 120)
