@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..backends import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, takes_tensor_cores
-from ._torch import attention_paged_sdpa, attention_sdpa, attention_varlen, takes_varlen
+from ..backends import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, supports_tensor_cores
+from ._torch import attention_paged_sdpa, attention_sdpa, attention_varlen, supports_varlen
 
 Backend = Literal["sdpa", "varlen", "triton"]
 PagedBackend = Literal["sdpa", "triton"]
@@ -137,9 +137,13 @@ def _reach(window: tuple[int, int] | None, is_causal: bool, longest: int) -> tup
 
 
 def _choose(q: Tensor, relative_bias: Tensor | None, softcap: float | None) -> Backend:
-    if softcap is None and takes_varlen(q, relative_bias):
+    if softcap is None and supports_varlen(q, relative_bias):
         return "varlen"
-    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "sdpa"
+    return "triton" if _supports_triton(q) else "sdpa"
+
+
+def _supports_triton(q: Tensor) -> bool:
+    return q.shape[2] <= MAX_HEAD_SIZE and supports_tensor_cores(q.device)
 
 
 def _check(
@@ -231,7 +235,7 @@ def attention_paged(
     _check_paged(q, k_cache, v_cache, block_tables, cu_seqlens, lengths, softcap)
     left = -1 if window is None or window[0] < 0 else window[0]
     if backend is None:
-        backend = _choose_paged(q)
+        backend = "triton" if _supports_triton(q) else "sdpa"
     if backend == "triton":
         from ._triton import attention_triton
 
@@ -239,27 +243,14 @@ def attention_paged(
             return torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if context_lens_on_device is None:
             context_lens_on_device = torch.tensor(context_lens, dtype=torch.int32).to(q.device)
-        tables = block_tables.to(q.device)
         return attention_triton(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens,
-            lengths.longest,
-            scale,
-            (left, 0),
-            softcap,
-            None,
-            tables,
-            context_lens_on_device,
+            *(q, k_cache, v_cache, cu_seqlens, lengths.longest, scale, (left, 0), softcap),
+            block_tables=block_tables.to(q.device),
+            context_lens=context_lens_on_device,
         )
     if backend == "sdpa":
         return attention_paged_sdpa(q, k_cache, v_cache, block_tables, seq_lens, context_lens, scale, left, softcap)
     raise ValueError(f"backend must be one of {get_args(PagedBackend)}, got {backend!r}")
-
-
-def _choose_paged(q: Tensor) -> PagedBackend:
-    return "triton" if q.shape[2] <= MAX_HEAD_SIZE and takes_tensor_cores(q.device) else "sdpa"
 
 
 def _check_paged(

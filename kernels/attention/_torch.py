@@ -154,7 +154,7 @@ def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, 
     return scores.add_(mask).softmax(-1) @ v.float()
 
 
-def takes_varlen(q: Tensor, relative_bias: Tensor | None) -> bool:
+def supports_varlen(q: Tensor, relative_bias: Tensor | None) -> bool:
     """Whether flash attention supports this call: 16-bit, no bias, a supported head size, Ampere or later."""
     head_size = q.shape[2]
     return (
@@ -179,13 +179,13 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, reach: tuple[int, int]
 ) -> Tensor:
     """Same as `attention`, without a bias."""
-    if q.shape[1] != k.shape[1] and not takes_grouped_heads(q.device):
+    if q.shape[1] != k.shape[1] and not supports_grouped_heads(q.device):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return _flash(q, k, v, cu_seqlens, max_seqlen, scale, reach)
 
 
 @cache
-def takes_grouped_heads(device: torch.device) -> bool:
+def supports_grouped_heads(device: torch.device) -> bool:
     """Whether the flash attention operator accepts fewer key heads than query heads.
 
     Its kernels support this in every version, but the operator's signature does not tell. Tried once per device on a

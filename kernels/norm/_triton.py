@@ -103,11 +103,7 @@ def _embed_norm_kernel(
 
 
 def norm_triton(x: Tensor, norm: Norm, residual: Tensor | None, return_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """Same as `add_norm`. Does not synchronise host and device.
-
-    Raises:
-        ValueError: Rows have more than 8,192 columns.
-    """
+    """Same as `add_norm`. Does not synchronise host and device."""
     kind, weight, bias, eps = norm
     num_rows, width = x.shape
     tile = tile_options(width)
@@ -148,11 +144,7 @@ def embed_norm_triton(
     token_type_ids: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Same as `embed_norm`. Does not synchronise host and device.
-
-    Raises:
-        ValueError: Rows have more than 8,192 columns.
-    """
+    """Same as `embed_norm`. Does not synchronise host and device."""
     kind, weight, bias, eps = norm
     num_rows, width = input_ids.shape[0], weight.shape[0]
     tile = tile_options(width)

@@ -128,26 +128,14 @@ def pool(
     row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
-    if backend is None and machine is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:
-        rows = pool_on_machine(
-            machine,
-            hidden_states,
-            cu_seqlens[:-1],
-            cu_seqlens.diff(),
-            pooling,
-            width=width,
-            dimensions=row_dimensions,
-            normalize=normalize,
-            skip_tokens=skip_tokens,
-            weights=weights,
-        )
-        return rows.to(out_dtype)
-    if backend is None and hidden_size > MAX_TRITON_WIDTH:
-        backend = "torch"
-    backend = choose(backend, hidden_states)
     args = Pooling(
         hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
     )
+    if backend is None and machine is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:
+        return pool_on_machine(machine, args)
+    if backend is None and hidden_size > MAX_TRITON_WIDTH:
+        backend = "torch"
+    backend = choose(backend, hidden_states)
     if backend == "triton":
         from ._triton import pool_triton
 

@@ -83,49 +83,26 @@ def pool_native(
     return torch.from_numpy(pooled) if is_tensor else pooled
 
 
-def pool_on_machine(
-    machine: Machine,
-    hidden_states: Tensor,
-    seq_starts: Tensor,
-    seq_lens: Tensor,
-    strategy: str,
-    *,
-    width: int,
-    dimensions: Tensor | None = None,
-    normalize: bool | Tensor = False,
-    skip_tokens: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Same as `pool`, with the C library that the caller has opened. Checks nothing.
-
-    Args:
-        machine: The C library.
-        hidden_states: [T, D] float32 on the CPU, contiguous along D.
-        seq_starts: [N] int32, the first row of each sequence.
-        seq_lens: [N] int32, the number of rows of each sequence.
-        strategy: A kind of `pool`.
-        width: Columns of the result, 1..D.
-        dimensions: [N] int32, columns of each sequence; None: `width`.
-        normalize: A bool for all sequences, or a bool tensor [N].
-        skip_tokens: [N] int32, tokens to skip; None skips none.
-        weights: [T] float32 for the kind "weighted".
-
-    Returns:
-        [N, width] float32.
-    """
-    flags = normalize if isinstance(normalize, Tensor) else torch.full((len(seq_lens),), normalize)
+def pool_on_machine(machine: Machine, args: Pooling) -> Tensor:
+    """Same as `pool` for float32 rows on the CPU, with a C library that the caller has opened. Checks nothing."""
+    lengths = args.cu_seqlens.diff()
+    normalize = args.normalize if isinstance(args.normalize, Tensor) else torch.full((len(lengths),), args.normalize)
     rows = machine.pool(
-        hidden_states.numpy(),
-        seq_starts.contiguous().numpy(),
-        seq_lens.contiguous().numpy(),
-        Kind[strategy.upper()],
-        width=width,
-        dimensions=None if dimensions is None else dimensions.contiguous().numpy(),
-        normalize=flags.contiguous().numpy().view(np.uint8),
-        skips=None if skip_tokens is None else skip_tokens.contiguous().numpy(),
-        weights=None if weights is None else weights.contiguous().numpy(),
+        args.hidden_states.numpy(),
+        args.cu_seqlens[:-1].contiguous().numpy(),
+        lengths.numpy(),
+        Kind[args.pooling.upper()],
+        width=args.width,
+        dimensions=_numpy(args.dimensions),
+        normalize=normalize.contiguous().numpy().view(np.uint8),
+        skips=_numpy(args.skip_tokens),
+        weights=_numpy(args.weights),
     )
-    return torch.from_numpy(rows)
+    return torch.from_numpy(rows).to(args.out_dtype)
+
+
+def _numpy(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else tensor.contiguous().numpy()
 
 
 def _kind_of(strategy: str | Enum) -> str:

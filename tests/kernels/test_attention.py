@@ -356,7 +356,7 @@ def test_wide_heads_and_old_devices_use_sdpa(
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("penstock.kernels.attention.attention_paged_sdpa", lambda *_: called.append("sdpa"))
-    monkeypatch.setattr(_triton, "attention_triton", lambda *_: called.append("triton"))
+    monkeypatch.setattr(_triton, "attention_triton", lambda *_, **__: called.append("triton"))
     capability_of.cache_clear()
     with FakeTensorMode():
         q = torch.empty(3, 4, head_size, device="cuda")
