@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import on_device
 
 BLOCK_O = 128
-# Average rows per group from which tiles have twice the rows.
+# With at least this many rows per group on average, tiles have twice the rows.
 MANY_ROWS = 128
 
 

@@ -16,7 +16,7 @@ from ..backends import on_device
 from ._torch import MAX_TRITON_WIDTH, Pooling
 
 BLOCK_ROWS = 256
-# With more programs than this, many of them empty, sequences are not split.
+# Maximum number of (sequence, block) programs, some of them empty. Above it sequences are not split.
 MAX_PROGRAMS = 1 << 15
 COMPILE_OPTIONS = {"maxnreg": 128, "enable_fp_fusion": True}
 

@@ -367,7 +367,7 @@ def size_of(length: int, chunk_size: int) -> int:
 def _split(chunks: list[Chunk], size: int, num_heads: int) -> Iterator[Block]:
     """Yields blocks with a power of two of chunks.
 
-    oneDNN compiles a product for each new number of matrices and caches a limited number of them.
+    oneDNN compiles a product for each new number of matrices and caches a limited number of products.
     """
     max_chunks = 1 << max(0, (MAX_WEIGHTS // (num_heads * size * size)).bit_length() - 1)
     first = 0
