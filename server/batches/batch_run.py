@@ -1,4 +1,4 @@
-"""Runs one batch, from its check to its end. Every change of its state is in the database before it takes effect.
+"""Runs one batch, from validation to the end. Every status change is in the database before it takes effect.
 
     validating -> in_progress -> finalizing -> completed
         |              +-> cancelling -> cancelled
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SendRequest = Callable[[str, bytes, str, str], Awaitable[RouteResponse]]
-"""Sends a request to a route: path, JSON body, owner, name of the request."""
+"""Sends a request to a route. Arguments: path, JSON body, owner, request id."""
 
 RETRY_STATUSES: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full or starting, or has exceeded a deadline. The line runs again later."""
 _KEY_REVOKED: Final = 401
-"""Status if the API key of the owner is not valid any more: the batch ends."""
+"""Status if the owner's API key is no longer valid. The batch ends."""
 _MOST_LOSSES: Final = 3
-"""Times that a line may exceed the server's deadline or lose its engine before it fails."""
+"""Attempts of a line that exceeds the server's deadline or loses its engine, before it fails."""
 MOST_CRASHES: Final = 2
-"""Times that the server may be killed while a line runs alone, or while a file is checked, before that fails."""
+"""Number of kills of the server while a line runs alone, or a file is checked, before the line or batch fails."""
 _MAX_REFUSED: Final = 16
-"""Refused lines that wait. With so many, the batch starts no others."""
+"""Maximum number of rejected lines that wait. At this number the batch starts no other lines."""
 _CHECK_LINE: Final = 0
-"""Line number of the check of the input file in the crash counts of the store."""
+"""Line number that stands for the check of the input file in the crash counts of the store."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _NOT_RUN: Final = {
@@ -72,9 +72,9 @@ class RunContext:
         send: Sends requests to routes.
         window: Decides when lines run.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
-        checking: Held while a file is checked or its custom ids are read, so that one file at a time is.
-        suspect: Held by a line, or by the check of a file, that was running when the engine or the server died. It
-            runs alone: if that happens again, it is the cause.
+        checking: Lock that is held while a file is checked or its custom ids are read: one file at a time.
+        suspect: Lock of a line, or of the check of a file, that was running when the engine or the server died. It
+                runs alone: if the engine or the server dies again, it is the cause.
         now: Unix time.
         retry_s: Seconds between two attempts to use a failing disk.
     """
@@ -91,7 +91,7 @@ class RunContext:
 
 
 class BatchRun:
-    """Runs one batch. Belongs to one event loop.
+    """Runs one batch. Used by one event loop.
 
     Args:
         batch: Its record.
@@ -136,7 +136,7 @@ class BatchRun:
 
         Raises:
             ConflictError: The batch has ended.
-            StorageError: The disk failed; the batch is cancelled nevertheless.
+            StorageError: The disk failed. The batch is cancelled in memory.
         """
         batch = self.batch
         if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
@@ -153,11 +153,11 @@ class BatchRun:
             return await self._run()
         except FileNotFoundError as error:  # the lines without a response are unknown
             drop_tracebacks(error)
-            batch.errors.append(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+            batch.errors.append(LineError("file_not_found", "The input file does not exist any more.", "input_file_id"))
         except Exception as error:
             logger.exception("%s failed", batch.id)
             drop_tracebacks(error)
-            message = f"The server failed ({type(error).__name__}); its log says why."
+            message = f"The server failed ({type(error).__name__}); see its log."
             batch.errors.append(LineError("server_error", message))
             if batch.num_lines:
                 try:
@@ -177,7 +177,7 @@ class BatchRun:
             if batch.errors:
                 return BatchStatus.FAILED
             batch.num_lines = checked.num_lines
-            if batch.status is BatchStatus.VALIDATING:  # else cancelled meanwhile
+            if batch.status is BatchStatus.VALIDATING:  # otherwise it was cancelled meanwhile
                 self._set_status(BatchStatus.IN_PROGRESS)
             await self._save()
         if batch.status is not BatchStatus.FINALIZING:
@@ -253,7 +253,7 @@ class BatchRun:
         except ExceptionGroup as group:
             failure = group.exceptions[0]
             drop_tracebacks(group)  # TaskGroup of Python 3.11 leaves a reference cycle with the group
-        if failure is not None:  # not raised in the handler: the group would be its context, a cycle again
+        if failure is not None:  # raised outside the handler: otherwise the group is its context, again a cycle
             raise failure
 
     def _start_line(self, running: asyncio.TaskGroup, place: LinePlace) -> None:
@@ -270,7 +270,7 @@ class BatchRun:
         running.create_task(self._run_line(place, is_suspect=is_suspect)).add_done_callback(leave)
 
     async def _lines_to_run(self) -> AsyncGenerator[list[LinePlace], None]:
-        """Yields the places of lines without a response, some at a time. Retries if the disk fails."""
+        """Yields lists of places of lines without a response. Retries if the disk fails."""
         last: LinePlace | None = None
 
         async def read() -> list[LinePlace]:
@@ -298,7 +298,7 @@ class BatchRun:
         self._context.num_lines["failed" if answer.is_error else "completed"] += 1
 
     async def _response_line(self, place: LinePlace, *, is_suspect: bool) -> OutputLine:
-        """Sends a line until a full or starting server accepts it, and returns the output.
+        """Sends a line, repeatedly if the server is full or starting, and returns the output.
 
         A waiting line is not in memory.
         """
@@ -376,7 +376,7 @@ class BatchRun:
             await asyncio.gather(*map(self._add, answers))
 
     async def _custom_ids(self, places: list[LinePlace]) -> list[tuple[int, str]]:
-        """Reads numbers and custom ids of lines. One line at a time is in memory, of all batches."""
+        """Reads numbers and custom ids of lines. Only one line of all batches is in memory at a time."""
         async with self._context.checking:
             return await _on_thread(lambda: self._input.custom_ids(places))
 

@@ -3,9 +3,9 @@
 The data folder outlives the server:
 
 lock          locked by the server that uses the folder
-secret        makes owners of files from API keys; mode 0600
+secret        salt that turns API keys into owner ids; mode 0600
 penstock.db   records of files and batches (SQLite)
-files/        contents of files by id; uploads under way end in .part
+files/        contents of files by id; names of running uploads end in .part
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PART: Final = ".part"
 PURPOSE: Final = "batch"
 OUTPUT_PURPOSE: Final = "batch_output"
 MOST_LARGE_FILES: Final = 100
-"""Limit of an owner's bytes, in files of the largest size: 20 GB by default. Outputs of batches count."""
+"""Limit of an owner's bytes as a number of files of maximum size: 20 GB by default. Outputs of batches count."""
 RESERVED_BYTES: Final = 2**30
 """Disk space that uploads leave free, for the output of batches and for the database."""
 _RESERVED_SHARE: Final = 20
@@ -93,9 +93,9 @@ class Files:
     Args:
         data: The folder.
         store: Records of the files.
-        max_bytes: Largest upload.
+        max_bytes: Maximum size of an upload.
         now: Unix time.
-        max_files: Most files of one owner.
+        max_files: Maximum number of files of one owner.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Files:
         self.max_files = max_files
         self._now = now
         self._adding = asyncio.Lock()
-        self._arriving: dict[str, list[Upload]] = {}  # uploads under way by owner
+        self._arriving: dict[str, list[Upload]] = {}  # running uploads by owner
 
     def path(self, file_id: str) -> Path:
         """Returns the path of the content of a file."""
@@ -229,7 +229,7 @@ class Files:
         )
 
     async def check_num_files(self, owner: str, num_files: int) -> None:
-        """Raises HTTPException if an owner may not have `num_files` more. Uploads under way count."""
+        """Raises HTTPException if an owner may not have `num_files` more files. Running uploads count."""
         count, _ = await self._store.sizes(owner)
         self._check_count(count + len(self._arriving.get(owner, ())) + num_files)
 

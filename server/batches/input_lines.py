@@ -18,17 +18,17 @@ from .records import LineError
 
 MAX_LINES: Final = 50_000
 MAX_INPUTS: Final = 50_000
-"""Texts to embed in all lines together."""
+"""Maximum number of texts to embed in all lines together."""
 MAX_ERRORS: Final = 100
-"""Errors that are reported for one file."""
+"""Maximum number of reported errors per file."""
 MAX_ID_CHARS: Final = 512
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
-"""Values are counted before parsing only in lines that are longer. Also the bytes that are read at once."""
+"""Bytes. Values are counted before parsing only in longer lines. Also the size of one read."""
 _MAX_PLACES: Final = 100
-"""Places of lines that are read at once."""
+"""Number of line places per read."""
 _WORK_S: Final = 0.001
-"""Seconds of reading after which the thread sleeps as long, so that other threads get the GIL."""
+"""Seconds of reading after which the thread sleeps for the same time, so that other threads get the GIL."""
 
 
 class LinePlace(NamedTuple):
@@ -63,8 +63,8 @@ class BatchInput:
     Args:
         path: The file.
         endpoint: The route that all lines must name.
-        max_line_bytes: Longest line; equals the limit of request bodies.
-        max_values: Most JSON values in a line; see --max-json-values.
+        max_line_bytes: Maximum length of a line; equals the limit of request bodies.
+        max_values: Maximum number of JSON values in a line; see --max-json-values.
         counts_inputs: Whether MAX_INPUTS limits the inputs of all lines together.
     """
 
@@ -78,7 +78,7 @@ class BatchInput:
         self._counts_inputs = counts_inputs
 
     def check(self) -> CheckResult:
-        """Checks all lines. For a worker thread: it gives way to other threads. Raises OSError."""
+        """Checks all lines. Runs in a worker thread and yields to other threads. Raises OSError."""
         seen: dict[str, int] = {}
         errors: list[LineError] = []
         num_lines = num_inputs = 0
@@ -96,7 +96,7 @@ class BatchInput:
                         raise _LineError("duplicate_custom_id", message, "custom_id")
                     if self._counts_inputs:
                         num_inputs += _num_inputs(line["body"])
-                    del line  # before the next one is read
+                    del line  # free the line before the next one is read
                 except _LineError as error:
                     errors.append(LineError(error.code, error.message, error.param, place.number))
                 if len(errors) >= MAX_ERRORS:

@@ -1,4 +1,4 @@
-"""Sends the lines of batches to the routes in this process: without a socket, with the lowest priority."""
+"""Sends the lines of batches to the routes in this process, without a socket and with the lowest priority."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RouteResponse(NamedTuple):
         request_id: Id of the request in the log.
         model: Served name of the model; "" for none.
         num_tokens: Tokens of its inputs.
-        was_taken: The engine had started the request. If the engine died, this request may be the cause.
+        was_taken: Whether the engine had started the request. If the engine died, this request may be the cause.
     """
 
     status: int

@@ -1,8 +1,8 @@
-"""Writes the output of a batch: lines with responses and lines with errors, each in its file.
+"""Writes the output of a batch: responses to one file, errors to another.
 
-A line counts when it and its record are on the disk. Lines are appended to the two files. Then one transaction records
-which lines they are and the new lengths of the files. Anything behind the recorded length was written by a server that
-was killed before the transaction: it is overwritten, and those lines run again.
+A line is done when the line and its record are on disk. Lines are appended to the two files. Then one transaction
+records the line numbers and the new lengths of the files. Bytes after the recorded length were written by a server that
+was killed before the transaction. They are overwritten, and their lines run again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OutputLine(NamedTuple):
 
 
 class OutputWriter:
-    """Writes the output of one batch. Lines that arrive during a write are written together. Belongs to one event loop.
+    """Writes the output of one batch. Lines that arrive during a write are written together. Used by one event loop.
 
     Args:
         batch: Its counts are updated when lines are on the disk.
@@ -73,12 +73,12 @@ class OutputWriter:
         self._paths = (output, errors)
         self._retry_s = retry_s
         self._closing = asyncio.Event()
-        self._saving = asyncio.Lock()  # a later save stores a later state
+        self._saving = asyncio.Lock()  # saves must store states in order
         self._waiting: list[tuple[OutputLine, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Reads from the store which lines are done."""
+        """Reads the numbers of the completed lines from the store."""
         self.done = await self._store.answered(self._batch.id)
 
     async def add(self, answer: OutputLine) -> None:
@@ -90,7 +90,7 @@ class OutputWriter:
         await safe
 
     async def settle(self) -> None:
-        """Waits until nothing is being written. Drops lines whose `add` was cancelled."""
+        """Waits until nothing is being written. Discards lines whose `add` was cancelled."""
         if self._writing is not None:
             await self._writing
 
@@ -119,10 +119,10 @@ class OutputWriter:
                 await self._save([answer for answer, _ in entries])
             except (OSError, StorageError) as error:
                 if not is_logged:
-                    logger.error("%s waits, its answers cannot be written: %s", self._batch.id, error)
+                    logger.error("%s waits: its responses cannot be written: %s", self._batch.id, error)
                     is_logged = True
             except Exception as error:
-                logger.exception("the answers of %s cannot be written", self._batch.id)
+                logger.exception("the responses of %s cannot be written", self._batch.id)
                 _resolve(entries, error)
                 return
             else:
@@ -135,7 +135,7 @@ class OutputWriter:
                 return
 
     async def _save(self, answers: Sequence[OutputLine]) -> None:
-        """Writes lines, then counts them. Raises OSError or StorageError; then none of them counts."""
+        """Writes lines, then updates the counts. If it raises OSError or StorageError, no line counts."""
         batch = self._batch
         texts = [b"".join([a.text for a in answers if a.is_error is is_error]) for is_error in (False, True)]
         await asyncio.to_thread(self._append, texts, (batch.num_output_bytes, batch.num_error_bytes))
@@ -156,7 +156,7 @@ class OutputWriter:
         self.done.update(lines)
 
     def _append(self, texts: Sequence[bytes], starts: Sequence[int]) -> None:
-        """Writes at the recorded ends of the files and removes anything behind."""
+        """Writes at the recorded ends of the files and truncates the rest."""
         for path, text, start in zip(self._paths, texts, starts, strict=True):
             if not text:
                 continue
@@ -188,7 +188,7 @@ def line_of_response(name: str, number: int, custom_id: str, answer: RouteRespon
     if answer.is_json:
         text = _output_line(name, custom_id, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
         return OutputLine(number, text, is_error, answer.num_tokens, answer.model)
-    error = LineError("unsupported_answer", "The answer is no JSON; ask for float or base64.", "encoding_format")
+    error = LineError("unsupported_answer", "The response is not JSON; use float or base64.", "encoding_format")
     return line_of_error(name, number, custom_id, error)
 
 

@@ -93,7 +93,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         metadata: Notes of the client.
         output_expires_s: Seconds after which its output files expire.
         status: Current status.
-        created_at: Unix time; so are the others whose names end in `_at`.
+        created_at: Unix time, as in all attributes that end in `_at`.
         errors: Reasons of a failure.
         model: Served name that answered the first line.
         num_lines: Requests in the input file, after validation.
@@ -139,7 +139,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
     @property
     def ended_at(self) -> int | None:
-        """Unix time of its end; None while it has not ended."""
+        """Unix time of its end; None before the end."""
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
 
     @property

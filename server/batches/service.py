@@ -1,4 +1,4 @@
-"""Files and batches of one application: the operations of its routes, the runs and the metrics."""
+"""Files and batches of one application: operations for the routes, runs and metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .window import LiveTraffic, Window
 logger = logging.getLogger(__name__)
 
 MOST_UNFINISHED: Final = 32
-"""Unfinished batches of one owner."""
+"""Maximum number of unfinished batches of one owner."""
 SWEEP_EVERY_S: Final = 60.0
 _RETRY_AFTER_S: Final = 60.0
 _FILES_MADE: Final = 2
@@ -56,9 +56,9 @@ class Batches:
         retry_s: Seconds between two attempts to use a failing disk.
 
     Attributes:
-        secret: Makes owners from API keys.
+        secret: Salt that turns API keys into owner ids.
         files: The files.
-        traffic: Requests of clients under way.
+        traffic: Running requests of clients.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
         num_ended: Batches that have ended since the start, by status.
 
@@ -87,17 +87,17 @@ class Batches:
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._context: RunContext | None = None
         self._batch_uses: Mapping[str, BatchUse] = {}
-        # Held from a check of batches and files to the change that relies on it.
+        # Lock that is held from a check of batches and files to the change that relies on it.
         self._changing = asyncio.Lock()
 
     @property
     def max_upload_bytes(self) -> int:
-        """Most bytes of a request body with a file."""
+        """Maximum bytes of a request body with a file."""
         return self.files.max_bytes + OVERHEAD_BYTES
 
     @contextlib.asynccontextmanager
     async def running(self, routes: InternalClient) -> AsyncIterator[None]:
-        """Runs batches through these routes, beginning with the unfinished batches of an earlier server."""
+        """Runs batches through these routes, starting with the unfinished batches of an earlier server process."""
         window = Window(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
         self._batch_uses = routes.batch_uses
         self._context = RunContext(
@@ -131,9 +131,9 @@ class Batches:
 
         Raises:
             UnknownObjectError: The owner has no such file.
-            InvalidRequestError: Lines may not call the endpoint, the file is no input, or the window is too long.
+            InvalidRequestError: Lines may not call the endpoint, or the file or the window is not valid.
             EngineOverloadedError: The owner has too many unfinished batches.
-            HTTPException: 413, the owner has too many files.
+            HTTPException: 413 if the owner has too many files.
             StorageError: The disk is full or fails.
         """
         if body.endpoint not in self._batch_uses:
@@ -235,7 +235,7 @@ class Batches:
             await run.run()
             self.num_ended[run.batch.status.value] += 1
         except Exception as error:
-            logger.exception("%s cannot be ended; it is tried again after a restart", run.batch.id)
+            logger.exception("%s cannot be completed; the next start tries again", run.batch.id)
             drop_tracebacks(error)
         finally:
             del self._runs[run.batch.id]

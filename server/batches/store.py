@@ -60,7 +60,7 @@ class Page(NamedTuple):
 
     Attributes:
         after: Id of the entry before the page; None: the first page.
-        limit: Most entries.
+        limit: Maximum number of entries.
         is_ascending: Oldest entries first.
     """
 
@@ -135,7 +135,7 @@ class Store:
         return await self._records(FileRecord, "SELECT record FROM files WHERE expires_at <= ?", (now,))
 
     async def file_ids(self) -> set[str]:
-        """Returns the ids of all files, including those that unfinished batches write."""
+        """Returns the ids of all files, including output files of unfinished batches."""
 
         def read(database: sqlite3.Connection) -> set[str]:
             ids = {file_id for (file_id,) in database.execute("SELECT id FROM files")}
@@ -166,7 +166,7 @@ class Store:
         return await self._page(BatchRecord, "batches", owner, page)
 
     async def unfinished(self) -> list[BatchRecord]:
-        """Returns the batches that have not ended, the oldest first."""
+        """Returns the unfinished batches, oldest first."""
         return await self._records(BatchRecord, "SELECT record FROM batches WHERE NOT has_ended ORDER BY seq", ())
 
     async def save(self, batch: BatchRecord, lines: Iterable[int] = ()) -> None:
@@ -194,12 +194,12 @@ class Store:
         await self._do(write)
 
     async def begin_lines(self, batch_id: str, line: int) -> None:
-        """Records that the lines of a batch up to `line` may run from now on."""
+        """Records that the lines of a batch up to `line` may start."""
         insert = "INSERT OR REPLACE INTO begun VALUES (?, ?)"
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
     async def begin_suspect(self, batch_id: str, line: int) -> None:
-        """Records that a line runs alone from now on; line 0 is the check of the input file."""
+        """Records that a line starts to run alone. Line 0 is the check of the input file."""
         insert = "INSERT INTO suspects VALUES (?, ?, 0, 1) ON CONFLICT DO UPDATE SET is_running = 1"
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
@@ -242,12 +242,12 @@ class Store:
         await self._do(write)
 
     async def ended_before(self, unix_time: int, limit: int = 100) -> list[BatchRecord]:
-        """Returns batches that ended until a Unix time, up to `limit`."""
+        """Returns at most `limit` batches that ended at or before a Unix time."""
         query = "SELECT record FROM batches WHERE has_ended AND ended_at <= ? ORDER BY ended_at LIMIT ?"
         return await self._records(BatchRecord, query, (unix_time, limit))
 
     async def oldest_ended(self, owner: str, num_kept: int, limit: int = 100) -> list[BatchRecord]:
-        """Returns the ended batches of an owner except the newest `num_kept`, up to `limit`."""
+        """Returns at most `limit` ended batches of an owner, without the newest `num_kept`."""
         query = "SELECT record FROM batches WHERE owner = ? AND has_ended ORDER BY seq DESC LIMIT ? OFFSET ?"
         return await self._records(BatchRecord, query, (owner, limit, num_kept))
 
@@ -293,7 +293,7 @@ class Store:
                 row = database.execute(query, (page.after, owner)).fetchone()
                 if row is None:
                     raise InvalidRequestError(
-                        f"after is {shown(page.after)}, which is no entry of this list.", param="after"
+                        f"after is {shown(page.after)}, which is not an entry of this list.", param="after"
                     )
                 place = f"AND seq {beyond} ?"
                 more.append(row[0])

@@ -19,7 +19,7 @@ from ..errors import shown
 
 MULTIPART: Final = "multipart/form-data"
 _PIECE_BYTES: Final = 512 * 1024
-"""Bytes that are parsed and written at once, on a thread."""
+"""Bytes per call to the thread that parses and writes."""
 _MAX_FIELD_BYTES: Final = 4096
 _MAX_PARTS: Final = 16
 OVERHEAD_BYTES: Final = 64 * 1024
@@ -37,10 +37,10 @@ class Upload:
     Args:
         content_type: Content-Type of the request, with the boundary.
         path: Path of the new file.
-        max_bytes: Largest file.
+        max_bytes: Maximum size of the file.
 
     Raises:
-        HTTPException: 415, the body is not a form.
+        HTTPException: 415 if the body is not a form.
         OSError: The file cannot be created.
     """
 
@@ -55,7 +55,7 @@ class Upload:
         self._max_bytes = max_bytes
         self._num_parts = 0
         self._name = ""
-        self._value: bytearray | None = None  # of a field; None: the part is the file
+        self._value: bytearray | None = None  # value of the current field; None while the part is the file
         self._header = [bytearray(), bytearray()]
         self._disposition = b""
         self._is_whole = False
@@ -82,7 +82,7 @@ class Upload:
 
         Raises:
             InvalidRequestError: The form is invalid.
-            HTTPException: 413, the file is too large.
+            HTTPException: 413 if the file is too large.
             StorageError: The disk fails or is full.
         """
         waiting = bytearray()
@@ -159,5 +159,5 @@ class Upload:
 
 def too_large(max_bytes: int) -> LimitError:
     """Returns the error for a file larger than `max_bytes`."""
-    message = f"The file is larger than this server takes ({max_bytes} bytes); split it, or see --max-file-bytes."
+    message = f"The file is larger than the limit of {max_bytes} bytes (--max-file-bytes). Split it."
     return LimitError(413, message, ServerRefusalReason.FILE_BYTES, {"connection": "close"})

@@ -1,7 +1,7 @@
 """Decides when the lines of batches run.
 
-Without client requests, as many lines run at once as finish within AHEAD_S, because a client request that arrives then
-waits for them: the engine does not interrupt a forward. Under a constant load of client requests, lines run one at a
+Without client requests, as many lines run at once as finish within AHEAD_S: a new client request must wait for these
+lines, because the engine does not interrupt a forward. Under a constant load of client requests, lines run one at a
 time and take a small share of the time.
 """
 
@@ -18,14 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..routing import runs_model
 
 QUIET_S: Final = 0.02
-"""Seconds without a client request after which lines use the engine. Clients that send their next request sooner count
-as a constant load."""
+"""Seconds without a client request after which lines run at full speed. Clients that send their next request sooner
+count as a constant load."""
 AHEAD_S: Final = 0.05
-"""Target duration of the lines that run at once, in seconds: a client request may wait for them."""
+"""Target duration in seconds of the lines that run at once. A client request may wait that long."""
 MOST_LINES: Final = 64
-"""Most lines at once, of all batches together."""
+"""Maximum number of lines that run at once, of all batches together."""
 LONGEST_PAUSE_S: Final = 60.0
-"""Longest pause between two lines under a constant load of clients."""
+"""Maximum pause in seconds between two lines under a constant load of clients."""
 _MORE: Final = 0.25
 """Added to the number of lines at once after a line that took less than AHEAD_S."""
 _FEWER: Final = 0.9
@@ -33,7 +33,7 @@ _FEWER: Final = 0.9
 
 
 class LiveTraffic:
-    """Counts requests of clients under way. Belongs to one event loop.
+    """Counts running requests of clients. Used by one event loop.
 
     Args:
         clock_s: Monotonic time.
@@ -55,15 +55,15 @@ class LiveTraffic:
 
     @property
     def quiet_in_s(self) -> float:
-        """Least seconds until no request has been under way for QUIET_S; 0 if that is the case now."""
+        """Minimum seconds until no request has run for QUIET_S; 0 if that is the case now."""
         return QUIET_S if self._num_under_way else max(self._quiet_from_s - self._clock_s(), 0.0)
 
 
 class LiveTrafficMiddleware:
     """Counts each request that runs a model, while the server works on it.
 
-    The count begins when the body has arrived and ends when the response starts: a slow upload or a slow reader keeps
-    the engine idle and holds no line back.
+    A request counts from the arrival of its body to the start of its response: during a slow upload or a slow download
+    the engine is idle, so lines may run.
 
     Args:
         app: The next ASGI application.
@@ -75,7 +75,7 @@ class LiveTrafficMiddleware:
         self.traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
+        """Calls the application and counts the request."""
         if not runs_model(scope):
             await self.app(scope, receive, send)
             return
@@ -108,16 +108,16 @@ class LiveTrafficMiddleware:
 
 
 class Window:
-    """Admits lines of all batches in the order of their arrival. Belongs to one event loop.
+    """Admits lines of all batches in the order of their arrival. Used by one event loop.
 
     Args:
         traffic: Requests of clients.
         busy_share: Share of the time that lines take under a constant load of clients.
-        max_bytes: Bytes of all lines at once. A larger line runs alone.
+        max_bytes: Maximum bytes of all running lines. A larger line runs alone.
         clock_s: Monotonic time.
 
     Attributes:
-        num_lines: Admitted lines.
+        num_lines: Number of admitted lines.
         num_bytes: Bytes of the admitted lines, and of responses that are not on the disk yet.
     """
 
@@ -131,7 +131,7 @@ class Window:
         self.num_lines = 0
         self.num_bytes = 0
         self._traffic = traffic
-        self._most = 1.0  # lines at once without client requests
+        self._most = 1.0  # maximum number of lines at once without client requests
         self._busy_share = busy_share
         self._max_bytes = max_bytes
         self._clock_s = clock_s
@@ -164,7 +164,7 @@ class Window:
             yield
             await self.enter(num_bytes)
         except BaseException:
-            self._add(num_bytes)  # the caller leaves in any case
+            self._add(num_bytes)  # the caller calls `leave` in any case
             raise
 
     @contextlib.contextmanager
@@ -193,7 +193,7 @@ class Window:
             self._changed.set()
 
     def refuse(self) -> None:
-        """Halves the number of lines at once after a full or starting server has refused a line."""
+        """Halves the number of lines at once after a full or starting server has rejected a line."""
         self._most = max(self._most / 2, 1.0)
 
     def has_room(self, num_bytes: int) -> bool:

@@ -1,1 +1,1 @@
-"""The served models: their names, which of them are loaded, and when they come and go."""
+"""The served models: names, state, loading and unloading."""

@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 RETRY_S: Final = 10.0
 """Seconds after a failed load before a request tries again."""
 LEAST_STAY_S: Final = 2.0
-"""Least seconds that a model in use stays loaded when another model needs its memory."""
+"""Minimum seconds that a model in use stays loaded when another model needs its memory."""
 UNMISSED_S: Final = 30.0
-"""Seconds without a request after which a model may be unloaded for requests that can wait."""
+"""Seconds without a request after which a model may be unloaded for patient requests."""
 _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
 MAX_WAITING: Final = 1024
-"""Most requests that wait for models at once. Each holds its body in memory."""
+"""Maximum number of requests that wait for models. Each holds its body in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class ModelLimits:
     """Limits of all models together.
 
     Attributes:
-        max_loaded: Most models in memory; None: no limit.
-        max_bytes: Most bytes of memory; None: no limit.
+        max_loaded: Maximum number of models in memory; None: no limit.
+        max_bytes: Maximum bytes of memory; None: no limit.
         wait_s: Seconds that a request waits for its model.
         drain_timeout_s: Seconds that requests get to finish when their model is unloaded.
     """
@@ -60,7 +60,7 @@ class ModelLimits:
 
 
 class ModelManager:
-    """Loads and unloads the models of one application. Belongs to one event loop.
+    """Loads and unloads the models of one application. Used by one event loop.
 
     Args:
         models: The served models.
@@ -80,11 +80,11 @@ class ModelManager:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def acquire(self, entry: ModelEntry, *, is_patient: bool = False) -> AsyncEngine:
-        """Returns the engine of a model, which is loaded first if necessary. `entry.leave` returns it.
+        """Returns the engine of a model, after loading the model if necessary. Call `entry.leave` after use.
 
         Args:
             entry: The model.
-            is_patient: The request can wait: no recently used model is unloaded for it.
+            is_patient: Wait instead of unloading a recently used model.
 
         Raises:
             EngineUnavailableError: The load fails or takes too long, or too many requests wait.
@@ -93,7 +93,8 @@ class ModelManager:
             raise _unavailable(entry)
         if is_patient and not self._fits_beside_used_models(entry):
             raise EngineUnavailableError(
-                f"There is no room for {entry.name} while others are in use.", reason=ServerRefusalReason.MODEL_MEMORY
+                f"There is no memory for {entry.name} while other models are in use.",
+                reason=ServerRefusalReason.MODEL_MEMORY,
             )
         if sum(len(each.waiters) for each in self.entries) >= MAX_WAITING:
             raise EngineUnavailableError(
@@ -212,7 +213,7 @@ class ModelManager:
             others = [each for each in self.entries if each.uses_memory and not each.model.is_pinned]
             if not others:
                 raise EngineUnavailableError(
-                    "There is no room for it beside the models that are pinned.",
+                    "There is no memory for it beside the pinned models.",
                     reason=ServerRefusalReason.MODEL_MEMORY,
                 )
             loaded = [each for each in others if each.status is ModelStatus.LOADED]
@@ -222,7 +223,7 @@ class ModelManager:
                 await self._drain_and_unload(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
                 raise EngineUnavailableError(
-                    "The models that are in memory are in use.", reason=ServerRefusalReason.MODEL_MEMORY
+                    "All models in memory are in use.", reason=ServerRefusalReason.MODEL_MEMORY
                 )
             elif settled:
                 await self._drain_and_unload(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
@@ -363,7 +364,7 @@ async def _stop(entry: ModelEntry, drain_timeout_s: float) -> None:
     if entry.engine is None:
         return
     if not await entry.engine.drain(drain_timeout_s):
-        logger.warning("%s was stopped with requests under way", entry.name)
+        logger.warning("%s was stopped with running requests", entry.name)
     await entry.engine.close()
     entry.unloaded()
 
@@ -380,18 +381,16 @@ class ModelMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Returns metrics with a value for each model."""
-        loaded = GaugeMetricFamily("penstock_model_loaded", "1 where the model is in memory.", labels=("model",))
-        loads = CounterMetricFamily("penstock_model_loads", "How often the model was loaded.", labels=("model",))
+        loaded = GaugeMetricFamily("penstock_model_loaded", "1 if the model is in memory.", labels=("model",))
+        loads = CounterMetricFamily("penstock_model_loads", "Number of loads of the model.", labels=("model",))
         seconds = GaugeMetricFamily(
             "penstock_model_load_seconds",
-            "Seconds that its last load took, the wait for room included.",
+            "Seconds of the last load, including the wait for memory.",
             labels=("model",),
         )
-        memory = GaugeMetricFamily(
-            "penstock_model_memory_bytes", "Bytes that it takes, as far as that is known.", labels=("model",)
-        )
+        memory = GaugeMetricFamily("penstock_model_memory_bytes", "Bytes of memory, 0 if unknown.", labels=("model",))
         waiting = GaugeMetricFamily(
-            "penstock_model_waiting_requests", "Requests that wait for it to be loaded.", labels=("model",)
+            "penstock_model_waiting_requests", "Requests that wait for the model to load.", labels=("model",)
         )
         for entry in self._entries:
             is_loaded = entry.status is ModelStatus.LOADED

@@ -15,7 +15,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the operator wants served.
+    """A model that the operator has configured.
 
     Attributes:
         names: Names that requests may use: the shown name first, then aliases.
@@ -48,7 +48,7 @@ class ServedModel:
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether it is in memory only while it is used. Clients may then set for how long."""
+        """Whether it is loaded only while it is used. Clients may then set how long it stays loaded."""
         return not self.is_pinned and (not self.is_preloaded or self.ttl_s < inf)
 
 
@@ -70,7 +70,7 @@ class ModelStatus(StrEnum):
 
 
 class ModelEntry:
-    """Current state of one served model. Belongs to one event loop.
+    """Current state of one served model. Used by one event loop.
 
     Args:
         model: The model.
@@ -80,7 +80,7 @@ class ModelEntry:
         model: The model.
         status: Current status.
         engine: Engine of the loaded model, else None.
-        info: From its last load, or from its files; None if nothing is known yet.
+        info: Facts from its last load or from its files; None if nothing is known yet.
         num_in_use: Requests that use its engine.
         waiters: One future per waiting request. The result is the engine, which the request then uses, or None if the
             model could not be loaded.

@@ -22,9 +22,9 @@ from .served_model import ModelEntry, ModelStatus
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
 IS_PATIENT: Final = "penstock.is_patient"
-"""Key in the scope of a request that can wait: no recently used model is unloaded for it."""
+"""Scope key of a patient request: no recently used model is unloaded for it."""
 _USED: Final = "penstock.models"
-"""Key in the scope of a request for the models whose engines it uses."""
+"""Scope key of the models whose engines the request uses."""
 
 
 class Target(NamedTuple):
@@ -58,7 +58,7 @@ class ModelDescription(NamedTuple):
         """Returns `info`. Raises EngineUnavailableError if the model must be loaded first."""
         if self.info is None:
             raise EngineUnavailableError(
-                f"What {self.name} is will be known once it is loaded; send it a request.",
+                f"{self.name} is not described until it is loaded. Send a request to it first.",
                 reason=ServerRefusalReason.MODEL_LOADING,
             )
         return self.info
@@ -71,8 +71,8 @@ class ModelTable:
         manager: Loads the models.
 
     Attributes:
-        is_starting: Preloaded models are being loaded. Requests for them are refused with "try again"; requests for
-            on-demand models wait.
+        is_starting: Whether preloaded models are loading. Requests for these models get a 503; requests for on-demand
+                models wait.
         entries: The models, in order.
     """
 
@@ -97,7 +97,7 @@ class ModelTable:
 
         Raises:
             EngineUnavailableError: The server has not started yet.
-            ModelNotFoundError: No model has this name; the message lists those that are served.
+            ModelNotFoundError: No model has this name. The message lists the served models.
         """
         entry = self.entry(name, kinds)
         if (record := REQUEST.get()) is not None:
@@ -135,7 +135,7 @@ class ModelTable:
         self._manager.set_ttl(self.entry(name), ttl_s)
 
     def entry(self, name: str | None, kinds: Collection[ModelKind] = ()) -> ModelEntry:
-        """Returns the model of a name; without a name, the first model of `kinds`, or the first of all.
+        """Returns the model with a name. Without a name, returns the first model of `kinds`, or else the first model.
 
         Raises ModelNotFoundError.
         """
@@ -156,7 +156,7 @@ class ModelTable:
         return ModelDescription(entry, name if name and name in self._named else entry.name, entry.info)
 
     def describe_all(self) -> list[ModelDescription]:
-        """Describes every model. Raises EngineUnavailableError while all are being loaded."""
+        """Describes every model. Raises EngineUnavailableError while all are loading."""
         if self.is_starting and not self.engines():
             raise _starting()
         return [ModelDescription(entry, entry.name, entry.info) for entry in self.entries]

@@ -1,4 +1,4 @@
-"""The weight files of a model folder: their size, and how many parameters their headers declare."""
+"""The weight files of a model folder: size and number of parameters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WeightFiles(NamedTuple):
-    """What is known of a model's weights without reading them.
+    """Facts about a model's weights that need no reading of the weights.
 
     Attributes:
         num_bytes: Bytes of all files.
-        num_parameters: Numbers that the headers of safetensors files declare; 0 where there are none.
-        modified_s: Unix time of the newest file; that of the folder where there are none.
+        num_parameters: Number of parameters in the headers of safetensors files; 0 without such files.
+        modified_s: Unix time of the newest file, or of the folder if it has no weight files.
     """
 
     num_bytes: int
@@ -27,12 +27,12 @@ class WeightFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: str, headers: WeightHeaders | None = None) -> WeightFiles:
-        """Returns the size, parameter count and age of the weights in a folder, with those of modules below it.
+        """Returns the size, parameter count and modification time of the weights in a folder and its module folders.
 
-        A damaged file counts with its size and no parameters: the engine names the damage when it loads the model.
+        A damaged file counts with its size and no parameters. The engine reports the damage when it loads the model.
 
         Args:
-            folder: Of the model.
+            folder: Folder of the model.
             headers: Cache of the file headers. None reads all headers.
 
         Raises:
@@ -47,18 +47,18 @@ class WeightFiles(NamedTuple):
         return cls(num_bytes, sum(map(headers.num_parameters, tensors)), max(stat.st_mtime for stat in stats))
 
     def memory(self) -> dict[str, int]:
-        """Returns the Bytes that the weights take once they are loaded, by dtype; empty where none are declared."""
+        """Returns the bytes of the loaded weights by dtype; empty if no header declares a dtype."""
         return {dtype: self.num_parameters * size for dtype, size in _SIZES.items()} if self.num_parameters else {}
 
 
 class WeightHeaders:
-    """Reads the header of a safetensors file again only if the file has changed. Safe to use from many threads."""
+    """Caches headers of safetensors files until a file changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[tuple[int, int, int], int]] = {}
 
     def num_parameters(self, path: Path) -> int:
-        """Returns the numbers in a file, by its header; 0 for a damaged file. Raises OSError."""
+        """Returns the number of parameters in the header of a file; 0 for a damaged file. Raises OSError."""
         stat = path.stat()
         version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         seen = self._seen.get(path)
@@ -68,7 +68,7 @@ class WeightHeaders:
 
 
 def _num_parameters(path: Path) -> int:
-    """Returns the numbers in a safetensors file by its header; 0 for a damaged file."""
+    """Returns the number of parameters in a safetensors header; 0 for a damaged file."""
     try:
         return sum(math.prod(entry.shape) for entry in read_header(path).values())
     except WeightError:

@@ -1,1 +1,1 @@
-"""Several HTTP processes on one port: one process supervises them, owns the engines and hands connections out."""
+"""Several HTTP processes on one port. A supervisor process owns the engines and passes connections to them."""

@@ -1,4 +1,4 @@
-"""Accepts connections and passes each to the HTTP process with the fewest.
+"""Accepts connections and passes each to the HTTP process with the fewest open connections.
 
 The kernel could distribute connections over one shared socket or one socket per process. With a shared socket, the
 process that wakes first takes all waiting connections, so a few long connections fill one process. With one socket
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
 _MAX_ACCEPTED: Final = 64
-"""Connections that are accepted in one turn of the event loop."""
+"""Maximum number of connections to accept per event-loop iteration."""
 _RETRY_S: Final = 0.05
 """Seconds until the next attempt if no process takes a connection, or no file can be opened."""
 _BYTE: Final = b"\0"
@@ -43,10 +43,10 @@ class ConnectionSender:
         asyncio.get_running_loop().add_reader(end.fileno(), self._receive)
 
     def send(self, connection: socket.socket) -> bool:
-        """Passes a connection, which stays open here. Returns False if the process takes none now."""
+        """Passes a connection. It also stays open in this process. Returns False if the process accepts none now."""
         try:
             socket.send_fds(self._end, [_BYTE], [connection.fileno()])
-        except OSError:  # its queue is full, or it has ended, and its supervisor learns that by itself
+        except OSError:  # its queue is full, or it has ended, which the supervisor detects separately
             return False
         self.num_open += 1
         return True
@@ -63,15 +63,15 @@ class ConnectionSender:
         except BlockingIOError:
             return
         except OSError:
-            logger.debug("a process that serves connections has ended")
+            logger.debug("an HTTP process has ended")
         asyncio.get_running_loop().remove_reader(self._end.fileno())
 
 
 class Acceptor:
-    """Accepts connections for all processes. Belongs to one event loop.
+    """Accepts connections for all HTTP processes. Used by one event loop.
 
     Args:
-        listener: A bound socket. It listens from now on; connections wait until a process serves.
+        listener: A bound socket. It starts to listen; connections wait until a process serves.
     """
 
     def __init__(self, listener: socket.socket) -> None:

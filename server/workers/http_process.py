@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 _MAX_PAUSE_S: Final = 30.0
 _SETTLED_S: Final = 60.0
-"""A process that lives longer than this restarts without a growing pause."""
+"""Seconds. A process that lives longer restarts without a growing pause."""
 _METRICS_EVERY_S: Final = 6.0
 """Seconds between two GetMetrics messages, which serve as heartbeats."""
 _OWN_METRICS: Final = -1
-"""The number of a GetMetrics whose answer is only kept for the time after the process has ended."""
+"""The number of heartbeat GetMetrics. Their responses are kept for the time after the process has ended."""
 
 
 class HttpProcess:
-    """One slot of the server: an HTTP process and its successors. Belongs to one event loop.
+    """One slot of the server: an HTTP process and its successors. Used by one event loop.
 
     Args:
         slot: Its number.
-        make_plan: Returns the plan of the next process.
+        make_plan: Returns the WorkerPlan of the next process.
         acceptor: Passes connections to it.
         on_message: Called with this object and each message that this class does not handle.
         on_end: Called with this object when the process has ended.

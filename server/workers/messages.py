@@ -1,7 +1,7 @@
-"""The messages between the supervising process and an HTTP process, and the plan that the latter starts with.
+"""Messages between the supervisor and an HTTP process, and the plan with which an HTTP process starts.
 
-The plan is sent over a socket that only the two processes have. A process that is started later serves the same as the
-first one, even if files have changed since.
+The plan is sent over a private socket. A process that starts later serves the same models as the first one, even if
+files have changed since.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _receive_exactly(end: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         part = end.recv(num_bytes - len(data))
         if not part:
-            raise EOFError("the supervising process has gone")
+            raise EOFError("the supervising process has ended")
         data += part
     return data
 
@@ -203,7 +203,7 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """One end of a socket that carries messages between two processes. Belongs to one event loop.
+    """One end of a socket for messages between two processes. Used by one event loop.
 
     Args:
         decode: Parses a message.
@@ -238,7 +238,7 @@ class Channel(Generic[Message]):
         """Handles the messages that have arrived completely."""
         try:
             for message, _ in self._connection.receive():
-                if self._connection.fileno() >= 0:  # else the handler of the last message has closed it
+                if self._connection.fileno() >= 0:  # otherwise the handler of the last message has closed it
                     self._on_message(self._decode(message))
         except EOFError:
             self._end()

@@ -1,4 +1,4 @@
-"""The supervising process: it has the port and the engines, and keeps the HTTP processes alive."""
+"""The supervisor process: owns the port and the engines, and restarts HTTP processes that end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Send = Callable[[FromSupervisor], None]
 
 
 class SupervisedModels:
-    """Loads all models at the start and reports them to the HTTP processes. Belongs to one event loop.
+    """Loads all models at the start and reports them to the HTTP processes. Used by one event loop.
 
     Args:
         settings: Settings of the server.
@@ -87,7 +87,7 @@ class SupervisedModels:
         self.metrics.register(ModelMetrics(table.entries))
 
     async def answer(self, number: int, send: Send) -> None:
-        """Waits until a model is loaded, or has failed, and sends that to the process that asked for it."""
+        """Waits until a model is loaded or has failed, and sends the result to the requesting process."""
         error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
         if error is None and engine is not None and engine.ready is not None:
@@ -110,7 +110,7 @@ class SupervisedModels:
                 process=process,
             )
             await engine.start()
-            return cast("AsyncEngine", engine)  # it has all that the manager and the metrics use
+            return cast("AsyncEngine", engine)  # it has all attributes that the manager and the metrics use
 
         return start
 
@@ -118,14 +118,14 @@ class SupervisedModels:
 logger = logging.getLogger(__name__)
 
 _SUPERVISORS: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
-"""Beginnings of the names of metrics that the supervising process reports: it has the engines."""
+"""Name prefixes of metrics that the supervisor reports, because it owns the engines."""
 _QUEUES: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
-"""Metrics of the engines that the HTTP processes report, each of its own requests: they are summed."""
+"""Engine metrics that each HTTP process reports for its own requests. They are summed."""
 _CUMULATIVE: Final = ("counter", "histogram")
 _METRICS_S: Final = 2.0
-"""Seconds that a process gets to send its metrics."""
+"""Seconds for a process to send its metrics."""
 _END_S: Final = 10.0
-"""Seconds beyond the drain that a process gets to end."""
+"""Seconds after the drain timeout for a process to end."""
 
 
 class NothingServedError(Exception):
@@ -133,7 +133,7 @@ class NothingServedError(Exception):
 
 
 class WorkerSupervisor:
-    """A server of several processes. Made inside its event loop.
+    """A server of several HTTP processes. Create it inside its event loop.
 
     Args:
         settings: Settings of the server.
@@ -142,7 +142,7 @@ class WorkerSupervisor:
         announce: Called with the models when the server is ready.
 
     Attributes:
-        failures: Errors because of which nothing could be served.
+        failures: Errors that kept the server from serving.
         signals: Signals that were received, in order.
     """
 
@@ -242,7 +242,7 @@ class WorkerSupervisor:
     def _handle(self, worker: HttpProcess, message: FromWorker) -> None:
         match message:
             case WorkerListening():
-                if not self._has_models:  # it answers that they are being loaded
+                if not self._has_models:  # it responds that they are loading
                     worker.open()
             case WorkerReady():
                 worker.open()
@@ -296,7 +296,7 @@ def summed(parts: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
 
 
 def cumulative(families: Iterable[MetricFamily]) -> list[MetricFamily]:
-    """Returns the metrics that still count when a process has ended: counters and histograms, but no gauges."""
+    """Returns the metrics to keep after a process has ended: counters and histograms, but no gauges."""
     return [family for family in families if family.kind in _CUMULATIVE]
 
 

@@ -61,7 +61,7 @@ from .messages import (
 logger = logging.getLogger(__name__)
 
 _MAX_TAKEN: Final = 64
-"""Connections that are received before other work of the event loop."""
+"""Maximum number of connections to receive per event-loop iteration."""
 
 
 class PassedConnection(Connection):
@@ -104,7 +104,7 @@ class PassedConnectionServer(HttpServer):
         """Starts the application, then receives connections."""
         await super().startup(sockets=[])
         receiver: Any = _ConnectionReceiver(self._end, self._make, self.config)
-        self.servers.append(receiver)  # in place of a listener of uvicorn
+        self.servers.append(receiver)  # instead of a listener of uvicorn
 
     def _make(self) -> PassedConnection:
         return PassedConnection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -125,10 +125,10 @@ class _ConnectionReceiver:
         self._loop.add_reader(end.fileno(), self._handle)
 
     def close(self) -> None:
-        """Receives the connections that were sent, and then no more: the acceptor sends them to another process."""
+        """Receives the connections that were already sent. The acceptor sends later ones to another process."""
         if not self._is_closed:
             self._is_closed = True
-            # Connections that were sent stay, no more can be sent, and ends of connections are still reported.
+            # Sent connections stay readable, no more can be sent, and ended connections are still reported.
             self._end.shutdown(socket.SHUT_RD)
             while self._handle():
                 pass
@@ -144,11 +144,11 @@ class _ConnectionReceiver:
                 byte, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
                 return False
-            if not byte:  # closed, or the acceptor has ended, which the channel reports
+            if not byte:  # closed, or the acceptor has ended, which the Channel reports
                 self._loop.remove_reader(self._end.fileno())
                 return False
             if not descriptors:
-                logger.error("a connection was lost: this process has as many open files as it may")
+                logger.error("a connection was lost: this process has reached its limit of open files")
                 self._report_end()
             for descriptor in descriptors:
                 opening = self._loop.create_task(self._open(socket.socket(fileno=descriptor)))
@@ -179,11 +179,11 @@ class _ConnectionReceiver:
 
 
 _METRICS_S: Final = 5.0
-"""Seconds that the supervising process gets to collect metrics."""
+"""Seconds for the supervisor to collect metrics."""
 
 
 class SupervisorLink:
-    """The connection of an HTTP process to its supervisor. Belongs to one event loop.
+    """The connection of an HTTP process to its supervisor. Used by one event loop.
 
     Args:
         plan: The plan of this process.
@@ -296,7 +296,7 @@ class WorkerServer(PassedConnectionServer):
         self._control = control
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the application, receives connections, and reports that."""
+        """Starts the application, receives connections, and reports that it listens."""
         self._link.open(self._control)
         await super().startup(sockets)
         self._link.report_listening()
