@@ -1,7 +1,7 @@
-"""Admits requests before the engine is called: the sizes of bodies and the memory of bodies and responses.
+"""Limits the size of bodies, and the memory of bodies and responses, before the engine is called.
 
-The engine refuses requests while its queue is full (engine/client/admission.py); server/batches has the limits of files
-and batches. docs/limits.md lists all limits.
+The limits of the engine's queue are in engine/client/admission.py, the limits of files and batches in server/batches.
+docs/limits.md lists all limits.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from penstock.engine.protocol.shared_resource import Reservation, SharedResource
 from .settings import ServerSettings
 
 REFUSED_BY: Final = "penstock.refused_by"
-"""The key of a request's scope that holds the limit which refused it, for the metrics."""
+"""Scope key of the limit that rejected the request, for the metrics."""
 BODY_IS_HELD: Final = "penstock.body_is_held"
-"""A key in the scope of a request of the server itself, whose body is in memory already: it is not counted again."""
+"""Scope key of a request of the server itself. Its body is already in memory and is not counted again."""
 SMALL_BODY_BYTES: Final = 4_096
-"""Bodies up to this size are not counted: the connections are bounded, and counting would cost every small request."""
+"""Bytes. Smaller bodies are not counted: connections are limited, and counting would slow down small requests."""
 VALUE_BYTES: Final = 8
 """Bytes of memory that are reserved for each JSON value, by its weight."""
 MAX_RESPONSE_BYTES: Final = 256 * 1024 * 1024
-"""JSON of one response: about 22 million numbers."""
+"""Maximum bytes of JSON of one response: about 22 million numbers."""
 LARGE_RESPONSE_BYTES: Final = 6_000_000
-"""JSON from which on a response is sent in parts: half a million numbers, which take 50 ms to write at once."""
+"""Bytes of JSON above which a response is sent in parts: half a million numbers, which take 50 ms to serialise."""
 _SMALL_RESPONSE_BYTES: Final = 1024 * 1024
-"""Responses up to this size are not counted: the connections are bounded."""
+"""Bytes. Smaller responses are not counted, because connections are limited."""
 _BODIES_IN_MEMORY: Final = 32
-"""Bodies of the largest size that the memory of bodies holds."""
+"""The memory for bodies, as a number of bodies of maximum size."""
 _DENSE_VALUE_BYTES: Final = 64 * 1024 * 1024
-"""Bytes that the values of all bodies may take beyond VALUE_BYTES for each byte: small bodies may be dense, too."""
+"""Bytes for the values of all bodies in addition to the estimate by body size, because small bodies may be dense."""
 _CLIENT_SHARE: Final = 0.5
-"""Part of each memory that one client may hold: a client that sends or reads slowly leaves the rest to others."""
+"""Share of each memory that one client may hold, so that a slow client leaves the rest to others."""
 _RETRY_AFTER_S: Final = 2.0
 _BODY_MEMORY: Final = "penstock.body_memory"
 _RESPONSE_SIZE: Final = "penstock.response_size"
@@ -50,7 +50,7 @@ _RESPONSE_MEMORY: Final = "penstock.response_memory"
 
 
 class ServerRefusalReason(StrEnum):
-    """The limit of the server that refused a request; RefusalReason has those of the engine."""
+    """The limit of the server that rejected a request. RefusalReason has the limits of the engine."""
 
     BODY_BYTES = "body_bytes"
     BODY_MEMORY = "body_memory"
@@ -71,10 +71,10 @@ REFUSAL_REASONS: Final = tuple(str(reason) for reason in (*RefusalReason, *Serve
 
 
 class LimitError(HTTPException):
-    """A request that a limit of the server refuses with 408, 413 or 503.
+    """A limit of the server rejects a request with 408, 413 or 503.
 
     Attributes:
-        reason: The limit: a ServerRefusalReason.
+        reason: A ServerRefusalReason.
     """
 
     def __init__(self, status: int, message: str, reason: str, headers: dict[str, str] | None = None) -> None:
@@ -83,15 +83,15 @@ class LimitError(HTTPException):
 
 
 def note_refusal(scope: Scope, error: Exception) -> None:
-    """Notes the limit behind an error, if there is one, in the scope of the request, for the metrics."""
+    """Stores the limit that caused an error, if any, in the scope of the request, for the metrics."""
     if isinstance(error, LimitError | EngineOverloadedError | EngineUnavailableError):
         scope[REFUSED_BY] = error.reason
 
 
 def client_of(scope: Scope) -> str:
-    """Returns the client of a request, for limits on the memory of one client: the API key, else the address.
+    """Returns the client of a request for memory limits: its API key, or else its address.
 
-    With a single key the address counts, as it does without keys. "" where neither is known.
+    The address is also used if the server has a single key. "" if neither is known.
     """
     key: str = scope.get("api_client", "")
     if key:
@@ -101,11 +101,11 @@ def client_of(scope: Scope) -> str:
 
 
 class ResponseSize(NamedTuple):
-    """About how large a response is, or a part of one.
+    """Estimated size of a response or of a part.
 
     Attributes:
         written: Bytes of its JSON.
-        kept: Bytes of the values that it is written from.
+        kept: Bytes of the values before serialisation.
     """
 
     written: int
@@ -113,25 +113,25 @@ class ResponseSize(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Bytes that it holds until the client has read it: its values or, of a small one, its JSON."""
+        """Bytes in memory until the client has read the response: the values, or the JSON of a small response."""
         return self.kept if self.written >= LARGE_RESPONSE_BYTES else self.written
 
     def plus(self, other: ResponseSize) -> ResponseSize:
-        """Returns the size of both."""
+        """Returns the sum of two sizes."""
         return ResponseSize(self.written + other.written, self.kept + other.kept)
 
 
 class AdmissionController:
-    """Admits the bodies and the responses of one HTTP process. Belongs to one event loop.
+    """Limits the memory of bodies and responses of one HTTP process. Used by one event loop.
 
     Args:
         settings: Limits of the server.
-        num_processes: HTTP processes of the server; each enforces its part of the limits on memory.
+        num_processes: HTTP processes of the server. Each enforces 1/num_processes of the memory limits.
 
     Attributes:
-        max_body_bytes: Bytes of one body.
-        max_json_values: Values of one body; see json_reader.py.
-        responses: Bytes that responses hold.
+        max_body_bytes: Maximum bytes of one body.
+        max_json_values: Maximum values of one body; see json_reader.py.
+        responses: Memory of responses.
     """
 
     def __init__(self, settings: ServerSettings, num_processes: int = 1) -> None:
@@ -161,28 +161,28 @@ class AdmissionController:
         )
 
     def check_body_bytes(self, num_bytes: int) -> None:
-        """Raises LimitError 413 for a body that is too large."""
+        """Raises LimitError 413 if a body is too large."""
         if num_bytes > self.max_body_bytes:
             raise LimitError(
                 413,
-                f"The body is larger than this server takes ({self.max_body_bytes} bytes, --max-body-bytes); send "
+                f"The body is larger than the limit of {self.max_body_bytes} bytes (--max-body-bytes); send "
                 "fewer inputs at once.",
                 ServerRefusalReason.BODY_BYTES,
                 {"connection": "close"},
             )
 
     def check_json_values(self, num_values: int) -> None:
-        """Raises LimitError 413 for a body that holds too many values."""
+        """Raises LimitError 413 if a body has too many values."""
         if num_values > self.max_json_values:
             raise LimitError(
                 413,
-                f"The body holds more than {self.max_json_values} values, of which a text, list, object or key counts "
-                "as 8; send fewer inputs at once, or start the server with a larger --max-json-values.",
+                f"The body holds more than {self.max_json_values} values (a text, list, object or key counts as 8); "
+                "send fewer inputs at once, or start the server with a larger --max-json-values.",
                 ServerRefusalReason.JSON_VALUES,
             )
 
     def body_memory(self, scope: Scope) -> BodyMemory | None:
-        """Returns the memory for the body of a request, which `release` frees. None for a small body.
+        """Returns a reservation for the body of a request, or None for a small body. `release` frees it.
 
         Raises LimitError 413 if its Content-Length is too large.
         """
@@ -205,20 +205,20 @@ class AdmissionController:
         """Reserves memory for the response to a request, or for a further part of it.
 
         Args:
-            scope: Of the request.
-            size: About how large the response will be.
-            param: The request field that makes it large.
-            way_out: What the client can change.
+            scope: Scope of the request.
+            size: Estimated size of the response.
+            param: The request field that determines the size.
+            way_out: Advice for the client, as a sentence.
 
         Raises:
-            InvalidRequestError: It would be larger than any response may be.
-            EngineOverloadedError: The memory is full, or the other responses of the client hold its share.
+            InvalidRequestError: The response would exceed MAX_RESPONSE_BYTES.
+            EngineOverloadedError: The memory is full, or other responses of the client use its whole share.
         """
         before = scope.get(_RESPONSE_SIZE)
         scope[_RESPONSE_SIZE] = total = size if before is None else size.plus(before)
         if total.written > MAX_RESPONSE_BYTES:
             raise InvalidRequestError(
-                f"The answer would have about {total.written} bytes; the limit is {MAX_RESPONSE_BYTES}. {way_out}",
+                f"The response would have about {total.written} bytes; the limit is {MAX_RESPONSE_BYTES}. {way_out}",
                 param=param,
             )
         if total.written <= _SMALL_RESPONSE_BYTES:
@@ -234,7 +234,7 @@ class AdmissionController:
             )
 
     def release(self, scope: Scope) -> None:
-        """Releases the memory that a request holds for its body and its response, if any."""
+        """Releases the memory reservations of a request for its body and its response."""
         for key in (_BODY_MEMORY, _RESPONSE_MEMORY):
             if key in scope:
                 scope.pop(key).release()
@@ -245,13 +245,13 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
 
 
 def has_large_response(scope: Scope) -> bool:
-    """Returns whether the response to a request is written a part at a time."""
+    """Returns whether the response to a request is serialised in parts."""
     size: ResponseSize | None = scope.get(_RESPONSE_SIZE)
     return size is not None and size.written >= LARGE_RESPONSE_BYTES
 
 
 class BodyMemory:
-    """Memory that one body and its values hold until the response has been sent. Made by AdmissionController."""
+    """Memory reservation of one body and its values, held until the response has been sent."""
 
     def __init__(self, admission: AdmissionController, bodies: Reservation, dense_values: Reservation) -> None:
         self._admission = admission
@@ -260,7 +260,7 @@ class BodyMemory:
         self._num_bytes = 0
 
     def add_bytes(self, num_bytes: int) -> None:
-        """Counts bytes that have arrived. Raises LimitError 413 or 503."""
+        """Counts received bytes. Raises LimitError 413 or 503."""
         self._num_bytes += num_bytes
         self._admission.check_body_bytes(self._num_bytes)
         _hold(self._body, num_bytes)
@@ -278,7 +278,7 @@ class BodyMemory:
 
 
 def _hold(memory: Reservation, num_more: int) -> None:
-    """Raises LimitError 503 if a body cannot hold more memory."""
+    """Reserves more memory for a body. Raises LimitError 503 if there is none."""
     if (rejection := memory.resize(memory.amount + num_more)) is not None:
         message = f"{rejection.message} Please try again later, and send large requests one after the other."
         raise LimitError(503, message, rejection.reason, {"connection": "close", "retry-after": "1"})

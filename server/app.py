@@ -1,4 +1,4 @@
-"""The HTTP application: routers, middleware, error handlers, and the life of the engines behind it."""
+"""The HTTP application: routers, middleware, error handlers, and starting and stopping of the engines."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class SharedState:
     """The values that all HTTP processes of one server share.
 
     Attributes:
-        salt: Of the identities of clients; None: any.
+        salt: Salt of client identities; None: a random salt.
         started_s: Unix time of the start.
-        gather: Returns the figures of all.
-        num_processes: How many there are: each enforces its part of the limits.
+        gather: Returns the metrics of all processes.
+        num_processes: Number of processes. Each enforces 1/num_processes of the limits.
     """
 
     salt: bytes | None = None
@@ -78,19 +78,18 @@ def create_app(
     on_failure: Callable[[Exception], None] = lambda error: None,
     shared: SharedState | None = None,
 ) -> Application:
-    """Builds the application. Its lifespan starts the engines, behind the open port, and stops them.
+    """Builds the application. Its lifespan starts the engines while the port is open, and stops them.
 
     Args:
-        models: Models to serve. The first one answers requests that name no model.
+        models: Models to serve. Requests without a model name get the first one.
         settings: Settings of the server.
-        cache: Vector cache of the engines. If it has a folder, its secret makes the namespaces of API keys. None: there
-            is no cache.
-        on_ready: Called when all have been tried that are to be loaded first; `app.state.startup.wait()` waits for it.
-        on_failure: Called with the first error where no model can be loaded. The application lives on without.
-        shared: Shared by all HTTP processes of the server; None: there is one process.
+        cache: Vector cache of the engines, or None. If it has a folder, its secret is the salt of API key namespaces.
+        on_ready: Called after all preloaded models were tried. `app.state.startup.wait()` waits for it.
+        on_failure: Called with the first error if no model can be loaded. The application keeps running.
+        shared: Values that all HTTP processes share; None if there is one process.
 
     Raises:
-        UsageError: A file of keys cannot be read or holds no key, or the extra for traces is not installed.
+        UsageError: A key file cannot be read or has no key, or the extra `otel` is missing.
     """
     batches = None if settings.data_dir is None else Batches(settings)
     shared = shared or SharedState()
@@ -160,7 +159,7 @@ def create_app(
     app.router.redirect_slashes = False
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
-    # The last one sees a request first.
+    # The last middleware sees a request first.
     layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release, table.release)
     if batches is not None:
         app.state.batches = batches
@@ -176,7 +175,7 @@ def create_app(
 
 
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
-    """Returns the routes that the settings switch on."""
+    """Returns the routes that the settings enable."""
     modules = (
         *(openai, cohere, rerank, classify, vllm, tei, ollama, encode),
         *(model_routes, operations, pages),
@@ -191,10 +190,10 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
 
 
 class Application(DocumentedApp):
-    """FastAPI behind the layers that every request passes: its own layers see the remaining requests only.
+    """FastAPI with middleware in front of its own. FastAPI handles only requests that JsonDispatcher passes on.
 
     Attributes:
-        layers: Answer HTTP requests, some of them with `own_layers`.
+        layers: The outermost middleware. The innermost one calls `own_layers`.
     """
 
     layers: RequestMiddleware
@@ -202,7 +201,7 @@ class Application(DocumentedApp):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Responds to a request; FastAPI begins and ends the lifespan."""
+        """Handles a request with `layers`, and the lifespan with FastAPI."""
         if scope["type"] != "http":
             return self.own_layers(scope, receive, send)
         scope["app"] = self

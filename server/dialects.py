@@ -1,7 +1,7 @@
-"""The dialects: the error bodies and statuses that the clients of each API expect, and the keys that they may send.
+"""Dialects: for the clients of each API, the error bodies, the statuses, and the request keys to ignore.
 
-A route declares its dialect (routing.py). A request carries it in its scope, so that every part of the server that
-refuses the request answers in a body that its client reads.
+A route declares its dialect (routing.py). It is stored in the request's scope, so that every part of the server can
+reject the request with a body that its client understands.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from .errors import (
 Responses = dict[int | str, dict[str, Any]]
 
 DIALECT: Final = "penstock.dialect"
-"""The key of a request's scope that holds its dialect."""
+"""Scope key of the dialect of a request."""
 
 _RETRY_AFTER: Final = {
     "Retry-After": {
-        "description": "Seconds to wait before the request is sent again.",
+        "description": "Seconds to wait before a retry.",
         "required": True,
         "schema": {"type": "integer", "minimum": 1, "maximum": 60},
     }
 }
 _DESCRIPTIONS: Final[dict[int | str, str]] = {
     400: "The request is wrong; the message names the field and the value.",
-    404: "No such model.",
-    408: "The deadline that x-request-timeout set passed, or the body came too slowly.",
+    404: "The model does not exist.",
+    408: "The deadline of x-request-timeout passed, or the body was too slow.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "The queue or the memory of answers is full.",
+    429: "The queue or the response memory is full.",
     500: "The server failed; its log has the details under x-request-id.",
-    503: "The engine is starting or shutting down, or large bodies fill the memory.",
+    503: "The engine is starting or shutting down, or the memory for bodies is full.",
     504: "The deadline of the server passed.",
     "default": "Any other error.",
 }
 _TEI_DESCRIPTIONS: Final[dict[int | str, str]] = {
     400: "The inputs are empty, or the body is not valid JSON.",
     422: "The request is wrong; the message names the field and the value.",
-    424: "The served model cannot do this.",
+    424: "The served model does not support this task.",
 }
 _TEI_TYPES: Final = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 _TEI_INPUTS: Final = ("inputs", "texts", "ids")
@@ -76,21 +76,20 @@ _TEI_INPUTS: Final = ("inputs", "texts", "ids")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
-    """The expectations of the clients of one API, beside the fields of its bodies.
+    """Error format, statuses and ignored keys of one API.
 
     Attributes:
-        name: For messages and tests.
-        ignored_keys: Keys that its clients send although nothing here depends on them, with the reason. Every other key
-            that is no field of a body is refused by its name: an ignored key would give a response that differs from
-            the request. The servers of vLLM, TEI and Infinity overlook unknown keys; those of OpenAI, Cohere, Jina and
-            Voyage refuse them as well.
+        name: Name for messages and tests.
+        ignored_keys: Keys that clients send but that do not affect responses, with the reason. Other unknown keys are
+            rejected, because a server that ignores an option gives a response that the client did not request. vLLM,
+            TEI and Infinity ignore unknown keys; OpenAI, Cohere, Jina and Voyage reject them.
         error_model: Schema of the error body. OpenAI's clients read the object `error`, Cohere's `message` and Jina's
             `detail`; TEI's and Ollama's read `error` as a text.
         statuses: Statuses of engine errors that differ from ERROR_KINDS.
-        invalid_status: Status for a body that does not fit its schema.
-        takes_any_media: Bodies of any Content-Type are read as JSON.
-        prefix: Unknown paths below it are answered in this dialect.
-        descriptions: Statuses of its errors for the OpenAPI document, with their texts.
+        invalid_status: Status for a body that does not match its schema.
+        takes_any_media: Whether bodies of any Content-Type are read as JSON.
+        prefix: Unknown paths with this prefix use this dialect.
+        descriptions: Error statuses with descriptions for the OpenAPI document.
     """
 
     name: str
@@ -104,7 +103,7 @@ class Dialect:
 
     @property
     def responses(self) -> Responses:
-        """The errors of a route that reads a body, for the OpenAPI document."""
+        """Error responses of a route with a body, for the OpenAPI document."""
         return _responses(self.error_model, self.descriptions)
 
     def engine_error(self, error: EngineError, request_id: str) -> Response:
@@ -115,11 +114,11 @@ class Dialect:
         return self.error(kind, message, param=param, headers=retry_headers(error, kind.status))
 
     def status_error(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-        """Returns the response for a status that no engine error stands behind."""
+        """Returns the response for an HTTP status without an engine error."""
         return self.error(status_kind(status), message, headers=headers)
 
     def validation_error(self, error: RequestValidationError) -> Response:
-        """Returns the response to a body that is not valid JSON or does not fit its schema."""
+        """Returns the response to a body that is not valid JSON or does not match its schema."""
         errors = error.errors()
         message, param = explain(errors, error.body)
         kind = replace(ERROR_KINDS[InvalidRequestError], status=self.invalid_status)
@@ -143,10 +142,10 @@ class Dialect:
 
         Args:
             kind: Status, type and code.
-            message: For a person.
-            param: The field at fault.
-            error_type: TEI's type of the error; by default that of the status.
-            headers: More headers.
+            message: Text for a person.
+            param: The invalid field.
+            error_type: TEI's error type. Default: the type of the status.
+            headers: Additional headers.
         """
         content: dict[str, Any] = {"message": message, "detail": message}
         if self.error_model is TeiErrorBody:
@@ -165,8 +164,8 @@ def _responses(body: Any, descriptions: Mapping[int | str, str]) -> Responses:
     return responses
 
 
-_USER: Final = {"user": "names the end user to a vendor that watches for abuse."}
-_DROP_PARAMS: Final = {"drop_params": "LiteLLM's word to itself, which RAGFlow sends to every server."}
+_USER: Final = {"user": "identifies the end user for the abuse detection of a vendor."}
+_DROP_PARAMS: Final = {"drop_params": "an option of LiteLLM that RAGFlow sends to every server."}
 
 OPENAI: Final = Dialect(
     name="openai",
@@ -174,16 +173,16 @@ OPENAI: Final = Dialect(
         **_USER,
         "safety_identifier": "the newer name of `user`.",
         "service_tier": "chooses a price; gateways add it to every request.",
-        "metadata": "a note for the vendor's dashboard; gateways add it to every request.",
+        "metadata": "notes for the vendor's dashboard; gateways add it to every request.",
         **_DROP_PARAMS,
     },
 )
-"""Also the dialect of paths that several APIs share, and of unknown paths."""
+"""Also used for paths that several APIs share, and for unknown paths."""
 JINA: Final = Dialect(name="jina", ignored_keys=_USER)
 VOYAGE: Final = Dialect(name="voyage", ignored_keys=_USER)
 VLLM: Final = Dialect(
     name="vllm",
-    ignored_keys={**_USER, "cache_salt": "keeps vLLM's prefix caches apart; no answer depends on it."},
+    ignored_keys={**_USER, "cache_salt": "separates vLLM's prefix caches; responses do not depend on it."},
 )
 INFINITY: Final = Dialect(name="infinity", ignored_keys=_USER)
 COHERE: Final = Dialect(name="cohere", ignored_keys={**_USER, **_DROP_PARAMS})
@@ -191,17 +190,17 @@ XINFERENCE: Final = Dialect(
     name="xinference",
     ignored_keys={
         **_USER,
-        "return_len": "asks for the number of tokens, which is in `usage` always; RAGFlow sends it.",
+        "return_len": "requests the number of tokens, which `usage` always has; RAGFlow sends it.",
     },
 )
 TEI: Final = Dialect(
     name="tei",
     ignored_keys={
         **_USER,
-        "options": "whether the Inference API waits for a model and uses its cache; Weaviate and LiteLLM send it.",
+        "options": "options of the Inference API (wait for the model, use the cache); Weaviate and LiteLLM send it.",
     },
     error_model=TeiErrorBody,
-    # Faults of the server are 5xx and not TEI's 424, which no client tries again.
+    # Server errors are 5xx instead of TEI's 424, because clients do not retry a 424.
     statuses={InvalidRequestError: 422, RequestTooLongError: 422, UnsupportedTaskError: 424},
     invalid_status=422,
     descriptions={**_DESCRIPTIONS, **_TEI_DESCRIPTIONS},
@@ -210,23 +209,23 @@ OLLAMA: Final = Dialect(
     name="ollama",
     ignored_keys=_USER,
     error_model=TeiErrorBody,
-    takes_any_media=True,  # the curl commands of Ollama's documentation send the type of a form
+    takes_any_media=True,  # the curl commands in Ollama's documentation send a form's Content-Type
     prefix="/api/",
 )
 PENSTOCK: Final = Dialect(name="penstock", ignored_keys=_USER)
 
 DIALECTS: Final = (OPENAI, JINA, VOYAGE, VLLM, INFINITY, COHERE, XINFERENCE, TEI, OLLAMA, PENSTOCK)
 SHARED_RESPONSES: Final = {**TEI.responses, **_responses(ErrorBody | TeiErrorBody, _DESCRIPTIONS)}
-"""Errors of a path that TEI shares with other dialects, for the OpenAPI document."""
+"""Error responses of a path that TEI shares with other dialects, for the OpenAPI document."""
 
 
 def keys_ignored_by(*dialects: Dialect) -> Mapping[str, str]:
-    """Returns the keys that are ignored in a body that may be of any of these dialects, and why."""
+    """Returns the ignored keys of several dialects with their reasons, for a body that may be of any of these."""
     return {key: reason for dialect in dialects for key, reason in dialect.ignored_keys.items()}
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """Returns the dialect in which a request is answered."""
+    """Returns the dialect of a request."""
     dialect: Dialect = scope.get(DIALECT, OPENAI)
     return dialect
 
@@ -236,9 +235,9 @@ _METHODS: Final = ("GET", "HEAD", "POST", "DELETE")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers of all errors that routes raise on purpose.
+    """Registers the handlers of all expected errors.
 
-    An error that has been answered loses its traceback: see `drop_tracebacks`.
+    Handlers drop the traceback of an error after building its response; see `drop_tracebacks`.
     """
 
     async def on_engine_error(request: Request, error: Any) -> Response:
@@ -255,7 +254,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"There is no {shown(path)} on this server; /docs lists its routes."
         elif error.status_code == 405:
-            # The router knows one route of the path alone: GET and HEAD of a health route are two.
+            # The router reports only one route of the path, but GET and HEAD of a health route are two routes.
             allowed = ", ".join(method for method in _METHODS if _takes(app, request, method))
             headers = {"allow": allowed}
             message = f"{shown(path)} takes {allowed}, not {request.method}."

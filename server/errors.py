@@ -1,7 +1,7 @@
-"""Errors of the engine and of the server as HTTP: the status, type, code and text of each.
+"""Maps errors of the engine and the server to HTTP status, type, code and message.
 
-The bodies that are made from them differ between dialects: see dialects.py. Wrong requests are 400, never 422, except
-for TEI's clients: every other client has a typed class for 400 and shows its message.
+The error bodies differ between dialects: see dialects.py. Invalid requests are 400, not 422, except for TEI's clients:
+all other clients have a class for 400 and show its message.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.engine.protocol.errors import EngineError, EngineOverloadedError
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry at all above 120 s, cohere caps at 60 s.
+MAX_RETRY_AFTER_S: Final = 60  # openai-py does not retry above 120 s, cohere waits at most 60 s.
 EMPTY_TEXT: Final = "empty_text"
-"""Type of the validation error of an empty text, which is an error of its own in TEI's dialect."""
+"""Type of the validation error for an empty text. TEI's dialect has its own error type for it."""
 MAX_SHOWN_ERRORS: Final = 3
-"""Errors of one body that a response lists."""
+"""Maximum number of errors of one body in a response."""
 OWN_TAG: Final = "<own>"
 TEI_TAG: Final = "<tei>"
 COHERE_TAG: Final = "<cohere>"
 _TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
-"""Tags of bodies are no field names: pydantic puts them into the place of an error, and messages leave them out."""
+"""Tags of bodies. pydantic puts them into the location of an error; messages omit them."""
 _MAX_CHARS: Final = 60
 _MAX_NAMES: Final = 20
 
@@ -42,13 +42,13 @@ HIDDEN_MESSAGE: Final = "The server failed on this request; its log has the deta
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """How one class of errors looks on the wire.
+    """HTTP representation of one class of errors.
 
     Attributes:
         status: HTTP status.
         type: OpenAI's error type.
-        code: OpenAI's error code, where it has one.
-        is_hidden: The message stays in the log.
+        code: OpenAI's error code, or None.
+        is_hidden: Whether the message is only logged.
     """
 
     status: int
@@ -65,7 +65,7 @@ ERROR_KINDS: Final[dict[type[EngineError], ErrorKind]] = {
     engine_errors.ModelNotFoundError: ErrorKind(404, "invalid_request_error", "model_not_found"),
     engine_errors.EngineOverloadedError: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
     engine_errors.DeadlineExceededError: ErrorKind(504, "server_error", "deadline_exceeded"),
-    # Asked for by the client: it is no fault of the server, and its error rate must not show it.
+    # The client set the deadline, so it must not count in the server's error rate (5xx).
     engine_errors.OwnDeadlineExceededError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     engine_errors.RequestCancelledError: ErrorKind(499, "invalid_request_error", "request_cancelled"),
     engine_errors.EngineUnavailableError: ErrorKind(503, "server_error", "engine_unavailable"),
@@ -103,7 +103,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The error body of all but TEI's routes: OpenAI clients read `error`, Cohere's `message`, Jina's `detail`."""
+    """The error body of all routes except TEI's. OpenAI's clients read `error`, Cohere's `message`, Jina's `detail`."""
 
     error: ErrorDetail
     message: str
@@ -114,7 +114,7 @@ ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokeniz
 
 
 class TeiErrorBody(BaseModel):
-    """The error body of TEI's and Ollama's routes: their clients read `error`, others `message` or `detail`."""
+    """The error body of TEI's and Ollama's routes. Their clients read `error`, other clients `message` or `detail`."""
 
     error: str
     error_type: ErrorType
@@ -125,7 +125,7 @@ class TeiErrorBody(BaseModel):
 
 
 def status_kind(status: int) -> ErrorKind:
-    """Returns the kind of an error that is no engine error, by its HTTP status."""
+    """Returns the kind for an HTTP status without an engine error."""
     return STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error" if status < 500 else "server_error"))
 
 
@@ -139,20 +139,20 @@ def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
 
 
 def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
-    """Returns the header that tells clients whether, or after how many seconds, to send a request again."""
+    """Returns the header that states whether, or after how many seconds, clients may retry."""
     if isinstance(error, EngineOverloadedError):
         return {"retry-after": str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))}
     if status in (408, 409):
-        return {"x-should-retry": "false"}  # OpenAI's clients would send it again, twice
+        return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry twice
     return {"retry-after": "1"} if status == 503 else None
 
 
 def explain(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
-    """Returns the message for the errors of one body, and the name of the first field at fault.
+    """Returns the message for the errors of one body, and the name of the first invalid field.
 
     Args:
         errors: pydantic's error dictionaries.
-        given: The keys that the body has; None where it could not be parsed.
+        given: The keys of the body; None if it could not be parsed.
     """
     messages = [_sentence(error, given or ()) for error in errors[:MAX_SHOWN_ERRORS]]
     more = len(errors) - len(messages)
@@ -171,14 +171,16 @@ def _sentence(error: dict[str, Any], given: Collection[str]) -> str:
         return f"The body must be a JSON object, not {shown(error['input'])}."
     if kind == "missing":
         return f"{field} is missing; the body {f'has {shown_names(given)}' if given else 'is empty'}."
-    reason = error["msg"].removeprefix("Value error, ").removesuffix(".")  # one: names that go on end in three
+    reason = (
+        error["msg"].removeprefix("Value error, ").removesuffix(".")
+    )  # one period only: truncated lists of names end in three
     if kind in ("value_error", "unknown_key", EMPTY_TEXT):
         return f"{field} {reason}."
     return f"{field}: {reason}, not {shown(error['input'])}."
 
 
 def _untagged(loc: Sequence[str | int]) -> list[str | int]:
-    """Returns the place of an error without the dialect of the body, which pydantic puts into it."""
+    """Returns the location of an error without the tag of the body, which pydantic inserts."""
     return [part for part in loc if part not in _TAGS]
 
 
@@ -194,7 +196,7 @@ def _field(loc: Sequence[str | int]) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a JSON value for a message: short, however long or deep it is."""
+    """Returns a JSON value for a message, shortened if it is long or deep."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = _REPR.repr(value)
@@ -202,7 +204,7 @@ def shown(value: object) -> str:
 
 
 def shown_names(names: Collection[str]) -> str:
-    """Returns names of fields, as many as a reader wants; "nothing" for none."""
+    """Returns up to _MAX_NAMES field names for a message; "nothing" if there are none."""
     few = itertools.islice(names, _MAX_NAMES)
     first = [name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..." for name in few]
     return ", ".join(first if len(names) <= _MAX_NAMES else [*first, "..."]) or "nothing"

@@ -1,7 +1,7 @@
-"""The OpenAPI document, with the parts that FastAPI cannot derive from the routes: headers, keys and common errors.
+"""The OpenAPI document. Adds headers, API keys and common errors, which FastAPI cannot derive from the routes.
 
-Every operation stands in it once, on the path that the clients of its dialect call. Other spellings of a path are left
-out; the document's description lists them.
+Every operation is listed once, with the path that the clients of its dialect use. The document's description lists the
+aliases of paths.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ Json = dict[str, Any]
 DESCRIPTION: Final = """\
 OpenAI- and Cohere-compatible server for embedding, reranking, scoring and classification models.
 
-In request bodies null means absent, and a key that a request has no use for is refused by its name. Whether a model can
-do what a request asks for is seen when it runs: what it cannot do is a 400, or a 424 on the routes of TEI.
+In request bodies null means absent, and unknown keys are rejected. If a model does not support a request, the response
+is a 400, or a 424 on the routes of TEI.
 
-Each operation is listed once. The same is found under `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and
-`/ping`, under every path with a slash at its end, and under `/v1/v1/...` and `/v1/v2/...`. `POST /` answers
-TEI's bodies as `/invocations` does. `/api/generate`, `/api/chat`, `/v1/chat/completions` and `/v1/completions` say what
-this server has instead of text.
+Each operation is listed once. Aliases are `/embeddings`, `/models`, `/models/{name}`, `/v1/pooling` and `/ping`, every
+path with a trailing slash, and `/v1/v1/...` and `/v1/v2/...`. `POST /` accepts TEI's bodies, as `/invocations` does.
+`/api/generate`, `/api/chat`, `/v1/chat/completions` and `/v1/completions` respond with an error that names the routes
+of this server.
 """
 TAGS: Final = [
-    {"name": "openai", "description": "Embeddings for the clients of OpenAI, Jina, Voyage and vLLM; the models."},
-    {"name": "jina", "description": "Vectors of tokens."},
+    {"name": "openai", "description": "Embeddings for clients of OpenAI, Jina, Voyage and vLLM; list of models."},
+    {"name": "jina", "description": "Token vectors."},
     {"name": "cohere", "description": "Embed, tokenize and detokenize."},
-    {"name": "rerank", "description": "For the clients of Cohere, Jina, Voyage, vLLM and TEI."},
-    {"name": "score", "description": "Pairs of texts."},
-    {"name": "classify", "description": "For the clients of vLLM and Cohere."},
-    {"name": "vllm", "description": "What the model makes of texts, its load, and SageMaker's one route for all."},
-    {"name": "tokenize", "description": "For the clients of vLLM, TEI and Cohere."},
-    {"name": "tei", "description": "Text Embeddings Inference: answers are bare lists."},
-    {"name": "ollama", "description": "Embeddings, and the models that are served."},
+    {"name": "rerank", "description": "Rerank routes for clients of Cohere, Jina, Voyage, vLLM and TEI."},
+    {"name": "score", "description": "Scores of text pairs."},
+    {"name": "classify", "description": "Classification for clients of vLLM and Cohere."},
+    {"name": "vllm", "description": "Raw model outputs, server load, and SageMaker's route for all bodies."},
+    {"name": "tokenize", "description": "Tokenization for clients of vLLM, TEI and Cohere."},
+    {"name": "tei", "description": "Text Embeddings Inference. Responses are bare lists."},
+    {"name": "ollama", "description": "Embeddings and the served models."},
     {"name": "penstock", "description": "Several kinds of vectors from one forward."},
     {"name": "operations", "description": "Health, metrics, version."},
 ]
 
-# Numbers in headers are text with a pattern: clients send text, and generated clients must do so.
+# Numbers in headers are strings with a pattern, because generated clients must send strings.
 _PARAMETERS: Final[Json] = {
     "RequestId": {
         "name": "x-request-id",
         "in": "header",
-        "description": "Sent back, and found in logs; replaced unless it is up to 128 visible ASCII characters.",
+        "description": "Request id for response and logs: up to 128 visible ASCII characters. Others are replaced.",
         "schema": {"type": "string"},
     },
     "TraceParent": {
         "name": "traceparent",
         "in": "header",
-        "description": "The span that the request belongs to (W3C), where the server sends traces.",
+        "description": "The parent span of the request (W3C), if the server sends traces.",
         "schema": {"type": "string"},
     },
     "RequestTimeout": {
         "name": "x-request-timeout",
         "in": "header",
-        "description": "Seconds after which the answer is of no use: the request is given up with 408.",
+        "description": "Deadline in seconds. After it the response is a 408.",
         "schema": {"type": "string", "pattern": TIMEOUT_PATTERN},
         "example": "2.5",
     },
@@ -68,15 +68,20 @@ _PARAMETERS: Final[Json] = {
         "name": "x-priority",
         "in": "header",
         "description": (
-            f"From -{MAX_PRIORITY} to {MAX_PRIORITY}, or one of {PRIORITY_NAMES}. Lower goes first; a level is worth a "
-            "second of waiting. A `priority` in the body wins."
+            f"From -{MAX_PRIORITY} to {MAX_PRIORITY}, or one of {PRIORITY_NAMES}. Lower runs first; one level "
+            "counts like "
+            "one second of waiting. A `priority` in the body has precedence."
         ),
         "schema": {"type": "string", "pattern": PRIORITY_PATTERN},
         "example": "0",
     },
 }
 _HEADERS: Final[Json] = {
-    "RequestId": {"description": "Of the request, or made for it.", "required": True, "schema": {"type": "string"}},
+    "RequestId": {
+        "description": "Id of the request: the client's or a new one.",
+        "required": True,
+        "schema": {"type": "string"},
+    },
     "ServerTiming": {
         "description": "Milliseconds of the stages: tokenization, queue, inference, encode (W3C).",
         "schema": {"type": "string"},
@@ -84,7 +89,7 @@ _HEADERS: Final[Json] = {
 }
 _SECURITY_SCHEMES: Final[Json] = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`, or the key alone."},
-    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key", "description": "As clients of Azure send it."},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key", "description": "The header of Azure clients."},
 }
 _UNAUTHORIZED: Final[Json] = {
     "description": "The API key is missing or wrong.",
@@ -94,34 +99,34 @@ _ERRORS_OF_BODIES: Final = ("400", "408", "413", "415", "422", "424", "429", "50
 
 
 class DocumentedApp(FastAPI):
-    """FastAPI with a complete document.
+    """FastAPI with a complete OpenAPI document.
 
     Args:
-        names: Served names; examples show the first one.
-        needs_key: Routes that are not open need an API key.
+        names: Served names. Examples contain the first one.
+        needs_key: Whether routes that are not open need an API key.
         routes: All routes.
-        options: FastAPI's.
+        options: Arguments of FastAPI.
     """
 
     def __init__(self, *, names: Sequence[str], needs_key: bool, routes: RouteTable, **options: Any) -> None:
         self._names, self._needs_key, self._table = tuple(names), needs_key, routes
         self._document: Json | None = None
-        self._encoded: dict[str, bytes] = {}  # by the path below which a proxy serves all of this
+        self._encoded: dict[str, bytes] = {}  # by the path prefix of a proxy
         super().__init__(
             description=DESCRIPTION, openapi_tags=TAGS, openapi_url=None, routes=[*routes.routes], **options
         )
 
     def openapi(self) -> Json:
-        """Returns the document; it is made once."""
+        """Returns the document. It is built once."""
         if self._document is None:
             self._document = super().openapi()
             _complete(self._document, self._names[:1], self._table, needs_key=self._needs_key)
         return self._document
 
     def encoded_document(self, root_path: str) -> bytes:
-        """Returns the document as JSON for a server below a path of a proxy.
+        """Returns the document as JSON for a server below a path prefix of a proxy.
 
-        It is encoded once: FastAPI's own route encodes it anew for every request, which takes 30 ms.
+        It is encoded once. FastAPI's own route encodes it for every request, which takes 30 ms.
         """
         root_path = root_path.rstrip("/")
         if root_path not in self._encoded:

@@ -1,7 +1,7 @@
-"""Routes and their properties, and the table in which every part of the server looks them up.
+"""Routes, their properties, and the table of all routes.
 
 A route declares its dialect, the key that it needs, and whether it runs a model. Middleware, load shedding, batches,
-error handlers and the OpenAPI document read these properties, and no list of paths of their own.
+error handlers and the OpenAPI document read these properties instead of having lists of paths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .dialects import DIALECT, DIALECTS, OPENAI, SHARED_RESPONSES, Dialect, Resp
 from .http.json_bodies import BodyParser, JsonBody, parsed
 
 ACCESS: Final = "penstock.access"
-"""The key of a request's scope that holds its Access."""
+"""Scope key of the Access of a request's route."""
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 E = TypeVar("E", bound=Endpoint)
@@ -43,7 +43,7 @@ class BatchUse(Enum):
 
 
 class RouteOptions(TypedDict, total=False):
-    """Options of a Route; those below `is_probe` are FastAPI's."""
+    """Options of a Route. The options after `is_probe` are FastAPI's."""
 
     dialect: Dialect
     access: Access
@@ -63,7 +63,7 @@ class RouteOptions(TypedDict, total=False):
 
 
 def operation_id(route: APIRoute) -> str:
-    """Returns the path as a name: clients are generated from it, and paths outlive the functions behind them."""
+    """Returns an id made of the path. Generated clients use it, and paths change less often than function names."""
     return "_".join(part.strip("{}").replace(":path", "").replace("-", "_") for part in route.path.split("/") if part)
 
 
@@ -73,20 +73,20 @@ class Route(APIRoute):
     A missing Content-Type means JSON; see `check_media` for other types.
 
     Args:
-        path: May have parameters.
-        endpoint: Its function.
-        dialect: Of its error bodies.
+        path: Path, possibly with parameters.
+        endpoint: Function of the route.
+        dialect: Dialect of its error bodies.
         access: The key that it needs.
-        runs_model: Its requests wait for a forward. A full engine refuses them unread, they have a deadline, and
-            batches give way to them.
+        runs_model: Whether its requests wait for a forward. Such requests are rejected unread if the engine is full,
+            have a deadline, and take precedence over batches.
         batch_use: Whether lines of batches may call it.
-        by_key: Keys of a body that tell another dialect than `dialect`.
-        ends_with_client: The work for a JSON body ends when its client hangs up.
-        is_probe: It is called every few seconds: neither logged nor traced.
-        options: FastAPI's.
+        by_key: Body keys that select a dialect other than `dialect`.
+        ends_with_client: Whether the request is cancelled when its client hangs up.
+        is_probe: Whether it is a health check, called every few seconds: not logged, not traced.
+        options: Arguments of APIRoute.
 
     Attributes:
-        body_parser: Of a JSON route: JsonDispatcher calls its function. None: FastAPI calls it.
+        body_parser: Parser of a JSON route, whose function JsonDispatcher calls. None: FastAPI calls the function.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Route(APIRoute):
 
 
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
-    """Returns the response of another route to a body, which is checked by the schema of that route; see `parsed`."""
+    """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
     body = parsed(schema, content)
     if (name := body.request_name()) is not None:
         request.scope["request_id"] = name
@@ -131,13 +131,13 @@ class Router:
     """Collects routes of one dialect.
 
     Args:
-        dialect: Of the routes, unless a route names another.
-        tag: Of the routes in the OpenAPI document.
-        responses: Errors in the OpenAPI document; by default those of the dialect.
+        dialect: Dialect of the routes, unless a route states another one.
+        tag: Tag of the routes in the OpenAPI document.
+        responses: Error responses in the OpenAPI document. Default: the errors of the dialect.
         in_schema: Whether the OpenAPI document has the routes.
 
     Attributes:
-        routes: In the order of their declaration.
+        routes: Routes in the order of declaration.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Router:
         self._in_schema = in_schema
 
     def task(self, path: str, *, aliases: Sequence[str] = (), **options: Unpack[RouteOptions]) -> Callable[[E], E]:
-        """Declares a POST route that runs a model. Aliases of its path are for no batch and in no document."""
+        """Declares a POST route that runs a model. Aliases are not in the OpenAPI document and not for batches."""
         options["runs_model"] = True
         return self.route(["POST"], path, aliases=aliases, **options)
 
@@ -161,7 +161,7 @@ class Router:
     def get(
         self, path: str, *, aliases: Sequence[str] = (), has_head: bool = False, **options: Unpack[RouteOptions]
     ) -> Callable[[E], E]:
-        """Declares a GET route; with `has_head`, HEAD requests are answered, too."""
+        """Declares a GET route. With `has_head`, it also handles HEAD requests."""
         declare_get = self.route(["GET"], path, aliases=aliases, **options)
         if not has_head:
             return declare_get
@@ -172,7 +172,7 @@ class Router:
     def route(
         self, methods: Sequence[str], path: str, *, aliases: Sequence[str] = (), **options: Unpack[RouteOptions]
     ) -> Callable[[E], E]:
-        """Declares a route of several methods."""
+        """Declares a route with several methods."""
         options = {"dialect": self._dialect, "tags": [self._tag] if self._tag else None, **options}
         responses = self._responses
         if responses is None:
@@ -199,13 +199,13 @@ class Router:
 
 
 class RouteTable:
-    """The routes of an application, found by method and path as FastAPI finds them.
+    """The routes of an application by method and path, with FastAPI's matching rules.
 
     Args:
         routes: All routes.
 
     Attributes:
-        routes: Fixed paths first, so that no path with parameters takes their requests.
+        routes: Routes with fixed paths first, so that they have precedence over paths with parameters.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
@@ -217,16 +217,16 @@ class RouteTable:
                 self._fixed.setdefault(route.path, []).append(route)
 
     def find(self, method: str, path: str) -> Route | None:
-        """Returns the route that answers a request, None where there is none."""
+        """Returns the route of a request, or None."""
         for route in self._fixed.get(path, ()):
             if method in (route.methods or ()):
                 return route
         return next((route for route in self._matching(path) if method in (route.methods or ())), None)
 
     def enter(self, scope: Scope) -> None:
-        """Notes the route of a request in its scope, with its dialect and the key that it needs.
+        """Stores the route of a request, its dialect and its Access in the scope.
 
-        An unknown path needs an API key. A path that is open with all of its methods is open with any other, too.
+        An unknown path needs an API key. If all methods of a path are open, all other methods are open too.
         """
         method, path = scope["method"], scope["path"]
         route = self.find(method, path)
@@ -240,7 +240,7 @@ class RouteTable:
         scope[DIALECT] = there[0].dialect if there else next(iter(below), OPENAI)
 
     def json_routes(self) -> dict[str, Route]:
-        """Returns the routes with a JSON body by their paths."""
+        """Returns the JSON routes by path."""
         return {route.path: route for route in reversed(self.routes) if route.body_parser is not None}
 
     def batch_uses(self) -> dict[str, BatchUse]:
@@ -252,7 +252,7 @@ class RouteTable:
 
 
 def route_of(scope: Scope) -> Route | None:
-    """Returns the route of a request, None for an unknown path or method."""
+    """Returns the route of a request, or None for an unknown path or method."""
     route = scope.get("route")
     return route if isinstance(route, Route) else None
 

@@ -74,7 +74,7 @@ class RunContext:
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
         checking: Lock that is held while a file is checked or its custom ids are read: one file at a time.
         suspect: Lock of a line, or of the check of a file, that was running when the engine or the server died. It
-                runs alone: if the engine or the server dies again, it is the cause.
+            runs alone: if the engine or the server dies again, it is the cause.
         now: Unix time.
         retry_s: Seconds between two attempts to use a failing disk.
     """

@@ -74,7 +74,7 @@ def prompt_for(
 
     Raises:
         InvalidRequestError: The purpose is unknown or needs a LoRA adapter, or an instruction is given for documents or
-                for a model that takes none.
+            for a model that takes none.
     """
     name = prompt_name or None
     role: Role = ()

@@ -53,7 +53,7 @@ async def cut_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None
         call: Its engine tokenizes.
         texts: Texts.
         max_num_tokens: Limit without special tokens. None or 0: no truncation. Characters far beyond the limit are not
-                tokenized.
+            tokenized.
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)

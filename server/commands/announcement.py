@@ -1,4 +1,4 @@
-"""The log lines of a server that has just become ready: models, devices, URLs and access."""
+"""The log lines of a ready server: models, devices, URLs and access."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "")
 
 
 def announcement(models: Sequence[ModelEntry], settings: ServerSettings, port: int) -> str:
-    """Returns the lines.
+    """Returns the log lines of a ready server.
 
     Args:
         models: The served models.
-        settings: Of the server.
-        port: The port that is listened on.
+        settings: Settings of the server.
+        port: The listening port.
     """
     lines = ["ready"]
     for entry in models:
@@ -47,10 +47,10 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
 
 
 def exposure(settings: ServerSettings) -> str | None:
-    """Returns a warning if everybody who reaches the machine may use the server, else None."""
+    """Returns a warning if the server needs no API key and listens on other addresses than localhost, else None."""
     if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
         return None
-    return "anybody who reaches this machine may use the server: close it with --api-key KEY or --host 127.0.0.1"
+    return "every client that reaches this machine may use the server: set --api-key KEY or --host 127.0.0.1"
 
 
 def _wants_key(settings: ServerSettings) -> bool:
@@ -84,7 +84,7 @@ def _dtype(info: ModelInfo, config: EngineConfig) -> str:
         why = source
     else:
         why = f"auto: {info.dtype} on {'a CPU' if info.device == 'cpu' else 'a GPU'}"
-    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # the same said twice
+    if info.arithmetic is None or (why == source and info.arithmetic == info.dtype):  # arithmetic repeats the dtype
         return f"{info.dtype} ({why})"
     part = "attention" if info.dtype == "int8" else "products"
     return f"{info.dtype} ({why}), {part} in {info.arithmetic} ({info.sources['arithmetic']})"

@@ -1,4 +1,4 @@
-"""The `penstock` command. Wrong values end in one line and exit code 2, before anything heavy is imported."""
+"""The `penstock` command. Invalid values give one line and exit code 2, before heavy imports."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .ray_commands import add_ray
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 CUT_SHORT: Final = 141
-"""Exit code of a program that SIGPIPE ended, as shells show it."""
+"""Exit code of a program that SIGPIPE ended, as in shells."""
 
 _DECIDED_BY_LOADING: Final = ("kernels", "num_lanes", "arithmetic")
 
-_SERVE = "Serve models over HTTP. Without MODEL: the embedded all-MiniLM-L6-v2."
-_EMBED = "Embed the rows of a file. An interrupted run continues when the same command is given again."
-_MODELS = "List some models that work, each with the command that serves it."
-_CONFIG = "Print a file for `penstock serve --config`, with every setting as a comment."
-_INFO = "Show what was resolved for a model, and from which file, without loading weights."
+_SERVE = "Serve models over HTTP. Default MODEL: the embedded all-MiniLM-L6-v2."
+_EMBED = "Embed the rows of a file. To continue after an interruption, run the same command again."
+_MODELS = "List tested models, each with the command that serves it."
+_CONFIG = "Print a template for `penstock serve --config` with every setting as a comment."
+_INFO = "Show the resolved values of a model and their source files, without loading weights."
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """Raised by SIGTERM, which ends a command like Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     try:
         words, warnings = list(sys.argv[1:] if argv is None else argv), list[str]()
-        if words[:1] != ["models"]:  # vLLM has no such command, and another --task
+        if words[:1] != ["models"]:  # this command's --task is not vLLM's
             words, warnings = translated(words)
         arguments = vars(_parser().parse_args(words))
         for warning in warnings:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         _print_last(f"penstock: error: {error}")
         return error.exit_code
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, for example `head`
         _forget_output()
         return CUT_SHORT
     except OSError as error:
@@ -78,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Redirects stdout to the null device: Python flushes it at exit, and would report an error."""
+    """Redirects stdout to the null device. Otherwise Python flushes it at exit and reports an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_last(text: str) -> None:
-    """Prints after all log lines, unless nobody reads stderr: printing would block for ever."""
+    """Prints after all log lines. Prints nothing if these could not be written: it would block too."""
     from penstock.engine.logs import flush_logs
 
     if flush_logs():
@@ -91,14 +91,15 @@ def _print_last(text: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Opens the null device as standard input, output and error where they are closed.
+    """Opens the null device as standard input, output and error if these are closed.
 
-    Otherwise a socket gets the descriptor, receives printed text, and is closed when a process starts or ends.
+    Otherwise a socket may get the descriptor. It would receive printed text, and a start of a
+    process would close it.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # open returns the lowest free descriptor
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - Python has None for what was closed
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - None if it was closed
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
@@ -113,12 +114,12 @@ def _parser() -> argparse.ArgumentParser:
 
     usage = "%(prog)s FILE --output FILE [FLAG ...]"
     embed = commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
-    embed.add_argument("file", metavar="FILE", help="Texts: .txt (one a line), .jsonl or .parquet.")
+    embed.add_argument("file", metavar="FILE", help="File of texts: .txt (one per line), .jsonl or .parquet.")
     add_flags(embed, EmbedSettings)
     embed.set_defaults(run=_embed)
 
     info = commands.add_parser("info", help=_INFO, description=_INFO, usage="%(prog)s [MODEL] [FLAG ...]")
-    info.add_argument("--json", action="store_true", help="Print it as JSON, with where each value comes from.")
+    info.add_argument("--json", action="store_true", help="Print JSON, with the source of each value.")
     add_flags(info, InfoSettings, positional="model")
     info.set_defaults(run=_info)
 
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
     models = commands.add_parser("models", help=_MODELS, description=_MODELS, usage="%(prog)s [FLAG ...]")
     models.add_argument("--task", choices=TASKS, help="Only models for this task; default: all.")
-    models.add_argument("--json", action="store_true", help="Print it as JSON.")
+    models.add_argument("--json", action="store_true", help="Print JSON.")
     models.set_defaults(run=_models)
 
     add_ray(commands)
@@ -154,11 +155,11 @@ def _config(_: dict[str, Any]) -> int:
 def _engine_process(in_process: bool) -> Iterator[EngineProcess | None]:
     """Starts the engine process, which loads the model while this process imports the server.
 
-    Yields None if `in_process`, or if it cannot be started: the engine reports why when it starts one itself.
+    Yields None if `in_process`, or if it cannot be started: the engine then reports the reason when it starts one.
     """
     received: list[int] = []
     stops = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    for each in stops:  # a half-started process could not be stopped
+    for each in stops:  # a partly started process could not be stopped
         signal.signal(each, lambda number, _: received.append(number))
     with contextlib.ExitStack() as stack:
         process = None
@@ -188,7 +189,7 @@ def _embed(given: dict[str, Any]) -> int:
 
         embed_file(file, settings, model, names[0])
     except KeyboardInterrupt as interrupt:
-        raise type(interrupt)("the same command goes on where it stopped") from None
+        raise type(interrupt)("run the same command again to continue") from None
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
@@ -235,5 +236,5 @@ def _models(given: dict[str, Any]) -> int:
 
 
 def _plain(value: object) -> object:
-    """Converts a value without a JSON type: a dataclass to an object, all else to text."""
+    """Converts a value without a JSON type: a dataclass to an object, others to text."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)

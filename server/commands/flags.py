@@ -1,8 +1,8 @@
 """Flags of the command line: the settings as flags of argparse, and the flags of vLLM.
 
-vLLM's spelling of flags is translated, keys of JSON flags with dots too. A flag of vLLM that has no effect here is
-accepted with a warning that says why. A flag that asks for something that penstock cannot do, such as two GPUs for one
-model, is refused.
+vLLM's spelling of flags is translated, including dotted keys of JSON flags. A flag of vLLM without effect in penstock
+is accepted with a warning that has the reason. A flag that requests an unsupported feature, such as two GPUs for one
+model, is rejected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """See argparse. Raises UsageError for a misspelt flag and suggests the nearest one."""
+        """See argparse. Raises UsageError for a misspelt flag, with the nearest flag."""
         found, extras = super().parse_known_args(args, namespace)
         for flag in extras:
             name, known = flag.partition("=")[0], self._option_string_actions
@@ -39,13 +39,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type, *, positional: str = "", nargs: str = "?") -> None:
-    """Adds one flag for every setting of a command. Values stay texts; `load` converts and checks them.
+    """Adds one flag for every setting of a command. Values stay strings; `load` converts and checks them.
 
     Args:
-        parser: Of the command.
-        kind: The dataclass of its settings.
-        positional: The setting that is given without a flag; empty for none.
-        nargs: Number of such values, in argparse's notation.
+        parser: Parser of the command.
+        kind: Dataclass of its settings.
+        positional: The setting that is a positional argument; empty for none.
+        nargs: Number of positional values, in argparse's notation.
     """
     settings = declared_settings(kind).values()
     for title in GROUPS:
@@ -73,11 +73,11 @@ _JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides")
 
 
 class _Foreign(NamedTuple):
-    """A flag of vLLM that has no effect here.
+    """A flag of vLLM without effect in penstock.
 
     Attributes:
-        reason: Why it has none.
-        accepts: Returns whether a value is accepted; None: the flag has no value.
+        reason: The reason.
+        accepts: Function that returns whether a value is accepted. None: the flag has no value.
     """
 
     reason: str
@@ -93,7 +93,7 @@ def _is_one(value: str) -> bool:
 
 
 _ONE_DEVICE: Final = "a model runs on one device."
-_ONE_MAXSIM: Final = "vectors of tokens are always compared in the engine process."
+_ONE_MAXSIM: Final = "token vectors are always compared in the engine process."
 _FOREIGN: Final = {
     "--runner": _Foreign("every model served here is a pooling model.", {"auto", "pooling"}.__contains__),
     "--convert": _Foreign("the model's files determine its tasks.", {"auto", "none", "embed", "classify"}.__contains__),
@@ -108,10 +108,10 @@ _FOREIGN: Final = {
     "--disable-log-requests": _Foreign(_OWN_LOGS),
     "--no-enable-log-requests": _Foreign(_OWN_LOGS),
     "--disable-log-stats": _Foreign(_OWN_LOGS),
-    "--uvicorn-log-level": _Foreign("--log-level holds for the whole server.", _any),
-    "--load-format": _Foreign("weights are read as they are stored.", {"auto", "safetensors"}.__contains__),
-    "--tokenizer-mode": _Foreign("every tokenizer is a fast one.", {"auto", "hf"}.__contains__),
-    "--enable-tokenizer-info-endpoint": _Foreign("/tokenizer_info comes with --operator-routes."),
+    "--uvicorn-log-level": _Foreign("--log-level applies to the whole server.", _any),
+    "--load-format": _Foreign("weights are loaded as they are stored.", {"auto", "safetensors"}.__contains__),
+    "--tokenizer-mode": _Foreign("every tokenizer is a fast tokenizer.", {"auto", "hf"}.__contains__),
+    "--enable-tokenizer-info-endpoint": _Foreign("--operator-routes enables /tokenizer_info."),
     "--seed": _Foreign("nothing here is random.", _any),
     "--enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
     "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
@@ -121,18 +121,18 @@ _OUR_NAMES: Final = {
     "--enforce-eager": "--no-cuda-graphs",
     "--no-enforce-eager": "--cuda-graphs",
 }
-"""vLLM's names of flags that have another name here."""
+"""vLLM's flag names that differ from penstock's."""
 _OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
-"""vLLM's names of types that have another name here."""
+"""vLLM's dtype names that differ from penstock's."""
 
 
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the translated command line, and a warning for each flag that was left out.
+    """Returns the translated command line, and a warning for each ignored flag.
 
-    Dashes may be underscores. `--pooler-config.task embed` is a key of the JSON that `--pooler-config` takes.
+    Underscores count as dashes. `--pooler-config.task embed` sets a key of the JSON value of `--pooler-config`.
 
     Raises:
-        UsageError: A flag has a value that is not supported, or a key with dots stands beside the JSON of its flag.
+        UsageError: A flag has an unsupported value, or both dotted keys and a JSON value.
     """
     left: list[str] = []
     warnings: list[str] = []
@@ -162,7 +162,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
                 left += [_OUR_DTYPES.get(value, value) for value in itertools.islice(words, 1)]
     for name, fields in dotted.items():
         if any(word == name or word.startswith(f"{name}=") for word in left):
-            raise UsageError(f"{name}: give all of it as JSON, or all of it by dots, as {name}.{next(iter(fields))}")
+            raise UsageError(f"{name}: use either JSON or dotted keys such as {name}.{next(iter(fields))}, not both")
         left += [name, json.dumps(fields)]
     return left, warnings
 
@@ -177,7 +177,7 @@ def _check(name: str, value: str, foreign: _Foreign) -> None:
 
 
 def _plain(value: str) -> Any:
-    """Returns a value parsed as JSON, or the text itself if it is no JSON."""
+    """Returns a value parsed as JSON, or the text itself if it is not JSON."""
     try:
         return parse_json(value)
     except ValueError:

@@ -1,7 +1,7 @@
 """The models that `penstock models` lists.
 
-A model is listed if its architecture runs natively and the tests compare it with transformers or sentence-transformers.
-`tested` names the tested weights: the published weights, or small random weights of the same architecture. Sizes,
+A model is listed if penstock implements its architecture and the tests compare it with transformers or
+sentence-transformers. `tested` states the tested weights: published weights, or small random weights. Sizes,
 languages and licences are from the model cards.
 """
 
@@ -25,11 +25,11 @@ class KnownModel:
         name: Hub id.
         tasks: Its tasks, the main one first.
         family: model_type of its config.json.
-        num_parameters: As published; of some, in round millions.
-        dimensions: Numbers of a dense vector, or of each token's vector; None for scores and vectors over a vocabulary.
+        num_parameters: As published, for some models in round millions.
+        dimensions: Size of a dense vector or of each token vector; None for scores and sparse vectors.
         languages: Its languages.
-        licence: Its licence; SPDX.
-        tested: The weights that the tests of this project run.
+        licence: SPDX id of its licence.
+        tested: The weights in the tests of this project.
         note: A remark; may be empty.
     """
 
@@ -58,7 +58,7 @@ KNOWN_MODELS: Final = (
         num_parameters=22_713_216,
         dimensions=384,
         tested="weights",
-        note="the default: `penstock serve` alone serves it, without a hub",
+        note="the default of `penstock serve`; needs no hub",
     ),
     KnownModel(
         name="BAAI/bge-small-en-v1.5",
@@ -178,23 +178,23 @@ KNOWN_MODELS: Final = (
     ),
 )
 _TESTED: Final = """\
-tested: "weights" means that the tests run the published weights; "architecture" that they compare small random weights
-of the same architecture with transformers or sentence-transformers: the weights of that model were not run."""
+tested: "weights" means that the tests run the published weights. "architecture" means that the tests compare small
+random weights of the same architecture with transformers or sentence-transformers, but not the published weights."""
 
 
 def models_for(task: Task | None) -> list[KnownModel]:
-    """Returns the models for a task, those with it as main task first; all models for None."""
+    """Returns the models for a task (None: all models), sorted so that models with this main task come first."""
     found = [model for model in KNOWN_MODELS if task is None or task in model.tasks]
     return sorted(found, key=lambda model: task is not None and model.tasks[0] != task)
 
 
 def as_json(models: Sequence[KnownModel]) -> list[dict[str, object]]:
-    """Returns models as values of JSON."""
+    """Returns models as JSON values."""
     return [{**dataclasses.asdict(model), "command": model.command} for model in models]
 
 
 def as_table(models: Sequence[KnownModel]) -> str:
-    """Returns models as a table for people."""
+    """Returns models as a text table."""
     heads = ("task", "parameters", "dimensions", "languages", "licence", "tested", "command")
     rows = [
         (

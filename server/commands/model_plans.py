@@ -17,21 +17,21 @@ from .default_model import model_and_names
 Settings = TypeVar("Settings", bound=ServerSettings)
 MODELS: Final = "models"
 ELSEWHERE: Final = {
-    "config": "a file names no other file",
+    "config": "a configuration file cannot include another one",
     "model": "write a [[models]] table with `model` in it",
     "served_model_name": "write `name` and `aliases` in the [[models]] table",
 }
-"""Settings that have no place in a file, and what to write instead."""
+"""Settings that are not allowed in a file, each with the alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A TOML file: settings at its top, and a table for each model.
+    """A TOML file with settings at the top and one table per model.
 
     Attributes:
-        path: Of the file.
-        settings: Values of ServerSettings, as TOML has them.
-        models: The tables of models, not checked yet.
+        path: Path of the file.
+        settings: Values of ServerSettings as TOML types.
+        models: The tables of models, not yet checked.
     """
 
     path: Path
@@ -45,10 +45,10 @@ class ModelPlan:
 
     Attributes:
         names: Served names, the shown one first.
-        config: Of its engine.
-        default_prompt_name: As the setting of that name.
+        config: Configuration of its engine.
+        default_prompt_name: See the setting of the same name.
         is_preloaded: Whether it is loaded when the server starts.
-        is_pinned: Whether it stays when memory is needed for others.
+        is_pinned: Whether it is never unloaded to free memory for other models.
         ttl_s: Seconds without a request after which it is unloaded; infinity: never.
     """
 
@@ -68,7 +68,7 @@ def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list
         kind: The settings of the command.
 
     Raises:
-        UsageError: As `load`, `read_config` and `plan_models` do.
+        UsageError: See `load`, `read_config` and `plan_models`.
     """
     words = given.pop("model", [])
     if len(words) == 1:
@@ -84,45 +84,50 @@ def read_config(path: Path) -> ConfigFile:
     """Reads a file.
 
     Raises:
-        UsageError: It cannot be read, is no TOML, or has a key that is no setting.
+        UsageError: The file cannot be read, is not TOML, or has an unknown key.
     """
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config: {path} is no TOML: {error}") from error
+        raise UsageError(f"--config: {path} is not valid TOML: {error}") from error
     models = content.pop(MODELS, [])
     if not isinstance(models, list) or not all(isinstance(table, dict) for table in models):
-        raise UsageError(f"{path}: {MODELS} must be tables: begin each with a line [[{MODELS}]]")
+        raise UsageError(f"{path}: {MODELS} must be tables: start each with a line [[{MODELS}]]")
     known = declared_settings(ServerSettings)
     for key in content:
         if key in ELSEWHERE:
-            raise UsageError(f"{path}: {key} has no place at the top: {ELSEWHERE[key]}")
+            raise UsageError(f"{path}: {key} is not allowed at the top: {ELSEWHERE[key]}")
         if key not in known:
-            raise UsageError(f"{path}: {key} is no setting{near_name(key, known)}")
+            raise UsageError(f"{path}: {key} is not a setting{near_name(key, known)}")
     return ConfigFile(path, content, tuple(models))
 
 
 def plan_models(settings: ServerSettings, words: Sequence[str | None], file: ConfigFile | None) -> list[ModelPlan]:
-    """Returns the models to serve, in their order.
+    """Returns the models to serve, in order.
 
     Args:
-        settings: Of the server. Their engine settings hold for every model, unless its table says otherwise.
-        words: Models of the command line, if there are several.
-        file: Of --config.
+        settings: Settings of the server. Its engine settings apply to every model whose table does not set them.
+        words: Models on the command line, if there are several.
+        file: The file of --config.
 
     Raises:
-        UsageError: A table is wrong, two models have one name, or more models are preloaded or pinned than fit.
+        UsageError: A table is invalid, two models have the same name, or too many models are preloaded or pinned.
     """
     tables = () if file is None else file.models
     if tables and (words or settings.model is not None):
-        raise UsageError(f"MODEL: {file.path if file else ''} has tables of models; name them there, or only here")
+        raise UsageError(
+            f"MODEL: {file.path if file else ''} has tables of models; name all models either there or on the "
+            "command line"
+        )
     if tables and settings.served_model_name:
-        raise UsageError("--served-model-name: give `name` and `aliases` in the table of the model")
+        raise UsageError("--served-model-name: set `name` and `aliases` in the table of the model")
     most = settings.max_loaded_models or max(len(tables), len(words), 1)
     if len(words) > 1 and settings.served_model_name:
-        raise UsageError("--served-model-name: of several models; give each a table with `name` in --config FILE")
+        raise UsageError(
+            "--served-model-name: there are several models; set `name` in the table of each in --config FILE"
+        )
     if file is None or not tables:
         plans = [_of_word(settings, word) for word in words or (settings.model,)]
         plans = [replace(plan, is_preloaded=i < most) for i, plan in enumerate(plans)]
@@ -143,17 +148,17 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is
     own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
         if key in ELSEWHERE and key not in own_keys:
-            raise UsageError(f"{place}.{key}: has no place in a table: {ELSEWHERE[key]}")
+            raise UsageError(f"{place}.{key}: is not allowed in a table: {ELSEWHERE[key]}")
         if key not in own_keys and key in server_keys:
             raise UsageError(f"{place}.{key}: is a setting of the server; write it above the tables")
         if key not in own_keys:
-            raise UsageError(f"{place}.{key}: is no setting of a model{near_name(key, own_keys)}")
+            raise UsageError(f"{place}.{key}: is not a setting of a model{near_name(key, own_keys)}")
     base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
     own = load(ModelSettings, {}, file=table, file_place=f"{place}.", base=base)
     if own.model is None:
         raise UsageError(f"{place}.model: is missing; name a local folder or a hub id")
     if own.pin and own.ttl is not None:
-        raise UsageError(f"{place}.ttl: the model is pinned, so that it stays; leave pin or ttl out")
+        raise UsageError(f"{place}.ttl: a pinned model is never unloaded; leave pin or ttl out")
     model, names = model_and_names(own.model)
     names = tuple(dict.fromkeys((own.name, *own.aliases) if own.name else (*names, *own.aliases)))
     return ModelPlan(
@@ -172,7 +177,7 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         for name in plan.names:
             if name in seen:
                 raise UsageError(
-                    f"two models are served as {name!r}: {seen[name]} and {plan.config.model}; give one another "
+                    f"two models are served as {name!r}: {seen[name]} and {plan.config.model}; give one a different "
                     "`name` in its table of --config FILE"
                 )
         seen.update(dict.fromkeys(plan.names, plan.config.model))
@@ -184,6 +189,9 @@ def _check_places(plans: Sequence[ModelPlan], most: int) -> None:
         ("pin", [plan for plan in plans if plan.is_pinned]),
     ):
         if len(chosen) > most:
-            raise UsageError(f"--max-loaded-models: at most {most}, but {len(chosen)} models say {key} = true")
+            raise UsageError(f"--max-loaded-models: at most {most}, but {len(chosen)} models have {key} = true")
     if len(plans) > most and sum(plan.is_pinned for plan in plans) == most:
-        raise UsageError("--max-loaded-models: pinned models take all places; no other model could ever be loaded")
+        raise UsageError(
+            "--max-loaded-models: all of these are pinned, so no other model could be loaded; raise it or pin"
+            " fewer models"
+        )

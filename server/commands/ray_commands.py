@@ -1,4 +1,4 @@
-"""`penstock ray serve` and `penstock ray embed`. Ray is imported only when one runs."""
+"""`penstock ray serve` and `penstock ray embed`. Ray is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .model_plans import planned
 
 _RAY: Final = "Serve models, or embed files, on a Ray cluster (extra `ray`)."
 _SERVE: Final = "Deploy models with Ray Serve: replicas of the server are added and removed with the queued work."
-_EMBED: Final = "Embed Parquet with Ray Data. An interrupted run continues when the same command is given again."
+_EMBED: Final = "Embed Parquet with Ray Data. To continue after an interruption, run the same command again."
 
 
 def add_ray(commands: argparse._SubParsersAction[OneLineParser]) -> None:
@@ -31,7 +31,9 @@ def add_ray(commands: argparse._SubParsersAction[OneLineParser]) -> None:
 
     usage = "%(prog)s IN OUT [FLAG ...]"
     embed = its_commands.add_parser("embed", help=_EMBED, description=_EMBED, usage=usage)
-    embed.add_argument("file", metavar="IN", help="A Parquet file, or a folder of them, that every machine reads.")
+    embed.add_argument(
+        "file", metavar="IN", help="A Parquet file or a folder of Parquet files, readable on every machine."
+    )
     add_flags(embed, RayEmbedSettings, positional="output")
     embed.set_defaults(run=_embed)
 
@@ -41,7 +43,7 @@ def _serve(given: dict[str, Any]) -> int:
     check_flags(settings)
     for plan in plans:
         if plan.is_pinned or plan.ttl_s < math.inf:
-            raise UsageError(f"pin, ttl: {plan.names[0]} stays on Ray for as long as it is deployed")
+            raise UsageError(f"pin, ttl: {plan.names[0]} stays loaded on Ray while it is deployed; leave both out")
     require_ray()
     from penstock.engine.logs import configure_logging
 
@@ -69,7 +71,7 @@ def _embed(given: dict[str, Any]) -> int:
     try:
         _embed_all(source, settings, model, names[0])
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+        raise KeyboardInterrupt("run the same command again to continue") from None
     return 0
 
 
@@ -90,7 +92,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         raise load_failure(error, config.model, config.revision) from error
     check_options(settings, info)
     inputs, folder = parquet_inputs(source, settings.field), Path(settings.output).resolve()
-    if inside := [each.path for each in inputs if each.path.resolve().is_relative_to(folder)]:  # --overwrite clears it
+    if inside := [
+        each.path for each in inputs if each.path.resolve().is_relative_to(folder)
+    ]:  # --overwrite would delete it
         raise UsageError(f"OUT: {settings.output} holds the input {inside[0]}; name another folder")
     shards: list[Shard] = []
     for each in inputs:
@@ -106,7 +110,7 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
         settings.log_level,
         settings.log_format,
     )
-    numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as asked for: no engine runs yet
+    numbers = {"dtype": config.dtype, "arithmetic": config.arithmetic}  # as configured, because no engine runs yet
     options = {**row_options(settings), "piece_rows": settings.piece_rows}
     identity = {"input": stat_digest(inputs), "model": model_digest(info), **numbers, **options}
     embed_on_ray(shards, recipe, identity, settings)

@@ -46,21 +46,21 @@ START_FAILED: Final = 3
 
 
 class UnusableModelError(UsageError):
-    """The files of a local model are missing or damaged, or do not fit its settings."""
+    """The files of a local model are missing, damaged, or inconsistent with its settings."""
 
 
 def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineProcess | None = None) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP, then lets running requests finish.
 
     Args:
-        settings: Of the server.
+        settings: Settings of the server.
         plans: The models.
-        process: Engine process of the first model, if it has been started already.
+        process: Engine process of the first model, if it is already started.
 
     Raises:
         UsageError: The address cannot be bound, or a model's files, the certificate or the keys cannot be used. Raised
             before a model is loaded.
-        SystemExit: SIGTERM or SIGHUP came (0), or the model cannot be loaded (not 0); the log says why.
+        SystemExit: With code 0 after SIGTERM or SIGHUP, with another code if the model cannot be loaded (see the log).
     """
     configure_logging(settings.log_level, settings.log_format)
     for variable in unknown_variables((ServerSettings, EmbedSettings)):
@@ -90,12 +90,12 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     listener = bound_socket(settings.host, settings.port)
     on_slow = partial(app.state.context.metrics.count_refusal, ServerRefusalReason.SLOW_TRANSFER)
     server = HttpServer(uvicorn_config(app, settings), TransferLimits.of(settings), on_slow=on_slow)
-    # uvicorn raises the signal again when it has shut down; a stop on request is no failure.
+    # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _stop_on_hangup(server)
     with contextlib.closing(cache) if cache is not None else contextlib.nullcontext():
         server.run(sockets=[listener])
-    for error in failures:  # logged last: people read the end of a log first
+    for error in failures:  # logged last, because users read the end of a log first
         _log_failure(error)
     if failures or not server.started:
         raise SystemExit(_exit_code(failures, plans))
@@ -108,7 +108,7 @@ def _serve_by_workers(
     listener: socket.socket,
     process: EngineProcess | None,
 ) -> None:
-    """Serves by several HTTP processes; ends as `serve` does."""
+    """Serves with several HTTP processes. Raises the same errors as `serve`."""
     from ..workers.supervisor import NothingServedError, WorkerSupervisor
 
     async def supervise() -> WorkerSupervisor:
@@ -117,7 +117,7 @@ def _serve_by_workers(
         return supervisor
 
     raise_file_limit()
-    ApiKeys(settings.api_key, settings.api_key_file)  # refused now, and not by each process
+    ApiKeys(settings.api_key, settings.api_key_file)  # raises an error now instead of in each process
     supervisor = uvloop.run(supervise())
     for error in supervisor.failures:
         if isinstance(error, NothingServedError):
@@ -134,13 +134,17 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
     """Raises UsageError for settings that several HTTP processes do not support."""
     for plan in plans:
         if (plan.config.data_parallel or len(plan.config.devices)) > 1:
-            raise UsageError("--api-workers: with more than one, a model has one replica; leave --data-parallel out")
+            raise UsageError(
+                "--api-workers: with more than one, each model has only one replica; leave --data-parallel out"
+            )
         if plan.config.in_process:
-            raise UsageError("--api-workers: several processes cannot share an engine that is --in-process")
+            raise UsageError(
+                "--api-workers: several processes cannot share an engine with --in-process; leave --in-process out"
+            )
         if not plan.is_preloaded or plan.ttl_s < math.inf:
             raise UsageError(
-                f"--api-workers: with more than one, every model is loaded at the start and stays; {plan.names[0]} "
-                "does not"
+                f"--api-workers: with more than one, every model is loaded at the start and never unloaded; "
+                f"{plan.names[0]} is not"
             )
     for flag, value in (
         ("--admin-key", settings.admin_key),
@@ -150,7 +154,7 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
         if value:
             raise UsageError(f"--api-workers: with more than one, models are never unloaded; leave {flag} out")
     if settings.data_dir is not None:
-        raise UsageError("--api-workers: with more than one, no process runs batches; leave --data-dir out")
+        raise UsageError("--api-workers: batches need a single process; leave --data-dir out")
 
 
 def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener: socket.socket) -> None:
@@ -160,13 +164,13 @@ def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener:
 
 
 def _exit_code(failures: Sequence[Exception], plans: Sequence[ModelPlan]) -> int:
-    """Returns the exit code of a start that failed: the first failure is that of the first model."""
+    """Returns the exit code of a failed start. The first failure belongs to the first model."""
     config = plans[0].config
     return exit_code_of(failures[0], config.model, config.revision, START_FAILED) if failures else START_FAILED
 
 
 def _log_failure(failure: Exception) -> None:
-    """Logs why the engine did not start."""
+    """Logs the reason why the engine did not start."""
     if isinstance(failure, ModelLoadError):
         logger.error("%s", failure.message)
     elif isinstance(failure, OSError):
@@ -176,7 +180,7 @@ def _log_failure(failure: Exception) -> None:
 
 
 def _stop_on_hangup(server: HttpServer) -> None:
-    """Treats a closed terminal as SIGTERM. A server that was started with nohup ignores it."""
+    """Treats a closed terminal like SIGTERM. A server started with nohup ignores it."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return
 
@@ -195,21 +199,21 @@ def served_models(
     process: EngineProcess | None = None,
     cache: VectorCache | None = None,
 ) -> list[ServedModel]:
-    """Returns the models as the application serves them.
+    """Returns the models for the application.
 
-    The other models are served if one has damaged files: loading it fails, and requests for it get 503. If it is not
-    loaded at the start, a log line says why now.
+    If one of several models has damaged files, the others are served. Loading the damaged model fails, and its requests
+    get a 503. If it is not loaded at the start, its error is logged now.
 
     Args:
         plans: The models.
         settings: Of the server.
-        num_engines: Engines that share the machine.
-        process: Engine process of the first model, if it has been started already; the first start takes it.
-        cache: Cache of embeddings, which all models share; None for none.
+        num_engines: Number of engines that share the machine.
+        process: Engine process of the first model, if it is already started. The first load uses it.
+        cache: Cache of embeddings, which all models share, or None.
 
     Raises:
-        UsageError: None of the models can be used, a model lacks its prompt, a device of replicas does not exist, or a
-            model is larger than --model-memory.
+        UsageError: No model can be used, a model lacks its prompt, a device of a replica does not exist, or a model is
+            larger than --model-memory.
     """
     models: list[ServedModel] = []
     unusable: list[UnusableModelError] = []
@@ -239,7 +243,7 @@ def _served_model(
     num_bytes = 0 if info is None else _num_bytes(info) * len(replica_configs(config))
     if settings.model_memory is not None and num_bytes > settings.model_memory:
         raise UsageError(
-            f"--model-memory: {plan.names[0]} alone takes {num_bytes / 2**20:.1f} MiB, and the limit is "
+            f"--model-memory: {plan.names[0]} alone needs {num_bytes / 2**20:.1f} MiB, but the limit is "
             f"{settings.model_memory / 2**20:.1f} MiB; raise the limit, or leave the model out"
         )
     started = [] if process is None else [process]
@@ -268,10 +272,10 @@ def _served_model(
 
 
 def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
-    """Returns the configuration of a model with one core, on one device or set of cores.
+    """Returns the configuration of a model with one engine core, on one device or set of CPU cores.
 
     Raises:
-        UsageError: There is no such place.
+        UsageError: The device or the set of cores does not exist.
     """
     try:
         (config,) = replica_configs(replace(plan.config, num_engines=num_engines))
@@ -281,12 +285,12 @@ def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
 
 
 def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo | None:
-    """Checks the devices of replicas, and reads the JSON files of a local model, in milliseconds.
+    """Checks the devices of replicas and reads the JSON files of a local model. Takes milliseconds.
 
-    A hub id is left to the engine, which may download it.
+    Hub ids are not checked here; the engine may download the model.
 
     Raises:
-        UnusableModelError: The engine would refuse the model.
+        UnusableModelError: The engine cannot load the model.
         UsageError: A device does not exist, or the model lacks the prompt.
     """
     try:
@@ -307,7 +311,7 @@ def resolved(config: EngineConfig, default_prompt_name: str | None) -> ModelInfo
 
 
 def _num_bytes(info: ModelInfo) -> int:
-    """Returns the bytes of the weights according to the files; an upper bound if the dtype is measured."""
+    """Returns the bytes of the loaded weights, from the files. An upper bound if the dtype is chosen by measurement."""
     files = WeightFiles.of(info.path)
     return files.memory().get("float32" if info.dtype == "auto" else info.dtype, files.num_bytes)
 
@@ -319,7 +323,7 @@ def open_cache(settings: ServerSettings) -> VectorCache | None:
         UsageError: An extra is missing, or there are several HTTP processes.
     """
     if settings.api_workers > 1 and (settings.cache is not None or settings.cache_dir is not None):
-        raise UsageError("--api-workers: with more than one, there is no cache; leave --cache and --cache-dir out")
+        raise UsageError("--api-workers: the cache needs a single process; leave --cache and --cache-dir out")
     if settings.cache_dir is not None and importlib.util.find_spec("lmdb") is None:
         raise UsageError("--cache-dir: needs lmdb; install the extra: pip install 'penstock[cache]'")
     if settings.cache is None and settings.cache_dir is None:
@@ -328,21 +332,21 @@ def open_cache(settings: ServerSettings) -> VectorCache | None:
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raises UsageError if the server could not speak TLS with these files."""
+    """Raises UsageError if TLS cannot use these files."""
     if certificate is None:
         if key is not None:
-            raise UsageError("--ssl-keyfile: needs --ssl-certfile beside it")
+            raise UsageError("--ssl-keyfile: needs --ssl-certfile too")
         return
     for flag, file in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
         if file is not None and not os.access(file, os.R_OK):
             raise UsageError(f"{flag}: {file} cannot be read")
     try:
-        # The empty password keeps OpenSSL from asking the terminal for one.
+        # With an empty password, OpenSSL does not ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         files = certificate if key is None else f"{certificate} and {key}"
         raise UsageError(
-            f"--ssl-certfile, --ssl-keyfile: {files} are no PEM certificate with its key, unencrypted: {error}"
+            f"--ssl-certfile, --ssl-keyfile: {files} must be a PEM certificate with its unencrypted key: {error}"
         ) from error
 
 
@@ -350,7 +354,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound but does not listen yet.
 
     Raises:
-        UsageError: The address is in use or is none of this machine's.
+        UsageError: The address is in use or does not belong to this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

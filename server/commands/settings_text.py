@@ -28,13 +28,13 @@ from ..settings import (
 from .model_plans import ELSEWHERE
 
 _FILE_HEAD: Final = """\
-# Settings of `penstock serve --config FILE`. Each line that begins with # is off and shows the default.
-# A flag of the command line wins over its environment variable, and the variable over this file.
-# The settings of a model here apply to every model whose own table does not set them.
+# Settings of `penstock serve --config FILE`. Lines that start with # have no effect and show the defaults.
+# Flags have precedence over environment variables, and variables over this file.
+# Model settings at the top of this file apply to every model whose own table does not set them.
 """
 _FILE_MODELS: Final = """
-# Models. Each has an engine process of its own. Its table may set everything of the group "Model" and the other
-# settings of an engine (limits of a forward and of the queue, memory). Paths are as on the command line.
+# Models. Each has its own engine process. Its table may have all settings of the group "Model" and all other
+# engine settings (limits of a forward and of the queue, memory). Paths are relative to the working directory.
 
 # [[models]]
 """
@@ -57,19 +57,19 @@ _PAGE_HEAD: Final = """\
 # Settings
 
 Every setting is a flag (`--max-queue-s 6`), an environment variable (`PENSTOCK_MAX_QUEUE_S=6`) and, for `penstock
-serve`, a key of the TOML file of `--config` (`max_queue_s = 6`). A flag wins over a variable, a variable over the file,
-the file over the default. Flags without a value have an opposite: `--no-access-log`. Lists are separated by commas;
-sizes are numbers of bytes or texts such as 2GiB and 500MB.
+serve`, a key of the TOML file of `--config` (`max_queue_s = 6`). A flag has precedence over a variable, a variable
+over the file, the file over the default. Flags without a value have an opposite: `--no-access-log`. Lists are separated
+by commas; sizes are numbers of bytes or texts such as 2GiB and 500MB.
 
 This page is generated from the declarations in `engine/protocol/config.py`, `server/settings/declarations.py` and
-`server/cluster/ray_settings.py` by `make reference`. Settings for which no command is named belong to all commands
+`server/cluster/ray_settings.py` by `make reference`. Settings without a command name belong to all commands
 with a model.
 """
 _TABLES_HEAD: Final = """\
 ## Tables of models
 
-A table `[[models]]` of the TOML file describes one model. It takes the settings of the engine above (all settings that
-`penstock info` has, but for the log) and these keys; `penstock config` prints an example.
+A table `[[models]]` of the TOML file describes one model. It takes the engine settings above (all settings of
+`penstock info` except the log settings) and these keys; `penstock config` prints an example.
 
 | key | default | meaning |
 |---|---|---|
@@ -77,7 +77,7 @@ A table `[[models]]` of the TOML file describes one model. It takes the settings
 
 
 def config_template() -> str:
-    """Returns a TOML file that has every setting as a comment with its default, grouped as in the help."""
+    """Returns a TOML file with every setting as a comment with its default, grouped as in the help."""
     lines = [_FILE_HEAD]
     settings = [each for each in declared_settings(ServerSettings).values() if each.name not in ELSEWHERE]
     for group in GROUPS:

@@ -1,4 +1,4 @@
-"""The Parquet columns that hold the rows of a JSONL file: one type for each column, found by reading every row."""
+"""Infers the Parquet columns of a JSONL file: one type per column, from all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .input_file import BadRowError, InputFile, Row
 _EXACT: Final = 1 << 53
 """Integers up to here are exact as float64."""
 _MAX_DEPTH: Final = 64
-"""Levels of lists and objects in a column."""
+"""Maximum nesting of lists and objects in a column."""
 _KINDS: Final[dict[type, str]] = {
     bool: "true or false",
     int: "a number",
@@ -23,12 +23,12 @@ _KINDS: Final[dict[type, str]] = {
 
 
 class ColumnError(Exception):
-    """A value fits no column.
+    """A value does not match the type of its column.
 
     Args:
-        line: Line of the value.
-        column: Such as "meta.years[]".
-        reason: The end of a sentence about the column.
+        line: Line number of the value.
+        column: Name of the column, such as "meta.years[]".
+        reason: Predicate of a sentence whose subject is the column.
     """
 
     def __init__(self, line: int, column: str, reason: str) -> None:
@@ -37,11 +37,11 @@ class ColumnError(Exception):
 
 
 class ColumnType:
-    """The type of the values of one column. Null has no type: every column may hold it.
+    """The type of the values of one column. Null fits every type.
 
     Args:
-        column: Its name, for messages.
-        depth: Levels of lists and objects around its values.
+        column: Its name for messages.
+        depth: Nesting level of its values.
     """
 
     def __init__(self, column: str, depth: int = 0) -> None:
@@ -50,12 +50,12 @@ class ColumnType:
         self._kind = ""
         self._line = 0
         self._is_float = False
-        self._least, self._most = (0, 0), (0, 0)  # integers, each with its line
+        self._least, self._most = (0, 0), (0, 0)  # smallest and largest integer, each with its line
         self._items: ColumnType | None = None
         self._fields: dict[str, ColumnType] = {}
 
     def add(self, value: object, line: int) -> None:
-        """Takes a value of a line. Raises ColumnError if the values before it are of another kind."""
+        """Adds a value. Raises ColumnError if earlier values have another type."""
         if value is None:
             return
         kind = _KINDS[type(value)]
@@ -85,7 +85,7 @@ class ColumnType:
         return self._fields.setdefault(name, ColumnType(column, self._depth + 1))
 
     def arrow(self) -> Any:
-        """Returns the pyarrow type. Raises ColumnError if Parquet has no type that holds all values."""
+        """Returns the pyarrow type. Raises ColumnError if no Parquet type fits all values."""
         import pyarrow as pa
 
         if not self._kind:
@@ -99,7 +99,7 @@ class ColumnType:
         return {_KINDS[bool]: pa.bool_(), _KINDS[str]: pa.string()}.get(self._kind) or self._number()
 
     def fields(self) -> list[Any]:
-        """Returns the pyarrow fields of objects, in the order in which they first appear."""
+        """Returns the pyarrow fields of objects in order of first appearance."""
         import pyarrow as pa
 
         return [pa.field(name, column.arrow()) for name, column in self._fields.items()]
@@ -132,7 +132,7 @@ class JsonColumns:
         self._row = ColumnType("")
 
     def add(self, row: Row) -> None:
-        """Takes a row. Raises BadRowError if a value fits no column."""
+        """Adds a row. Raises BadRowError if a value does not match its column."""
         try:
             for name, value in self.record(row).items():
                 self._row.field(name).add(value, row.line)
@@ -140,14 +140,14 @@ class JsonColumns:
             raise self._refusal(error) from error
 
     def fields(self) -> Sequence[Any]:
-        """Returns the pyarrow fields. Raises BadRowError if Parquet has no type for one of them."""
+        """Returns the pyarrow fields. Raises BadRowError if Parquet has no type for a column."""
         try:
             return self._row.fields()
         except ColumnError as error:
             raise self._refusal(error) from error
 
     def record(self, row: Row) -> Mapping[str, Any]:
-        """Returns the fields of a row, with integers of any size. Raises BadRowError for a key that comes twice."""
+        """Returns the fields of a row, with integers of any size. Raises BadRowError for a duplicate key."""
         try:
             record: dict[str, Any] = json.loads(row.raw, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
@@ -168,5 +168,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is duplicate")
     return found

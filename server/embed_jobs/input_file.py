@@ -1,4 +1,4 @@
-"""The input of a job: lines, JSONL or Parquet, read in bounded memory and cut into shards."""
+"""The input of a job: text lines, JSONL or Parquet, read in bounded memory and split into shards."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .job_folder import COLUMN, Shard
 PARQUET_ROWS_AT_ONCE: Final = 1024
 SHARD_ROWS: Final = 2048
 SHARD_CHARS: Final = 200_000
-"""Bounds of a shard, which an interrupted run computes again: about ten seconds on a CPU."""
+"""Maximum size of a shard: about ten seconds on a CPU. After an interruption, unfinished shards are computed again."""
 
 
 class Row(NamedTuple):
     """One row of the input.
 
     Attributes:
-        line: Its line in the file, or its row in Parquet, counted from 1.
+        line: Line number in the file, or row number in Parquet, from 1.
         text: The text to embed.
-        record: Its fields; those of a Parquet row only from `full_rows`.
-        raw: Its line of JSONL.
+        record: Its fields. Parquet rows have fields only in `full_rows`.
+        raw: Its JSONL line.
     """
 
     line: int
@@ -46,8 +46,8 @@ class BadRow(NamedTuple):
     """A row that cannot be read.
 
     Attributes:
-        line: As in Row.
-        reason: Why.
+        line: See Row.
+        reason: Reason.
     """
 
     line: int
@@ -58,8 +58,8 @@ class Survey(NamedTuple):
     """The rows of an input.
 
     Attributes:
-        lengths: The number of good rows by the characters of their text.
-        shards: All rows, bad ones included.
+        lengths: Number of characters to number of good rows.
+        shards: All rows, including bad rows.
     """
 
     lengths: Counter[int]
@@ -67,12 +67,12 @@ class Survey(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """All rows, bad ones included."""
+        """Number of all rows, including bad rows."""
         return sum(shard.num_rows for shard in self.shards)
 
 
 class BadRowError(CommandError):
-    """A row cannot be read or embedded; the message names the file and the line."""
+    """A row cannot be read or embedded. The message names the file and the line."""
 
 
 class InputFile(ABC):
@@ -80,7 +80,7 @@ class InputFile(ABC):
 
     Args:
         path: The file.
-        field: Name of the field that holds the text, where rows have fields.
+        field: Name of the field with the text, if rows have fields.
     """
 
     unit = "line"
@@ -91,25 +91,25 @@ class InputFile(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[Row | BadRow]:
-        """Yields all rows in order, bad rows in their places. Raises BadRowError if the file cannot be read on."""
+        """Yields all rows in order, including bad rows. Raises BadRowError if the rest of the file cannot be read."""
 
     def full_rows(self) -> Iterator[Row | BadRow]:
-        """Yields all rows with all of their fields."""
+        """Yields all rows with all fields."""
         return self.rows()
 
     def json_object(self, row: Row) -> bytes:
-        """Returns a row of `full_rows` as a JSON object. Raises TypeError if JSON cannot hold a value."""
+        """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
         return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=_plain)
 
     def survey(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> Survey:
-        """Reads every row once, so that a bad row is found before any work is done.
+        """Reads every row once, to find bad rows before any row is embedded.
 
         Args:
             visit: Called with every good row.
-            skip_bad: Count bad rows instead of refusing them.
+            skip_bad: Count bad rows instead of raising an error.
 
         Raises:
-            BadRowError: A row is bad, or `visit` refuses one.
+            BadRowError: A row is bad, or `visit` raises the error.
         """
         lengths, starts, num_chars, number = Counter[int](), [0], 0, -1
         for number, row in enumerate(self.rows()):
@@ -131,7 +131,7 @@ class InputFile(ABC):
         return Survey(lengths, shards)
 
     def in_shards(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, list[Row | BadRow]]]:
-        """Yields all shards of the file in order, each with its rows. Raises BadRowError if rows are gone."""
+        """Yields all shards of the file in order, each with its rows. Raises BadRowError if rows are missing."""
         rows = self.rows()
         for shard in shards:
             found = list(itertools.islice(rows, shard.num_rows))
@@ -154,7 +154,7 @@ class InputFile(ABC):
 
 
 class TextLines(InputFile):
-    """One text a line; an empty line is an empty text."""
+    """One text per line. An empty line is an empty text."""
 
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
@@ -174,22 +174,22 @@ class TextLines(InputFile):
 
 
 class JsonLines(TextLines):
-    """One JSON object a line. A blank line is a bad row, except at the end of the file."""
+    """One JSON object per line. A blank line is a bad row, except at the end of the file."""
 
     def rows(self) -> Iterator[Row | BadRow]:
         """See InputFile."""
-        num_blank = 0  # directly before this line
+        num_blank = 0  # number of blank lines directly before this line
         for number, line in self._lines():
             if isinstance(line, str) and not line.strip():
                 num_blank += 1
                 continue
             for blank in range(number - num_blank, number):
-                yield BadRow(blank, "a blank line holds no row")
+                yield BadRow(blank, "a blank line is not a row")
             num_blank = 0
             yield line if isinstance(line, BadRow) else self._row(number, line)
 
     def json_object(self, row: Row) -> bytes:
-        """See InputFile. These are the bytes of the line: no value changes, however large or precise it is."""
+        """See InputFile. Returns the bytes of the line, so that large or precise numbers do not change."""
         return row.raw.encode()
 
     def _row(self, number: int, line: str) -> Row | BadRow:
@@ -203,7 +203,7 @@ class JsonLines(TextLines):
             return BadRow(number, f"no field {self.field!r}; it has {', '.join(record) or 'none'}; see --field")
         text = record[self.field]
         if not isinstance(text, str):
-            return BadRow(number, f"the field {self.field!r} holds no text")
+            return BadRow(number, f"the field {self.field!r} has no text")
         return Row(number, text, record, line.strip())
 
 
@@ -231,14 +231,14 @@ class ParquetRows(InputFile):
                 if isinstance(text, str):
                     yield Row(number, text, record)
                 else:
-                    yield BadRow(number, f"the column {self.field!r} holds no text")
+                    yield BadRow(number, f"the column {self.field!r} has no text")
 
     def schema(self) -> Any:
         """Returns the pyarrow schema.
 
         Raises:
             BadRowError: The file is damaged.
-            UsageError: It lacks the column of the texts, or has two.
+            UsageError: The text column is missing or duplicate.
         """
         from pyarrow import parquet
 
@@ -251,9 +251,9 @@ class ParquetRows(InputFile):
         return schema
 
     def check_no_vectors(self) -> None:
-        """Raises UsageError if the file has the column that is added."""
+        """Raises UsageError if the file already has the column `embedding`."""
         if COLUMN in self.schema().names:
-            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the one that is added; rename it")
+            raise UsageError(f"{self.path} has a column {COLUMN!r}, the name of the output column; rename it")
 
     def batches(self, columns: list[str] | None) -> Iterator[Any]:
         """Yields pyarrow.RecordBatch. Raises BadRowError if the file is damaged, and UsageError as `schema` does."""
@@ -274,10 +274,10 @@ class ParquetRows(InputFile):
                 num_rows += batch.num_rows
 
     def shards(self, most_rows: int, first: int) -> list[Shard]:
-        """Returns all rows in shards of `most_rows`, without reading them; the last one may be shorter.
+        """Returns all rows in shards of `most_rows`, without reading rows. The last shard may be shorter.
 
         Args:
-            most_rows: Rows of a shard.
+            most_rows: Maximum number of rows per shard.
             first: Number of the first shard.
         """
         from pyarrow import parquet
@@ -290,7 +290,7 @@ class ParquetRows(InputFile):
         ]
 
     def table(self, shard: Shard) -> Any:
-        """Returns the rows of a shard as a pyarrow.Table with all columns. Holds little more than them.
+        """Returns the rows of a shard as a pyarrow.Table with all columns. Memory is little more than these rows.
 
         Raises:
             BadRowError: The file cannot be read any more, or was changed.
@@ -312,7 +312,7 @@ class ParquetRows(InputFile):
 
     @contextlib.contextmanager
     def _errors(self, num_rows: int) -> Iterator[None]:
-        """Raises BadRowError for an error of pyarrow after `num_rows` rows."""
+        """Converts an error of pyarrow after `num_rows` rows to BadRowError."""
         from pyarrow import ArrowException
 
         try:
@@ -321,7 +321,7 @@ class ParquetRows(InputFile):
             near = f", {self.unit} {num_rows + 1} or one soon after it" if num_rows else ""
             raise BadRowError(
                 f"{self.path}{near}: it cannot be read as Parquet ({one_line(error)}); it is damaged, "
-                "holds values that Python has no type for, or is another kind of file: write it again"
+                "has values without a Python type, or is not a Parquet file: write it again"
             ) from error
 
 
@@ -338,16 +338,16 @@ def _sliced(batches: Iterable[Any], skip: int, num_rows: int) -> Iterator[Any]:
 
 
 def _plain(value: object) -> str:
-    """Returns a value without a JSON type as text: bytes as base64, all else as `str` shows it."""
+    """Returns a value without a JSON type as text: bytes as base64, others with `str`."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
-    """Returns the Parquet files of a place: one file, or all of a folder in the order of their names.
+    """Returns one Parquet file, or all Parquet files of a folder sorted by name.
 
     Raises:
-        UsageError: There is no file; one lacks the column of the texts or has the column that is added; or their
-            columns differ.
+        UsageError: There is no file, a file lacks the text column or has a column `embedding`, or columns of files
+            differ.
         BadRowError: One cannot be read.
     """
     root = Path(place).resolve()
@@ -358,12 +358,12 @@ def parquet_inputs(place: str, field: str) -> list[ParquetRows]:
     for each in inputs:
         each.check_no_vectors()
         if not each.schema().remove_metadata().equals(first):
-            raise UsageError(f"{each.path} has other columns than {inputs[0].path}; embed them one by one")
+            raise UsageError(f"{each.path} has other columns than {inputs[0].path}; embed each file separately")
     return inputs
 
 
 def stat_digest(inputs: Iterable[InputFile]) -> str:
-    """Returns a digest of names, sizes and modification times, so that large files need not be read."""
+    """Returns a digest of names, sizes and modification times, to avoid reading large files."""
     stats = [(str(each.path), status.st_size, status.st_mtime_ns) for each in inputs for status in [each.path.stat()]]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
@@ -372,7 +372,7 @@ def open_input(path: Path, field: str) -> InputFile:
     """Returns the input for a file, by its suffix.
 
     Raises:
-        UsageError: No such file, an unknown suffix, or pyarrow is missing.
+        UsageError: The file does not exist, its suffix is unknown, or pyarrow is missing.
     """
     if not path.is_file():
         raise UsageError(f"FILE: there is no file {path}")

@@ -1,7 +1,7 @@
 """The folder of a job: a file for each finished shard, and a manifest that identifies the job.
 
-A file is written under another name and moved into place, so that it is there whole or not at all. The files alone say
-which shards are finished. A shard that runs twice, on two machines or in two runs, leaves one file.
+A file is written under a temporary name and then renamed, so that it is either complete or absent. A shard is finished
+if its file exists. A shard that runs twice, on two machines or in two runs, has one file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..settings import CommandError, UsageError
 
 MANIFEST: Final = "_manifest.json"
 COLUMN: Final = "embedding"
-"""The column that is added to those of the input."""
+"""Name of the added column."""
 _LOCK: Final = "_lock"
 _UNFINISHED: Final = ".unfinished-"
 _CHANGES_NO_ROW: Final = ("name", "path", "root", "sources", "device", "kernels", "num_lanes", "auto_truncate")
@@ -37,13 +37,13 @@ _CHANGES_NO_ROW: Final = ("name", "path", "root", "sources", "device", "kernels"
 
 
 class Shard(NamedTuple):
-    """Consecutive rows of one file, which run as a whole.
+    """Consecutive rows of one file: the unit of work.
 
     Attributes:
-        number: Its place in the job, counted from 0.
+        number: Index in the job, from 0.
         path: The file.
-        start: Number of its first row in the file, counted from 0.
-        num_rows: Its rows.
+        start: Index of its first row in the file, from 0.
+        num_rows: Number of rows.
     """
 
     number: int
@@ -53,12 +53,12 @@ class Shard(NamedTuple):
 
 
 class JobFolder:
-    """The finished shards of a job. Several processes may write to it: for the same shard they write the same file.
+    """The folder of finished shards of a job. Several processes may write to it: they write the same file for a shard.
 
     Args:
         folder: The folder; all machines share it.
-        suffix: Of the files of shards: ".npy" or ".parquet".
-        start_over: How the user starts over, for messages, such as "delete the folder".
+        suffix: Suffix of shard files: ".npy" or ".parquet".
+        start_over: Advice for messages, such as "delete the folder".
     """
 
     def __init__(self, folder: Path, suffix: str, start_over: str) -> None:
@@ -67,10 +67,10 @@ class JobFolder:
         self._count = _npy_rows if suffix == ".npy" else _parquet_rows
 
     def begin(self, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Begins a job, or continues one.
+        """Starts or continues a job.
 
         Args:
-            identity: Everything that changes the rows. A job continues only if all of it is equal.
+            identity: All values that affect the output. A job continues only if all are equal.
             overwrite: Delete the files of an earlier job first.
 
         Raises:
@@ -86,30 +86,31 @@ class JobFolder:
                 names = sorted(path.name for path in self.folder.iterdir())
                 if others := [name for name in names if name != _LOCK and not name.startswith(_UNFINISHED)]:
                     raise UsageError(
-                        f"{self.folder} holds {others[0]}, which no job of this version left: name another folder or "
-                        "output, or move it away"
+                        f"{self.folder} has {others[0]}, which is not a file of a job of this version: use "
+                        "another folder "
+                        "or output, or move it away"
                     )
                 self._write_manifest(identity, is_finished=False)
                 return
         differing = [key for key, value in identity.items() if manifest["identity"].get(key) != value]
         if differing:
             raise UsageError(
-                f"{self.folder} holds an unfinished run with another {', '.join(differing)}; give the same command "
+                f"{self.folder} has an unfinished run with another {', '.join(differing)}; run the same command "
                 f"again to finish it, or {self._start_over} to start over"
             )
         if manifest["finished"]:
             raise UsageError(f"{self.folder} is finished; {self._start_over} to start over")
 
     def path(self, shard: Shard) -> Path:
-        """Returns the file of a shard: in the order of their names, files are in the order of the input."""
+        """Returns the file of a shard. Sorted file names have the order of the input."""
         return self.folder / f"part-{shard.number:08d}{self._suffix}"
 
     def has(self, shard: Shard) -> bool:
-        """Returns whether a shard is finished: its file is whole and has all rows."""
+        """Returns whether a shard is finished: its file is complete and has all rows."""
         return self._count(self.path(shard)) == shard.num_rows
 
     def left(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Returns the unfinished shards: those without a file, or with a damaged one."""
+        """Returns the unfinished shards, which have no file or a damaged one."""
         return [shard for shard in shards if not self.has(shard)]
 
     def write(self, path: Path, save: Callable[[Path], object]) -> None:
@@ -127,21 +128,21 @@ class JobFolder:
         self.write(self.path(shard), save)
 
     def finish(self, identity: Mapping[str, Any]) -> None:
-        """Records that all shards are finished, and removes the unfinished files of killed processes."""
+        """Records that all shards are finished, and removes temporary files of killed processes."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
         self._write_manifest(identity, is_finished=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the folder against other processes of this machine. At the end a folder without shards is removed.
+        """Locks the folder against other processes of this machine. At the end, a folder without shards is removed.
 
         Raises:
             UsageError: The folder is a file, or another process is writing it.
             CommandError: It cannot be written.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise UsageError(f"{self.folder} is a file, but shards that are done are kept there: move it away")
+            raise UsageError(f"{self.folder} is a file, but it must be the folder of finished shards: move it away")
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / _LOCK).open("w")
@@ -163,17 +164,17 @@ class JobFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Raises CommandError, which tells the user how to continue, if the disk fails."""
+        """Converts an OSError to a CommandError that states how to continue."""
         try:
             yield
         except OSError as error:
             raise CommandError(
-                f"{self.folder} cannot be written: {error.strerror or error}; shards that are done are kept there: "
-                "give the same command again to go on"
+                f"{self.folder} cannot be written: {error.strerror or error}; finished shards are kept there: "
+                "run the same command again to continue"
             ) from error
 
     def _clear(self) -> None:
-        """Deletes the files of an earlier job, and no others."""
+        """Deletes only the files of an earlier job."""
         if (self.folder / MANIFEST).exists():
             for pattern in ("part-*", f"{_UNFINISHED}*", MANIFEST):
                 for path in self.folder.glob(pattern):
@@ -187,7 +188,7 @@ class JobFolder:
             manifest = json.loads(path.read_bytes())
             if isinstance(manifest["identity"], dict) and isinstance(manifest["finished"], bool):
                 return dict(manifest)
-            reason = "it describes no job"
+            reason = "it is not a manifest"
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = one_line(error)
         raise UsageError(f"{path} is damaged ({reason}); {self._start_over} to start over")
@@ -201,8 +202,8 @@ class ShardVectors:
     """The vectors of all shards of a job as one array [N, D] float32, mapped from their files.
 
     Args:
-        job: The job; its files are .npy.
-        shards: All of its shards, in order.
+        job: The job. Its files are .npy.
+        shards: All shards in order.
     """
 
     def __init__(self, job: JobFolder, shards: Sequence[Shard]) -> None:
@@ -213,7 +214,7 @@ class ShardVectors:
         self.num_rows = sum(shard.num_rows for shard in shards)
 
     def rows(self, numbers: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the vectors of rows [len(numbers), D], which are in order; NaN for rows that have none."""
+        """Returns the vectors [len(numbers), D] of rows in ascending order; NaN for rows without a vector."""
         found = np.full((len(numbers), self.width), np.nan, np.float32)
         wanted = np.asarray(numbers, np.int64)
         places = np.searchsorted(self._starts, wanted, "right") - 1
@@ -231,7 +232,7 @@ class ShardVectors:
 
 
 def model_digest(info: ModelInfo) -> str:
-    """Returns a digest of all that changes a model's vectors: its resolved configuration and the bytes of its files."""
+    """Returns a digest of a model's resolved configuration and of the bytes of its files."""
     resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in _CHANGES_NO_ROW}
     digest = hashlib.blake2b(json.dumps(resolved, sort_keys=True, default=str).encode())
     add_files(digest, info)
@@ -239,15 +240,15 @@ def model_digest(info: ModelInfo) -> str:
 
 
 def replace_file(path: Path, unfinished: Path, save: Callable[[Path], object]) -> None:
-    """Replaces a file in one step: the file is there whole, or the earlier one stays. Returns when it is on the disk.
+    """Replaces a file atomically. Returns when the new file is on disk.
 
     Args:
         path: The file.
-        unfinished: Path in the same folder for the unfinished file, which is removed after an error.
-        save: Writes the file to the path that it is given.
+        unfinished: Path in the same folder for the temporary file, which is removed after an error.
+        save: Writes the file to a path.
 
     Raises:
-        OSError: The disk fails, or what `save` raises.
+        OSError: The disk fails. Other errors of `save` are raised, too.
     """
     try:
         save(unfinished)
@@ -265,13 +266,13 @@ def write_npy_header(file: BinaryIO, num_rows: int, width: int) -> None:
 
 
 def _npy_shape(path: Path) -> tuple[int, int]:
-    """Returns the shape of a whole .npy file of a matrix. Raises ValueError or OSError if it is none."""
+    """Returns the shape of a complete .npy file with a matrix. Raises ValueError or OSError for other files."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         num_rows, width = shape
         if path.stat().st_size != file.tell() + num_rows * width * dtype.itemsize:
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
     return num_rows, width
 
 

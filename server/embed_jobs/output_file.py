@@ -26,7 +26,7 @@ def writer_for(output: Path) -> Writer:
     """Returns the function that writes a file like `output`.
 
     Raises:
-        UsageError: An unknown suffix, no such folder, or pyarrow is missing.
+        UsageError: The suffix is unknown, the folder does not exist, or pyarrow is missing.
     """
     if not output.parent.is_dir():
         raise UsageError(f"--output: there is no folder {output.parent}")
@@ -45,9 +45,9 @@ class Results(NamedTuple):
     """The outcome of a run.
 
     Attributes:
-        vectors: A row for each row of the input; NaN for bad and refused rows.
-        refused: Why the model refused rows, by their numbers, counted from 0.
-        num_skipped: Bad and refused rows.
+        vectors: One row per row of the input; NaN for bad and rejected rows.
+        refused: Row index, from 0, to the reason why the model rejected the row.
+        num_skipped: Number of bad and rejected rows.
         columns: Columns of a JSONL input, for Parquet output.
     """
 
@@ -72,53 +72,56 @@ def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
         names = source.schema().names
         source.check_no_vectors()
         if len(set(names)) < len(names) and output.suffix.lower() != ".parquet":
-            raise UsageError(f"FILE: {source.path} has several columns of one name; rename them, or write .parquet")
+            raise UsageError(
+                f"FILE: {source.path} has several columns with the same name; rename them, or write .parquet"
+            )
         return None
     if not isinstance(source, JsonLines):
         if source.field == COLUMN:
-            raise UsageError(f"--field: {COLUMN!r} is the name of the column that is added; take another name")
+            raise UsageError(f"--field: {COLUMN!r} is the name of the output column; use another name")
         return None
     return JsonColumns(source) if output.suffix.lower() == ".parquet" else None
 
 
 def check_names(source: InputFile, row: Row) -> None:
-    """Raises BadRowError for a row that already has the field that is added."""
+    """Raises BadRowError if a row already has a field `embedding`."""
     if COLUMN in row.record:
-        raise source.bad_row(row.line, f"it has a field {COLUMN!r}, the name of the one that is added; rename it")
+        raise source.bad_row(row.line, f"it has a field {COLUMN!r}, the name of the output field; rename it")
 
 
 def report_path(output: Path) -> Path:
-    """Returns the path of the list of rows that were left out."""
+    """Returns the path of the list of skipped rows."""
     return output.with_name(f"{output.name}.skipped.jsonl")
 
 
 def write_output(output: Path, write: Writer, source: InputFile, results: Results) -> None:
-    """Writes the list of rows that were left out, then the output. Each replaces an earlier file in one step.
+    """Writes the list of skipped rows, then the output. Each replaces an earlier file atomically.
 
     Args:
         output: The file.
         write: See `writer_for`.
-        source: The input; its rows are read again.
-        results: Of the run.
+        source: The input. Its rows are read again.
+        results: Results of the run.
 
     Raises:
-        CommandError: The disk fails, or the format cannot hold the columns; the message names the next step.
+        CommandError: The disk fails, or the format does not support the columns. The message has the next step.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         if results.num_skipped:
             replace_file(report_path(output), temporary, lambda path: _write_report(path, source, results.refused))
         else:
-            report_path(output).unlink(missing_ok=True)  # of an earlier run
+            report_path(output).unlink(missing_ok=True)  # from an earlier run
         replace_file(output, temporary, lambda path: write(path, source, results))
     except OSError as error:
         raise CommandError(
-            f"{output} cannot be written: {error.strerror or error}; all {results.vectors.num_rows} rows are done and "
-            "kept: give the same command again when it can"
+            f"{output} cannot be written: {error.strerror or error}; the vectors of all "
+            f"{results.vectors.num_rows} rows "
+            "are kept: run the same command again later"
         ) from error
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise CommandError(
-            f"{output} cannot be written: its format cannot hold the columns of {source.path} "
+            f"{output} cannot be written: its format does not support the columns of {source.path} "
             f"({one_line(error)}). All embeddings are done and kept: rename the folder "
             f"{output.name}.partial to {output.stem}.npy.partial, and give the same command with an output "
             f"{output.stem}.npy"
@@ -134,7 +137,7 @@ def _write_report(path: Path, source: InputFile, refused: Mapping[int, str]) -> 
 
 
 def write_npy(path: Path, source: InputFile, results: Results) -> None:
-    """Writes the vectors alone, [N, D] float32. Row i is that of row i of the input; NaN if left out."""
+    """Writes the vectors [N, D] float32. Row i belongs to row i of the input; NaN if it was skipped."""
     del source
     vectors = results.vectors
     with path.open("wb") as file:
@@ -145,7 +148,7 @@ def write_npy(path: Path, source: InputFile, results: Results) -> None:
 
 
 def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
-    """Writes each row with all of its fields and the field `embedding`."""
+    """Writes each row with all its fields and the field `embedding`."""
     with path.open("wb") as file:
         for number, row in _kept(source.full_rows(), results.refused):
             (vector,) = results.vectors.rows([number])
@@ -162,7 +165,7 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
 
 
 def write_parquet(path: Path, source: InputFile, results: Results) -> None:
-    """Writes the columns of the input and the column `embedding`. A field that a row of JSONL lacks is null."""
+    """Writes the columns of the input and the column `embedding`. Fields missing in a JSONL row are null."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -174,7 +177,7 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
 
 
 def with_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
-    """Returns a pyarrow.Table with one more column, `embedding`: a FixedSizeList of float32 that all readers know."""
+    """Returns a pyarrow.Table with an additional column `embedding` of type FixedSizeList of float32."""
     import pyarrow as pa
 
     width = vectors.shape[1]

@@ -1,4 +1,4 @@
-"""Progress of `penstock embed`: finished rows, and the remaining time, weighted by the length of texts."""
+"""Progress of `penstock embed`: finished rows and the remaining time, weighted by text length."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN: Final = 4
 _ROW_CHARS: Final = 4
-"""Weight of a row in addition to its text: about its special tokens."""
+"""Weight of a row in addition to its text, for its special tokens."""
 _FORM: Final = "{desc} {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 LOG_EVERY_S: Final = 30.0
 """Seconds between two log lines."""
 
 
 class Progress:
-    """A bar on a terminal, or a log line every 30 seconds; used as a context manager.
+    """A progress bar on a terminal, or a log line every 30 seconds. A context manager.
 
-    The weight of a row is its characters, at most as many as the model reads. Its tokens are unknown before it runs.
+    The weight of a row is its number of characters, up to the model's maximum. Token counts are not known yet.
 
     Args:
-        lengths: Number of rows by the characters of their text.
+        lengths: Number of characters to number of rows.
         info: The model.
-        is_terminal: Draw a bar; None: if stderr is a terminal.
+        is_terminal: Whether to draw a bar. None: draw it if stderr is a terminal.
     """
 
     def __init__(self, lengths: Mapping[int, int], info: ModelInfo, *, is_terminal: bool | None = None) -> None:
@@ -43,7 +43,7 @@ class Progress:
         self._earlier = self._done = 0
         self._began_s = self._logged_s = time.monotonic()
         is_off = not (sys.stderr.isatty() if is_terminal is None else is_terminal)
-        # Drawn after every request (miniters), but at most ten times a second.
+        # Updated after every request (miniters), but at most ten times per second.
         self._bar: Any = None if is_off else tqdm(total=self._total, bar_format=_FORM, dynamic_ncols=True, miniters=0)
         self._draw(0)
 
@@ -54,13 +54,13 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws it for the last time."""
+        """Draws the final state."""
         if self._bar is not None:
             self._bar.set_description_str(self._rows(), refresh=False)
             self._bar.close()
 
     def skip(self, texts: Iterable[str]) -> None:
-        """Counts rows that an earlier run has done. They do not count for the speed of this run."""
+        """Counts rows of an earlier run. They do not count for the speed of this run."""
         weights = [self._weight(len(text)) for text in texts]
         self._earlier += sum(weights)
         self._done += sum(weights)
@@ -70,7 +70,7 @@ class Progress:
             self._bar.n += sum(weights)
 
     def update(self, texts: Iterable[str]) -> None:
-        """Counts rows that are done, and shows them."""
+        """Counts finished rows and updates the display."""
         weights = [self._weight(len(text)) for text in texts]
         self._num_done += len(weights)
         self._done += sum(weights)

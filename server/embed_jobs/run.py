@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts in, a file of embeddings out, in bounded memory."""
+"""`penstock embed`: reads a file of texts and writes a file of embeddings, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .progress import Progress
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S: Final = 1.0
-"""Longest wait, in seconds, before a request that a full engine refused is sent again."""
+"""Maximum seconds before a request that a full engine rejected is sent again."""
 REQUEST_ROWS: Final = 32
 REQUEST_CHARS: Final = 8_000
-"""Bounds of one request to the engine: about what one forward on a CPU holds, so that no row waits for many others."""
+"""Maximum size of one request to the engine: about one forward on a CPU, so that no row waits for many others."""
 
 
 class ShardResult:
@@ -44,11 +44,11 @@ class ShardResult:
 
     Args:
         shard: The shard.
-        num_left: Rows that still have to run.
+        num_left: Number of rows that have not run.
 
     Attributes:
-        vectors: [N, D] float32, a row for each row of the shard, NaN where there is none. D is 0 before the first add.
-        refused: Why the model refused rows, by their index in the shard.
+        vectors: [N, D] float32, one row per row of the shard, NaN without a vector. D is 0 before the first `add`.
+        refused: Index in the shard to the reason why the model rejected the row.
     """
 
     def __init__(self, shard: Shard, num_left: int) -> None:
@@ -64,11 +64,11 @@ class ShardResult:
 
 
 class EmbedRequest(NamedTuple):
-    """Rows of one shard that are sent to the engine together.
+    """Rows of one shard for one request to the engine.
 
     Attributes:
-        result: Of the shard.
-        indices: Of the rows in the shard.
+        result: Result of the shard.
+        indices: Indices of the rows in the shard.
         rows: The rows.
     """
 
@@ -88,7 +88,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
 
     Raises:
         UsageError: The file or the output cannot be used.
-        CommandError: The work failed; the message says why. Finished shards are kept.
+        CommandError: The job failed. The message has the reason. Finished shards are kept.
     """
     configure_logging(settings.log_level, settings.log_format)
     try:
@@ -97,7 +97,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
         if output.exists() and not settings.overwrite:
-            raise UsageError(f"--output: {output} exists; give --overwrite to replace it")
+            raise UsageError(f"--output: {output} exists; use --overwrite to replace it")
         asyncio.run(_run(source, output, write, columns, settings, settings.engine_config(model, name)))
     except ModelLoadError as error:
         raise load_failure(error, model, settings.engine.revision) from error
@@ -135,12 +135,12 @@ async def _run(
             job.remove()
     finally:
         await engine.close()
-    left_out = f"; {num_skipped} bad rows were left out, see {report_path(output)}" if num_skipped else ""
-    logger.info("%d rows are in %s%s", num_kept, output, left_out)
+    left_out = f"; {num_skipped} bad rows were skipped, see {report_path(output)}" if num_skipped else ""
+    logger.info("wrote %d rows to %s%s", num_kept, output, left_out)
 
 
 def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settings: EmbedSettings) -> Survey:
-    """Reads the input once. Raises CommandError if it holds no good row, or rows that the output cannot hold."""
+    """Reads the input once. Raises CommandError if it has no good row, or rows that the output does not support."""
 
     def visit(row: Row) -> None:
         if not is_npy:
@@ -161,7 +161,7 @@ def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settin
 
 
 def _first_refused(source: InputFile, refused: Mapping[int, str]) -> tuple[int, str]:
-    """Returns the line of the first row that is left out, and the reason."""
+    """Returns the line of the first skipped row, and the reason."""
     return next(
         (row.line, row.reason if isinstance(row, BadRow) else refused[number])
         for number, row in enumerate(source.rows())
@@ -177,12 +177,12 @@ async def _embed_shards(
     progress: Progress,
     settings: EmbedSettings,
 ) -> None:
-    """Embeds the shards that are not done yet, with at most `batch_size` rows in flight.
+    """Embeds the unfinished shards with at most `batch_size` rows in flight.
 
     If a row fails, no further rows are sent. The rows in flight are awaited, and finished shards are kept.
     """
     requests = _requests(source, job, shards, progress, settings.batch_size)
-    in_flight: dict[asyncio.Task[tuple[int, Exception] | None], int] = {}  # with their rows
+    in_flight: dict[asyncio.Task[tuple[int, Exception] | None], int] = {}  # task to its number of rows
     failed: list[tuple[int, Exception]] = []
     try:
         while True:
@@ -240,10 +240,10 @@ async def _embed(
     progress: Progress,
     settings: EmbedSettings,
 ) -> tuple[int, Exception] | None:
-    """Embeds the rows of a request, one by one if the engine refuses them together, and saves a shard that is done.
+    """Embeds the rows of a request, one by one if the engine rejects the request. Saves the shard when it is complete.
 
     Returns:
-        The number of the first row that failed, and why; None if all are done or left out.
+        The index of the first row that failed, and the error. None if all rows are finished or skipped.
     """
     params, options = pooling_params(settings), RequestOptions(prompt_name=settings.prompt_name)
     result, start = request.result, request.result.shard.start
@@ -269,14 +269,14 @@ async def _embed(
 
 
 def _save(job: JobFolder, result: ShardResult) -> None:
-    """Writes a shard that is done: first the reasons of rows that the model refused, then the vectors."""
+    """Writes a finished shard: first the reasons of rejected rows, then the vectors."""
     with job.writing():
         path = job.path(result.shard)
         if result.refused:
             reasons = orjson.dumps(list(result.refused.items()))
             job.write(_refused_path(path), lambda place: place.write_bytes(reasons))
         else:
-            _refused_path(path).unlink(missing_ok=True)  # of an interrupted run
+            _refused_path(path).unlink(missing_ok=True)  # from an interrupted run
         job.write_vectors(result.shard, result.vectors)
 
 
@@ -285,7 +285,7 @@ def _refused_path(path: Path) -> Path:
 
 
 def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
-    """Returns why the model refused rows that are left out, by their numbers."""
+    """Returns the reasons of rejected rows by row index."""
     refused: dict[int, str] = {}
     for shard in shards:
         path = _refused_path(job.path(shard))
@@ -297,7 +297,7 @@ def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
 async def _ask(
     engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
 ) -> NDArray[np.float32]:
-    """Returns the vectors of rows. Waits while the engine is full."""
+    """Returns the vectors of rows. Retries while the engine is full."""
     while True:
         try:
             return (await engine.embed([row.text for row in rows], params, options)).embeddings
@@ -311,7 +311,7 @@ def pooling_params(settings: EmbedSettings) -> PoolingParams:
 
 
 def row_options(settings: EmbedSettings) -> dict[str, Any]:
-    """Returns the options that change the rows of a job."""
+    """Returns the options that affect the output of a job."""
     return {name: getattr(settings, name) for name in ("field", "dimensions", "normalize", "prompt_name")}
 
 
@@ -331,5 +331,8 @@ def check_options(settings: EmbedSettings, info: ModelInfo) -> None:
 
 def _reason(error: InvalidRequestError) -> str:
     if isinstance(error, RequestTooLongError):
-        return f"{error.num_tokens} tokens; the model takes {error.max_num_tokens}; --auto-truncate cuts such texts"
+        return (
+            f"{error.num_tokens} tokens; the limit of the model is {error.max_num_tokens}; --auto-truncate "
+            "truncates such texts"
+        )
     return error.message

@@ -33,7 +33,7 @@ class JsonReader:
 
     Args:
         admission: Limits the values of a body. Numbers, true, false and null count as 1, a text, list, object or key
-                as WEIGHT.
+            as WEIGHT.
         max_entries: Maximum number of entries of a list, unless it is a list of numbers.
     """
 
@@ -54,7 +54,7 @@ class JsonReader:
         Raises:
             RequestValidationError: The body is missing or is not valid JSON.
             HTTPException: 408 if the body is too slow, 413 or 503 from AdmissionController, 400 if the client has
-                    disconnected.
+                disconnected.
         """
         memory = self._admission.body_memory(scope)
         body: bytes | bytearray = b""

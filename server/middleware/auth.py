@@ -90,9 +90,9 @@ class ApiKeys:
         file: File with more keys.
         flag: Option that names the file, for errors and logs.
         salt: Secret salt of the identities. Equal salts give equal identities after a restart and in other processes.
-                Default: a random salt.
+            Default: a random salt.
         namespace_salt: Secret salt of the namespaces of cached vectors and prefixes. Servers that share a cache folder
-                use the salt in that folder. Default: namespaces are identities.
+            use the salt in that folder. Default: namespaces are identities.
         clock_s: Monotonic time.
 
     Raises:

@@ -125,7 +125,7 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
     Raises:
         RequestValidationError: The body is missing, is not valid JSON, or does not match the schema.
         HTTPException: 415 for another media type or a compressed body, 413 for too many values, 400 if the client has
-                disconnected.
+            disconnected.
     """
     scope, reader = request.scope, request.app.state.json_reader
     media = coding = b""

@@ -72,7 +72,7 @@ class ModelTable:
 
     Attributes:
         is_starting: Whether preloaded models are loading. Requests for these models get a 503; requests for on-demand
-                models wait.
+            models wait.
         entries: The models, in order.
     """
 

@@ -24,8 +24,8 @@ from .timing import REQUEST, RequestRecord
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _STAGE_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, *_LATENCY_BUCKETS_S)
 _ENGINE_GAUGES: Final = {
-    "num_requests": ("penstock_engine_requests", "Requests under way in the engine."),
-    "num_tokens": ("penstock_engine_queued_tokens", "Tokens under way in the engine, waiting or running."),
+    "num_requests": ("penstock_engine_requests", "Running and waiting requests of the engine."),
+    "num_tokens": ("penstock_engine_queued_tokens", "Running and waiting tokens of the engine."),
     "num_waiting": ("penstock_engine_waiting_inputs", "Inputs that waited when the last forward ended."),
     "num_waiting_tokens": ("penstock_engine_waiting_tokens", "Tokens of these inputs."),
     "token_budget": (
@@ -40,11 +40,11 @@ _ENGINE_COUNTERS: Final = {
 }
 _REFUSED: Final = (
     "penstock_refused_requests",
-    "Requests that a limit refused or ended, by the limit. Health checks are not counted.",
+    "Requests that a limit rejected or ended, by limit. Health checks are not counted.",
 )
 _ENGINE_HISTOGRAMS: Final = {
     "step_tokens": ("penstock_engine_batch_tokens", "Tokens of a forward."),
-    "step_seqs": ("penstock_engine_batch_inputs", "Inputs of a forward, or chunks of them."),
+    "step_seqs": ("penstock_engine_batch_inputs", "Inputs, or chunks of inputs, of a forward."),
     "step_fill": ("penstock_engine_batch_fill", "Tokens of a forward as a share of the token budget, 0 to 1."),
     "step_seconds": ("penstock_engine_step_duration_seconds", "Seconds of a forward."),
 }
@@ -52,7 +52,7 @@ _CACHE_GAUGES: Final = {
     "usage": ("penstock_engine_cache_usage", "Used share of the memory for chunked inputs, 0 to 1."),
     "memory_pressure": (
         "penstock_engine_memory_pressure",
-        "Share of a full chunk that did not fit into memory when chunks were last scheduled, 0 to 1.",
+        "Share of a full chunk that did not fit in memory when chunks were last scheduled, 0 to 1.",
     ),
     "chunk_tokens": ("penstock_engine_chunk_size_tokens", "Tokens of the largest chunk of the last forward."),
     "chunks.num_requests": ("penstock_engine_chunked_inputs", "Long inputs that are running."),
@@ -69,7 +69,7 @@ _CACHE_COUNTERS: Final = {
     ),
     "chunks.preemptions": (
         "penstock_engine_preemptions",
-        "Long inputs that gave up their memory for an earlier one.",
+        "Long inputs that were preempted for an earlier input.",
     ),
     "chunks.completed_chunks": ("penstock_engine_chunks", "Chunks of long inputs that went through the model."),
     "chunks.completed_tokens": ("penstock_engine_chunk_tokens", "Tokens of these chunks."),
@@ -85,7 +85,7 @@ _CACHE_COUNTERS: Final = {
 }
 
 _MODEL_GAUGES: Final = {
-    "is_open": ("penstock_vector_cache_open", "1 if inputs are looked up: the loaded model is known."),
+    "is_open": ("penstock_vector_cache_open", "1 if inputs are looked up, which needs a loaded model."),
 }
 _MODEL_COUNTERS: Final = {
     "num_memory_hits": ("penstock_vector_cache_memory_hits", "Inputs whose embedding was found in memory."),
@@ -110,7 +110,7 @@ NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
 class _Core(NamedTuple):
-    """State and statistics of one core of an engine."""
+    """State and statistics of one engine core."""
 
     labels: tuple[str, ...]
     state: EngineState
@@ -132,7 +132,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
-        # By model, then route and status, route, route and task, or task.
+        # Keys: model, then route and status, route, route and task, or task.
         self._requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         self._latency: dict[tuple[str, str], StepHistogram] = {}
         self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
@@ -141,7 +141,7 @@ class Metrics(Collector):
         self._refused: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REFUSAL_REASONS})
 
     def register(self, collector: Collector) -> None:
-        """Adds further metrics."""
+        """Adds a collector of more metrics."""
         self._registry.register(collector)
 
     def count(self, task: str, num_tokens: Sequence[int]) -> int:
@@ -154,7 +154,7 @@ class Metrics(Collector):
         return total
 
     def count_refusal(self, reason: str) -> None:
-        """Counts a request that a limit refused or ended."""
+        """Counts a request that a limit rejected or ended."""
         self._refused[(reason,)] += 1
 
     def observe(self, record: RequestRecord) -> None:
@@ -185,7 +185,7 @@ class Metrics(Collector):
         return generate_latest(self._registry if self._gather is None else _Gathered(await self._gather()))
 
     def collect(self) -> Iterable[Metric]:
-        """Yields the metrics at scrape time. The histograms of prometheus_client would be slower than all the rest."""
+        """Yields the metrics at scrape time. Histograms of prometheus_client would be too slow."""
         latency = HistogramMetricFamily(
             "penstock_http_request_duration_seconds",
             "Seconds from the head of the request to the end of the response.",
@@ -225,7 +225,7 @@ class Metrics(Collector):
         yield from _families(CounterMetricFamily, _CACHE_COUNTERS, _LABELS, cache_uses)
         queue = GaugeMetricFamily(
             "penstock_engine_queue_seconds",
-            "Seconds of waiting and running work at the rate of the last forwards; 0 before it is measured.",
+            "Seconds of waiting and running work, estimated from the last forwards; 0 before the first estimate.",
             labels=("model",),
         )
         for engine, model in engines:
@@ -241,7 +241,7 @@ class Metrics(Collector):
 
 
 def _cores(engine: AsyncEngine, model: str) -> list[_Core]:
-    """Returns the cores of an engine, labelled by number if there are several."""
+    """Returns the cores of an engine, labelled with their index if there are several."""
     replicas = enumerate(engine.replicas)
     several = [_Core((model, str(number)), each.state, each.num_restarts, each.stats) for number, each in replicas]
     return several or [_Core((model,), engine.state, engine.num_restarts, engine.stats())]
@@ -282,7 +282,7 @@ class _Gathered(CollectorRegistry):
 
 
 def _counted(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> CounterMetricFamily:
-    """Returns a family of counters. Those of prometheus_client take a lock and export creation times."""
+    """Returns a family of counters. prometheus_client's Counter takes a lock and exports creation times."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)

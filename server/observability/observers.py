@@ -22,7 +22,7 @@ class Observers:
     """The observers of one application.
 
     Attributes:
-        all: In order of call: the log line contains the trace id that the trace sets.
+        all: Observers in order of call. Tracing precedes the access log, which contains the trace id.
 
     Args:
         settings: The server's settings.
@@ -51,11 +51,10 @@ class Observers:
 
 def _tracing_to(endpoint: str) -> Tracing:
     try:
-        from .tracing import Tracing  # most servers send no traces and lack the extra
+        from .tracing import Tracing  # imported only if traces are configured, because it needs the extra
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"--otlp-traces-endpoint needs the extra `otel`, of which {error.name} is missing; "
-            "run: pip install 'penstock[otel]'"
+            f"--otlp-traces-endpoint needs the extra `otel`; {error.name} is missing; run: pip install 'penstock[otel]'"
         ) from error
     return Tracing.to(endpoint)
 

@@ -28,8 +28,8 @@ class RequestRecord:
         began_s: time.perf_counter() when its head was read.
         began_ns: Nanoseconds since 1970 at the same moment.
         stages: Times of its stages.
-        route: Route of its path, as in the OpenAPI schema. Unknown paths share one, to bound memory.
-        is_probe: A health check: neither logged nor traced.
+        route: Path of its route in the OpenAPI schema. Unknown paths share one value, to bound memory.
+        is_probe: Whether it is a health check, which is neither logged nor traced.
         model: Shown name of its model; "" if it reached no model.
         has_begun: Whether the response has started.
         status: HTTP status; 500 before the response starts.
@@ -37,9 +37,9 @@ class RequestRecord:
         stage_seconds: Sums of `stages`.
         task: Task of the engine; None if it was not called or failed.
         num_inputs: Texts, documents or pairs.
-        num_tokens: Their tokens.
+        num_tokens: Tokens of the inputs.
         trace_id: Id of its trace; None without traces.
-        refused_by: The limit that refused the request; None if not refused.
+        refused_by: The limit that rejected the request; None if it was accepted.
     """
 
     scope: Scope
@@ -61,7 +61,7 @@ class RequestRecord:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the status is no error."""
+        """Whether the status is not an error."""
         return self.status < 400
 
     def begin_answer(self, status: int) -> None:

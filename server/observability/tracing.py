@@ -40,7 +40,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Returns a Tracing that sends to an OTLP collector, such as http://localhost:4318, in a thread of its own."""
+        """Returns a Tracing that sends to an OTLP collector, such as http://localhost:4318, in a background thread."""
         if urlsplit(endpoint).path in ("", "/"):
             endpoint = endpoint.rstrip("/") + _TRACES_PATH
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

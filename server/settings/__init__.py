@@ -1,8 +1,8 @@
-"""Settings of the commands: every flag, environment variable and key of the file, from one declaration each.
+"""Settings of the commands. One declaration gives the flag, the environment variable and the key of the file.
 
 The only reader of environment variables. Field `max_model_len` is the flag `--max-model-len`, the variable
-PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag wins over a variable, a variable over the file, the file over
-the default. Starts nothing and imports no torch.
+PENSTOCK_MAX_MODEL_LEN and the key `max_model_len`. A flag has precedence over a variable, a variable over the file,
+and the file over the default. This package imports no torch.
 """
 
 from .declarations import GROUPS, CommandSettings, EmbedSettings, InfoSettings, ModelSettings, ServerSettings

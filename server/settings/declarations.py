@@ -23,12 +23,12 @@ GROUPS: Final = (
     "Cluster",
     "Logging",
 )
-"""Headings of the help, in their order."""
+"""Groups of settings in the order of the help text."""
 _ORIGIN: Final = re.compile(r"https?://[^\s/?#@]+")
 
 
 def _parse_keys(value: object) -> tuple[str, ...]:
-    """Refuses an empty list that was given: the server would be open to everyone by mistake."""
+    """Raises ValueError for an empty list: the server would be open by mistake."""
     keys = split_list(value)
     if not keys:
         raise ValueError("holds no key; give a key, or leave it out to serve without keys")
@@ -38,16 +38,16 @@ def _parse_keys(value: object) -> tuple[str, ...]:
 def _parse_names(value: object) -> tuple[str, ...]:
     names = split_list(value)
     if not names:
-        raise ValueError("holds no name; give a name, or leave it out to serve the model under its own")
+        raise ValueError("holds no name; give a name, or leave it out to use the model's own name")
     return names
 
 
 def _origins_rule(value: tuple[str, ...]) -> str | None:
-    """Refuses a value that no browser sends as its origin: it would never match."""
+    """Returns an error for a value that no browser sends as origin: it would never match."""
     wrong = next((origin for origin in value if origin != "*" and not _ORIGIN.fullmatch(origin)), None)
     if wrong is None:
         return None
-    return f"must be origins; {wrong!r} is no origin: write https://host or http://host:port, or * for all"
+    return f"must be origins; {wrong!r} is not an origin: write https://host or http://host:port, or * for all"
 
 
 def _url_rule(value: str) -> str | None:
@@ -67,14 +67,12 @@ class CommandSettings:
     )
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))
     log_level: str = setting(
-        "info", "Least severe level logged.", "Logging", choices=("debug", "info", "warning", "error")
+        "info", "Minimum level of log messages.", "Logging", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = setting(
-        "console", "Log lines for people or for machines.", "Logging", choices=("console", "json")
-    )
+    log_format: str = setting("console", "Format of log lines: text or JSON.", "Logging", choices=("console", "json"))
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the field and its value."""
+        """Raises ValueError with the field and its value."""
         check_settings(self)
 
     def engine_config(self, model: str, name: str | None = None) -> EngineConfig:
@@ -97,22 +95,27 @@ class EmbedSettings(CommandSettings):
     """Settings of `penstock embed`."""
 
     output: str = setting(REQUIRED, "File to write: .parquet, .jsonl or .npy.", "Input and output", "FILE")
-    overwrite: bool = setting(False, "Replace an output that exists.", "Input and output")
-    field: str = setting("text", "JSONL or Parquet field that holds the text.", "Input and output", "NAME")
-    batch_size: int = setting(512, "Rows in flight at once.", "Input and output", "ROWS", least=1)
+    overwrite: bool = setting(False, "Replace an existing output.", "Input and output")
+    field: str = setting("text", "JSONL or Parquet field with the text.", "Input and output", "NAME")
+    batch_size: int = setting(512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", least=1)
     on_bad_row: str = setting(
         "fail",
-        "For a row that cannot be read, holds no text, or is refused by the model: fail with its line, or skip it and "
-        "list it in OUTPUT.skipped.jsonl.",
+        "If a row cannot be read, has no text, or is rejected by the model: stop with an error, or skip the "
+        "row and list "
+        "it in OUTPUT.skipped.jsonl.",
         "Input and output",
         choices=("fail", "skip"),
     )
     dimensions: int | None = setting(
-        None, "Width of the embeddings (Matryoshka); default: the model's own.", "Input and output", "N", least=1
+        None,
+        "Number of dimensions (Matryoshka); default: all dimensions of the model.",
+        "Input and output",
+        "N",
+        least=1,
     )
-    normalize: bool | None = setting(None, "L2-normalise; default: as the model's files say.", "Input and output")
+    normalize: bool | None = setting(None, "L2-normalise; default: as the model's files state.", "Input and output")
     prompt_name: str | None = setting(
-        None, "Named prompt of the model, put before every text.", "Input and output", "NAME"
+        None, "Name of a prompt of the model, which is put before every text.", "Input and output", "NAME"
     )
 
 
@@ -122,40 +125,45 @@ class ServerSettings(CommandSettings):
 
     config: Path | None = setting(
         None,
-        "TOML file of settings, and of the models to serve; `penstock config` prints one to begin with.",
+        "TOML file with settings and the models to serve; `penstock config` prints a template.",
         "Model",
         "FILE",
     )
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Names under which the model is served; the first one is shown. Default: its own.",
+        "Names under which the model is served. Responses contain the first one. Default: the model's name.",
         "Model",
         "NAME,...",
         parse=_parse_names,
     )
     default_prompt_name: str | None = setting(
         None,
-        "Named prompt of the model that is put before the texts of /v1/embeddings when a request names none, and "
-        "before inputs, labels and examples of /classify with an embedding model. /rerank and /score keep the model's "
-        "own query and document prompts.",
+        "Name of a prompt of the model. It is put before the texts of embedding requests that name no prompt,"
+        " and before "
+        "inputs, labels and examples of /classify with an embedding model. /rerank and /score use the model's"
+        " own query "
+        "and document prompts.",
         "Model",
         "NAME",
     )
-    max_inputs_per_request: int = setting(4096, "Texts, documents or pairs in one request.", "Limits", "N", least=1)
+    max_inputs_per_request: int = setting(
+        4096, "Maximum number of texts, documents or pairs in one request.", "Limits", "N", least=1
+    )
     max_body_bytes: int = setting(
-        16 * 1024 * 1024, "Largest request body.", "Limits", "SIZE", above=0, parse=parse_size
+        16 * 1024 * 1024, "Maximum size of a request body.", "Limits", "SIZE", above=0, parse=parse_size
     )
     max_json_values: int = setting(
         2_000_000,
-        "Numbers and words, such as token ids, in one request body; a text, list, object or key counts as 8.",
+        "Maximum number of JSON values in one request body. A text, list, object or key counts as 8, others as 1.",
         "Limits",
         "N",
         least=1,
     )
     min_transfer_rate: int = setting(
         16 * 1024,
-        "Lowest rate, in bytes per second such as 16KiB, at which clients may send a body or read a response. A slower "
-        "body is refused with 408; the connection of a slower response is reset. 0: any rate.",
+        "Minimum rate, in bytes per second such as 16KiB, at which clients must send a body or read a "
+        "response. A slower "
+        "body is rejected with 408; the connection of a slower response is reset. 0: no limit.",
         "Limits",
         "SIZE",
         least=0,
@@ -163,7 +171,7 @@ class ServerSettings(CommandSettings):
     )
     transfer_grace_s: float = setting(
         30.0,
-        "Seconds that a client may take longer than at --min-transfer-rate, for example for a pause.",
+        "Seconds by which a client may be behind --min-transfer-rate, for example after a pause.",
         "Limits",
         "SECONDS",
         above=0,
@@ -173,72 +181,75 @@ class ServerSettings(CommandSettings):
     )
     drain_timeout_s: float = setting(
         30.0,
-        "Seconds that running requests get to finish after SIGTERM or SIGHUP; 0: none.",
+        "Seconds for running requests to finish after SIGTERM or SIGHUP; 0: stop at once.",
         "Limits",
         "SECONDS",
         least=0,
     )
     host: str = setting("0.0.0.0", "Address to listen on.", "HTTP", "ADDRESS")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", "HTTP", "PORT", least=0, most=65535)
+    port: int = setting(8000, "Port to listen on; 0: a free port.", "HTTP", "PORT", least=0, most=65535)
     api_workers: int = setting(
         1,
-        "HTTP processes that share the port and the engines, each with a tokenizer of its own.",
+        "Number of HTTP processes that share the port and the engines. Each has its own tokenizer.",
         "HTTP",
         "N",
         least=1,
         most=256,
     )
     api_key: tuple[str, ...] = setting(
-        (), "Keys that data routes require. Default: open.", "HTTP", "KEY,...", parse=_parse_keys, is_secret=True
+        (), "API keys for data routes. Default: no key is needed.", "HTTP", "KEY,...", parse=_parse_keys, is_secret=True
     )
     api_key_file: Path | None = setting(
         None,
-        "File of more keys, one a line; # begins a comment line. It is read again when it changes.",
+        "File with more keys, one per line; # starts a comment line. It is read again when it changes.",
         "HTTP",
         "FILE",
     )
     admin_key: tuple[str, ...] = setting(
         (),
-        "Keys for POST /models/load and /models/unload. Default: no such routes.",
+        "Keys for POST /models/load and /models/unload. Default: these routes are off.",
         "HTTP",
         "KEY,...",
         parse=_parse_keys,
         is_secret=True,
     )
     admin_key_file: Path | None = setting(
-        None, "File of more such keys, one a line, as --api-key-file has them.", "HTTP", "FILE"
+        None, "File with more admin keys, in the format of --api-key-file.", "HTTP", "FILE"
     )
     cors_origins: tuple[str, ...] = setting(
         (),
-        "Origins whose web pages may call the server, such as https://app.example.com; *: all.",
+        "Origins of web pages that may call the server, such as https://app.example.com; *: all.",
         "HTTP",
         "ORIGIN,...",
         rule=_origins_rule,
     )
     operator_routes: bool = setting(
         False,
-        "Serve /tokenizer_info, /server_info and POST /reset_prefix_cache, for the operator of the server. They need "
-        "an API key if there are any.",
+        "Enable the operator routes /tokenizer_info, /server_info and POST /reset_prefix_cache. They need an "
+        "API key if "
+        "keys are configured.",
         "HTTP",
     )
     ssl_certfile: Path | None = setting(
-        None, "PEM file of the certificate and its chain: the server then speaks HTTPS.", "HTTP", "FILE"
+        None, "PEM file with the certificate and its chain. Enables HTTPS.", "HTTP", "FILE"
     )
     ssl_keyfile: Path | None = setting(
-        None, "PEM file of its private key, without a password; default: in --ssl-certfile.", "HTTP", "FILE"
+        None, "PEM file with the private key, without a password. Default: the key in --ssl-certfile.", "HTTP", "FILE"
     )
     max_loaded_models: int | None = setting(
         None,
-        "Most models in memory at once. Another model is loaded when a request names it, and the least recently used "
-        "model is unloaded. Default: all.",
+        "Maximum number of models in memory. Other models are loaded when a request names them; then the "
+        "least recently "
+        "used model is unloaded. Default: no limit.",
         "Several models",
         "N",
         least=1,
     )
     model_memory: int | None = setting(
         None,
-        "Memory of all models together, such as 8GiB; above it, models are unloaded as with --max-loaded-models. "
-        "Default: no bound.",
+        "Maximum memory of all models together, such as 8GiB. Above it, models are unloaded as with --max-"
+        "loaded-models. "
+        "Default: no limit.",
         "Several models",
         "SIZE",
         above=0,
@@ -246,30 +257,32 @@ class ServerSettings(CommandSettings):
     )
     load_wait_s: float = setting(
         60.0,
-        "Seconds that a request waits for its model to be loaded; then 503, and the client may retry.",
+        "Maximum seconds that a request waits for its model to load. After that it gets a 503, and the client"
+        " may retry.",
         "Several models",
         "SECONDS",
         least=0,
     )
     data_dir: Path | None = setting(
         None,
-        "Folder of uploaded files and of batches (/v1/files, /v1/batches), for this server alone. Default: off.",
+        "Folder for uploaded files and batches; enables /v1/files and /v1/batches. Only one server may use "
+        "it. Default: off.",
         "Batches",
         "FOLDER",
     )
     max_file_bytes: int = setting(
-        200 * 1024 * 1024, "Largest file that may be uploaded.", "Batches", "SIZE", above=0, parse=parse_size
+        200 * 1024 * 1024, "Maximum size of an uploaded file.", "Batches", "SIZE", above=0, parse=parse_size
     )
     max_files: int = setting(
         10_000,
-        "Files that one API key may have; also the number of its ended batches that are kept.",
+        "Maximum number of files of one API key, and of its completed batches that are kept.",
         "Batches",
         "N",
         least=1,
     )
     batch_share: float = setting(
         0.02,
-        "Share of the time that lines of batches get under a constant load of clients.",
+        "Share of the time for lines of batches under a constant load of client requests.",
         "Batches",
         "SHARE",
         above=0,
@@ -277,7 +290,7 @@ class ServerSettings(CommandSettings):
     )
     batch_memory: int = setting(
         64 * 1024 * 1024,
-        "Bytes of the lines of all batches that run at once; a longer line runs alone.",
+        "Maximum total size of the running lines of all batches. A longer line runs alone.",
         "Batches",
         "SIZE",
         above=0,
@@ -285,15 +298,15 @@ class ServerSettings(CommandSettings):
     )
     batch_retention_s: int = setting(
         30 * 24 * 3600,
-        "Seconds after its end until a batch is removed with its input, output and error files.",
+        "Seconds after its end after which a batch and its input, output and error files are removed.",
         "Batches",
         "SECONDS",
         least=1,
     )
     answer_memory: int = setting(
         512 * 1024 * 1024,
-        "Memory of all responses that are computed or sent. While it is full, requests for large responses are refused "
-        "with 429. One client may hold half of it.",
+        "Memory for all responses that are computed or sent. While it is full, requests with large responses are "
+        "rejected with 429. One client may use half of it.",
         "Memory",
         "SIZE",
         above=0,
@@ -301,8 +314,7 @@ class ServerSettings(CommandSettings):
     )
     cache: int | None = setting(
         None,
-        "Memory of a cache of embeddings, such as 1GiB. A text is then not computed again for a request with the same "
-        "options and the same key.",
+        "Memory for a cache of embeddings, such as 1GiB. It serves requests with the same text, options and API key.",
         "Memory",
         "SIZE",
         above=0,
@@ -310,20 +322,21 @@ class ServerSettings(CommandSettings):
     )
     cache_dir: Path | None = setting(
         None,
-        "Folder on a local disk for a cache of embeddings that outlives the server. All servers of this machine that "
-        "name the folder share it (extra `cache`).",
+        "Folder on a local disk for a persistent cache of embeddings (extra `cache`). Several servers on one "
+        "machine may "
+        "share it.",
         "Memory",
         "FOLDER",
     )
     cache_dir_size: int = setting(
         10 * 1024**3,
-        "Largest size of a new --cache-dir; an existing one keeps its size.",
+        "Maximum size of a new --cache-dir. An existing one keeps its size.",
         "Memory",
         "SIZE",
         above=0,
         parse=parse_size,
     )
-    access_log: bool = setting(False, "Log a line for each request, with the time of its stages.", "Logging")
+    access_log: bool = setting(False, "Log one line per request, with the times of its stages.", "Logging")
     otlp_traces_endpoint: str | None = setting(
         None,
         "OpenTelemetry collector that receives traces (extra `otel`), such as http://localhost:4318.",
@@ -342,16 +355,20 @@ class ModelSettings:
     """
 
     model: str | None = setting(None, "Local folder or hub id.", "Model", "MODEL")
-    name: str | None = setting(None, "The name that is shown; default: the model's own.", "Model", "NAME")
-    aliases: tuple[str, ...] = setting((), "More names that requests may use.", "Model", "NAME,...")
+    name: str | None = setting(None, "Name in responses; default: the model's own name.", "Model", "NAME")
+    aliases: tuple[str, ...] = setting((), "Additional names for requests.", "Model", "NAME,...")
     preload: bool | None = setting(
-        None, "Load it at the start; default: yes, for as many as --max-loaded-models allows.", "Model"
+        None, "Load the model at the start. Default: yes for the first --max-loaded-models models.", "Model"
     )
-    pin: bool = setting(False, "Never unload it to make memory for another one.", "Model")
+    pin: bool = setting(False, "Never unload the model to free memory for other models.", "Model")
     ttl: float | None = setting(
-        None, "Seconds without a request after which it is unloaded; default: it stays.", "Model", "SECONDS", least=0
+        None,
+        "Seconds without a request after which the model is unloaded. Default: never.",
+        "Model",
+        "SECONDS",
+        least=0,
     )
     default_prompt_name: str | None = setting(
-        None, "As the setting of the server, for this model; default: that.", "Model", "NAME"
+        None, "Overrides the server's setting of the same name for this model.", "Model", "NAME"
     )
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=""))

@@ -1,6 +1,6 @@
 """Reads settings from the command line, the environment and a file into the dataclasses that declare them.
 
-Also the errors of commands: one line and an exit code.
+Also defines the errors of commands, each with one line and an exit code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SettingsT = TypeVar("SettingsT")
 
 
 class CommandError(Exception):
-    """The command could not do its work; the message is one line that says what to do."""
+    """The command failed. The message is one line with the remedy."""
 
     exit_code = 1
 
 
 class UsageError(CommandError):
-    """The command line or the environment holds a wrong value."""
+    """The command line, the environment or the configuration file has an invalid value."""
 
     exit_code = 2
 
@@ -41,11 +41,11 @@ class DeclaredSetting(NamedTuple):
     """A setting of a command.
 
     Attributes:
-        name: Of the field, and the key of the file.
+        name: Name of the field and key in the file.
         kind: Type of its values, without None.
         default: Its default; MISSING if it is required.
-        setting: Help text, bounds and the word for its value.
-        is_secret: It is never shown.
+        setting: Help text, bounds and metavar.
+        is_secret: Whether its value is never shown.
     """
 
     name: str
@@ -66,14 +66,14 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """Word for its value, or its choices; empty for true or false."""
+        """Metavar for its value, or its choices; empty for true or false."""
         if self.setting.metavar:
             return self.setting.metavar
         return "{" + ",".join(self.setting.choices) + "}" if self.setting.choices else ""
 
     @property
     def shown_default(self) -> str:
-        """The default as a person writes it; empty if it is required, or if the help text tells the default."""
+        """The default as text; empty if it is required or if the help text states the default."""
         if self.is_required or "default:" in self.setting.help.lower():
             return ""
         if self.default in (None, (), {}):
@@ -88,7 +88,7 @@ class DeclaredSetting(NamedTuple):
         """Converts a value of the command line, the environment or a file to the type of the field.
 
         Raises:
-            ValueError: The value is wrong; the message says what it must be.
+            ValueError: The value is invalid. The message states the allowed values.
         """
         value = self.setting.parse(value) if self.setting.parse is not None else _in_type(value, self.kind)
         if (objection := self.setting.objection(value)) is not None:
@@ -129,18 +129,18 @@ def load(
     file_place: str = "",
     base: SettingsT | None = None,
 ) -> SettingsT:
-    """Builds settings from the flags that were given, the environment, a file and the defaults, in this order.
+    """Builds settings from flags, the environment, a file and the defaults. Earlier sources have precedence.
 
     Args:
         kind: The dataclass that declares them.
-        given: Values of the flags on the command line, by name.
-        positional: Settings that the command line takes without a flag.
-        file: Values of the file, by name.
-        file_place: Put before the name of such a value in messages.
-        base: Settings that replace the environment and the defaults.
+        given: Values of flags by name.
+        positional: Settings that are positional arguments on the command line.
+        file: Values of the file by name.
+        file_place: Prefix of names of file values in messages.
+        base: Settings to use instead of the environment and the defaults.
 
     Raises:
-        UsageError: A value is wrong or missing; the message names the flag, the variable or the key of the file.
+        UsageError: A value is invalid or missing. The message names the flag, the variable or the key of the file.
     """
     values: dict[str, Any] = {}
     for name, declared in declared_settings(kind).items():
@@ -177,13 +177,13 @@ def public_values(settings: Any) -> dict[str, Any]:
 
 
 def near_name(name: str, known: Collection[str]) -> str:
-    """Returns "; did you mean NAME?" for an unknown name that is like a known one, else an empty text."""
+    """Returns "; did you mean NAME?" if an unknown name is similar to a known one, or else ""."""
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def unknown_variables(kinds: Collection[type]) -> list[str]:
-    """Returns the PENSTOCK_ variables of the environment that are no settings of `kinds`, such as misspelt ones."""
+    """Returns the PENSTOCK_ variables of the environment that are not settings of `kinds`, such as misspelt ones."""
     known = {environment_variable(name) for kind in kinds for name in declared_settings(kind)}
     return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
 
@@ -192,9 +192,9 @@ def exit_code_of(error: Exception, model: str, revision: str | None, otherwise: 
     """Returns the exit code of a command that cannot load its model: 2 if a local folder is missing or broken.
 
     Args:
-        error: Why the model cannot be loaded.
+        error: The error of the load.
         model: Local folder or hub id.
-        revision: Of a hub id.
+        revision: Revision of a hub id.
         otherwise: The code for a hub id, a machine that lacks something, or an unexpected error.
     """
     is_of_files = isinstance(error, ModelLoadError) and not isinstance(error, MachineError)
@@ -208,12 +208,12 @@ def load_failure(error: ModelLoadError, model: str, revision: str | None) -> Com
 
 
 def _is_set(variable: str, declared: DeclaredSetting) -> bool:
-    """Whether the environment sets it. An empty variable does not, but for a secret: the server would be open."""
+    """Whether the environment sets it. Empty variables count only for secrets: otherwise the server would be open."""
     return bool(os.environ.get(variable)) or (declared.is_secret and variable in os.environ)
 
 
 def _plain_type(hint: Any) -> type:
-    """Returns a type without None and without its arguments: `tuple` for `tuple[str, ...] | None`."""
+    """Returns a type without None and type arguments: `tuple` for `tuple[str, ...] | None`."""
     if type(None) in get_args(hint):
         hint = next(each for each in get_args(hint) if each is not type(None))
     plain: type = get_origin(hint) or hint
@@ -221,7 +221,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
-    """Returns an instance of a dataclass with some values; all others are those of `base`, or their defaults."""
+    """Returns an instance of a dataclass with some values. Other fields have the values of `base` or defaults."""
     changes: dict[str, Any] = {}
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -229,7 +229,7 @@ def _built(kind: Any, values: Mapping[str, Any], base: Any) -> Any:
         if setting_of(field) is not None:
             if field.name in values:
                 changes[field.name] = values[field.name]
-        elif dataclasses.is_dataclass(hint):  # its name may be that of a setting, such as `cache`
+        elif dataclasses.is_dataclass(hint):  # its field name may equal a setting, such as `cache`
             assert field.default_factory is not dataclasses.MISSING
             inner = field.default_factory() if base is None else getattr(base, field.name)
             changes[field.name] = _built(hint, values, inner)
@@ -261,7 +261,7 @@ def _in_type(value: Any, kind: type) -> Any:
 
 
 def split_list(value: object) -> tuple[str, ...]:
-    """Splits `a,b` and flattens repeated flags into one list of texts. Raises ValueError if it is no list of texts."""
+    """Splits `a,b` and flattens repeated flags into one list of texts. Raises ValueError for other values."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         raise ValueError("must be a list of texts")

@@ -24,7 +24,7 @@ def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, 
     num_done = 0
     for number, code, last_line in [
         (signal.SIGKILL, -9, ""),
-        (signal.SIGTERM, 143, "penstock: terminated; the same command goes on where it stopped\n"),
+        (signal.SIGTERM, 143, "penstock: terminated; run the same command again to continue\n"),
     ]:
         stopped = subprocess.Popen([*penstock, *embed], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda stopped=stopped, num_done=num_done: rows_done() > num_done or stopped.poll() is not None)

@@ -132,7 +132,7 @@ def test_no_form_of_a_flag_overrides_its_variable(monkeypatch: pytest.MonkeyPatc
     ("arguments", "line"),
     [
         ("serve some/model", "penstock: interrupted\n"),
-        ("embed x.txt --output out.npy", "penstock: interrupted; the same command goes on where it stopped\n"),
+        ("embed x.txt --output out.npy", "penstock: interrupted; run the same command again to continue\n"),
     ],
 )
 def test_interruption_names_the_next_step(arguments: str, line: str, monkeypatch, capsys) -> None:

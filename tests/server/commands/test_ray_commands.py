@@ -46,7 +46,7 @@ def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, wor
         ("serve --port 0", "--port: Ray's proxies listen on every machine"),
         ("serve --min-replicas 3 --max-replicas 2", "--max-replicas: must be at least --min-replicas (3)"),
         ("serve --target-queue-s 0", "--target-queue-s: must be above 0"),
-        ("serve a/b c/d --served-model-name x", "--served-model-name: of several models"),
+        ("serve a/b c/d --served-model-name x", "--served-model-name: there are several models"),
         ("serve --ssl-certfile /no/file.pem", "--ssl-certfile: /no/file.pem cannot be read"),
         ("embed in", "OUTPUT is required"),
         ("embed in out --in-process", "--in-process: not on Ray"),
@@ -61,7 +61,7 @@ def test_flag_without_effect_on_a_cluster_is_refused(run, words: str, message: s
 def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text('[[models]]\nmodel = "a/b"\nttl = 60\n')
-    message = "penstock: error: pin, ttl: a/b stays on Ray for as long as it is deployed\n"
+    message = "penstock: error: pin, ttl: a/b stays loaded on Ray while it is deployed; leave both out\n"
     assert run("serve", "--config", file) == (2, message)
 
 
@@ -71,7 +71,7 @@ def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:
         ({"body": ["a"]}, "has no column 'text'; it has body; see --field"),
         (
             {"text": ["a"], "embedding": [[1.0]]},
-            "has a column 'embedding', the name of the one that is added; rename it",
+            "has a column 'embedding', the name of the output column; rename it",
         ),
     ],
 )

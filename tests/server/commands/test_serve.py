@@ -70,8 +70,8 @@ def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, c
         ({"in_process": True}, {}, {}, "--in-process"),
         ({"data_parallel": 2}, {}, {}, "leave --data-parallel out"),
         ({}, {}, {"data_dir": "/data"}, "leave --data-dir out"),
-        ({}, {"is_preloaded": False}, {}, "every model is loaded at the start and stays; a does not"),
-        ({}, {"ttl_s": 60.0}, {}, "and stays; a does not"),
+        ({}, {"is_preloaded": False}, {}, "every model is loaded at the start and never unloaded; a is not"),
+        ({}, {"ttl_s": 60.0}, {}, "and never unloaded; a is not"),
         ({}, {}, {"admin_key": "key"}, "leave --admin-key out"),
         ({}, {}, {"admin_key_file": "/keys"}, "leave --admin-key-file out"),
         ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
@@ -170,7 +170,7 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
     big = model(tmp_path / "big")
     text = json.dumps({"a": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}}).encode()
     (big / "model.safetensors").write_bytes(header(text) + bytes(1 << 20))
-    with pytest.raises(UsageError, match=r"big alone takes 1\.0 MiB, and the limit is 0\.5 MiB"):
+    with pytest.raises(UsageError, match=r"big alone needs 1\.0 MiB, but the limit is 0\.5 MiB"):
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
 
 
@@ -206,7 +206,7 @@ def test_cache_is_off_by_default(tmp_path: Path) -> None:
 
 def test_cache_of_several_http_processes_is_refused(tmp_path: Path) -> None:
     for given in ({"cache": 2**30}, {"cache_dir": tmp_path}):
-        with pytest.raises(UsageError, match="--api-workers: with more than one, there is no cache"):
+        with pytest.raises(UsageError, match="--api-workers: the cache needs a single process"):
             serve.open_cache(ServerSettings(api_workers=2, **given))
     assert serve.open_cache(ServerSettings(api_workers=2)) is None
 

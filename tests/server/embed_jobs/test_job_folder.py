@@ -71,7 +71,7 @@ def test_another_job_does_not_continue_a_run(output: JobFolder) -> None:
     write(output, SHARDS[0])
     with pytest.raises(
         UsageError,
-        match="another model, dimensions; give the same command again to finish it, or give --overwrite to start over",
+        match="another model, dimensions; run the same command again to finish it, or give --overwrite to start over",
     ):
         output.begin(IDENTITY | {"model": "n", "dimensions": 8})
     output.begin(IDENTITY | {"model": "n"}, overwrite=True)
@@ -94,7 +94,9 @@ def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
 def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, overwrite: bool) -> None:
     output.folder.mkdir()
     (output.folder / name).write_bytes(b"of another program")
-    with pytest.raises(UsageError, match=f"holds {name}, which no job of this version left: name another folder"):
+    with pytest.raises(
+        UsageError, match=f"has {name}, which is not a file of a job of this version: use another folder"
+    ):
         output.begin(IDENTITY, overwrite=overwrite)
     assert (output.folder / name).read_bytes() == b"of another program"
 

@@ -30,11 +30,11 @@ LINES = [
 ]
 BAD = {
     2: "a blank line",
-    4: "the field 'text' holds no text",
+    4: "the field 'text' has no text",
     5: "no field 'text'; it has id; see --field",
     6: "not valid JSON",
     8: "102 tokens; the model takes 64; --auto-truncate",
-    10: "the field 'text' holds no text",
+    10: "the field 'text' has no text",
 }
 
 
@@ -171,7 +171,7 @@ def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path
 def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.npy"
     output.write_text("precious")
-    with pytest.raises(UsageError, match="exists; give --overwrite"):
+    with pytest.raises(UsageError, match="exists; use --overwrite"):
         run(lines, output)
     assert output.read_text() == "precious"
     run(lines, output, overwrite=True)
@@ -258,7 +258,7 @@ def test_resumed_run_skips_and_lists_each_bad_row_once(run, bad_lines, fake, tmp
     np.testing.assert_allclose(read_vectors(output), expected(fake, [row["text"] for row in rows]), atol=1e-6)
     check_skipped_rows(output)
     assert "34 rows are in" in caplog.messages[-1]
-    assert "6 bad rows were left out, see" in caplog.messages[-1]
+    assert "6 bad rows were skipped, see" in caplog.messages[-1]
 
 
 def test_row_i_of_npy_is_row_i_of_the_input(run, bad_lines: Path, fake, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_bad_rows_are_left_out_of_parquet(run, bad_lines: Path, tmp_path: Path) 
     assert parquet.read_table(output)["id"].to_pylist() == [0, len(texts) - 1]
     rows = read_rows(tmp_path / "out.parquet.skipped.jsonl")
     assert [row["row"] for row in rows] == list(range(2, len(texts)))
-    assert rows[0]["reason"] == "the column 'text' holds no text"
+    assert rows[0]["reason"] == "the column 'text' has no text"
 
 
 def test_run_that_failed_at_a_bad_row_continues_with_skip(run, fake, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ async def test_least_recently_used_models_are_unloaded(engines: Engines, request
 async def test_request_is_refused_if_pinned_models_take_all_space(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True), "b", max_loaded=1)
     await use(manager, manager.entries[0])
-    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. There is no room for it beside"):
+    with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. There is no memory for it beside"):
         await manager.acquire(manager.entries[1])
 
 
@@ -325,7 +325,7 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     for is_in_use in (True, False):
         if not is_in_use:
             first.leave(time.monotonic())
-        with pytest.raises(EngineUnavailableError, match="no room for b while others are in use"):
+        with pytest.raises(EngineUnavailableError, match="no memory for b while other models are in use"):
             await manager.acquire(second, is_patient=True)
         assert (engines.closed, first.is_idle, second.status) == ([], not is_in_use, ModelStatus.UNLOADED)
     monkeypatch.setattr(manager_module, "UNMISSED_S", 0.01)
@@ -337,7 +337,7 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     engines.gates["a"] = asyncio.Event()
     request = asyncio.create_task(manager.acquire(first))
     await until(lambda: engines.started.count("a") == 2)
-    with pytest.raises(EngineUnavailableError, match="no room for c"):
+    with pytest.raises(EngineUnavailableError, match="no memory for c"):
         await manager.acquire(third, is_patient=True)
     patient = asyncio.create_task(manager.acquire(first, is_patient=True))
     await loop_iterations()

@@ -116,9 +116,9 @@ INVALID_VALUES = [
     ("kv_cache_memory", "0", "above 0"),
     ("cache_memory_fraction", "1.5", "at most 1"),
     ("log_level", "loud", "debug"),
-    ("cors_origins", "example.com", "is no origin"),
-    ("cors_origins", "https://example.com/", "is no origin"),
-    ("cors_origins", "*,http://a b", "is no origin"),
+    ("cors_origins", "example.com", "is not an origin"),
+    ("cors_origins", "https://example.com/", "is not an origin"),
+    ("cors_origins", "*,http://a b", "is not an origin"),
 ]
 
 

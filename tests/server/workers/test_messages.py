@@ -117,7 +117,7 @@ def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_of_an_ended_supervisor_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
-    with theirs, pytest.raises(EOFError, match="has gone"):
+    with theirs, pytest.raises(EOFError, match="has ended"):
         WorkerPlan.receive(theirs)
 
 
