@@ -1,1 +1,1 @@
-"""Several machines, with Ray: replicas of the server behind Ray Serve, and files of texts through Ray Data."""
+"""Several machines with Ray: replicas of the server with Ray Serve, and embedding of files with Ray Data."""

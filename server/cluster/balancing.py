@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 Id = TypeVar("Id", bound=Hashable)
 QUEUE_S: Final = "queue_s"
-"""Metric that a replica reports to the autoscaler: seconds of work that waits or runs on it."""
+"""Metric that a replica reports to the autoscaler: seconds of waiting and running work."""
 BUSY: Final = "busy"
-"""Metric that a replica reports to the autoscaler: share of the time that its engine computes, 0 to 1."""
+"""Metric that a replica reports to the autoscaler: share of time in which its engine is busy, 0 to 1."""
 _MOST_BUSY: Final = 0.8
-"""Replicas are removed only while the others compute for less than this share of the time: a short queue does not mean
-that an engine is idle."""
+"""Replicas are removed only if the remaining ones would be busy for less than this share of time, because a short queue
+does not mean that an engine is idle."""
 _TINY: Final = 1e-6
 
 
@@ -24,9 +24,9 @@ class LoadReport(NamedTuple):
     """The load that a replica reports about once a second.
 
     Attributes:
-        queued_tokens: Tokens that wait or run; infinity: its engine takes no requests now.
-        done_tokens: Tokens that went through its model since the start.
-        request_tokens: Mean tokens of its last requests; 0: it had none.
+        queued_tokens: Waiting and running tokens; infinity: its engine accepts no requests now.
+        done_tokens: Number of tokens that its model has processed since the start.
+        request_tokens: Mean tokens of its last requests; 0 without requests.
     """
 
     queued_tokens: float = 0.0
@@ -40,9 +40,9 @@ class LoadReport(NamedTuple):
 
 
 class ReplicaLoads:
-    """The load of each replica as one router knows it: its last report, and the requests sent since.
+    """The load of each replica, from its last report and the requests that this router sent since.
 
-    Requests that other routers send are seen with the next report.
+    Requests of other routers count from the next report on.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ReplicaLoads:
         self._num_sent: dict[Hashable, int] = {}
 
     def order(self, reports: Mapping[Id, LoadReport]) -> list[Id]:
-        """Returns the replicas, the least loaded first.
+        """Returns the replicas, least loaded first.
 
         Args:
             reports: The last report of each running replica.
@@ -60,7 +60,7 @@ class ReplicaLoads:
         for replica, report in reports.items():
             if report != self._reports.get(replica):
                 self._reports[replica], self._num_sent[replica] = report, 0
-        # The size of a request that was just sent is unknown: it counts as an average one.
+        # The size of a new request is unknown, so it counts as an average request.
         sizes = [report.request_tokens for report in reports.values() if report.request_tokens]
         usual = sum(sizes) / len(sizes) if sizes else 1.0
         loads = {
@@ -76,7 +76,7 @@ class ReplicaLoads:
 
 
 class _Context(Protocol):
-    """The part of ray.serve.config.AutoscalingContext that is read here."""
+    """The attributes of ray.serve.config.AutoscalingContext that QueuePolicy reads."""
 
     target_num_replicas: int
     policy_state: dict[str, Any]
@@ -86,13 +86,13 @@ class _Context(Protocol):
 
 
 def replicas_for(queue_s: Collection[float], busy: Collection[float], target_queue_s: float, current: int) -> int:
-    """Returns how many replicas there should be, before limits and delays.
+    """Returns the desired number of replicas, before limits and delays.
 
     Args:
         queue_s: QUEUE_S of each replica that has reported.
         busy: BUSY of each such replica.
-        target_queue_s: Seconds of work that may wait on each replica.
-        current: Replicas that are wanted now.
+        target_queue_s: Maximum seconds of queued work per replica.
+        current: Current target number of replicas.
     """
     by_queue = math.ceil(sum(queue_s) / target_queue_s - _TINY)
     by_work = math.ceil(sum(busy) / _MOST_BUSY - _TINY)
@@ -110,7 +110,7 @@ class QueuePolicy:
         self._target_queue_s = target_queue_s
 
     def __call__(self, context: _Context) -> tuple[int, dict[str, Any]]:
-        """Returns the number of replicas, and the state of the policy, which it does not change."""
+        """Returns the number of replicas, and the unchanged state of the policy."""
         metrics = context.aggregated_metrics or {}
         queue_s, busy = metrics.get(QUEUE_S, {}), metrics.get(BUSY, {})
         if not queue_s:  # no replica has reported yet

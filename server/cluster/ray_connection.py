@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, or a cluster of this machine alone."""
+"""The connection to a Ray cluster, or a new cluster on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..settings import CommandError
 
 @contextlib.contextmanager
 def connected(address: str | None, log_level: str) -> Iterator[None]:
-    """Connects to a cluster while it runs.
+    """Context manager that is connected to a cluster.
 
     Args:
         address: Address of the cluster; `auto`: the cluster of this machine. None: as `auto`, or a new cluster that
@@ -25,11 +25,11 @@ def connected(address: str | None, log_level: str) -> Iterator[None]:
     Raises:
         CommandError: There is no cluster at the address.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # for a cluster that is started here
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # for a cluster started by this process
     folder = Path.cwd()
     try:
-        # Ray puts the driver's working directory on the import path of its workers. In a checkout that would make
-        # `kernels` importable, which transformers takes for another package.
+        # Ray adds the driver's working directory to the import path of its workers. In a checkout that would make
+        # `kernels` importable, which transformers mistakes for another package.
         os.chdir("/")
         ray.init(address, logging_level=log_level.upper(), log_to_driver=log_level == "debug")
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""`penstock ray embed`: Parquet through a pool of engines, by Ray Data."""
+"""`penstock ray embed`: embeds Parquet with a pool of engines, using Ray Data."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .ray_connection import connected
 from .ray_settings import RayEmbedSettings
 
 _AT_ONCE: Final = 2
-"""Shards that an engine embeds at once."""
+"""Number of shards that an engine embeds at once."""
 _MOST_BLOCKS: Final = 4096
-"""Blocks in which Ray distributes the shards."""
+"""Number of blocks in which Ray distributes the shards."""
 
 
 class Recipe(NamedTuple):
-    """How rows are embedded, and where they are written.
+    """The parameters of the job for all actors.
 
     Attributes:
-        config: The engine.
-        field: The column that holds the text.
-        params: How it is embedded.
-        prompt_name: Named prompt of the model, put before every text.
-        job: The folder of the output.
-        log_level: Of engine and actor.
-        log_format: Of the actor.
+        config: Configuration of the engine.
+        field: The column with the text.
+        params: Pooling parameters.
+        prompt_name: Name of a prompt of the model, which is put before every text.
+        job: The output folder.
+        log_level: Log level of engine and actor.
+        log_format: Log format of the actor.
     """
 
     config: EngineConfig
@@ -55,11 +55,11 @@ class Recipe(NamedTuple):
 
 
 class Embedder:
-    """Embeds shards, two at once so that the engine never waits for a disk. Created by Ray in a process of its own.
+    """Embeds shards, two at once so that the engine does not wait for the disk. Ray creates it in its own process.
 
     Args:
-        recipe: How every row is embedded.
-        shards: All shards that are left; calls name them by their index here.
+        recipe: Parameters of the job.
+        shards: All unfinished shards. Calls contain indices into this list.
     """
 
     def __init__(self, recipe: Recipe, shards: Sequence[Shard]) -> None:
@@ -73,23 +73,23 @@ class Embedder:
         """Embeds the shards of a batch.
 
         Args:
-            batch: `item`: their indices.
+            batch: `item`: indices of the shards.
 
         Returns:
-            `num_rows` of each, and `error`: why it failed, or "".
+            `num_rows` of each shard, and `error`: the reason of a failure, or "".
         """
         shards = [self._shards[index] for index in batch["item"].tolist()]
         return {"num_rows": [shard.num_rows for shard in shards], "error": [self._do(shard) for shard in shards]}
 
     def _do(self, shard: Shard) -> str:
-        if self._recipe.job.has(shard):  # written by a machine that was lost
+        if self._recipe.job.has(shard):  # written by a lost machine
             return ""
         from pyarrow import parquet
 
         table = ParquetRows(Path(shard.path), self._recipe.field).table(shard)
         texts = table.column(self._recipe.field).to_pylist()
         if (bad := next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
-            return self._bad_row(shard, bad, f"the column {self._recipe.field!r} holds no text")
+            return self._bad_row(shard, bad, f"the column {self._recipe.field!r} has no text")
         try:
             vectors = self._embed(texts)
         except InvalidRequestError:
@@ -99,13 +99,13 @@ class Embedder:
         return ""
 
     def _first_refusal(self, shard: Shard, texts: Sequence[str]) -> str:
-        """Returns the message for the first row that the engine refuses."""
+        """Returns the message for the first row that the engine rejects."""
         for row, text in enumerate(texts):
             try:
                 self._embed([text])
             except InvalidRequestError as error:
                 return self._bad_row(shard, row, error.message)
-        return f"{shard.path}: the engine refuses rows {shard.start + 1} to {shard.start + shard.num_rows} together"
+        return f"{shard.path}: the engine rejects rows {shard.start + 1} to {shard.start + shard.num_rows} together"
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         recipe = self._recipe
@@ -119,16 +119,16 @@ class Embedder:
 def embed_on_ray(
     shards: Sequence[Shard], recipe: Recipe, identity: Mapping[str, Any], settings: RayEmbedSettings
 ) -> None:
-    """Embeds all shards that are not done yet. After an interruption, call it again: it continues.
+    """Embeds all unfinished shards. Call it again to continue after an interruption.
 
     Args:
-        shards: Of the whole input.
-        recipe: How every row is embedded.
+        shards: All shards of the input.
+        recipe: Parameters of the job.
         identity: See JobFolder.begin.
         settings: Settings of the command.
 
     Raises:
-        CommandError: The work failed; the message says why. Finished shards are kept.
+        CommandError: The job failed. The message has the reason. Finished shards are kept.
     """
     recipe.job.begin(identity, overwrite=settings.overwrite)
     left = recipe.job.left(shards)
@@ -139,12 +139,12 @@ def embed_on_ray(
             with connected(settings.address, settings.log_level):
                 _run(left, recipe, settings, bar)
     if still := recipe.job.left(shards):
-        raise CommandError(f"{len(still)} of {len(shards)} shards have no file; give the same command again")
+        raise CommandError(f"{len(still)} of {len(shards)} shards have no file; run the same command again")
     recipe.job.finish(identity)
 
 
 def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar: Any) -> None:
-    """Embeds shards and counts them as they are done. Ray gives the shards of a lost machine to others."""
+    """Embeds shards and updates the progress bar. Ray gives the shards of a lost machine to other machines."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -154,7 +154,7 @@ def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar:
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )
-    # `from_items` needs no tasks: tasks would need cores, and the engines may hold all cores.
+    # `from_items` starts no tasks. Tasks need cores, but the engines may use all cores.
     indices = ray.data.from_items(list(range(len(left))), override_num_blocks=min(len(left), _MOST_BLOCKS))
     answers = indices.map_batches(
         Embedder,
@@ -167,12 +167,10 @@ def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar:
     try:
         for answer in answers.iter_rows():
             if answer["error"]:
-                raise CommandError(f"{answer['error']}; rows that are done are kept: give the same command again")
+                raise CommandError(f"{answer['error']}; finished rows are kept: run the same command again")
             bar.update(answer["num_rows"])
     except RayError as error:
-        raise CommandError(
-            f"the work could not be finished: {_last_line(error)}; rows that are done are kept"
-        ) from error
+        raise CommandError(f"the job could not be finished: {_last_line(error)}; finished rows are kept") from error
 
 
 def _last_line(error: RayError) -> str:

@@ -1,4 +1,4 @@
-"""One replica of a model in Ray Serve: the whole application with an engine process of its own. Imports no Ray."""
+"""One replica of a model in Ray Serve: the whole application with its own engine process. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Mount(NamedTuple):
     """A model and its path.
 
     Attributes:
-        config: Of its engines.
+        config: Configuration of its engines.
         names: Served names, the shown one first.
-        default_prompt_name: As the setting of that name.
+        default_prompt_name: See the setting of the same name.
         app: Name of its Ray Serve application.
         prefix: Prefix of its paths.
     """
@@ -44,8 +44,8 @@ class Mount(NamedTuple):
 def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]) -> list[Mount]:
     """Returns the paths of models, each given as configuration, names and default prompt.
 
-    A single model is at the root. Each of several is below the last part of its shown name, so that clients choose by
-    their base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a proxy would have to read and hold
+    A single model is at the root. Several models have paths with the last part of their shown name, so that clients
+    choose by base URL: `http://host:8000/bge-m3/v1`. To route by the `model` of a body, a proxy would have to buffer
     every body.
 
     Raises:
@@ -55,7 +55,7 @@ def mounts_of(models: Sequence[tuple[EngineConfig, tuple[str, ...], str | None]]
     duplicates = [path for path, count in Counter(paths).items() if count > 1]
     if duplicates:
         raise UsageError(
-            f"MODEL: two models would be served at /{duplicates[0]}; give one another `name` in --config FILE"
+            f"MODEL: two models would be served at /{duplicates[0]}; give one a different `name` in --config FILE"
         )
     return [
         Mount(*model, f"penstock-{path}", "/" if len(models) == 1 else f"/{path}")
@@ -69,19 +69,19 @@ def build_app(settings: ServerSettings, mount: Mount) -> FastAPI:
     start = partial(
         AsyncEngine.start, mount.config, log_level=settings.log_level.upper(), log_format=settings.log_format
     )
-    hidden_names = frozenset({mount.config.model} & set(mount.names[1:]))  # a path
+    hidden_names = frozenset({mount.config.model} & set(mount.names[1:]))  # a path on disk is not shown
     model = ServedModel(mount.names, start, mount.default_prompt_name, hidden_names=hidden_names)
     return create_app([model], settings)
 
 
 class WithoutPrefix:
-    """Removes the prefix under which Ray's proxy has mounted an application from the paths of requests."""
+    """Removes the prefix of Ray's proxy from the paths of requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Calls the application with the path without the prefix."""
         prefix = scope.get("root_path", "")
         if prefix and scope["path"].startswith(prefix):
             path = scope["path"].removeprefix(prefix) or "/"
@@ -102,18 +102,18 @@ class RayReplica:
         self._request_tokens = 0.0
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the application. Called by Ray, which then begins its lifespan."""
+        """Returns the application. Called by Ray, which then starts its lifespan."""
         self._app = self._build()
         return WithoutPrefix(self._app)
 
     async def check_health(self) -> None:
-        """Waits until the model is loaded; then raises while `/health/live` is not 200, and Ray replaces the replica.
+        """Waits until the model is loaded. Then raises if `/health/live` is not 200; Ray replaces the replica.
 
-        A dead engine process is no reason: its supervisor starts another one sooner.
+        A dead engine process does not count, because its supervisor restarts it faster.
 
         Raises:
             ModelLoadError: The model cannot be served.
-            RuntimeError: Its engine was given up.
+            RuntimeError: Its engine has failed permanently.
         """
         await self._app.state.startup.wait()
         if not self._app.state.context.models.is_alive:
@@ -124,7 +124,7 @@ class RayReplica:
         now_s, step_s = time.monotonic(), sum(engine.stats().step_s_total for engine in self._engines())
         passed_s, worked_s = now_s - self._seen_s, step_s - self._seen_step_s
         self._seen_s, self._seen_step_s = now_s, step_s
-        busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # overlapping forwards are counted twice
+        busy = min(worked_s / passed_s, 1.0) if passed_s else 0.0  # overlapping forwards count twice
         return {QUEUE_S: sum(engine.queue_s for engine in self._engines()), BUSY: busy}
 
     def record_routing_stats(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`penstock ray serve`: one Ray Serve application per model. Its replicas are engines."""
+"""`penstock ray serve`: one Ray Serve application per model, with one engine per replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from ray.serve.config import (
     HTTPOptions,
     RequestRouterConfig,
 )
-from ray.serve.context import _get_global_client  # the version is pinned: there is no public way to the HTTP options
+from ray.serve.context import (
+    _get_global_client,
+)  # Ray's version is pinned, and there is no public API for the HTTP options
 
 from ..settings import CommandError, UsageError
 from .balancing import QueuePolicy
@@ -33,11 +35,11 @@ Build = Callable[[RayServeSettings, Mount], FastAPI]
 
 _REPORT_EVERY_S: Final = 1.0
 _LOOK_BACK_S: Final = 15.0
-"""Seconds over which the autoscaler takes the mean; replicas report every ten seconds."""
+"""Seconds over which the autoscaler averages metrics. Replicas report every ten seconds."""
 _CLOSE_S: Final = 10.0
-"""Seconds that a drained engine gets to end, after those for draining."""
+"""Seconds for an engine to end after the drain timeout."""
 _RETRY_AFTER_S: Final = 1.0
-_KEEP_ALIVE_S: Final = 120  # as `penstock serve`
+_KEEP_ALIVE_S: Final = 120  # as in `penstock serve`
 _PROXY_FLAGS: Final = {
     "host": "--host",
     "port": "--port",
@@ -45,17 +47,17 @@ _PROXY_FLAGS: Final = {
     "ssl_keyfile": "--ssl-keyfile",
 }
 _MOST_STARTS: Final = 3
-"""Attempts to start a replica."""
+"""Maximum attempts to start a replica."""
 
 
 def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
-    """Deploys models. Then waits for a signal and takes them down again, except with `--detach`.
+    """Deploys models. Without `--detach`, waits for a signal and then deletes the deployments.
 
-    Other models on the cluster stay; a model of the same name is replaced. A signal also ends the wait for a model that
-    does not start.
+    Other models on the cluster stay. A model with the same name is replaced. A signal also ends the wait for a model
+    that does not start.
 
     Raises:
-        CommandError: There is no such cluster, or a model cannot be served; the message says why.
+        CommandError: The cluster does not exist, or a model cannot be served. The message has the reason.
     """
     with connected(settings.address, settings.log_level):
         ours: list[Mount] = []
@@ -81,9 +83,9 @@ def serve_on_ray(mounts: Sequence[Mount], settings: RayServeSettings) -> None:
 
 
 def _raise_at_signals() -> None:
-    """Makes the first stop signal raise KeyboardInterrupt, the one error that Ray's calls do not catch.
+    """Makes the first stop signal raise KeyboardInterrupt, the only error that Ray's calls do not catch.
 
-    Later signals have no effect: taking models down has time limits of its own. Call this after Ray has set its own
+    Later signals have no effect, because deletion has its own time limits. Call this after Ray has set its own signal
     handlers, which abort.
     """
     stops = [
@@ -102,10 +104,10 @@ def _raise_at_signals() -> None:
 
 
 def start_proxies(settings: RayServeSettings) -> None:
-    """Starts Ray Serve with its HTTP proxies, if it does not run yet.
+    """Starts Ray Serve with its HTTP proxies, unless it is running.
 
     Raises:
-        UsageError: It runs with another address or certificate.
+        UsageError: It is running with another address or certificate.
     """
     certificate = settings.ssl_certfile and str(settings.ssl_certfile.resolve())
     key = settings.ssl_keyfile and str(settings.ssl_keyfile.resolve())
@@ -121,13 +123,14 @@ def start_proxies(settings: RayServeSettings) -> None:
     for field, flag in _PROXY_FLAGS.items():
         if getattr(now, field) != getattr(options, field):
             raise UsageError(
-                f"{flag}: Ray Serve runs on this cluster with another: {getattr(now, field)}; give that, or end it by "
+                f"{flag}: Ray Serve runs on this cluster with another value: {getattr(now, field)}; use that, "
+                "or stop it with "
                 "`serve shutdown`"
             )
 
 
 def take_down(mounts: Sequence[Mount]) -> None:
-    """Takes models down, each when its requests are answered; if no model is left, Ray Serve too."""
+    """Deletes the deployments of models after their running requests. Stops Ray Serve if no model is left."""
     for mount in mounts:
         serve.delete(mount.app)
     if mounts and not serve.status().applications:
@@ -135,10 +138,10 @@ def take_down(mounts: Sequence[Mount]) -> None:
 
 
 def deploy(mount: Mount, settings: RayServeSettings, build: Build = build_app) -> None:
-    """Deploys one model and waits until its first replicas serve. Replicas of an earlier one are replaced one by one.
+    """Deploys one model and waits until its first replicas serve. Earlier replicas are replaced one by one.
 
     Raises:
-        CommandError: It cannot be served.
+        CommandError: The model cannot be served.
     """
     replica: Any = serve.ingress()(RayReplica)
     deployment = serve.deployment(replica, name="model").options(**deployment_options(settings))
@@ -175,7 +178,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
 
 
 def _cause(mount: Mount, error: RuntimeError) -> str:
-    """Returns the last error line of the messages that Ray has for a deployment, without the traceback before it."""
+    """Returns the last error line of Ray's messages about a deployment, without the traceback."""
     status = serve.status().applications.get(mount.app)
     messages = [each.message for each in status.deployments.values()] if status is not None else []
     lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]

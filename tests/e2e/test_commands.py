@@ -37,7 +37,7 @@ def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, 
 
     last = run(*embed)
     assert last.returncode == 0, last.stderr
-    assert f"1200 rows are in {output}" in last.stderr
+    assert f"wrote 1200 rows to {output}" in last.stderr
     assert "\r" not in last.stderr
     vectors = np.load(output)
     assert len(vectors) == len(texts)

@@ -107,7 +107,7 @@ def test_bad_row_and_broken_model_are_named(nodes: Starting, tmp_path: Path, mod
     weights.write_bytes(weights.read_bytes()[:100_000])
     with nodes(1) as cluster:
         for flags, message in (
-            ((), f"{texts}, row 3: the column 'text' holds no text"),
+            ((), f"{texts}, row 3: the column 'text' has no text"),
             (("--model", str(broken), "--overwrite"), f"{weights} cannot be read"),
         ):
             done = subprocess.run(

@@ -162,7 +162,7 @@ def test_several_models_are_served_below_their_names(nodes: Starting, model: str
                 (*program, *place, "--port", str(free_port())), capture_output=True, text=True, cwd="/", timeout=120
             )
             assert elsewhere.returncode == 2
-            assert f"--port: Ray Serve runs on this cluster with another: {port}" in elsewhere.stderr
+            assert f"--port: Ray Serve runs on this cluster with another value: {port}" in elsewhere.stderr
             assert httpx.get(f"{url}/first/health").status_code == 200
             process.terminate()
             assert process.wait(60) == 0, log.read_text()

@@ -37,13 +37,13 @@ def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, wor
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("serve --in-process", "--in-process: not on Ray: an engine of a cluster has a process of its own"),
+        ("serve --in-process", "--in-process: not on Ray: an engine on a cluster always has its own process"),
         ("serve a/b c/d --max-loaded-models 1", "--max-loaded-models: not on Ray: each model"),
         ("serve --admin-key k", "--admin-key: not on Ray: deploy models, and take them down, by the command"),
         ("serve --data-dir batches", "--data-dir: not on Ray: a folder of batches has one server"),
         ("serve --api-workers 2", "--api-workers: not on Ray: Ray's proxies take the connections"),
         ("serve --cache 1GiB", "--cache: not on Ray: each replica would have a cache of its own"),
-        ("serve --port 0", "--port: Ray's proxies listen on every machine"),
+        ("serve --port 0", "--port: must not be 0"),
         ("serve --min-replicas 3 --max-replicas 2", "--max-replicas: must be at least --min-replicas (3)"),
         ("serve --target-queue-s 0", "--target-queue-s: must be above 0"),
         ("serve a/b c/d --served-model-name x", "--served-model-name: there are several models"),

@@ -95,7 +95,7 @@ def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, ove
     output.folder.mkdir()
     (output.folder / name).write_bytes(b"of another program")
     with pytest.raises(
-        UsageError, match=f"has {name}, which is not a file of a job of this version: use another folder"
+        UsageError, match=f"has {name}, which is not a file of a job of this version: use"
     ):
         output.begin(IDENTITY, overwrite=overwrite)
     assert (output.folder / name).read_bytes() == b"of another program"

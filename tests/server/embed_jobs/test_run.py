@@ -33,7 +33,7 @@ BAD = {
     4: "the field 'text' has no text",
     5: "no field 'text'; it has id; see --field",
     6: "not valid JSON",
-    8: "102 tokens; the model takes 64; --auto-truncate",
+    8: "102 tokens; the limit of the model is 64; --auto-truncate",
     10: "the field 'text' has no text",
 }
 
