@@ -257,7 +257,7 @@ def test_resumed_run_skips_and_lists_each_bad_row_once(run, bad_lines, fake, tmp
     assert [row["id"] for row in rows] == [i for i in range(40) if i + 1 not in BAD]
     np.testing.assert_allclose(read_vectors(output), expected(fake, [row["text"] for row in rows]), atol=1e-6)
     check_skipped_rows(output)
-    assert "34 rows are in" in caplog.messages[-1]
+    assert "wrote 34 rows to" in caplog.messages[-1]
     assert "6 bad rows were skipped, see" in caplog.messages[-1]
 
 
