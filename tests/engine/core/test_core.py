@@ -108,6 +108,11 @@ def test_stop_ends_the_loop_after_the_running_step() -> None:
 # Requests
 
 
+def test_request_has_the_client_of_its_message() -> None:
+    builder = RequestBuilder(model(), None, "seed")
+    assert builder.build(SubmitRequest(7, PARAMS, INPUTS, client="me"), 0.0).client == "me"
+
+
 def test_block_keys_depend_on_model_and_namespace() -> None:
     def keys(seed: str, namespace: str = "") -> list[Sequence[bytes]]:
         submit = SubmitRequest(7, PARAMS, INPUTS, namespace=namespace)
@@ -353,6 +358,9 @@ def test_request_cancelled_while_it_runs_gets_no_result() -> None:
     assert set(driver.results) == set(driver.finished) == {2}
     assert not driver.failures
     assert driver.cache_use.usage == 0
+    driver.submit(1, 5)
+    driver.run_all()
+    assert driver.steps[-1].blocks == []
 
 
 # Errors
