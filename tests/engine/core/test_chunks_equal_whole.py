@@ -237,16 +237,12 @@ def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
         pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
 
 
-# In the quick tests each pooling type runs at two sizes, and each size with half of the types.
 CHUNK_SIZES = ((1, 64), (7, None))
-POOLED_AT = [
-    pytest.param(pooling, sizes, marks=() if CHUNK_SIZES.index(sizes) == place % 2 else pytest.mark.slow)
-    for place, pooling in enumerate(POOLING)
-    for sizes in CHUNK_SIZES
-]
 
 
-@pytest.mark.parametrize(("pooling", "chunk_sizes"), POOLED_AT)
+@pytest.mark.parametrize(
+    ("pooling", "chunk_sizes"), [(pooling, CHUNK_SIZES[i % 2]) for i, pooling in enumerate(POOLING)]
+)
 def test_chunked_results_equal_whole_results(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, chunk_sizes: tuple[int | None, ...]
 ) -> None:
@@ -283,14 +279,6 @@ def memory_for_one(loaded: Loaded) -> int:
     raise AssertionError
 
 
-# Token rows do not depend on the pooling type: the quick tests run one of them.
-EMBEDDED = [(PoolingTask.EMBED, pooling) for pooling in POOLING]
-ROWS = [
-    pytest.param(PoolingTask.TOKEN_EMBED, pooling, marks=() if pooling is PoolingType.MEAN else pytest.mark.slow)
-    for pooling in POOLING
-]
-
-
 def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: PoolingTask) -> list[np.ndarray]:
     """Runs a prompt that is preempted by the second one, then the other inputs."""
     client.submit_texts((0, inputs[0]), task=task, priority=100)  # a level counts as one second of waiting
@@ -304,7 +292,10 @@ def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: Pooling
     return client.vectors(len(inputs))
 
 
-@pytest.mark.parametrize(("task", "pooling"), EMBEDDED + ROWS)
+@pytest.mark.parametrize(
+    ("task", "pooling"),
+    [*((PoolingTask.EMBED, pooling) for pooling in POOLING), (PoolingTask.TOKEN_EMBED, PoolingType.MEAN)],
+)
 def test_results_equal_after_preemption(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
