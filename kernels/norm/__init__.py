@@ -70,8 +70,8 @@ def add_norm(
     Args:
         x: [T, D], float32/bfloat16/float16, last axis contiguous. Not modified.
         norm: Parameters of the norm.
-        residual: [T, D], float32/bfloat16/float16, not necessarily the dtype of `x`, last axis contiguous. Not modified.
-            None: no residual.
+        residual: [T, D], float32/bfloat16/float16 (its dtype may differ from that of `x`), last axis contiguous. Not
+            modified. None: no residual.
         return_sum: Whether to return the sum, too.
         backend: None selects "triton" for CUDA tensors if it is installed and D <= 8192, else "torch". "reference" is
             the same as "torch".
