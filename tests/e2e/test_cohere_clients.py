@@ -1,6 +1,5 @@
 """The cohere clients, v1 and v2."""
 
-import base64
 import warnings
 from collections.abc import Iterator
 
@@ -54,21 +53,3 @@ def test_long_documents_are_cut_or_read_in_passages(v1) -> None:
     whole = v1.rerank(model=MODEL, query=QUERY, documents=documents, max_chunks_per_doc=20)
     assert [item.index for item in cut.results] == [1, 0]
     assert [item.index for item in whole.results] == [0, 1]
-
-
-def test_embeddings_of_all_types_equal_sentence_transformers(v1, v2, truth) -> None:
-    vectors = truth(DOCUMENTS)
-    plain = v1.embed(texts=DOCUMENTS, model=MODEL, input_type="search_document")
-    np.testing.assert_allclose(plain.embeddings, vectors, atol=1e-5)
-    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
-    found = v2.embed(texts=DOCUMENTS, model=MODEL, input_type="search_document", embedding_types=types).embeddings
-    np.testing.assert_allclose(found.float_, vectors, atol=1e-5)
-    decoded = [np.frombuffer(base64.b64decode(row), "<f4") for row in found.base64]
-    np.testing.assert_allclose(decoded, vectors, atol=1e-5)
-    int8 = np.array(found.int8)
-    np.testing.assert_array_equal(int8 + 128, found.uint8)
-    cosines = (int8 * vectors).sum(1) / np.linalg.norm(int8, axis=1)
-    assert cosines.min() > 0.999
-    differing = np.bitwise_count(np.packbits(vectors > 0, axis=1) ^ np.array(found.ubinary, np.uint8))
-    assert differing.sum() <= 2  # a component at 0 may be rounded either way
-    np.testing.assert_array_equal(np.array(found.binary) + 128, found.ubinary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -131,27 +130,6 @@ async def test_concurrent_requests_get_their_own_vectors(running: Server) -> Non
     found = [row["embedding"] for answer in answers for row in answer.json()["data"]]
     np.testing.assert_allclose(found, [row["embedding"] for row in expected], atol=2e-6)
     assert len({answer.json()["id"] for answer in answers}) == len(texts)
-
-
-def test_each_worker_returns_the_metrics_of_all(running: Server, connections: dict[int, socket.socket]) -> None:
-    names = ("penstock_inputs_total", "penstock_tokens_total", "penstock_engine_batched_tokens_total")
-    expected = [running.metric(name) for name in names]
-    for number, connection in enumerate(connections.values(), 1):
-        connection.sendall(request({"input": ["one two three"] * number}))
-        status, body = receive(connection)
-        assert status == 200
-        num_tokens = json.loads(body)["usage"]["prompt_tokens"]
-        expected = [total + more for total, more in zip(expected, (number, num_tokens, num_tokens), strict=True)]
-    for connection in connections.values():
-        rows = get(connection, "/metrics").splitlines()
-        assert [
-            sum(float(r.rpartition(" ")[2]) for r in rows if r.startswith(name + "{")) for name in names
-        ] == expected
-        assert [row.rpartition(" ")[2] for row in rows if row.startswith("penstock_engine_ready{")] == ["1.0"]
-        assert sum(row.startswith("process_start_time_seconds ") for row in rows) == 1
-    kill_worker(running, next(iter(connections)))
-    running.wait_for("/health/ready", 200)
-    assert [running.metric(name) for name in names] == expected
 
 
 def test_killed_worker_loses_its_own_requests_only(running: Server, connections: dict[int, socket.socket]) -> None:

@@ -139,35 +139,3 @@ def test_failed_start_of_an_engine_is_repeated(launch: Launch, small_bert: Path,
     away.rename(folder)
     server.wait_for("/health/ready", 200)
     assert server.embed("a").status_code == 200
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need two cores")
-def test_killed_replica_loses_its_own_requests_only(launch: Launch) -> None:
-    server = launch("--data-parallel", "2")
-    first, second = server.children()
-
-    def is_restored() -> bool:
-        assert httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
-        (replicas,) = httpx.get(f"{server.url}/health", timeout=30).json()["replicas"].values()
-        return [each["state"] for each in replicas] == ["ready", "ready"] and first not in server.children()
-
-    def num_forwards(replica: int) -> float:
-        rows = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
-        (row,) = [r for r in rows if r.startswith("penstock_engine_steps_total{") and f'replica="{replica}"' in r]
-        return float(row.rpartition(" ")[2])
-
-    with load(server, 4) as found:
-        wait_until(lambda: num_forwards(0) and num_forwards(1))
-        os.kill(first, signal.SIGKILL)
-        num_found = len(found)
-        wait_until(is_restored)
-        assert 200 in found[num_found:]
-        for replica in (0, 1):
-            before = num_forwards(replica)
-            wait_until(lambda replica=replica, before=before: num_forwards(replica) > before)
-    print(f"one of two replicas killed: responses {dict(Counter(found))}")
-    assert set(found) == {200, 503}
-    assert found.count(503) <= 8  # no client lost more than one
-    assert second in server.children()
-    assert server.metric("penstock_engine_restarts_total") == 1

@@ -120,20 +120,3 @@ async def test_5000_idle_connections(server: Server) -> None:
             for _ in range(50):
                 await asyncio.gather(*(clients.connect(server) for _ in range(100)))
             assert server.num_files() >= 5_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "form", "unit"),
-    [
-        ("/v1/embeddings", b'{"input":%b}', b"[1]"),
-        ("/similarity", b'{"inputs":{"source_sentence":"a","sentences":%b}}', b"1"),
-    ],
-)
-async def test_millions_of_wrong_values_are_refused(server: Server, path: str, form: bytes, unit: bytes) -> None:
-    content = form % (b"[" + b",".join([unit] * (32 * MIB // (len(unit) + 1))) + b"]")
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        with others_are_served(server, f"{path} with 32 MiB of {unit.decode()}"):
-            response = await client.post(path, content=content)
-    assert response.status_code in (400, 413, 422)
-    assert len(response.content) < 20_000

@@ -1,12 +1,8 @@
 """langchain-openai and langchain-cohere, which wrap the clients of openai and cohere."""
 
-import sys
-from pathlib import Path
-
 import openai
 import plain_http as http
 import pytest
-import tiktoken
 from cohere.core.api_error import ApiError
 from langchain_cohere import CohereEmbeddings, CohereRerank
 from langchain_core.documents import Document
@@ -14,7 +10,6 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import OpenAIEmbeddings
 from plain_http import DOCUMENTS, MODEL, QUERY, TEXTS, URL, assert_close, assert_ranks
 
-LITELLM = Path(sys.prefix).parent / "litellm"
 COHERE = CohereEmbeddings(model=MODEL, base_url=URL, cohere_api_key="any")
 
 
@@ -22,17 +17,6 @@ def openai_embeddings(*, model=MODEL, url=URL, key="any", **options) -> OpenAIEm
     """LangChain sends OpenAI's token ids by default, but other models need the text."""
     options = {"check_embedding_ctx_length": False, **options}
     return OpenAIEmbeddings(model=model, base_url=f"{url}/v1", api_key=key, **options)
-
-
-@pytest.fixture
-def encoding(monkeypatch):
-    """cl100k_base, which tiktoken downloads. The package of LiteLLM includes it."""
-    for file in LITELLM.rglob("litellm_core_utils/tokenizers"):
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(file))
-    try:
-        return tiktoken.get_encoding("cl100k_base")
-    except OSError as error:
-        pytest.skip(f"tiktoken has no encoding here: {error}")
 
 
 @pytest.mark.parametrize("embeddings", [openai_embeddings(), openai_embeddings(dimensions=http.WIDTH), COHERE])
@@ -43,14 +27,6 @@ def test_embeddings_equal_plain_http(embeddings):
 
 def test_2048_texts_equal_plain_http():
     assert_close(openai_embeddings().embed_documents(http.MANY), http.embed(http.MANY))
-
-
-def test_default_token_ids_are_ids_of_the_served_model(encoding):
-    embeddings = openai_embeddings(check_embedding_ctx_length=True)
-    texts = ["hello world", "a short text"]
-    assert_close(embeddings.embed_documents(texts), http.embed([encoding.encode(text) for text in texts]))
-    with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
-        embeddings.embed_documents(["penstock 東京"])
 
 
 def test_vector_store_ranks_by_cosine():
