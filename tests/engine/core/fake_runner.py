@@ -154,7 +154,7 @@ class FakeRunner(Runner):
         at, total = self.states.get(sequence, (0, 0.0))
         if sequence.request.needs_last_row and chunk.start > at:  # a cached prefix
             at, total = chunk.start, float(sequence.prompt.token_ids[: chunk.start].sum())
-        assert chunk.start <= at, "tokens were left out"
+        assert chunk.start <= at, "the pooling state misses tokens before the chunk"
         rows = sequence.prompt.token_ids[at : chunk.end].astype(np.float32)
         return total + float(rows.sum()), rows[:, None]
 

@@ -74,7 +74,10 @@ class Setup:
 class CheckedScheduler:
     """Adds requests to a scheduler, runs its batches, and checks limits, counts and memory.
 
-    `cache` holds the token ids that chunks have written to each block, as a model would keep keys and values.
+    Attributes:
+        cache: Token ids that chunks have written to each block, in place of keys and values.
+        uncached_shared_blocks: Allocated blocks that may have left the prefix cache although several sequences use
+            them, because a cancellation or `clear_prefixes` removed them.
     """
 
     def __init__(self, setup: Setup = Setup()) -> None:
@@ -82,7 +85,7 @@ class CheckedScheduler:
         self.now_s = 0.0
         self.sequence_pool = setup.sequence_pool()
         self.cache = np.full((setup.num_blocks, BLOCK), -1, np.int32)
-        self.shared_when_uncached: set[int] = set()
+        self.uncached_shared_blocks: set[int] = set()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=setup.max_num_seqs, max_wait_s=MAX_WAIT_S),
             token_budget=setup.budget,
@@ -99,7 +102,8 @@ class CheckedScheduler:
         timeout_s: float | None = None,
         client: str = "",
         last_row: bool = False,
-        text: int = 0,
+        token_id: int = 0,
+        shares_prefix: bool = False,
     ) -> int:
         number, deadline_s = len(self.requests), None if timeout_s is None else self.now_s + timeout_s
         request = make_request(
@@ -111,7 +115,8 @@ class CheckedScheduler:
             client=client,
             needs_last_row=last_row and not self.setup.num_slots,
             block_size=BLOCK if self.setup.num_blocks else None,
-            text=text,
+            token_id=token_id,
+            shares_prefix=shares_prefix,
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -121,7 +126,7 @@ class CheckedScheduler:
     def cancel(self, number: int, *, uncache: bool = False) -> None:
         is_live = number in self.scheduler.requests
         if uncache:
-            self.shared_when_uncached |= self.held_blocks()
+            self.uncached_shared_blocks |= self.held_blocks()
         assert (self.scheduler.cancel(number, uncache=uncache) is not None) == is_live
         assert number not in self.scheduler.requests
         self.check()
@@ -132,7 +137,7 @@ class CheckedScheduler:
 
     def clear_prefixes(self) -> None:
         self.sequence_pool.clear_prefixes()
-        self.shared_when_uncached |= self.held_blocks()
+        self.uncached_shared_blocks |= self.held_blocks()
         self.check()
 
     def step(
@@ -242,7 +247,7 @@ class CheckedScheduler:
         assert counts == [owners[block] + (block in cached) for block in range(kv.num_blocks)]
         assert kv.num_free == kv.num_blocks - len(owners.keys() | cached)
         assert (self.cache[sorted(cached)] >= 0).all()
-        self.shared_when_uncached &= owners.keys()
-        assert {block for block, count in owners.items() if count > 1} <= cached | self.shared_when_uncached
+        self.uncached_shared_blocks &= owners.keys()
+        assert {block for block, count in owners.items() if count > 1} <= cached | self.uncached_shared_blocks
         if self.sequence_pool.ssm is None:
             assert self.sequence_pool.usage == len(owners) / kv.num_blocks

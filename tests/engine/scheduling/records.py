@@ -11,7 +11,7 @@ from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.scheduling import Batch, InputSequence, Request, Scheduler, block_keys
 
 SHARED_TOKENS = 8
-"""Tokens at the start of every negative `text`: they are 0."""
+"""Number of zeros at the start of inputs with a shared prefix."""
 
 
 def make_request(
@@ -24,18 +24,20 @@ def make_request(
     client: str = "",
     needs_last_row: bool = False,
     block_size: int | None = None,
-    text: int = 0,
+    token_id: int = 0,
+    shares_prefix: bool = False,
 ) -> Request:
     """Returns a request with a sequence of each length.
 
     Args:
         block_size: Tokens of a block in the prefix cache; None: the sequences do not use the cache.
-        text: Id of every token. A negative text starts with SHARED_TOKENS zeros.
+        token_id: Id of every token.
+        shares_prefix: The first SHARED_TOKENS tokens are 0 instead.
     """
     request = Request(request_id, PoolingParams(), arrival_s, priority, deadline_s, client, needs_last_row)
     for index, num_tokens in enumerate(lengths):
-        tokens = np.full(num_tokens, abs(text), np.int32)
-        if text < 0:
+        tokens = np.full(num_tokens, token_id, np.int32)
+        if shares_prefix:
             tokens[:SHARED_TOKENS] = 0
         sequence = InputSequence(
             sequence_id=(request_id, index),

@@ -124,8 +124,8 @@ def test_short_sequences_run_soon_if_batches_are_small(max_num_seqs: int) -> Non
 
 def test_small_chunks_of_several_sequences_run_together() -> None:
     checked = CheckedScheduler(Setup(num_blocks=1_000, chunk_size=8))
-    for text in range(4):
-        checked.add(40, text=text)
+    for token_id in range(4):
+        checked.add(40, token_id=token_id)
     assert [chunk.num_tokens for chunk in checked.step().chunks] == [8, 8, 8, 8]
 
 
@@ -152,10 +152,10 @@ def test_urgent_prompts_do_not_starve_others() -> None:
     checked.add(90, priority=3)
     for number in range(1, 400):
         if number % 5 == 1:  # the device just keeps up
-            checked.add(80, text=number)
+            checked.add(80, token_id=number)
         if 0 in ended([checked.step(0.05)]):
             return
-    pytest.fail("it still waits")
+    pytest.fail("request 0 did not finish within 400 steps")
 
 
 def test_next_chunk_is_scheduled_before_the_last_one_ends() -> None:
@@ -185,7 +185,7 @@ def test_long_prompt_gets_memory_although_short_ones_overlap() -> None:
     long: int | None = None
     for number in range(40):
         for _ in range(3):
-            checked.add(16, last_row=True, text=1_000 + len(checked.requests))  # no prefix is cached
+            checked.add(16, last_row=True, token_id=1_000 + len(checked.requests))  # no prefix is cached
         if number == 2:
             long = checked.add(20 * BLOCK, last_row=True)
         batch = scheduler.schedule(0.1 * number)
@@ -297,7 +297,7 @@ def test_preempted_prompt_continues_after_its_cached_blocks() -> None:
     for _ in range(3):
         checked.step(0.0)
     num_done = checked.requests[0].sequences[0].num_done
-    checked.add(48, text=1)
+    checked.add(48, token_id=1)
     batch = checked.step(0.0)
     assert (preempted(batch), request_ids(batch)) == ([0], {1})
     start, _ = spans(checked.run_all(), 0)[0]
@@ -362,7 +362,7 @@ def test_failed_chunks_add_nothing_to_the_prefix_cache(num_tokens: int) -> None:
     checked.step()
     assert prefixes.num_cached == checked.requests[0].sequences[0].num_done // BLOCK
     checked.run_all()
-    checked.add(100, text=1)
+    checked.add(100, token_id=1)
     num_cached = prefixes.num_cached
     checked.step()
     assert prefixes.num_cached > num_cached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from hypothesis import given, settings, strategies as st
 
@@ -24,96 +24,183 @@ def setups(
     )
 
 
-def adds(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Any]:
-    return st.tuples(
-        st.just("add"),
-        st.one_of(*lengths),
-        st.integers(-2, 2),  # priority
-        st.sampled_from([None, None, None, 0.3, 2.0]),  # timeout
-        st.sampled_from("aab"),  # client
-        st.booleans(),  # needs only the last row
-        st.integers(-1, 1),  # text
+@dataclass(frozen=True)
+class Add:
+    """Adds a request."""
+
+    lengths: list[int]
+    priority: int
+    timeout_s: float | None
+    client: str
+    last_row: bool
+    token_id: int
+    shares_prefix: bool
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.add(
+            *self.lengths,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            client=self.client,
+            last_row=self.last_row,
+            token_id=self.token_id,
+            shares_prefix=self.shares_prefix,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Runs a batch. Chunks at `failing` fail; the requests of the chunks at `cancelled` are cancelled."""
+
+    step_s: float
+    free_tokens: int | None
+    failing: list[int]
+    cancelled: list[int]
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.step(self.step_s, free_tokens=self.free_tokens, failing=self.failing, cancelled=self.cancelled)
+
+
+@dataclass(frozen=True)
+class ShortSteps:
+    """Runs several batches."""
+
+    count: int
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        for _ in range(self.count):
+            checked.step(0.01)
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Cancels a request."""
+
+    number: int
+    uncache: bool
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.cancel(self.number, uncache=self.uncache)
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Lowers the token budget because memory was short."""
+
+    num_tokens: int
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.shrink(self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Records the time of a forward."""
+
+    chunk_tokens: int
+    whole_tokens: int
+    step_s: float
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.scheduler.chunk_sizes.record(self.chunk_tokens, self.whole_tokens, self.step_s)
+
+
+@dataclass(frozen=True)
+class ClearPrefixes:
+    """Empties the prefix cache."""
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.clear_prefixes()
+
+
+@dataclass(frozen=True)
+class UrgentAdd:
+    """Adds a request of low priority, and one of high priority while the first one runs."""
+
+    lengths: list[int]
+    urgent: list[int]
+    last_row: bool
+
+    def apply(self, checked: CheckedScheduler) -> None:
+        checked.add(*self.lengths, priority=2, last_row=self.last_row)
+        checked.step()
+        checked.add(*self.urgent, priority=-2, last_row=self.last_row, token_id=1)
+        checked.step()
+
+
+Event = Add | Step | ShortSteps | Cancel | Shrink | Record | ClearPrefixes | UrgentAdd
+
+
+def adds(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Add]:
+    return st.builds(
+        Add,
+        lengths=st.one_of(*lengths),
+        priority=st.integers(-2, 2),
+        timeout_s=st.sampled_from([None, None, None, 0.3, 2.0]),
+        client=st.sampled_from("aab"),
+        last_row=st.booleans(),
+        token_id=st.integers(0, 1),
+        shares_prefix=st.booleans(),
     )
 
 
 short, long, aligned = st.integers(1, 16), st.integers(17, 120), st.sampled_from([8, 12, 16])
 indices = st.lists(st.integers(0, 5), max_size=2)
 free_tokens = st.sampled_from([None, None, 100, 10, 2, 0])
-steps = st.tuples(st.just("step"), st.sampled_from([0.0, 0.1, 0.4]), free_tokens, indices, indices)
+steps = st.builds(Step, st.sampled_from([0.0, 0.1, 0.4]), free_tokens, indices, indices)
 others = st.one_of(
-    st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
-    st.tuples(st.just("shrink"), st.integers(1, 40)),
-    st.tuples(st.just("record"), st.integers(0, 40), st.integers(0, 40), st.sampled_from([0.001, 0.1, 3.0])),
-    st.tuples(st.just("steps"), st.integers(1, 40)),
-    st.just(("clear",)),
+    st.builds(Cancel, st.integers(0, 20), st.booleans()),
+    st.builds(Shrink, st.integers(1, 40)),
+    st.builds(Record, st.integers(0, 40), st.integers(0, 40), st.sampled_from([0.001, 0.1, 3.0])),
+    st.builds(ShortSteps, st.integers(1, 40)),
+    st.just(ClearPrefixes()),
 )
 
 
-def events(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[Any]]:
+def events(*lengths: st.SearchStrategy[list[int]]) -> st.SearchStrategy[list[Event]]:
     return st.lists(st.one_of(adds(*lengths), adds(*lengths), steps, steps, others), max_size=40)
 
 
-def play(setup: Setup, events: list[Any]) -> None:
-    scheduler = CheckedScheduler(setup)
+def play(setup: Setup, events: Sequence[Event]) -> None:
+    checked = CheckedScheduler(setup)
     for event in events:
-        match event:
-            case ("add", lengths, priority, timeout_s, client, last_row, text):
-                scheduler.add(
-                    *lengths, priority=priority, timeout_s=timeout_s, client=client, last_row=last_row, text=text
-                )
-            case ("step", step_s, free_tokens, failing, cancelled):
-                scheduler.step(step_s, free_tokens=free_tokens, failing=failing, cancelled=cancelled)
-            case ("cancel", number, uncache):
-                scheduler.cancel(number, uncache=uncache)
-            case ("shrink", num_tokens):
-                scheduler.shrink(num_tokens)
-            case ("record", chunk_tokens, whole_tokens, step_s):
-                scheduler.scheduler.chunk_sizes.record(chunk_tokens, whole_tokens, step_s)
-            case ("rush", lengths, urgent, last_row):
-                scheduler.add(*lengths, priority=2, last_row=last_row)
-                scheduler.step()
-                scheduler.add(*urgent, priority=-2, last_row=last_row, text=1)
-                scheduler.step()
-            case ("steps", count):
-                for _ in range(count):
-                    scheduler.step(0.01)
-            case ("clear",):
-                scheduler.clear_prefixes()
-    scheduler.run_all()
-    assert not scheduler.scheduler.requests
-    assert scheduler.sequence_pool.usage == 0
+        event.apply(checked)
+    checked.run_all()
+    assert not checked.scheduler.requests
+    assert checked.sequence_pool.usage == 0
 
 
 few = st.lists(st.integers(17, 80), min_size=1, max_size=3)
-rushes = st.tuples(st.just("rush"), few, few, st.booleans())
+urgent_adds = st.builds(UrgentAdd, few, few, st.booleans())
 mixed = st.lists(st.one_of(short, short, long), min_size=1, max_size=6)
 
 
 @settings(max_examples=150, deadline=None)
 @given(setup=setups(), events=events(mixed))
-def test_invariants_hold_for_long_and_short_sequences(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_for_long_and_short_sequences(setup: Setup, events: list[Event]) -> None:
     play(setup, events)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    setup=setups([24, 40, 0], [0, 0, 1, 2]), events=st.lists(st.one_of(rushes, rushes, steps, adds(few)), max_size=12)
+    setup=setups([24, 40, 0], [0, 0, 1, 2]),
+    events=st.lists(st.one_of(urgent_adds, urgent_adds, steps, adds(few)), max_size=12),
 )
-def test_invariants_hold_if_memory_is_short(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_if_memory_is_short(setup: Setup, events: list[Event]) -> None:
     play(setup, events)
 
 
 def test_three_sequences_do_not_preempt_in_a_cycle() -> None:
     setup = Setup(num_blocks=40, num_slots=0, prefixes=False, budget=32, max_num_seqs=6, chunk_size=None)
-    rushes: list[Any] = [
-        ("rush", [72], [61], False),
-        ("rush", [72, 30, 67], [34, 50, 63], True),
-        ("rush", [66], [31, 73, 56], True),
-        ("add", [57, 61, 70], -2, None, "a", True, 0),
-        ("rush", [44, 70, 66], [50, 42, 65], True),
-        ("rush", [75], [17], False),
+    events: list[Event] = [
+        UrgentAdd([72], [61], False),
+        UrgentAdd([72, 30, 67], [34, 50, 63], True),
+        UrgentAdd([66], [31, 73, 56], True),
+        Add([57, 61, 70], -2, None, "a", True, token_id=0, shares_prefix=False),
+        UrgentAdd([44, 70, 66], [50, 42, 65], True),
+        UrgentAdd([75], [17], False),
     ]
-    play(setup, rushes)
+    play(setup, events)
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,5 +208,5 @@ def test_three_sequences_do_not_preempt_in_a_cycle() -> None:
     setup=setups([12, 40], [0]),
     events=events(st.lists(aligned, min_size=1, max_size=8), st.lists(short, min_size=1, max_size=8)),
 )
-def test_invariants_hold_for_shared_prefixes(setup: Setup, events: list[Any]) -> None:
+def test_invariants_hold_for_shared_prefixes(setup: Setup, events: list[Event]) -> None:
     play(setup, events)
