@@ -35,48 +35,51 @@ _KIND: Final = "full_attention"
 _GATED: Final = {"swiglu": "silu", "geglu": "gelu"}
 
 
-class _Names(NamedTuple):
-    """Weight names of a checkpoint. `qkv` has one name if one weight stores all three."""
+class EncoderNames(NamedTuple):
+    """Weight names of a checkpoint.
+
+    Attributes:
+        qkv: One name if one weight stores all three.
+        gate_up: Gate and up projection of the MLP; one name if one weight stores both, with the gate below.
+    """
 
     embedding_norm: str
     layers: str
     qkv: tuple[str, ...]
     attention_out: str
     attention_norm: str
-    gate: str
-    up: str
+    gate_up: tuple[str, ...]
     mlp_out: str
     mlp_norm: str
 
 
-_HUB: Final = _Names(
-    "emb_ln", "encoder.layers", ("attn.Wqkv",), "attn.out_proj", "norm1", "mlp.fc12", "mlp.fc11", "mlp.fc2", "norm2"
+_HUB: Final = EncoderNames(
+    "emb_ln", "encoder.layers", ("attn.Wqkv",), "attn.out_proj", "norm1", ("mlp.fc12", "mlp.fc11"), "mlp.fc2", "norm2"
 )
-_TRANSFORMERS: Final = _Names(
+TRANSFORMERS: Final = EncoderNames(
     "embeddings.LayerNorm",
     "layers",
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj",
     "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
+    ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
     "post_mlp_layernorm",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NomicBertConfig:
-    """Values of config.json. The lower half selects variants on the hub, most of which are refused.
+class RotaryEncoderConfig:
+    """Values of config.json that NomicBERT and GTE share.
 
     Attributes:
         keys: Keys in config.json that differ from the field names.
+        supported: The only supported value of each field that selects a variant.
         max_position_embeddings: Length of the training in tokens.
-        rotary_emb_fraction: Share of the rotated columns of a head.
-        rotary_scaling_factor: Factor of dynamic NTK scaling for texts longer than in training; None: no scaling.
     """
 
     keys: ClassVar[Mapping[str, str]] = {}
+    supported: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int = 30528
     hidden_size: int = 768
@@ -90,6 +93,62 @@ class NomicBertConfig:
     head_dim: int | None = None
     rope_parameters: dict[str, Any] | None = None
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the config of config.json.
+
+        Raises:
+            UnsupportedModelError: It describes another variant.
+        """
+        config = read_config(cls, values, {field.name: cls.keys.get(field.name, field.name) for field in fields(cls)})
+        for name, wanted in cls.supported.items():
+            value = getattr(config, name)
+            if value != wanted:
+                raise UnsupportedModelError(
+                    f"config.json: {name} is {value!r}; penstock supports only {wanted!r} in this family."
+                )
+        return config
+
+    @property
+    def head_size(self) -> int:
+        """Columns of a head."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    def rope_spec(self, values: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
+        """Returns the rotary positions for texts of up to `max_len` tokens. `theta` is the default of rope_theta."""
+        rope_type = str(values.get("rope_type") or values.get("type") or "default")
+        if rope_type == "dynamic" and max_len <= self.max_position_embeddings:
+            rope_type = "default"  # no text is long enough for the scaling, and the C library runs the model
+        return RopeSpec(
+            rope_type=rope_type,
+            theta=float(values.get("rope_theta") or theta),
+            size=self.head_size,
+            max_positions=self.max_position_embeddings,
+            options=values,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NomicBertConfig(RotaryEncoderConfig):
+    """NomicBERT with the keys of transformers. The fields below are those of the hub; most of their values are refused.
+
+    Attributes:
+        rotary_emb_fraction: Share of the rotated columns of a head.
+        rotary_scaling_factor: Factor of dynamic NTK scaling for texts longer than in training; None: no scaling.
+    """
+
+    supported: ClassVar[Mapping[str, Any]] = {
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_scale_base": None,
+        "rotary_emb_interleaved": False,
+        "prenorm": False,
+        "parallel_block": False,
+        "use_rms_norm": False,
+        "causal": False,
+        "alibi": False,
+        "num_experts": 0,
+    }
+
     rotary_emb_base: float = 1000.0
     rotary_emb_fraction: float = 1.0
     rotary_scaling_factor: float | None = None
@@ -102,56 +161,12 @@ class NomicBertConfig:
     alibi: bool = False
     num_experts: int = 0
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the config of config.json.
-
-        Raises:
-            UnsupportedModelError: It describes another variant.
-        """
-        config = read_config(cls, values, {field.name: cls.keys.get(field.name, field.name) for field in fields(cls)})
-        for name, wanted in _SUPPORTED.items():
-            value = getattr(config, name)
-            if value != wanted:
-                raise UnsupportedModelError(
-                    f"config.json: {name} is {value!r}; penstock supports only NomicBERT with {wanted!r}."
-                )
-        return config
-
-    @property
-    def head_size(self) -> int:
-        """Columns of a head."""
-        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
-
     def rope(self, max_len: int) -> RopeSpec:
         """Returns the rotary positions for texts of up to `max_len` tokens."""
         values = self.rope_parameters or {}
         if not values and self.rotary_scaling_factor:
             values = {"rope_type": "dynamic", "factor": self.rotary_scaling_factor}
-        rope_type = str(values.get("rope_type") or "default")
-        if rope_type == "dynamic" and max_len <= self.max_position_embeddings:
-            rope_type = "default"  # no text is long enough for the scaling, and the C library runs the model
-        return RopeSpec(
-            rope_type=rope_type,
-            theta=float(values.get("rope_theta") or self.rotary_emb_base),
-            size=self.head_size,
-            max_positions=self.max_position_embeddings,
-            options=values,
-        )
-
-
-_SUPPORTED: Final = {
-    "rotary_emb_fraction": 1.0,
-    "rotary_emb_scale_base": None,
-    "rotary_emb_interleaved": False,
-    "prenorm": False,
-    "parallel_block": False,
-    "use_rms_norm": False,
-    "causal": False,
-    "alibi": False,
-    "num_experts": 0,
-}
-"""The only supported value of each variant."""
+        return self.rope_spec(values, self.rotary_emb_base, max_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +202,16 @@ class HubConfig(NomicBertConfig):
 def _spec(info: ModelInfo) -> ModelSpec:
     is_hub = "n_embd" in info.config and "hidden_size" not in info.config
     config = (HubConfig if is_hub else NomicBertConfig).read(info.config)
-    other = _model(config, info, _TRANSFORMERS)
-    return replace(_model(config, info, _HUB), other_names=other)
+    rope = config.rope(info.max_model_len)
+    prefixes = ("nomic_bert", "bert", "")
+    other = rotary_encoder_spec(config, info, rope, TRANSFORMERS, prefixes)
+    return replace(rotary_encoder_spec(config, info, rope, _HUB, prefixes), other_names=other)
 
 
-def _model(config: NomicBertConfig, info: ModelInfo, names: _Names) -> ModelSpec:
+def rotary_encoder_spec(
+    config: RotaryEncoderConfig, info: ModelInfo, rope: RopeSpec, names: EncoderNames, prefixes: tuple[str, ...]
+) -> ModelSpec:
+    """Returns the spec of a post-norm encoder with rotary positions and a gated MLP. Biases are optional."""
     D, I = config.hidden_size, config.intermediate_size  # noqa: E741
     width = config.num_attention_heads * config.head_size
     norm = partial(NormSpec, size=D, eps=config.layer_norm_eps, bias=True)
@@ -203,7 +223,10 @@ def _model(config: NomicBertConfig, info: ModelInfo, names: _Names) -> ModelSpec
             qkv=projection(names.qkv, D, width, width, width),
             attention_out=projection(names.attention_out, width, D),
             attention_norm=norm(name=names.attention_norm),
-            mlp_in=projection((names.gate, names.up), D, I, I, activation=config.hidden_act, is_gated=True),
+            mlp_in=replace(
+                projection(names.gate_up, D, I, I, activation=config.hidden_act, is_gated=True),
+                is_gate_below=len(names.gate_up) == 1,
+            ),
             mlp_out=projection(names.mlp_out, I, D),
             mlp_norm=norm(name=names.mlp_norm),
         )
@@ -211,7 +234,7 @@ def _model(config: NomicBertConfig, info: ModelInfo, names: _Names) -> ModelSpec
     )
     return ModelSpec(
         hidden_size=D,
-        prefixes=("nomic_bert", "bert", ""),
+        prefixes=prefixes,
         embedding=EmbeddingSpec(
             words="embeddings.word_embeddings.weight",
             vocab_size=config.vocab_size,
@@ -226,7 +249,7 @@ def _model(config: NomicBertConfig, info: ModelInfo, names: _Names) -> ModelSpec
             head_size=config.head_size,
             scale=config.head_size**-0.5,
         ),
-        kinds={_KIND: AttentionKind(rope=config.rope(info.max_model_len))},
+        kinds={_KIND: AttentionKind(rope=rope)},
         layers=layers,
         is_pre_norm=False,
         head=_head(D, info),

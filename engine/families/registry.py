@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
-from . import bert, eurobert, gemma, hybrid, llama, mamba, modernbert, mpnet, nomic_bert
+from . import bert, eurobert, gemma, gte, hybrid, llama, mamba, modernbert, mpnet, nomic_bert
 from .spec import Family
 
 logger = logging.getLogger("penstock.engine")
 
-_MODULES: Final = (bert, eurobert, gemma, hybrid, llama, mamba, modernbert, mpnet, nomic_bert)
+_MODULES: Final = (bert, eurobert, gemma, gte, hybrid, llama, mamba, modernbert, mpnet, nomic_bert)
 FAMILIES: Final[Mapping[str, Family]] = {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 """By the model_type of config.json."""
 # Class names of models without a head: transformers' for any family, and Stanford's ColBERT.

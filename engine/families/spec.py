@@ -52,6 +52,7 @@ class LinearSpec:
         bias: Whether it has a bias; None: if the checkpoint has one.
         activation: Name as in config.json; None: no activation.
         is_gated: The upper half of W is a gate: the result is activation(upper half) * lower half.
+        is_gate_below: The checkpoint stores the gate in the lower half. The executors swap the halves.
         is_below_base: Heads only: the names are below the prefix of the base model.
     """
 
@@ -61,6 +62,7 @@ class LinearSpec:
     bias: bool | None = True
     activation: str | None = None
     is_gated: bool = False
+    is_gate_below: bool = False
     is_below_base: bool = False
 
     @property

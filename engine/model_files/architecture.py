@@ -94,8 +94,9 @@ def resolve_architecture(draft: ModelDraft) -> None:
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
     family = FAMILIES.get(model_type)
     packed = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
-    # This key selects variants of BERT-like models; for Granite it has another meaning.
-    is_plain = config.get("position_embedding_type", "absolute") == "absolute" or model_type in DECODER_MODEL_TYPES
+    # This key selects variants of BERT-like models; for Granite it has another meaning, and GTE checks its own values.
+    has_own_meaning = model_type in DECODER_MODEL_TYPES or model_type in ("gte", "new")
+    is_plain = has_own_meaning or config.get("position_embedding_type", "absolute") == "absolute"
     packed = packed and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")

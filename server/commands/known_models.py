@@ -94,6 +94,14 @@ KNOWN_MODELS: Final = (
         note='put "search_query: " or "search_document: " before every text; needs no --trust-remote-code',
     ),
     KnownModel(
+        name="Alibaba-NLP/gte-base-en-v1.5",
+        tasks=("embed",),
+        family="new",
+        num_parameters=136_776_192,
+        dimensions=768,
+        note="needs no --trust-remote-code",
+    ),
+    KnownModel(
         name="Alibaba-NLP/gte-modernbert-base",
         tasks=("embed",),
         family="modernbert",

@@ -270,6 +270,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "electra": "BertTokenizer",
     "distilbert": "BertTokenizer",
     "nomic_bert": "BertTokenizer",
+    "gte": "XLMRobertaTokenizer",
     "mpnet": "MPNetTokenizer",
     "modernbert": "TokenizersBackend",
     "mistral": "TokenizersBackend",
@@ -286,5 +287,6 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "granitemoehybrid": "TokenizersBackend",
     "llama": None,
     "bamba": None,
+    "new": None,
 }
 """Maps a model_type to its tokenizer class in transformers."""

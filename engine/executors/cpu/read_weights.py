@@ -198,9 +198,14 @@ def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
     weights = [scope.floats(f"{name}.weight", rows, spec.in_features) for name, rows in parts]
     has_bias = scope.has(f"{spec.names[0]}.bias") if spec.bias is None else spec.bias
     biases = [scope.floats(f"{name}.bias", rows) for name, rows in parts] if has_bias else []
+    weight = weights[0] if len(weights) == 1 else np.concatenate(weights)
+    bias = np.concatenate(biases) if biases else None
+    if spec.is_gate_below:
+        half = spec.out_features // 2
+        weight, bias = np.roll(weight, half, axis=0), None if bias is None else np.roll(bias, half)
     return library.MapSpec(
-        weight=weights[0] if len(weights) == 1 else np.concatenate(weights),
-        bias=np.concatenate(biases) if biases else None,
+        weight=weight,
+        bias=bias,
         activation=Activation.NONE if spec.activation is None else _ACTIVATIONS[spec.activation],
         gated=spec.is_gated,
     )

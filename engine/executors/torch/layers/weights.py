@@ -96,7 +96,11 @@ class Weights(WeightView[Tensor]):
         matrices = [scope.tensor("weight", rows, spec.in_features, dtype=dtype) for scope, rows in scopes]
         has_bias = scopes[0][0].has("bias") if spec.bias is None else spec.bias
         biases = [scope.tensor("bias", rows, dtype=dtype) for scope, rows in scopes] if has_bias else []
-        return matrices[0] if len(matrices) == 1 else torch.cat(matrices), torch.cat(biases) if biases else None
+        weight, bias = matrices[0] if len(matrices) == 1 else torch.cat(matrices), torch.cat(biases) if biases else None
+        if spec.is_gate_below:
+            half = spec.out_features // 2
+            weight, bias = weight.roll(half, 0), None if bias is None else bias.roll(half)
+        return weight, bias
 
     def rows(self, name: str, indices: Sequence[int], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Reads some rows of a tensor of shape `shape`; arguments and errors are those of `tensor`."""

@@ -337,13 +337,28 @@ def test_class_is_the_one_of_transformers(is_byte_level: bool, tmp_path: Path) -
     declarable = ("PreTrainedTokenizerFast", "TokenizersBackend", "BertTokenizerFast", *CLASSES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreTrainedTokenizerBase, "from_pretrained", classmethod(record))
-        for model_type in tokenizer_classes._REGISTERED:
+        for model_type in tokenizer_classes._REGISTERED.keys() - {"new"}:
             for declared in (None, *declarable):
                 write(tmp_path, model_type, {"tokenizer_class": declared})
                 AutoTokenizer.from_pretrained(tmp_path, config=AutoConfig.for_model(model_type))
                 found = class_name(model_type, declared, is_byte_level=is_byte_level)
                 assert found == loaded[-1], (model_type, declared)
     assert len(set(loaded)) > 8
+
+
+@pytest.mark.parametrize("declared", ["BertTokenizer", "BertTokenizerFast", "XLMRobertaTokenizerFast"])
+def test_class_of_a_family_unknown_to_transformers_is_the_declared_one(declared: str, tmp_path: Path) -> None:
+    word_piece(BERT).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "bert", {"tokenizer_class": declared})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "new"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PreTrainedTokenizerBase, "from_pretrained", classmethod(lambda cls, *_, **__: loaded.append(cls.__name__))
+        )
+        AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded == [class_name("new", declared, is_byte_level=False)]
 
 
 def test_unsupported_tokenizer_is_left_to_transformers(tmp_path: Path) -> None:
