@@ -9,7 +9,7 @@ import numpy as np
 
 from ..protocol.errors import UnsupportedTaskError
 from ..protocol.model_info import ModelInfo
-from ..protocol.multi_vector import QUERY_PROMPTS, RecipeTokens, SparseVector, kept_ids
+from ..protocol.multi_vector import QUERY_PROMPTS, RecipeTokens, SparseVector, remove_ids
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.results import CombinedResult, EmbeddingResult
@@ -18,7 +18,7 @@ from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher
 from .replica import Arrays, Finish
-from .vector_cache.keys import is_kept
+from .vector_cache.keys import is_cacheable
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
 """Tasks with parameters come first, because the other tasks refuse parameters."""
@@ -69,7 +69,7 @@ class CombinedEmbedder:
             own = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
             own.verify(task, self._info)
         params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
-        async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
+        async with self._dispatcher.open(options, looks_up=is_cacheable(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
             token_ids = self._token_ids(tokenized, params) if PoolingTask.TOKEN_EMBED in wanted else None
@@ -104,7 +104,7 @@ class CombinedEmbedder:
         skip_ids: Sequence[int] = ()
         if recipe is not None and recipe.skips(is_query=params.is_query):
             skip_ids = self._recipe_tokens.skip_ids
-        return [kept_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
+        return [remove_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
 
 
 def _pooled(text: JoinedText, *, normalize: bool) -> Finish:

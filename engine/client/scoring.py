@@ -18,7 +18,7 @@ from ..protocol.results import ClassResult, EmbeddingResult, ScoreResult
 from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder, instructed_prompt
 from .dispatcher import Dispatcher, OpenRequest
-from .vector_cache.keys import is_kept
+from .vector_cache.keys import is_cacheable
 
 Texts = Sequence[str]
 Array = NDArray[np.float32]
@@ -74,7 +74,7 @@ class PairScorer:
                 )
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
-        async with self._dispatcher.open(options, looks_up=is_kept(params)) as request:
+        async with self._dispatcher.open(options, looks_up=is_cacheable(params)) as request:
             if options.max_passages == 1:
                 return await score(request, left, right, params, options)
             own = options if task is PoolingTask.SCORE else self._document_options(options)

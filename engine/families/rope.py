@@ -127,8 +127,8 @@ def _llama3(spec: RopeSpec, length: int) -> tuple[Floats, float]:
     """Divides low frequencies by the factor, keeps high frequencies, and interpolates in between."""
     factor, low, high = (spec.option(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = _plain(spec)
-    turns = spec.original_positions * frequencies / (2 * math.pi)
-    share: Floats = ((turns - low) / (high - low)).clip(0, 1)
+    rotations = spec.original_positions * frequencies / (2 * math.pi)
+    share: Floats = ((rotations - low) / (high - low)).clip(0, 1)
     scaled = (1 - share) * frequencies / factor + share * frequencies
     return scaled.astype(np.float32), 1.0
 
@@ -138,9 +138,9 @@ def _yarn(spec: RopeSpec, length: int) -> tuple[Floats, float]:
     original = spec.original_positions
     factor = spec.optional("factor") or spec.max_positions / original
 
-    def pair_of(turns: float) -> float:
-        """Returns the index of the pair with `turns` rotations over the training length."""
-        return spec.size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+    def pair_of(rotations: float) -> float:
+        """Returns the index of the pair with `rotations` rotations over the training length."""
+        return spec.size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     first, last = pair_of(spec.optional("beta_fast") or 32.0), pair_of(spec.optional("beta_slow") or 1.0)
     if spec.options.get("truncate", True):

@@ -20,7 +20,7 @@ from ..protocol.model_info import Activation, ModelInfo
 from ..protocol.multi_vector import MultiVector
 from ..protocol.params import PoolingParams
 from ..protocol.tasks import PoolingType
-from .metadata import IntArray, PickedRows, PoolingMetadata, kept_rows, prefix_sums, ranges
+from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums, ranges, selected_rows
 
 
 class Rows(Protocol):
@@ -334,7 +334,7 @@ def token_rows(pooling_type: PoolingType, metadata: PoolingMetadata) -> TokenRow
         raise ValueError("STEP pooling needs the token ids of the batch")
     tags = [-1 if p.step_tag_id is None else p.step_tag_id for p in metadata.params]
     tag_of_row = np.repeat(tags, metadata.seq_lens)
-    return kept_rows((metadata.token_ids == tag_of_row) | (tag_of_row < 0), metadata.seq_lens)
+    return selected_rows((metadata.token_ids == tag_of_row) | (tag_of_row < 0), metadata.seq_lens)
 
 
 class VectorFilter:
@@ -366,10 +366,10 @@ class VectorFilter:
             return None, metadata.seq_lens
         if metadata.token_ids is None:
             raise ValueError("dropping the vectors of tokens needs the token ids of the batch")
-        is_kept = ~np.isin(metadata.token_ids, self._skip_ids)
+        is_selected = ~np.isin(metadata.token_ids, self._skip_ids)
         if not all(skips.values()):
-            is_kept |= np.repeat([not skips[id(p)] for p in metadata.params], metadata.seq_lens)
-        return kept_rows(is_kept, metadata.seq_lens)
+            is_selected |= np.repeat([not skips[id(p)] for p in metadata.params], metadata.seq_lens)
+        return selected_rows(is_selected, metadata.seq_lens)
 
     def _skips(self, params: PoolingParams) -> bool:
         return self._recipe is not None and len(self._skip_ids) > 0 and self._recipe.skips(is_query=params.is_query)

@@ -325,7 +325,7 @@ def rows_between(firsts: IntArray, ends: IntArray) -> PickedRows:
     return ranges(firsts, ends)
 
 
-def kept_rows(is_kept: NDArray[np.bool_], seq_lens: Sequence[int]) -> tuple[IntArray, tuple[int, ...]]:
-    """Returns the rows for which `is_kept` [T] is True, [R], and their number in each sequence."""
-    num_before = prefix_sums(is_kept)
-    return np.flatnonzero(is_kept), tuple(np.diff(num_before[prefix_sums(seq_lens)]).tolist())
+def selected_rows(is_selected: NDArray[np.bool_], seq_lens: Sequence[int]) -> tuple[IntArray, tuple[int, ...]]:
+    """Returns the rows for which `is_selected` [T] is True, [R], and their number in each sequence."""
+    num_before = prefix_sums(is_selected)
+    return np.flatnonzero(is_selected), tuple(np.diff(num_before[prefix_sums(seq_lens)]).tolist())

@@ -214,11 +214,11 @@ class ModelPooler(Generic[R]):
             values, row_lens = self._sparse.pool(hidden_states, metadata)
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
         has_vectors = group.name in ("token_embeddings", "similarities")
-        kept, row_lens = (
+        selected, row_lens = (
             self._vector_filter.select(metadata) if has_vectors else token_rows(self._info.token_pooling, metadata)
         )
-        if kept is not None:
-            hidden_states = self.ops.pick(hidden_states, kept)
+        if selected is not None:
+            hidden_states = self.ops.pick(hidden_states, selected)
         widths = None
         if has_vectors:
             values, widths = self._token_embedding_head(hidden_states, metadata.params, row_lens)

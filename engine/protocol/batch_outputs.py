@@ -28,7 +28,7 @@ _OUTPUT_NAMES: Final = {
 
 
 class OutputGroup(NamedTuple):
-    """Key of a block: the name of the result, and the class columns that are kept (None: all)."""
+    """Key of a block: the name of the result, and the class columns that it returns (None: all)."""
 
     name: str
     columns: tuple[int, ...] | None

@@ -104,7 +104,7 @@ def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -
     return replace(tokens, token_ids=token_ids, num_hidden=0 if expansion.attends else missing)
 
 
-def kept_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
+def remove_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
     """Returns the token ids without `skip_ids`: the result has one vector for each of them."""
     return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
 

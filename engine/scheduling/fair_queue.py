@@ -234,8 +234,8 @@ class FairQueue:
     def _client(self, name: str) -> _Client:
         if (client := self._clients.get(name)) is None:
             if len(self._clients) >= self._max_clients:
-                kept = {n: c for n, c in self._clients.items() if c.is_waiting or c.start > self._virtual_time}
-                self._clients, self._max_clients = kept, 2 * len(kept) + 64
+                clients = {n: c for n, c in self._clients.items() if c.is_waiting or c.start > self._virtual_time}
+                self._clients, self._max_clients = clients, 2 * len(clients) + 64
             self._clients[name] = client = _Client(self._virtual_time, next(self._numbers))
         return client
 

@@ -85,7 +85,7 @@ class Truncation:
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _MAX_CHARS), _MOST_CHARS)
 
     @property
-    def kept_chars(self) -> int:
+    def max_truncated_chars(self) -> int:
         """Most characters to tokenize of each text of a pair that may be truncated."""
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
 

@@ -59,7 +59,7 @@ class PairEncoder:
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
         """Cuts very long texts before tokenization. Raises RequestTooLongError if they must not be truncated."""
-        num_chars = truncation.kept_chars if truncation.cut else truncation.max_chars
+        num_chars = truncation.max_truncated_chars if truncation.cut else truncation.max_chars
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:

@@ -39,7 +39,7 @@ def step_of(
     step_s: float = 0.1,
     *,
     ended: Sequence[tuple[int, float, float]] = (),
-    **figures: Any,
+    **fields: Any,
 ) -> tuple[StepResults, list[Frame]]:
     """Returns the message and its frames. Consecutive rows of one kind are a block."""
     blocks = []
@@ -51,7 +51,7 @@ def step_of(
         block = ArrayBlock(name=name, values=values, row_lens=row_lens)
         blocks.append(ResultBlock(block, [r.request_id for r in own], [r.index for r in own], [r.is_last for r in own]))
     headers, frames = pack_results(blocks)
-    return StepResults(headers, num_tokens, step_s, finished=list(ended), **figures), frames
+    return StepResults(headers, num_tokens, step_s, finished=list(ended), **fields), frames
 
 
 def unpacked(first: bytes, frames: Sequence[Frame]) -> tuple[ClientMessage, list[SubmitRequest]]:

@@ -55,7 +55,7 @@ _ELSEWHERE: Final = "--"
 KEY_BYTES: Final = 32
 IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "refuse_too_long", "truncation_side", "any_dimensions"})
 """Fields of PoolingParams that are not part of the key, because they change no vector of the same tokens."""
-_KEPT_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
+_CACHED_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
 """Tasks with one vector per input. Rows of token-level tasks would be too large."""
 _NUM_PREFIXES: Final = 256
 
@@ -169,6 +169,6 @@ class Keys:
         return keys
 
 
-def is_kept(params: PoolingParams, finish: str = "") -> bool:
+def is_cacheable(params: PoolingParams, finish: str = "") -> bool:
     """Whether outputs of such a request are cached: one vector per input, or the result of a Finish."""
-    return bool(finish) or {params.task, *params.also} <= _KEPT_TASKS
+    return bool(finish) or {params.task, *params.also} <= _CACHED_TASKS

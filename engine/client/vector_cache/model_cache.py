@@ -22,7 +22,7 @@ from ...protocol.tasks import PoolingTask
 from ..replica import Arrays
 from ..stats import CacheStats
 from .cache import VectorCache
-from .keys import Keys, UnknownIdentityError, identity_of, is_kept, stamp_of
+from .keys import Keys, UnknownIdentityError, identity_of, is_cacheable, stamp_of
 
 _MIN_NORM: Final = 1e-12
 
@@ -33,7 +33,7 @@ def whole_params(params: PoolingParams) -> PoolingParams | None:
     Returns:
         None if the request itself has these parameters, or has outputs that are not embeddings.
     """
-    if not is_kept(params) or PoolingTask.EMBED not in (params.task, *params.also):
+    if not is_cacheable(params) or PoolingTask.EMBED not in (params.task, *params.also):
         return None
     whole = params.clone(dimensions=None, normalize=False, use_activation=False)
     return None if whole == params else whole
@@ -161,7 +161,7 @@ class ModelCache:
         self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, finish: str
     ) -> list[Arrays]:
         keys_of = self._keys
-        if keys_of is None or not is_kept(params, finish):
+        if keys_of is None or not is_cacheable(params, finish):
             return list(await compute(list(inputs), params))
         if sum(map(len, inputs)) > _MANY_TOKENS:
             keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, finish)

@@ -27,7 +27,7 @@ from ...checkpoint.files import (
 from ...checkpoint.views import Array
 from ...executors.torch.base import PackedModel
 from ...executors.torch.heads import Dense, VocabularyHead
-from ...executors.torch.layers.linear import Linear, limit_kept_kernels
+from ...executors.torch.layers.linear import Linear, limit_cached_kernels
 from ...executors.torch.layers.weights import Fusion, Weights, are_finite
 from ...executors.torch.spec_model import SpecModel
 from ...families.registry import find_family, has_own_code
@@ -79,7 +79,7 @@ def load_model(
         UnsupportedModelError: The architecture, or one of its options, is not known.
         WeightError: A file cannot be read, or a tensor is missing or has the wrong shape.
     """
-    limit_kept_kernels()
+    limit_cached_kernels()
     if not info.packed or (trust_remote_code and has_own_code(info.architecture, info.config)):
         from ...executors.torch.transformers.model import TransformersModel
 

@@ -265,7 +265,7 @@ class Mlp:
         return self._down(self._up(x_TD), add=add)
 
 
-def limit_kept_kernels() -> None:
+def limit_cached_kernels() -> None:
     """Limits the memory of oneDNN's kernels, which it compiles for each number of rows of a product in 16 bits.
 
     Call it before the first product of the process.

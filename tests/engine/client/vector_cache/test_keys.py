@@ -20,7 +20,7 @@ from penstock.engine.client.vector_cache.keys import (
     Keys,
     UnknownIdentityError,
     identity_of,
-    is_kept,
+    is_cacheable,
     stamp_of,
 )
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo
@@ -128,7 +128,7 @@ def test_key_does_not_depend_on_other_inputs() -> None:
     ],
 )
 def test_only_vectors_of_inputs_are_cached(tasks: tuple[PoolingTask, ...], finish: str, is_cached: bool) -> None:
-    assert is_kept(PoolingParams(task=tasks[0], also=tasks[1:]), finish) is is_cached
+    assert is_cacheable(PoolingParams(task=tasks[0], also=tasks[1:]), finish) is is_cached
 
 
 # Identities
