@@ -175,7 +175,6 @@ def create_app(
 
 
 def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
-    """Returns the routes that the settings enable."""
     modules = (
         *(openai, cohere, rerank, classify, vllm, tei, ollama, encode),
         *(model_routes, operations, pages),

@@ -132,7 +132,6 @@ def _no_adapter_error(info: ModelInfo, purpose: str, param: str) -> InvalidReque
 
 
 def _named(info: ModelInfo, role: Role) -> list[str]:
-    """Returns the names of the model's prompts for a role, in its order."""
     return [name for name in info.prompts if _role(name) == role]
 
 

@@ -71,7 +71,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     if settings.api_workers > 1:
         check_workers(settings, plans)
-        configs = [kept_config(plan, num_engines) for plan in plans]
+        configs = [single_core_config(plan, num_engines) for plan in plans]
         listener = bound_socket(settings.host, settings.port)
         _serve_by_workers(settings, plans, list(zip(models, configs, strict=True)), listener, process)
         return
@@ -271,7 +271,7 @@ def _served_model(
     )
 
 
-def kept_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
+def single_core_config(plan: ModelPlan, num_engines: int) -> EngineConfig:
     """Returns the configuration of a model with one engine core, on one device or set of CPU cores.
 
     Raises:

@@ -150,7 +150,7 @@ def write_npy(path: Path, source: InputFile, results: Results) -> None:
 def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
     """Writes each row with all its fields and the field `embedding`."""
     with path.open("wb") as file:
-        for number, row in _kept(source.full_rows(), results.refused):
+        for number, row in _good_rows(source.full_rows(), results.refused):
             (vector,) = results.vectors.rows([number])
             try:
                 fields = source.json_object(row)
@@ -186,7 +186,6 @@ def with_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
 
 
 def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[list[int], Any]]:
-    """Yields the rows to write as pyarrow.Table, with their numbers."""
     import pyarrow as pa
 
     if isinstance(source, ParquetRows):
@@ -200,13 +199,13 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
             yield [start + i for i in places], table
             start += len(texts)
         return
-    rows = _kept(source.full_rows(), results.refused)
+    rows = _good_rows(source.full_rows(), results.refused)
     record = operator.attrgetter("record") if results.columns is None else results.columns.record
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
         yield [number for number, _ in block], pa.Table.from_pylist([record(row) for _, row in block], schema=schema)
 
 
-def _kept(rows: Iterator[Row | BadRow], refused: Collection[int]) -> Iterator[tuple[int, Row]]:
+def _good_rows(rows: Iterator[Row | BadRow], refused: Collection[int]) -> Iterator[tuple[int, Row]]:
     return ((n, row) for n, row in enumerate(rows) if isinstance(row, Row) and n not in refused)
 
 

@@ -161,7 +161,6 @@ def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settin
 
 
 def _first_refused(source: InputFile, refused: Mapping[int, str]) -> tuple[int, str]:
-    """Returns the line of the first skipped row, and the reason."""
     return next(
         (row.line, row.reason if isinstance(row, BadRow) else refused[number])
         for number, row in enumerate(source.rows())
@@ -250,11 +249,11 @@ async def _embed(
     index = request.indices[0]
     try:
         try:
-            result.add(request.indices, await _ask(engine, request.rows, params, options))
+            result.add(request.indices, await _embed_rows(engine, request.rows, params, options))
         except InvalidRequestError:
             for index, row in zip(request.indices, request.rows, strict=True):
                 try:
-                    result.add([index], await _ask(engine, [row], params, options))
+                    result.add([index], await _embed_rows(engine, [row], params, options))
                 except InvalidRequestError as refusal:
                     if settings.on_bad_row == "fail":
                         return start + index, source.refused_row(row.line, _reason(refusal))
@@ -294,7 +293,7 @@ def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
     return refused
 
 
-async def _ask(
+async def _embed_rows(
     engine: AsyncEngine, rows: Sequence[Row], params: PoolingParams, options: RequestOptions
 ) -> NDArray[np.float32]:
     """Returns the vectors of rows. Retries while the engine is full."""

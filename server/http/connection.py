@@ -369,7 +369,6 @@ class Connection(HttpToolsProtocol):
         self._writer.end_our_side()
 
     def _send_refusal(self) -> None:
-        """Sends the pending rejection, if any."""
         if self._refusal is not None:
             self._refusal.send()
 

@@ -101,7 +101,6 @@ class RequestMiddleware:
                 observe(record)
 
     async def _wait_for_release(self, scope: Scope) -> None:
-        """Waits until RefusalPace releases the refusal."""
         try:
             within_s = longest_wait_s(scope)
         except InvalidRequestError:  # an invalid header on a route that does not check it

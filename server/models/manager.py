@@ -165,7 +165,6 @@ class ModelManager:
         return task
 
     async def _load(self, entry: ModelEntry) -> None:
-        """Loads a model. Records an error in its entry."""
         began_s = time.monotonic()
         try:
             async with self._making_space:

@@ -198,7 +198,6 @@ class ModelTable:
         return states
 
     def _target(self, entry: ModelEntry, name: str | None, scope: Scope) -> Target:
-        """Returns the target of a request and records that the request uses the engine."""
         assert entry.engine is not None
         scope.setdefault(_USED, []).append(entry)
         shown_name = name if name and name in self._named else entry.name

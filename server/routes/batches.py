@@ -156,7 +156,7 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
 @off.route(["GET", "DELETE"], "/v1/files/{rest:path}")
 @off.route(["GET", "POST"], "/v1/batches")
 @off.route(["GET", "POST"], "/v1/batches/{rest:path}")
-async def tell_flag() -> Response:
+async def batches_off() -> Response:
     """Responds with 404 and the flag that enables files and batches."""
     return OPENAI.status_error(404, "Files and batches are off on this server; --data-dir FOLDER switches them on.")
 

@@ -87,10 +87,10 @@ class OllamaEmbedBody(OllamaBody):
 
     def longest(self, model: ModelInfo) -> int:
         """Returns the limit of tokens of an input: -1 for the limit of the model, or `num_ctx` if that is less."""
-        asked = (self.options or {}).get("num_ctx")
-        if not isinstance(asked, int) or isinstance(asked, bool) or not 0 < asked < model.max_model_len:
+        num_ctx = (self.options or {}).get("num_ctx")
+        if not isinstance(num_ctx, int) or isinstance(num_ctx, bool) or not 0 < num_ctx < model.max_model_len:
             return -1
-        return asked
+        return num_ctx
 
 
 class OllamaEmbedRequest(OllamaEmbedBody):
@@ -367,7 +367,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
     """Rejects requests for generated text. A request without a prompt loads or unloads a model."""
     life = body.life() if request.scope["path"].startswith("/api/") else None
     if life is not None:
-        return await respond_as(load_or_let_go, OllamaLifeRequest, life, request)
+        return await respond_as(load_or_unload, OllamaLifeRequest, life, request)
     served = "; ".join(
         name if info is None else f"{name} ({', '.join(info.tasks)})"
         for _, name, info in context_of(request).models.describe_all()
@@ -379,7 +379,7 @@ async def generate(body: TextRequest, request: Request) -> Response:
     )
 
 
-async def load_or_let_go(body: OllamaLifeRequest, request: Request) -> Response:
+async def load_or_unload(body: OllamaLifeRequest, request: Request) -> Response:
     """Loads an on-demand model, or unloads it if `keep_alive` is 0."""
     name = body.served_name()
     if body.keep_alive == 0:

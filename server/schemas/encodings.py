@@ -56,13 +56,13 @@ class EncodingOptions(BaseModel):
         Raises:
             InvalidRequestError: Fields contradict each other.
         """
-        asked = self.encoding_format or EncodingFormat.FLOAT
+        requested = self.encoding_format or EncodingFormat.FLOAT
         base = Encoding(
-            format=EncodingFormat.FLOAT if asked in QUANTIZATIONS else asked,
+            format=EncodingFormat.FLOAT if requested in QUANTIZATIONS else requested,
             dtype=self.embed_dtype or EmbedDtype.FLOAT32,
             endianness=self.endianness or Endianness.LITTLE,
         )
-        return self._quantized(base, QUANTIZATIONS.get(asked), "encoding_format")
+        return self._quantized(base, QUANTIZATIONS.get(requested), "encoding_format")
 
     def encodings(self) -> Mapping[str, Encoding]:
         """Returns the encoding of the vectors by name, or several encodings; see `encoding`."""
@@ -105,8 +105,8 @@ class EmbeddingTypeOptions(EncodingOptions):
         if self.model_fields_set.isdisjoint(_ENCODING_FIELDS) and self.encoding_format in _PLAIN_ENCODINGS:
             return _PLAIN_ENCODINGS[self.encoding_format]
         base = self.encoding()
-        asked = self.embedding_type or ([self.encoding_type] if self.encoding_type else [])
-        types: dict[EmbeddingType, None] = dict.fromkeys(asked)
+        requested = self.embedding_type or ([self.encoding_type] if self.encoding_type else [])
+        types: dict[EmbeddingType, None] = dict.fromkeys(requested)
         if len(types) > 1 and base.is_bytes:
             raise InvalidRequestError(
                 f"embedding_type holds {len(types)} types, but encoding_format is {base.format.value!r}, which holds "

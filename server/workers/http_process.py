@@ -140,7 +140,6 @@ class HttpProcess:
             self._process.send_signal(number)
 
     async def _run_process(self) -> str:
-        """Runs a process and returns the reason why it ended."""
         plan = self._make_plan()
         try:
             process, end, connections = await self._start()

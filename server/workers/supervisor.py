@@ -200,7 +200,6 @@ class WorkerSupervisor:
             self._fail(NothingServedError())
 
     async def _end_workers(self, serving: Sequence[asyncio.Task[None]]) -> None:
-        """Lets all processes finish their requests, and kills the processes that do not end."""
         for worker in self._workers:
             worker.stop(signal.SIGTERM)
         _, left = await asyncio.wait(serving, timeout=self._settings.drain_timeout_s + _END_S)

@@ -109,7 +109,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
 def test_contradicting_devices_are_refused() -> None:
     plan = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):
-        serve.kept_config(plan, 1)
+        serve.single_core_config(plan, 1)
 
 
 def header(text: bytes) -> bytes:
