@@ -1,6 +1,5 @@
 """Damaged model files: the model alone ends the server with exit code 2 or 3; beside others it gets 503."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 Damage = Callable[[Path], object]
 Copy = Callable[[Damage], Path]
-QUERY = "encoder.layer.0.attention.self.query.weight"
 
 
 def truncate(folder: Path) -> None:
@@ -22,41 +20,7 @@ def write(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def use_nan(folder: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    tensors = safetensors.load_file(folder / "model.safetensors")
-    tensors[QUERY][0, 0] = float("nan")
-    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def use_no_heads(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
-
-
-def index(file: str) -> Damage:
-    """Lets an index of shards name a file outside the folder."""
-
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
-        index = {"metadata": {}, "weight_map": {QUERY: file}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return damage
-
-
 EMPTY_WEIGHTS, EMPTY_CONFIG = write("model.safetensors", b""), write("config.json", b"")
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "truncated weights": (truncate, "model.safetensors"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
-    "NaN": (use_nan, repr(QUERY)),
-    "index with ..": (index("../elsewhere.safetensors"), "'../elsewhere.safetensors'"),
-    "index with an absolute path": (index("/etc/passwd"), "'/etc/passwd'"),
-    "garbage as tokenizer": (write("tokenizer.json", b"garbage"), "tokenizer"),
-    "deeply nested config.json": (write("config.json", b"[" * 100_000), "config.json"),
-    "no heads": (use_no_heads, "num_attention_heads"),
-    "no folder": (shutil.rmtree, ""),
-}
 
 
 @pytest.fixture
@@ -72,9 +36,10 @@ def damaged(random_model: Callable[..., Path], tmp_path: Path) -> Copy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DAMAGES)
-def test_serve_of_a_damaged_model_fails_in_one_line(name: str, damaged: Copy, run) -> None:
-    damage, part = DAMAGES[name]
+@pytest.mark.parametrize(
+    ("damage", "part"), [(truncate, "model.safetensors"), (write("tokenizer.json", b"garbage"), "tokenizer")]
+)
+def test_serve_of_a_damaged_model_fails_in_one_line(damage: Damage, part: str, damaged: Copy, run) -> None:
     done = run("serve", str(damaged(damage)), "--port", "0", "--device", "cpu")
     lines = [line for line in done.stderr.splitlines() if " ERROR " in line or line.startswith("penstock: error")]
     assert done.returncode in (2, 3)
