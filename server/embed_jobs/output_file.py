@@ -115,15 +115,14 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
         replace_file(output, temporary, lambda path: write(path, source, results))
     except OSError as error:
         raise CommandError(
-            f"{output} cannot be written: {error.strerror or error}; the vectors of all "
-            f"{results.vectors.num_rows} rows "
-            "are kept: run the same command again later"
+            f"{output} cannot be written: {error.strerror or error}; the vectors "
+            f"of all {results.vectors.num_rows} rows are kept: run the same command again later"
         ) from error
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise CommandError(
             f"{output} cannot be written: its format does not support the columns of {source.path} "
-            f"({one_line(error)}). All embeddings are done and kept: rename the folder "
-            f"{output.name}.partial to {output.stem}.npy.partial, and give the same command with an output "
+            f"({one_line(error)}). All embeddings are kept: rename the folder "
+            f"{output.name}.partial to {output.stem}.npy.partial, and run the same command with an output "
             f"{output.stem}.npy"
         ) from error
 
@@ -157,8 +156,8 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
             except orjson.JSONEncodeError as error:
                 raise source.bad_row(
                     row.line,
-                    f"its fields cannot be written as JSON ({error}). All embeddings are done and kept: rename the "
-                    "folder OUTPUT.jsonl.partial to OUTPUT.npy.partial, and give the same command with an OUTPUT.npy",
+                    f"its fields cannot be written as JSON ({error}). All embeddings are kept: rename the "
+                    "folder OUTPUT.jsonl.partial to OUTPUT.npy.partial, and run the same command with an OUTPUT.npy",
                 ) from error
             values = orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)
             file.write(b'%b,"%b":%b}\n' % (fields[:-1].rstrip(), COLUMN.encode(), values))

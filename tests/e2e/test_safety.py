@@ -97,8 +97,8 @@ def test_https_server_guards_its_routes_and_its_log(launch, default_model, certi
     [
         (("--ssl-keyfile", "{key}"), "--ssl-keyfile: needs --ssl-certfile"),
         (("--ssl-certfile", "/no/such/file"), "--ssl-certfile: /no/such/file cannot be read"),
-        (("--ssl-certfile", "{certificate}"), "no PEM certificate with its key"),
-        (("--ssl-certfile", "{key}", "--ssl-keyfile", "{key}"), "no PEM certificate with its key"),
+        (("--ssl-certfile", "{certificate}"), "must be a PEM certificate with its unencrypted key"),
+        (("--ssl-certfile", "{key}", "--ssl-keyfile", "{key}"), "must be a PEM certificate with its unencrypted key"),
         (("--api-key-file", "/no/such/file"), "--api-key-file: /no/such/file cannot be read"),
     ],
 )

@@ -132,7 +132,7 @@ def test_batch_waits_while_the_disk_is_full(launch_gated: Launch, gate: Gate, sm
     wait_for_lines(server, batch_id, 100)
     disk.fill()
     gate.let_through(1000)
-    server.wait_for_log("answers cannot be written")
+    server.wait_for_log("responses cannot be written")
     batch = retrieve(server, batch_id)
     assert (batch["status"], batch["error_file_id"]) == ("in_progress", None)
     assert batch["request_counts"]["completed"] < 2000

@@ -68,7 +68,7 @@ def test_embed_on_a_full_disk_continues_later(kind: str, small_bert: Path, small
     disk.free(int(1.8 * MIB))  # enough for the shards, not for the output beside them
     code, line = embed()
     assert code == 1
-    assert f"all {num_rows} rows are done and kept" in line
+    assert f"the vectors of all {num_rows} rows are kept" in line
     assert not output.exists()
     disk.free(64 * MIB)
     assert embed()[0] == 0

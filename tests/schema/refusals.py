@@ -45,7 +45,7 @@ OF_TWO_FIELDS = (
     r"^return_token_ids needs multi_vector, which is not in outputs",
     r"^encoding_format is '\w+', which (holds only one output|puts a line)",
     r"^Give labels \(zero-shot\) or examples \(few-shot\)",
-    r"^messages are for classes of the model's own",
+    r"^messages need a classifier",
     r"^messages holds several chats",
     r"^chat_template is not taken from requests",
     r"^documents: entry \d+ is an object without",
