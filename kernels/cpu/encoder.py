@@ -138,20 +138,6 @@ class CpuEncoder:
             final_norm=self._norm(spec.final_norm),
         )
 
-    def __call__(
-        self,
-        ids_T: NDArray[np.int64],
-        positions_T: NDArray[np.int64],
-        starts: NDArray[np.int32],
-        *,
-        visible_N: NDArray[np.int32] | None = None,
-        need_attention: bool = False,
-        past: Past | None = None,
-    ) -> tuple[Floats, Floats | None]:
-        """Runs a forward and waits for it; see `begin`, and CpuForward.result."""
-        forward = self.begin(ids_T, positions_T, starts, visible_N=visible_N, need_attention=need_attention, past=past)
-        return forward.result()
-
     def begin(
         self,
         ids_T: NDArray[np.int64],

@@ -43,7 +43,7 @@ class ChunkedDecoder:
             slots=np.concatenate(slots).astype(np.int64),
         )
         flat = np.concatenate(ids)
-        rows, _ = self.decoder(flat, flat, starts, past=past)
+        rows, _ = self.decoder.begin(flat, flat, starts, past=past).result()
         for (number, _, _), part in zip(chunks, np.split(rows, starts[1:-1]), strict=True):
             self.rows[number].append(part)
 

@@ -50,9 +50,9 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
                 lengths = numbers.integers(1, most + 1, numbers.integers(1, 4 if most > 60 else 12)).tolist()
                 hides, weighs = (not shape.is_decoder and numbers.random() < 0.5 for _ in range(2))
                 texts = make_texts(lengths, int(numbers.integers(100)), hides=hides)
-                rows, _ = encoder(
+                rows, _ = encoder.begin(
                     texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=weighs
-                )
+                ).result()
                 if not np.isfinite(rows).all():
                     raise ArithmeticError(f"{machine.isa}, {shape}, {form.name}, {lengths}: not finite")
                 if shape.is_decoder and shape.window is not None and shape.window[1] == 0:

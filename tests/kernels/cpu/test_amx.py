@@ -62,13 +62,18 @@ def test_bits_do_not_depend_on_batch_and_lanes(amx: Opener, shape, form: Format)
     spec, texts = make_spec(shape), make_texts([1, 2, 16, 17, 33, 64, 90, 200])
     with amx(1) as machine:
         encoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
-        alone = [encoder(text.ids, text.positions, text.starts)[0] for text in map(texts.__getitem__, range(8))]
+        alone = [
+            encoder.begin(text.ids, text.positions, text.starts).result()[0]
+            for text in map(texts.__getitem__, range(8))
+        ]
     for num_lanes in (1, 2, 3):
         with amx(num_lanes) as machine:
             encoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
-            assert np.array_equal(encoder(texts.ids, texts.positions, texts.starts)[0], np.concatenate(alone))
+            assert np.array_equal(
+                encoder.begin(texts.ids, texts.positions, texts.starts).result()[0], np.concatenate(alone)
+            )
             longest = texts[7]  # all lanes go together
-            assert np.array_equal(encoder(longest.ids, longest.positions, longest.starts)[0], alone[7])
+            assert np.array_equal(encoder.begin(longest.ids, longest.positions, longest.starts).result()[0], alone[7])
 
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
@@ -77,7 +82,7 @@ def test_chunks_equal_the_whole_bit_for_bit(amx: Opener, shape, form: Format) ->
     spec, texts = make_spec(shape), make_texts([1, 2, 33, 300])
     with amx(2) as machine:
         decoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
-        whole, _ = decoder(texts.ids, texts.positions, texts.starts)
+        whole, _ = decoder.begin(texts.ids, texts.positions, texts.starts).result()
         assert np.array_equal(ChunkedDecoder(decoder, spec, texts, 16).run(70), whole)
 
 
@@ -89,7 +94,7 @@ def test_attention_fills_the_tiles(shape: Shape, amx_model: Path) -> None:
         encoder = CpuEncoder(machine, make_spec(shape), Format.F32, attention=Format.DOT)
         for length in (1, 16, 17, 32, 33, 49, 128, 200):
             texts, before = make_texts([length]), count.value
-            encoder(texts.ids, texts.positions, texts.starts)
+            encoder.begin(texts.ids, texts.positions, texts.starts).result()
             # 16 queries with 16 keys by 32 places of a head; with 32 values by 16 places.
             queries, size = math.ceil(length / 16), math.ceil(shape.head_size / 32)
             keys = 2 * math.ceil(length / 32)
@@ -102,7 +107,8 @@ def test_every_thread_may_run_forwards(amx: Opener) -> None:
     with amx(2) as machine, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         encoder = CpuEncoder(machine, make_spec(SHAPES[0]), Format.DOT)
         first, second = (
-            thread.submit(encoder, texts.ids, texts.positions, texts.starts).result()[0] for thread in (one, other)
+            thread.submit(lambda: encoder.begin(texts.ids, texts.positions, texts.starts).result()).result()[0]
+            for thread in (one, other)
         )
         assert np.array_equal(first, second)
 

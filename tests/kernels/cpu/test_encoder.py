@@ -31,9 +31,9 @@ every_shape = pytest.mark.parametrize("shape", [*SHAPES, *DECODERS], ids=lambda 
 def run(encoder: CpuEncoder, texts: Texts, need_attention: bool | None = None) -> tuple[torch.Tensor, Any]:
     """Rows and attention weights; the weights of a decoder are None."""
     need_attention = not encoder._struct.is_decoder if need_attention is None else need_attention
-    rows, weights = encoder(
+    rows, weights = encoder.begin(
         texts.ids, texts.positions, texts.starts, visible_N=texts.visible, need_attention=need_attention
-    )
+    ).result()
     return torch.from_numpy(rows), None if weights is None else torch.from_numpy(weights)
 
 
@@ -281,7 +281,7 @@ def test_invalid_pages_are_refused(three_lane_machine: Machine) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
-    decoder(texts.ids, texts.positions, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32)))
+            decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
+    decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32))).result()
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
         Pages(narrow, halves)
