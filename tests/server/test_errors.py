@@ -112,13 +112,7 @@ NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
     (*EMBED, {"data": {"input": "a"}}, 415, ["application/x-www-form-urlencoded", "application/json"]),
     (*EMBED, {"content": b"{}", "headers": TEXT_PLAIN}, 415, ["text/plain"]),
     ("POST", "/rerank", {"json": {}}, 400, ["query is missing; the body is empty."]),
-    (
-        "POST",
-        "/score",
-        {"json": {"text_1": "a", "text_2": "b", "chat_template_kwargs": {"a": 1, "b": 2}}},
-        400,
-        ["a, b"],
-    ),
+    ("POST", "/score", {"json": {**PAIR, "chat_template_kwargs": {"a": 1, "b": 2}}}, 400, ["a, b"]),
     *(
         (*EMBED, {"content": b'{"input": [%b]}' % number}, 400, ["input holds a number that is out of range"])
         for number in (b"1" + b"0" * 30, b"-1" + b"0" * 30)

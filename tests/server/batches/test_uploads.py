@@ -132,7 +132,7 @@ async def test_file_is_never_whole_in_memory(files: Files) -> None:
 async def test_disconnected_upload_leaves_no_file(files: Files) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield HEAD + FILE + b"x"
-        raise HTTPException(400, "The body is incomplete.")
+        raise HTTPException(400)
 
     with pytest.raises(HTTPException):
         await files.receive("multipart/form-data; boundary=b", body(), "me")
@@ -153,8 +153,6 @@ async def test_upload_into_a_removed_folder_is_an_error(files: Files) -> None:
         (b"filename=\"a.jsonl\"; filename*=undefined''b", "a.jsonl"),
         (b"filename=\xff\xfe", "\ufffd\ufffd"),
         ('filename="ein \\"Dämm\\" 東京.jsonl"'.encode(), 'ein "Dämm" 東京.jsonl'),
-        (b"filename=", "upload"),
-        (b"", "upload"),
         (b";;;=; filename", "upload"),
     ],
 )

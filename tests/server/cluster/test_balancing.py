@@ -56,7 +56,6 @@ def test_report_is_read_from_routing_stats() -> None:
         ([0.0], [0.0], 1, 0),  # Ray keeps --min-replicas
         ([1.0], [1.0], 1, 1),
         ([1.01], [1.0], 1, 2),
-        ([6.0], [1.0], 1, 6),
         ([6.0, 0.0], [1.0, 0.0], 2, 6),  # queued requests stay on their replica
         ([0.3, 0.3, 0.3], [0.9, 0.9, 0.9], 3, 3),  # short queues, busy engines
         ([0.3, 0.3, 0.3], [0.5, 0.5, 0.5], 3, 2),

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -49,10 +49,7 @@ def _restored_signals() -> Iterator[None]:
     ],
 )
 def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, code: int, monkeypatch, caplog) -> None:
-    async def fail(*_: object, **__: object) -> None:
-        raise failure
-
-    monkeypatch.setattr(AsyncEngine, "start", fail)
+    monkeypatch.setattr(AsyncEngine, "start", AsyncMock(side_effect=failure))
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve, "resolved", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
@@ -87,11 +84,7 @@ def test_settings_unsupported_by_several_processes_are_refused(config, plan, set
 
 @pytest.mark.parametrize(
     ("given", "device"),
-    [
-        ({"devices": ("cuda:1",)}, "cuda:1"),
-        ({"devices": ("cpu",)}, "cpu"),
-        ({"device": "cpu"}, "cpu"),
-    ],
+    [({"devices": ("cuda:1",)}, "cuda:1"), ({"devices": ("cpu",)}, "cpu"), ({"device": "cpu"}, "cpu")],
 )
 def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: str, monkeypatch) -> None:
     served = Mock()

@@ -94,9 +94,7 @@ def test_finished_job_is_not_overwritten(output: JobFolder) -> None:
 def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, overwrite: bool) -> None:
     output.folder.mkdir()
     (output.folder / name).write_bytes(b"of another program")
-    with pytest.raises(
-        UsageError, match=f"has {name}, which is not a file of a job of this version: use"
-    ):
+    with pytest.raises(UsageError, match=f"has {name}, which is not a file of a job of this version: use"):
         output.begin(IDENTITY, overwrite=overwrite)
     assert (output.folder / name).read_bytes() == b"of another program"
 

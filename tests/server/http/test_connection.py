@@ -129,19 +129,11 @@ async def test_request_with_a_wrong_host_gets_400(head: bytes, reason: bytes) ->
         assert not server.server_state.connections
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET / HTTP/1.0\r\n\r\n",
-        *(
-            b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host
-            for host in (b"", b" [::1]:8000", b" 127.0.0.1:80", b" my_host.example \t", b" %2Frun%2Fpenstock.sock")
-        ),
-    ],
-)
-async def test_request_with_a_valid_host_is_answered(head: bytes) -> None:
+@pytest.mark.parametrize("host", [b"", b" [::1]:8000", b" my_host.example \t", b" %2Frun%2Fpenstock.sock"])
+async def test_request_with_a_valid_host_is_answered(host: bytes) -> None:
     async with running(echo) as (_, port):
-        assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
+        for head in (b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host, b"GET / HTTP/1.0\r\n\r\n"):
+            assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_invalid_http_gets_400() -> None:

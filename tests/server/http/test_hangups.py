@@ -78,11 +78,6 @@ async def test_disconnect_after_a_large_body_is_seen(engine: FakeEngine, gate: a
         await until(lambda: engine.was_cancelled)
 
 
-@pytest.fixture
-def _short_interim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
-
-
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_half_closed_client_gets_its_response(engine: FakeEngine, gate: asyncio.Event, version: str) -> None:
     async with served(engine) as (server, port):
@@ -122,8 +117,8 @@ async def test_incomplete_request_before_half_close_ends(engine: FakeEngine, unf
     assert not engine.calls
 
 
-@pytest.mark.usefixtures("_short_interim")
-async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate: asyncio.Event) -> None:
+async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate, monkeypatch) -> None:
+    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
     async with served(engine) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(SENT)
@@ -138,19 +133,17 @@ async def test_slow_response_sends_one_interim_response(engine: FakeEngine, gate
         writer.close()
 
 
-@pytest.mark.usefixtures("_short_interim")
-async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate: asyncio.Event) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 0.2])  # before and after the interim response
+async def test_closed_connection_cancels_the_request(engine: FakeEngine, gate, monkeypatch, wait_s: float) -> None:
+    monkeypatch.setattr(connection, "INTERIM_AFTER_S", 0.1)
     async with served(engine) as (server, port):
-        for wait_s in (0.0, 0.2):  # before and after the interim response
-            engine.was_cancelled = False
-            engine.entered.clear()
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(SENT)
-            await engine.entered.wait()
-            await asyncio.sleep(wait_s)
-            writer.close()
-            await until(lambda: engine.was_cancelled)
-            await until(lambda: not server.server_state.connections)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(SENT)
+        await engine.entered.wait()
+        await asyncio.sleep(wait_s)
+        writer.close()
+        await until(lambda: engine.was_cancelled)
+        await until(lambda: not server.server_state.connections)
 
 
 async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asyncio.Event) -> None:

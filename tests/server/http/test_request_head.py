@@ -22,10 +22,11 @@ def options_of(engine) -> RequestOptions:
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_every_route_reads_headers_and_priority(client: httpx.AsyncClient, engine, path: str) -> None:
-    headers = {"x-request-timeout": "25", "x-priority": "-3"}
-    assert (await client.post(path, json=ROUTES[path], headers=headers)).status_code == 200
-    assert 15 < options_of(engine).timeout_s < 25  # less the time of the server
-    assert options_of(engine).priority == -3
+    for name, priority in {"-3": -3, "critical": -2, "high": -1, "normal": 0, "low": 1}.items():
+        headers = {"x-request-timeout": "25", "x-priority": name}
+        assert (await client.post(path, json=ROUTES[path], headers=headers)).status_code == 200
+        assert 15 < options_of(engine).timeout_s < 25  # less the time of the server
+        assert options_of(engine).priority == priority
     for priority in (0, 7):
         body = {**ROUTES[path], "priority": priority}
         assert (await client.post(path, json=body, headers={"x-priority": "3"})).status_code == 200
@@ -138,10 +139,3 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
                 response = await client.post(path, json=body, headers=headers)
                 assert response.status_code == status
                 assert response.json()["message"] == "The deadline of 0.1 s passed before the answer."
-
-
-@pytest.mark.parametrize(("name", "level"), [("critical", -2), ("high", -1), ("normal", 0), ("low", 1)])
-async def test_priority_levels_have_names(client, engine, name: str, level: int) -> None:
-    answer = await client.post("/v1/embeddings", json={"input": "a gate"}, headers={"x-priority": name})
-    assert answer.status_code == 200
-    assert options_of(engine).priority == level

@@ -188,7 +188,7 @@ async def test_pinned_model_is_unloaded_on_request_only(engines: Engines, caplog
     assert engines.started == ["a", "a"]
 
 
-async def test_close_ends_a_load_and_a_swap(engines: Engines) -> None:
+async def test_close_ends_a_swap(engines: Engines) -> None:
     manager = engines.manager("a", "b", max_loaded=1)
     a, b = manager.entries
     await manager.acquire(a)
@@ -200,13 +200,14 @@ async def test_close_ends_a_load_and_a_swap(engines: Engines) -> None:
     assert engines.closed == ["a"]
     await cancel(*tasks)
 
+
+async def test_close_cancels_a_load(engines: Engines) -> None:
     manager = engines.manager("c")
     engines.gates["c"] = asyncio.Event()
-    (c,) = manager.entries
-    loading = asyncio.create_task(manager.acquire(c))
+    loading = asyncio.create_task(manager.acquire(manager.entries[0]))
     await until(lambda: "c" in engines.started)
     await manager.close()
-    assert (engines.cancelled, c.status) == (["c"], ModelStatus.UNLOADED)
+    assert (engines.cancelled, states(manager)) == (["c"], ["unloaded"])
     await cancel(loading)
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import httpx
 import orjson
@@ -256,16 +257,10 @@ async def test_tracing_needs_the_otel_extra(serving, engine, monkeypatch: pytest
     ],
 )
 def test_endpoint_without_a_path_gets_the_default_path(monkeypatch, given: str, sent_to: str) -> None:
-    endpoints: list[str] = []
-
-    class Exporter(InMemorySpanExporter):
-        def __init__(self, endpoint: str) -> None:
-            super().__init__()
-            endpoints.append(endpoint)
-
-    monkeypatch.setattr("penstock.server.observability.tracing.OTLPSpanExporter", Exporter)
+    exporter = Mock(return_value=InMemorySpanExporter())
+    monkeypatch.setattr("penstock.server.observability.tracing.OTLPSpanExporter", exporter)
     Tracing.to(given).close()
-    assert endpoints == [sent_to]
+    exporter.assert_called_once_with(sent_to)
 
 
 async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:

@@ -44,21 +44,21 @@ async def test_engine_refusals_are_counted(client, engine, error: Exception, sta
 
 
 @pytest.mark.parametrize(
-    ("settings", "content", "status", "reason"),
+    ("settings", "content", "reason"),
     [
-        ({"max_body_bytes": 100}, {"input": "a" * 200}, 413, "body_bytes"),
-        ({"max_json_values": 100}, {"input": ["a"] * 2_000}, 413, "json_values"),
+        ({"max_body_bytes": 100}, {"input": "a" * 200}, "body_bytes"),
+        ({"max_json_values": 100}, {"input": ["a"] * 2_000}, "json_values"),
     ],
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
-async def test_body_refusals_are_counted(serving, engine, settings, content, status, reason: str, is_chunked) -> None:
+async def test_body_refusals_are_counted(serving, engine, settings, content: object, reason: str, is_chunked) -> None:
     async def pieces():
         yield json.dumps(content).encode()
 
     async with serving(engine, **settings) as client:
         body = pieces() if is_chunked else json.dumps(content).encode()
         response = await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
-        assert response.status_code == status
+        assert response.status_code == 413
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         assert (await client.post("/nowhere", json={})).status_code == 404
         assert await refused(client) == {reason: 1}

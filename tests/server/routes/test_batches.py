@@ -283,7 +283,6 @@ async def test_lists_have_pages(client) -> None:
 
 WRONG_BATCHES = [
     ({"input_file_id": "file-none"}, 404, "file_id"),
-    ({"endpoint": "/v1/chat/completions"}, 400, "endpoint"),
     ({"endpoint": "/tokenize"}, 400, "endpoint"),
     ({"completion_window": "169h"}, 400, "completion_window"),
     ({"metadata": {"a": 1}}, 400, "metadata"),

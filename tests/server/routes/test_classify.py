@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.model_info import Activation
+from penstock.engine.protocol.results import ClassResult
 from penstock.engine.protocol.tasks import PoolingTask
 
 from ..conftest import FakeEngine, Serving
@@ -50,12 +51,10 @@ def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[s
     assert answer["meta"] == {"api_version": {"version": "1"}, "billed_units": {"classifications": len(texts)}}
     for i, (item, text) in enumerate(zip(answer["classifications"], texts, strict=True)):
         scores = {name: label["confidence"] for name, label in item["labels"].items()}
-        best_first = sorted(scores, key=lambda name: -scores[name])
-        is_multi = item["classification_type"] == "multi-label"
-        chosen = [name for name in best_first if is_multi and scores[name] >= 0.5] or best_first[:1]
         assert (item["id"], item["input"], list(scores)) == (f"{answer['id']}-{i}", text, labels)
-        assert (item["prediction"], item["confidence"]) == (best_first[0], scores[best_first[0]])
-        assert (item["predictions"], item["confidences"]) == (chosen, [scores[name] for name in chosen])
+        assert (item["prediction"], item["confidence"]) == (max(scores, key=scores.get), max(scores.values()))
+        assert item["predictions"][0] == item["prediction"]
+        assert item["confidences"] == [scores[name] for name in item["predictions"]]
 
 
 async def test_inputs_get_the_response_of_cohere(classifier: httpx.AsyncClient) -> None:
@@ -63,29 +62,28 @@ async def test_inputs_get_the_response_of_cohere(classifier: httpx.AsyncClient) 
     check_cohere_answer((await classifier.post("/v1/classify", json=body)).json(), ["good", "bad"], list(LABELS))
 
 
-@pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("labels", [("x",), ("x", "y")])
-async def test_several_labels_with_sigmoid_are_multi_label(serving, make_engine, activation, labels) -> None:
+@pytest.mark.parametrize(
+    ("activation", "scores", "predictions"),
+    [
+        (Activation.SIGMOID, [0.5, 0.9, 0.49], ["b", "a"]),
+        (Activation.SIGMOID, [0.1, 0.2, 0.4], ["c"]),
+        (Activation.SOFTMAX, [0.5, 0.9, 0.49], ["b"]),
+        (Activation.IDENTITY, [0.5, 0.9, 0.49], ["b"]),
+        (Activation.SIGMOID, [0.9], ["a"]),
+    ],
+)
+async def test_sigmoid_scores_of_several_labels_are_multi_label(
+    serving, make_engine, monkeypatch, activation, scores: list[float], predictions: list[str]
+) -> None:
+    labels = ["a", "b", "c"][: len(scores)]
     engine = make_engine("sequence_classifier", labels, activation=activation)
-    answer = await classify(serving, engine, inputs=["a"])
+    result = ClassResult(np.array([scores], np.float32), tuple(labels), [3])
+    monkeypatch.setattr(engine, "_classes", lambda *_: result)
+    answer = await classify(serving, engine, inputs=["good"])
+    check_cohere_answer(answer, ["good"], labels)
     is_multi = activation is Activation.SIGMOID and len(labels) > 1
     assert answer["classifications"][0]["classification_type"] == ("multi-label" if is_multi else "single-label")
-
-
-@pytest.mark.parametrize("scores", [[0.5, 0.9, 0.49], [0.1, 0.2, 0.4]])
-async def test_multi_label_predicts_scores_from_a_half(serving, make_engine, monkeypatch, scores: list[float]) -> None:
-    engine = make_engine("sequence_classifier", ("a", "b", "c"), activation=Activation.SIGMOID)
-    classes = engine._classes
-
-    def with_scores(*arguments: Any) -> Any:
-        result = classes(*arguments)
-        result.scores[:] = scores
-        return result
-
-    monkeypatch.setattr(engine, "_classes", with_scores)
-    answer = await classify(serving, engine, inputs=["good"])
-    check_cohere_answer(answer, ["good"], ["a", "b", "c"])
-    assert answer["classifications"][0]["predictions"] == (["b", "a"] if scores[1] == 0.9 else ["c"])
+    assert answer["classifications"][0]["predictions"] == predictions
 
 
 @pytest.mark.parametrize("raw_scores", [False, True])

@@ -212,26 +212,19 @@ async def test_v1_client_tokenizes_and_detokenizes(v1, engine, offline: bool) ->
     assert (answer.meta.api_version.version, back.meta.api_version.version) == ("1", "1")
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
-async def test_both_clients_rerank(v1, v2, path: str) -> None:
-    documents = ["blue", "one red gate"]
-    if path == "/v2/rerank":
-        answer = await v2.rerank(model=MODEL, query="red gate", documents=documents, max_tokens_per_doc=10)
-        assert isinstance(answer, cohere.V2RerankResponse)
-    else:
-        answer = await v1.rerank(
-            model=MODEL,
-            query="red gate",
-            documents=[{"title": document, "text": "x"} for document in documents],
-            rank_fields=["title"],
-            return_documents=True,
-            max_chunks_per_doc=1,
-        )
-        assert isinstance(answer, cohere.RerankResponse)
-        assert [item.document.text for item in answer.results] == ["x", "x"]
-        assert answer.results[0].document.title == documents[1]
-    assert [item.index for item in answer.results] == [1, 0]
-    assert answer.meta.billed_units.search_units == 1
+async def test_both_clients_rerank(v1, v2) -> None:
+    texts = ["blue", "one red gate"]
+    second = await v2.rerank(model=MODEL, query="red gate", documents=texts, max_tokens_per_doc=10)
+    assert isinstance(second, cohere.V2RerankResponse)
+    documents = [{"title": text, "text": "x"} for text in texts]
+    fields = {"rank_fields": ["title"], "return_documents": True, "max_chunks_per_doc": 1}
+    first = await v1.rerank(model=MODEL, query="red gate", documents=documents, **fields)
+    assert isinstance(first, cohere.RerankResponse)
+    assert [item.document.text for item in first.results] == ["x", "x"]
+    assert first.results[0].document.title == texts[1]
+    for answer in (first, second):
+        assert [item.index for item in answer.results] == [1, 0]
+        assert answer.meta.billed_units.search_units == 1
 
 
 # (kind of the model, Cohere's endpoints)

@@ -192,12 +192,6 @@ async def test_keep_alive_sets_how_long_a_model_stays(make_engine, folder: Path)
         assert len(await loaded()) == 1
 
 
-async def test_keep_alive_does_not_unload_a_pinned_model(client: httpx.AsyncClient, folder: Path) -> None:
-    assert (await client.post("/api/embed", json={"model": "alias", "input": "a", "keep_alive": 0})).status_code == 200
-    await asyncio.sleep(0.05)
-    assert len((await client.get("/api/ps")).json()["models"]) == 1
-
-
 async def test_weight_headers_are_read_once_for_each_change(client, engine, tmp_path: Path, monkeypatch) -> None:
     read = Mock(side_effect=weight_files._num_parameters)
     monkeypatch.setattr(weight_files, "_num_parameters", read)

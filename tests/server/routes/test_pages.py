@@ -27,17 +27,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("v1/score", {"text_1": ["a"], "text_2": ["a", "b"]}),
     ("v1/classify", {"inputs": ["a"], "labels": ["b", "c"]}),
     ("v1/encode", {"input": ["a"], "outputs": ["sparse"], "prompt_name": "query"}),
-    (
-        "v1/encode",
-        {
-            "input": ["a"],
-            "outputs": ["multi_vector"],
-            "input_type": "document",
-            "normalize": True,
-            "return_token_ids": True,
-            "encoding_format": "base64",
-        },
-    ),
+    ("v1/encode", {"input": ["a"], "outputs": ["multi_vector"], "input_type": "document", "normalize": True}),
+    ("v1/encode", {"input": ["a"], "outputs": ["multi_vector"], "return_token_ids": True, "encoding_format": "base64"}),
     ("tokenize", {"inputs": ["a"], "add_special_tokens": True, "prompt_name": "query"}),
     ("decode", {"ids": [[1], [2]], "skip_special_tokens": False}),
 ]

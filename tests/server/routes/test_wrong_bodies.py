@@ -11,6 +11,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 EXAMPLES = [{"text": "where is it", "label": "shipping"}, {"text": "money back", "label": "refund"}]
 RANK = {"query": "a", "documents": ["b"]}
 EMPTY = "empty list"
+BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
+TWO_TYPES = {"embedding_type": ["float", "int8"], "encoding_format": "bytes"}
 WIDTHS = [(-1, "must be at least 1, not -1."), (0, "must be at least 1, not 0."), (2**53 - 1, f"is {2**53 - 1}; ")]
 
 # For each path a valid body, and wrong values of its fields: (field, value, part of the message).
@@ -191,18 +193,8 @@ WRONG_BODIES: list[tuple[str, Any, str | None, str]] = [
     ("/v1/embeddings", {"input": LONG, "truncation": False}, "input", "maximum context length"),
     ("/v1/embeddings", {"input": "a", "normalized": True, "use_activation": False}, "normalized", "two names"),
     ("/v1/embeddings", {"input": "a", "return_multivector": True, "late_chunking": True}, "return_multivector", "one"),
-    (
-        "/v1/embeddings",
-        {"messages": CHAT, "add_generation_prompt": True, "continue_final_message": True},
-        "continue_final_message",
-        "Cannot set both",
-    ),
-    (
-        "/v1/embeddings",
-        {"input": "a", "embedding_type": ["float", "int8"], "encoding_format": "bytes"},
-        "embedding_type",
-        "one type",
-    ),
+    ("/v1/embeddings", {"messages": CHAT, **BOTH_ENDS}, "continue_final_message", "Cannot set both"),
+    ("/v1/embeddings", {"input": "a", **TWO_TYPES}, "embedding_type", "one type"),
     ("/v1/embeddings", {"input": "a", "output_dtype": "int8", "embed_dtype": "float16"}, "embed_dtype", "'int8'"),
     (
         "/v1/embeddings",
