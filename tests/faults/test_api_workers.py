@@ -57,13 +57,6 @@ def worker_of(server: Server, connection: socket.socket) -> int:
     raise AssertionError("no worker has it")
 
 
-def kill_worker(server: Server, pid: int) -> None:
-    """Kill a worker and wait for its replacement."""
-    num_workers = len(workers_of(server))
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: len(workers_of(server)) == num_workers and pid not in workers_of(server))
-
-
 def receive(connection: socket.socket) -> tuple[int, str]:
     """Read one response and return its status and body."""
     received = b""
