@@ -1,8 +1,8 @@
 """NomicBERT: BERT with rotary positions and a gated MLP.
 
-Source: Nussbaum et al., Nomic Embed (arXiv 2402.01613). config.json and weights have the names of transformers 5.23 or
-those of the model's own code on the hub, nomic-ai/nomic-bert-2048, whose keys are those of GPT-2. Defaults are those of
-the respective code.
+Source: Nussbaum et al., Nomic Embed (arXiv 2402.01613). The model's own code on the hub, nomic-ai/nomic-bert-2048, uses
+the keys of GPT-2 in config.json, and other weight names than transformers 5.23. Both are read. NomicBertConfig has the
+defaults of transformers, HubConfig those of the hub.
 
 Shape letters: D model width, I inner width of the MLP.
 """

@@ -37,7 +37,7 @@ LENGTHS = (1, 2, 5, 33, 20)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
 DYNAMIC_ROPE = DECODER_SIZES | {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}
 MODELS = [
-    *chosen("bert", "roberta", "distilbert", "mpnet", "electra", "modernbert"),
+    *chosen("bert", "roberta", "distilbert", "mpnet", "electra", "modernbert", "nomic-bert", "gte"),
     *chosen("llama", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "mamba", "mamba2", "jamba", "granite"),
     pytest.param("Llama", DYNAMIC_ROPE, id="llama-dynamic-rope"),
 ]
