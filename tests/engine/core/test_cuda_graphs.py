@@ -73,6 +73,7 @@ def test_device_below_the_smallest_bucket_has_none() -> None:
         (512, (120, 40, 3), None),  # the bucket would have four times as many tokens as the nearest size
         (512, (700, 200, 4), None),
         (8192, (4000, 300, 100), Bucket(4096, 512, 128)),
+        (8192, (4096, 512, 128), Bucket(4096, 512, 128)),
         (8192, (4000, 300, 129), None),  # buckets of many sequences have a short longest one
         (8192, (4000, 100, 500), Bucket(4096, 128, 512)),
         (8192, (4000, 2, 3990), Bucket(4096, 8, 4096)),
