@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Semaphore
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -75,8 +75,21 @@ MODELS = {
         },
     ),
 }  # fmt: skip
-ON_CUDA = [pytest.param(f"{name}, cuda", marks=pytest.mark.gpu) for name in MODELS]
-MODELS |= {f"{name}, native kernels": MODELS[name] for name in ("llama", "gemma2")}
+
+
+class Case(NamedTuple):
+    """A model, and the device and executor that run it."""
+
+    model: str  # key of MODELS
+    device: str = "cpu"
+    uses_c_library: bool = False
+
+
+CASES = [
+    *(pytest.param(Case(name), id=name) for name in MODELS),
+    *(pytest.param(Case(name, uses_c_library=True), id=f"{name}, C library") for name in ("llama", "gemma2")),
+    *(pytest.param(Case(name, device="cuda"), id=f"{name}, cuda", marks=pytest.mark.gpu) for name in MODELS),
+]
 POOLING = [t for t in PoolingType if not t.is_token_level]
 
 
@@ -122,20 +135,20 @@ def open_machine() -> Machine:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *ON_CUDA])
+@pytest.fixture(scope="module", params=CASES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    name, is_on_cuda, _ = request.param.partition(", cuda")
-    class_name, sizes = MODELS[name]
+    case: Case = request.param
+    class_name, sizes = MODELS[case.model]
     folder: Path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model_class = getattr(transformers, class_name)
     model_class(model_class.config_class(**sizes)).save_pretrained(folder)
-    info = with_device(resolve_model(EngineConfig(model=str(folder))), "cuda" if is_on_cuda else "cpu", "float32")
+    info = with_device(resolve_model(EngineConfig(model=str(folder))), case.device, "float32")
     assert info.packed
     with contextlib.ExitStack() as stack:
-        if "native" in request.param:
+        if case.uses_c_library:
             yield Loaded(info, load_array_encoder(info, stack.enter_context(open_machine())))
         else:
             yield Loaded(info, load_model(info))
