@@ -43,7 +43,7 @@ def parse_inputs(value: Any) -> list[Text]:
         kinds = set(map(type, value))
     if kinds == {int}:
         return [_checked_ids(value)]
-    if (dict in kinds or list in kinds) and kinds <= {str, dict, list}:
+    if dict in kinds or list in kinds:
         value = [whole_numbers(entry) if type(entry) is list else parse_text(entry) for entry in value]
     inputs: list[Text] = value
     for i, entry in enumerate(value):

@@ -33,6 +33,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], list[tuple[str, Any, str]]]] = [
             ("input", [1.0, "a"], "entry 0 is 1"),
             ("input", [{"image": "http://x/a.png"}], "entry 0 is an object"),
             ("input", ["a", {"text": 5}], "entry 1 is an object"),
+            ("input", [{"text": "a"}, 5], "entry 1 is 5"),
+            ("input", [[1.0], None], "entry 1 is null"),
             ("encoding_format", "hex", "'bytes_only'"),
             ("dimensions", "8", "'8'"),
             ("dimensions", True, "not true"),
