@@ -32,13 +32,14 @@ def writer(transport: Mock) -> ResponseWriter:
 
 
 def test_head_is_written_with_the_first_part_of_the_body(transport: Mock, writer: ResponseWriter) -> None:
-    for _ in range(2):
+    for number in (1, 2):
         writer.write(HEAD)
         assert not transport.mock_calls
         writer.write(BODY)
         writer.write(REST)
         writer.flush()
         assert transport.mock_calls == [call.writelines((HEAD, BODY)), call.write(REST)]
+        assert writer.num_written == number * len(HEAD + BODY + REST)
         transport.reset_mock()
         begin(writer)
 

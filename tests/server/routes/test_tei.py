@@ -126,6 +126,7 @@ async def test_similarity_scores_sentences_in_order(client: httpx.AsyncClient, e
     assert (name, left, right) == ("score", [QUERY], TEXTS)
     assert (options.prompt_name, options.prompt) == (None, "")  # one side must not get the query prompt alone
     assert response.headers["x-compute-characters"] == str(len(QUERY) + sum(map(len, TEXTS)))
+    assert int(response.headers["x-compute-tokens"]) > 0
     await client.post(path, json={**body, "parameters": {"prompt_name": "query", "priority": 4}})
     assert (engine.calls[-1][1][3].prompt_name, engine.calls[-1][1][3].priority) == ("query", 4)
 
