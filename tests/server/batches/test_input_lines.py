@@ -40,6 +40,11 @@ def test_unknown_keys_of_a_line_are_ignored(read) -> None:
     assert read(json.dumps({**json.loads(line()), "note": 1}).encode()).check() == (1, [])
 
 
+def test_custom_id_may_have_512_characters(read) -> None:
+    assert codes(read(line("a" * 512))) == []
+    assert codes(read(line("a" * 513))) == [("invalid_custom_id", 1)]
+
+
 def test_values_of_a_line_are_counted_before_parsing(read) -> None:
     assert codes(read(line("a", input=[[]] * 50_000))) == []
     assert codes(read(line("a", input=[[]] * 50_000), max_values=100_000)) == [("line_too_long", 1)]
