@@ -80,6 +80,8 @@ class OpenRequest:
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
         finish: Finish | None = None,
+        *,
+        uses_cache: bool = True,
     ) -> list[Arrays]:
         """Runs tokenized inputs and returns the outputs of each input by name.
 
@@ -90,6 +92,7 @@ class OpenRequest:
             inputs: Tokenized inputs.
             params: Resolved parameters.
             finish: Function for the outputs of each input; None for no function.
+            uses_cache: Looks the inputs up in the cache, if there is one.
 
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
@@ -99,19 +102,14 @@ class OpenRequest:
         if not inputs:
             return []
         cache = self._dispatcher.cache
-        if cache is None:
-            return await self._admit_and_run(inputs, params, finish)
-        if self._is_lookup:
-            self._num_lookup_tokens += sum(map(len, inputs))
-        compute = partial(self._admit_and_run, finish=finish)
-        finish_name = "" if finish is None else finish.name
-        return await cache.run(inputs, params, self._options.namespace, compute, finish_name)
-
-    async def _admit_and_run(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, finish: Finish | None
-    ) -> list[Arrays]:
-        with self.admitted(inputs) as run_admitted:
-            outputs = await run_admitted(inputs, params)
+        if cache is not None and uses_cache:
+            if self._is_lookup:
+                self._num_lookup_tokens += sum(map(len, inputs))
+            compute = partial(self.run, finish=finish, uses_cache=False)
+            finish_name = "" if finish is None else finish.name
+            return await cache.run(inputs, params, self._options.namespace, compute, finish_name)
+        with self.admitted(inputs):
+            outputs = await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
         return outputs if finish is None else [finish.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:

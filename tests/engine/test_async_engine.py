@@ -175,7 +175,9 @@ async def test_model_without_a_tokenizer_is_refused(tmp_path: Path, minilm_folde
 async def test_token_without_an_embedding_is_refused(save_bert: Callable[..., Path]) -> None:
     engine = await AsyncEngine.start(EngineConfig(model=str(save_bert(vocab_size=5000)), in_process=True))
     try:
-        with pytest.raises(errors.InvalidRequestError, match=r"knows as id \d+, but .* for the ids 0 to 4999 only"):
+        with pytest.raises(
+            errors.InvalidRequestError, match=r"has the token id \d+, but .* for the ids 0 to 4999 only"
+        ):
             await engine.embed(["electroencephalography"], PARAMS)
         assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
     finally:
@@ -183,7 +185,7 @@ async def test_token_without_an_embedding_is_refused(save_bert: Callable[..., Pa
 
 
 async def test_missing_device_is_named(minilm_folder: Path) -> None:
-    with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* sees \d+ CUDA devices"):
+    with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* finds \d+ CUDA devices"):
         await AsyncEngine.start(EngineConfig(model=str(minilm_folder), device="cuda:99"))
 
 
