@@ -139,7 +139,7 @@ class AsyncEngine:
             do_lower_case=ready.info.do_lower_case,
             num_workers=config.tokenizer_workers,
             max_chars=config.max_queued_chars,
-            on_refusal=dispatcher.stats.count_refusal,
+            on_rejection=dispatcher.stats.count_rejection,
         )
         return cls(config, ready.info, tokenizer, dispatcher, group)
 
@@ -165,9 +165,9 @@ class AsyncEngine:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue is full, so that `check_room` refuses clients that have used their share.
+        """Whether the queue is full, so that `check_room` rejects clients that have used their share.
 
-        False if requests look up their inputs in a cache before they are refused.
+        False if requests look up their inputs in a cache before they are rejected.
         """
         return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
 
@@ -194,7 +194,7 @@ class AsyncEngine:
         return self._dispatcher.stats
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for the others; returns False if there are still some after `timeout_s`."""
+        """Rejects new requests and waits for the others; returns False if there are still some after `timeout_s`."""
         self._group.drain()
         return await self._dispatcher.wait_until_idle(timeout_s)
 

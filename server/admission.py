@@ -17,13 +17,13 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
-    RefusalReason,
+    RejectionReason,
 )
 from penstock.engine.protocol.shared_resource import Reservation, SharedResource
 
 from .settings import ServerSettings
 
-REFUSED_BY: Final = "penstock.refused_by"
+REJECTED_BY: Final = "penstock.rejected_by"
 """Scope key of the limit that rejected the request, for the metrics."""
 BODY_IS_HELD: Final = "penstock.body_is_held"
 """Scope key of a request of the server itself. Its body is already in memory and is not counted again."""
@@ -49,8 +49,8 @@ _RESPONSE_SIZE: Final = "penstock.response_size"
 _RESPONSE_MEMORY: Final = "penstock.response_memory"
 
 
-class ServerRefusalReason(StrEnum):
-    """The limit of the server that rejected a request. RefusalReason has the limits of the engine."""
+class ServerRejectionReason(StrEnum):
+    """The limit of the server that rejected a request. RejectionReason has the limits of the engine."""
 
     BODY_BYTES = "body_bytes"
     BODY_MEMORY = "body_memory"
@@ -66,15 +66,15 @@ class ServerRefusalReason(StrEnum):
     MODEL_MEMORY = "model_memory"
 
 
-REFUSAL_REASONS: Final = tuple(str(reason) for reason in (*RefusalReason, *ServerRefusalReason))
-"""Every value of the label `reason` of penstock_refused_requests_total."""
+REJECTION_REASONS: Final = tuple(str(reason) for reason in (*RejectionReason, *ServerRejectionReason))
+"""Every value of the label `reason` of penstock_rejected_requests_total."""
 
 
 class LimitError(HTTPException):
     """A limit of the server rejects a request with 408, 413 or 503.
 
     Attributes:
-        reason: A ServerRefusalReason.
+        reason: A ServerRejectionReason.
     """
 
     def __init__(self, status: int, message: str, reason: str, headers: dict[str, str] | None = None) -> None:
@@ -82,10 +82,10 @@ class LimitError(HTTPException):
         self.reason = reason
 
 
-def note_refusal(scope: Scope, error: Exception) -> None:
+def note_rejection(scope: Scope, error: Exception) -> None:
     """Stores the limit that caused an error, if any, in the scope of the request, for the metrics."""
     if isinstance(error, LimitError | EngineOverloadedError | EngineUnavailableError):
-        scope[REFUSED_BY] = error.reason
+        scope[REJECTED_BY] = error.reason
 
 
 def client_of(scope: Scope) -> str:
@@ -137,7 +137,7 @@ class AdmissionController:
     def __init__(self, settings: ServerSettings, num_processes: int = 1) -> None:
         self.max_body_bytes = settings.max_body_bytes
         self.max_json_values = settings.max_json_values
-        reasons = ServerRefusalReason
+        reasons = ServerRejectionReason
         self._bodies = _shared_memory(
             _BODIES_IN_MEMORY * settings.max_body_bytes // num_processes,
             "the memory for bodies",
@@ -167,7 +167,7 @@ class AdmissionController:
                 413,
                 f"The body is larger than the limit of {self.max_body_bytes} bytes (--max-body-bytes); send "
                 "fewer inputs at once.",
-                ServerRefusalReason.BODY_BYTES,
+                ServerRejectionReason.BODY_BYTES,
                 {"connection": "close"},
             )
 
@@ -178,7 +178,7 @@ class AdmissionController:
                 413,
                 f"The body holds more than {self.max_json_values} values (a text, list, object or key counts as 8); "
                 "send fewer inputs at once, or start the server with a larger --max-json-values.",
-                ServerRefusalReason.JSON_VALUES,
+                ServerRejectionReason.JSON_VALUES,
             )
 
     def body_memory(self, scope: Scope) -> BodyMemory | None:

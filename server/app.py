@@ -26,7 +26,7 @@ from .http.connection_limits import file_limit
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
-from .middleware.load_shedding import LoadShedder, RefusalPace
+from .middleware.load_shedding import LoadShedder, RejectionPace
 from .middleware.requests import RequestMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
@@ -112,7 +112,7 @@ def create_app(
         context.metrics.register(VectorCacheMetrics(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
-    pace = RefusalPace(max_waiting=file_limit() // 2)
+    pace = RejectionPace(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
         "allow_methods": ("GET", "HEAD", "POST", "DELETE"),

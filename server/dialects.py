@@ -27,7 +27,7 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
-from .admission import note_refusal
+from .admission import note_rejection
 from .errors import (
     EMPTY_TEXT,
     ERROR_KINDS,
@@ -241,14 +241,14 @@ def install_error_handlers(app: FastAPI) -> None:
     """
 
     async def on_engine_error(request: Request, error: Any) -> Response:
-        note_refusal(request.scope, error)
+        note_rejection(request.scope, error)
         return dialect_of(request.scope).engine_error(error, request.scope["request_id"])
 
     async def on_validation_error(request: Request, error: Any) -> Response:
         return dialect_of(request.scope).validation_error(error)
 
     async def on_http_error(request: Request, error: Any) -> Response:
-        note_refusal(request.scope, error)
+        note_rejection(request.scope, error)
         path: str = request.scope["path"]
         message, headers = str(error.detail), error.headers
         if error.status_code == 404:

@@ -32,7 +32,7 @@ def measure(bench: Bench) -> Iterator[Row]:
                 if backend != "chosen" and not bench.is_cuda:
                     yield row | {"skipped": NEEDS_CUDA}
                 else:
-                    yield attempt(row, partial(rate, backend, work, bench))  # a backend may refuse
+                    yield attempt(row, partial(rate, backend, work, bench))  # a backend may reject
 
 
 def rate(backend: str, size: Heads, bench: Bench) -> Row:

@@ -1,12 +1,12 @@
-"""Admits requests to the queue, or refuses them while the engine is not ready or the queue is full.
+"""Admits requests to the queue, or rejects them while the engine is not ready or the queue is full.
 
 The queue has two limits: its tokens, and the seconds that they take at the measured speed. Only the queued work counts,
-not the size of the new request. So a request can be refused before it is tokenized, at almost no cost, and small
+not the size of the new request. So a request can be rejected before it is tokenized, at almost no cost, and small
 requests do not keep a large one out for ever.
 
 API keys share both limits. A key may use the whole queue while no other key needs it. While the queue is full, a key is
 admitted below its share: the limit divided by the keys that have requests in the queue. A key that arrives is therefore
-never refused because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
+never rejected because of tokens that another key has borrowed. The queue then exceeds the limit by at most 1/2 for the
 second key, 1/3 for the third, and so on, until the borrowed tokens have been processed, and by the last request of each
 key.
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RefusalReason
+from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RejectionReason
 from ..protocol.shared_resource import Rejection, SharedResource
 from .stats import DispatcherStats, DrainRate, total_rate
 
@@ -40,8 +40,8 @@ _TOKENS_PER_LOOKUP: Final = 250
 class LookupRateLimit:
     """Limits failed cache lookups while the queue is full. Belongs to one event loop.
 
-    A lookup reads and tokenizes the body. A request that is refused after its lookup uses up the allowance; a complete
-    cache hit does not. Without allowance, requests are refused before their bodies are read.
+    A lookup reads and tokenizes the body. A request that is rejected after its lookup uses up the allowance; a complete
+    cache hit does not. Without allowance, requests are rejected before their bodies are read.
 
     Args:
         clock_s: Monotonic time.
@@ -54,12 +54,12 @@ class LookupRateLimit:
 
     @property
     def is_spent(self) -> bool:
-        """Whether requests must be refused before their bodies are read."""
+        """Whether requests must be rejected before their bodies are read."""
         self._refill()
         return self._left < 1
 
     def spend(self, num_tokens: int) -> None:
-        """Counts a refused request and the tokens of its lookup."""
+        """Counts a rejected request and the tokens of its lookup."""
         self._refill()
         self._left -= 1 + num_tokens / _TOKENS_PER_LOOKUP
 
@@ -70,10 +70,10 @@ class LookupRateLimit:
 
 
 class Admission:
-    """Counts the tokens in the queue and refuses requests while it is full. Belongs to one event loop.
+    """Counts the tokens in the queue and rejects requests while it is full. Belongs to one event loop.
 
     Args:
-        stats: Gets `num_requests`, `num_tokens` and `num_refused_total`.
+        stats: Gets `num_requests`, `num_tokens` and `num_rejected_total`.
         max_tokens: Tokens in the queue at which the queue is full.
         max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
         rates: The drain rate of each replica.
@@ -95,15 +95,15 @@ class Admission:
         max_request_tokens: int | None = None,
     ) -> None:
         self.closed_because: str | None = None
-        self.closed_reason = RefusalReason.ENGINE_NOT_READY
+        self.closed_reason = RejectionReason.ENGINE_NOT_READY
         self.stats = stats
         self.lookups = LookupRateLimit()
         self._max_request_tokens = max_request_tokens or max_tokens
         self._max_queue_s = max_queue_s
         self._rates = rates
-        share, in_time, flag = RefusalReason.CLIENT_SHARE, RefusalReason.QUEUE_SECONDS, "--max-queue-s"
+        share, in_time, flag = RejectionReason.CLIENT_SHARE, RejectionReason.QUEUE_SECONDS, "--max-queue-s"
         self._tokens = SharedResource(
-            max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RefusalReason.QUEUE_TOKENS, share=share
+            max_tokens, "the queue", "tokens", "--max-queued-tokens", full=RejectionReason.QUEUE_TOKENS, share=share
         )
         # Tokens, at most `_largest` of each request. The limit follows the drain rate.
         self._work = SharedResource(
@@ -118,7 +118,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is ready and its queue is full: `check` then refuses clients that hold their share."""
+        """Whether the engine is ready and its queue is full: `check` then rejects clients that hold their share."""
         if self.closed_because is not None:
             return False
         if self._tokens.is_full:
@@ -183,7 +183,7 @@ class Admission:
                 rejection = self._large_rejection(client, num_new)
         if rejection is None:
             return
-        self.stats.count_refusal()
+        self.stats.count_rejection()
         rate = total_rate(self._rates)
         raise EngineOverloadedError(
             f"{rejection.message} Please try again later.",

@@ -21,7 +21,7 @@ from .replica import Arrays, Finish
 from .vector_cache.keys import is_cacheable
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
-"""Tasks with parameters come first, because the other tasks refuse parameters."""
+"""Tasks with parameters come first, because the other tasks reject parameters."""
 
 
 class CombinedEmbedder:

@@ -1,6 +1,6 @@
 """Admits requests, sends them to the replicas with the fewest tokens, and waits for the results.
 
-All of it runs on one event loop. admission.py accepts or refuses a request as a whole; replica.py sends it to the
+All of it runs on one event loop. admission.py accepts or rejects a request as a whole; replica.py sends it to the
 engine and receives its results.
 """
 
@@ -66,7 +66,7 @@ class OpenRequest:
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[RunAdmitted]:
         """Admits the inputs of several runs together; see Admission.enter.
 
-        The context is a function that runs some of them. It never refuses them and does not use the cache.
+        The context is a function that runs some of them. It never rejects them and does not use the cache.
         """
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
@@ -97,7 +97,7 @@ class OpenRequest:
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
             ModelExecutionError: The model failed on an input.
-            EngineError: The request was refused; see Admission.enter.
+            EngineError: The request was rejected; see Admission.enter.
         """
         if not inputs:
             return []
@@ -125,8 +125,8 @@ class Dispatcher:
     """Handles requests from arrival to result, for one or several replicas.
 
     Args:
-        max_queued_tokens: Number of tokens in the queue from which requests are refused.
-        max_queue_s: Seconds of queued work from which requests are refused.
+        max_queued_tokens: Number of tokens in the queue from which requests are rejected.
+        max_queue_s: Seconds of queued work from which requests are rejected.
         cache: Cache of vectors; None if there is none.
         num_replicas: Number of replicas of the engine.
         max_request_tokens: Maximum number of tokens of a request; None for `max_queued_tokens`.
@@ -173,11 +173,11 @@ class Dispatcher:
 
     @property
     def looks_while_full(self) -> bool:
-        """Whether requests look up their inputs in the cache before they are refused."""
+        """Whether requests look up their inputs in the cache before they are rejected."""
         return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_spent
 
     def check(self, client: str) -> None:
-        """Raises the errors of Admission.check and counts a refusal as a lookup, if lookups are possible."""
+        """Raises the errors of Admission.check and counts a rejection as a lookup, if lookups are possible."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:

@@ -26,10 +26,10 @@ def check_folder(folder: Path) -> None:
     """
     status = folder.stat()
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise _refusal(folder, f"every user may write to it; chmod o-w it, name a folder inside it, {_ELSEWHERE}")
+        raise _rejection(folder, f"every user may write to it; chmod o-w it, name a folder inside it, {_ELSEWHERE}")
     is_granted = status.st_mode & stat.S_IWGRP and status.st_gid in (os.getegid(), *os.getgroups())
     if status.st_uid not in (os.geteuid(), 0) and not is_granted:
-        raise _refusal(folder, f"it belongs to another user, {status.st_uid}; chown it, {_ELSEWHERE}")
+        raise _rejection(folder, f"it belongs to another user, {status.st_uid}; chown it, {_ELSEWHERE}")
 
 
 def check_own(path: Path) -> None:
@@ -55,7 +55,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, forbidden: int 
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)  # opening a pipe would block
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refusal(path, "is a link; remove it", path.name) from error
+            raise _rejection(path, "is a link; remove it", path.name) from error
         raise
     try:
         _check(path, os.fstat(file), forbidden)
@@ -108,12 +108,12 @@ def _new_secret(path: Path) -> bytes:
 
 def _check(path: Path, status: os.stat_result, forbidden: int) -> None:
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise _refusal(path, "is neither file nor folder; remove it", path.name)
+        raise _rejection(path, "is neither file nor folder; remove it", path.name)
     if status.st_uid != os.geteuid():
-        raise _refusal(path, f"belongs to another user, {status.st_uid}; remove or chown it, {_ELSEWHERE}", path.name)
+        raise _rejection(path, f"belongs to another user, {status.st_uid}; remove or chown it, {_ELSEWHERE}", path.name)
     if status.st_mode & forbidden:
-        raise _refusal(path, f"is open to every user; remove it, {_ELSEWHERE}", path.name)
+        raise _rejection(path, f"is open to every user; remove it, {_ELSEWHERE}", path.name)
 
 
-def _refusal(path: Path, reason: str, subject: str = "") -> PermissionError:
+def _rejection(path: Path, reason: str, subject: str = "") -> PermissionError:
     return PermissionError(errno.EPERM, f"{subject} {reason}".lstrip(), str(path))

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ..core.host import Core, cores_by_node, may_have_gpu, usable_cores
 from ..protocol.config import EngineConfig
-from ..protocol.errors import ModelLoadError, RefusalReason
+from ..protocol.errors import ModelLoadError, RejectionReason
 from ..protocol.messages import ModelReady
 from ..protocol.model_info import ModelInfo
 from .admission import Admission
@@ -112,10 +112,10 @@ CLOSED_BECAUSE: Final = {
 
 
 def close_admission(admission: Admission, state: EngineState) -> None:
-    """Makes `admission` refuse requests, unless `state` is READY."""
+    """Makes `admission` reject requests, unless `state` is READY."""
     admission.closed_because = CLOSED_BECAUSE[state]
     is_ending = state is EngineState.DRAINING
-    admission.closed_reason = RefusalReason.DRAINING if is_ending else RefusalReason.ENGINE_NOT_READY
+    admission.closed_reason = RejectionReason.DRAINING if is_ending else RejectionReason.ENGINE_NOT_READY
 
 
 class ReplicaStatus(NamedTuple):

@@ -78,7 +78,7 @@ class EngineClient:
         return 0
 
     def drain(self) -> None:
-        """Refuses new requests."""
+        """Rejects new requests."""
         if self.state is not EngineState.DEAD:
             self._enter(EngineState.DRAINING)
 

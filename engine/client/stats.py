@@ -49,7 +49,7 @@ class DispatcherStats:
         num_batched_tokens_total: Tokens processed by the model.
         num_steps_total: Forwards.
         step_s_total: Seconds of all forwards.
-        num_refused_total: Requests refused because the queue was full.
+        num_rejected_total: Requests rejected because the queue was full.
         step_tokens: Tokens of the forwards.
         step_seqs: Sequences of the forwards.
         step_seconds: Seconds of the forwards.
@@ -67,7 +67,7 @@ class DispatcherStats:
     num_batched_tokens_total: int = 0
     num_steps_total: int = 0
     step_s_total: float = 0.0
-    num_refused_total: int = 0
+    num_rejected_total: int = 0
     step_tokens: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_TOKENS))
     step_seqs: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SEQS))
     step_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_STEP_SECONDS))
@@ -88,9 +88,9 @@ class DispatcherStats:
         if not self.num_requests:
             self.num_waiting = self.num_waiting_tokens = 0  # there may be no further step that reports it
 
-    def count_refusal(self) -> None:
-        """Counts a refused request."""
-        self.num_refused_total += 1
+    def count_rejection(self) -> None:
+        """Counts a rejected request."""
+        self.num_rejected_total += 1
 
     def count(self, message: StepResults) -> None:
         """Counts a step."""

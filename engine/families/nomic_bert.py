@@ -130,7 +130,7 @@ class RotaryEncoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NomicBertConfig(RotaryEncoderConfig):
-    """NomicBERT with the keys of transformers. The fields below are those of the hub; most of their values are refused.
+    """NomicBERT with the keys of transformers. The fields below are those of the hub; most other values are rejected.
 
     Attributes:
         rotary_emb_fraction: Share of the rotated columns of a head.

@@ -101,7 +101,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     draft.set("model_type", model_type, draft.source_of("model_type"))
     draft.set("architecture", architecture, draft.source_of("architectures") if architectures else "default")
     draft.set("packed", packed, draft.sources["model_type"])
-    _refuse_other_inputs(draft, architecture)
+    _reject_other_inputs(draft, architecture)
     for name in ("hidden_size", "vocab_size"):
         value, source = draft.lookup(name)
         if type(value) is not int or value < 1:
@@ -138,7 +138,7 @@ def resolve_architecture(draft: ModelDraft) -> None:
     draft.set("tasks", (*_TASKS[kind], *by_token), "kind")
 
 
-def _refuse_other_inputs(draft: ModelDraft, architecture: str) -> None:
+def _reject_other_inputs(draft: ModelDraft, architecture: str) -> None:
     """Raises UnsupportedModelError if config.json describes a model that needs images or audio.
 
     A language model with image tokens also runs on text alone and is accepted.

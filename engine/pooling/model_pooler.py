@@ -210,7 +210,7 @@ class ModelPooler(Generic[R]):
             rows, metadata = metadata.select(members, new_only=True)
             hidden_states = self.ops.pick(hidden_states, rows)
         if group.name == "sparse":
-            assert self._sparse is not None, "PoolingParams.verify refuses unsupported tasks"
+            assert self._sparse is not None, "PoolingParams.verify rejects unsupported tasks"
             values, row_lens = self._sparse.pool(hidden_states, metadata)
             return OutputBlock(name=group.name, values=values, indices=indices, row_lens=row_lens)
         has_vectors = group.name in ("token_embeddings", "similarities")

@@ -224,14 +224,14 @@ class SchedulerConfig:
     )
     max_queued_tokens: int = setting(
         4_000_000,
-        "Waiting and running tokens at which new requests are refused with 429. No request may have more.",
+        "Waiting and running tokens at which new requests are rejected with 429. No request may have more.",
         "Limits",
         "TOKENS",
         least=1,
     )
     max_queue_s: float = setting(
         60.0,
-        "Seconds of waiting and running work at which new requests are refused with 429. One request counts for at "
+        "Seconds of waiting and running work at which new requests are rejected with 429. One request counts for at "
         "most a sixteenth of the limit, and eight larger requests are always accepted. Lower it for interactive use, "
         "for example to 6. 0: no limit.",
         "Limits",
@@ -413,11 +413,11 @@ class EngineConfig:
     max_model_len: int | None = setting(
         None, "Tokens of the longest input; default: the model's own.", "Limits", "TOKENS", least=1
     )
-    auto_truncate: bool = setting(False, "Cut over-long inputs instead of refusing them.", "Model")
+    auto_truncate: bool = setting(False, "Cut over-long inputs instead of rejecting them.", "Model")
     empty_input: str = setting(
         "embed",
         "embed: embed an empty or blank text as the tokenizer's special tokens, or as its end token if it adds none. "
-        "error: refuse it with 400. TEI's routes always refuse empty texts.",
+        "error: reject it with 400. TEI's routes always reject empty texts.",
         "Model",
         choices=EMPTY_INPUTS,
     )
@@ -469,7 +469,7 @@ class EngineConfig:
     tokenizer_workers: int = setting(2, "Threads that tokenize.", "Model", "N", least=1)
     max_queued_chars: int = setting(
         64_000_000,
-        "Characters that may wait for tokenization; a request above the limit is refused with 429.",
+        "Characters that may wait for tokenization; a request above the limit is rejected with 429.",
         "Limits",
         "CHARACTERS",
         least=1,

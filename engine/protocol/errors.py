@@ -35,8 +35,8 @@ CUT_TO_FIT: Final = "truncate_prompt_tokens to -1"
 """The setting that truncates inputs, in vLLM's terms: the value of `cut_to_fit` in messages."""
 
 
-class RefusalReason(StrEnum):
-    """The limit or state of the engine that refused a request."""
+class RejectionReason(StrEnum):
+    """The limit or state of the engine that rejected a request."""
 
     QUEUE_TOKENS = "queue_tokens"
     QUEUE_SECONDS = "queue_seconds"
@@ -166,7 +166,7 @@ class EngineOverloadedError(EngineError):
 
     Attributes:
         retry_after_s: Seconds after which trying again is likely to succeed.
-        reason: The limit that refused the request: a RefusalReason, or a reason of the server. Metrics count by it.
+        reason: The limit that rejected the request: a RejectionReason, or a reason of the server. Metrics count by it.
     """
 
     def __init__(self, message: str, *, retry_after_s: float, reason: str) -> None:
@@ -194,7 +194,7 @@ class EngineUnavailableError(EngineError):
         reason: See EngineOverloadedError.
     """
 
-    def __init__(self, message: str, *, reason: str = RefusalReason.ENGINE_NOT_READY) -> None:
+    def __init__(self, message: str, *, reason: str = RejectionReason.ENGINE_NOT_READY) -> None:
         super().__init__(message)
         self.reason = reason
 

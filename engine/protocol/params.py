@@ -42,8 +42,8 @@ class PoolingParams:
 
     Attributes:
         truncate_prompt_tokens: Tokens. Truncate inputs to this length; -1 means the model's limit. None truncates to
-            the model's limit with --auto-truncate, and otherwise refuses longer inputs.
-        refuse_too_long: Refuse inputs above the limit, even with --auto-truncate. truncate_prompt_tokens then lowers
+            the model's limit with --auto-truncate, and otherwise rejects longer inputs.
+        reject_too_long: Reject inputs above the limit, even with --auto-truncate. truncate_prompt_tokens then lowers
             the limit.
         truncation_side: "left" or "right": the side that is removed. None means the tokenizer's own.
         dimensions: Width of the embedding (Matryoshka).
@@ -59,7 +59,7 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    refuse_too_long: bool = False
+    reject_too_long: bool = False
     truncation_side: str | None = None
     dimensions: int | None = None
     any_dimensions: bool = False

@@ -64,7 +64,7 @@ class RequestOptions:
         is_query: For models with a vector per token: True for queries, False for documents. None: the prompt decides;
             without a prompt they are documents.
         on_rows: Called before the model runs with the number and the width of the token rows in the result. An error
-            that it raises refuses the request.
+            that it raises rejects the request.
     """
 
     timeout_s: float | None = None

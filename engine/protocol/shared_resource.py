@@ -32,7 +32,7 @@ class SharedResource:
     * With `max_share`, a client never holds more than that part of the limit, except for a single request.
     * Without it, a client may hold everything while no other client needs it. While the resource is full, a client is
       admitted below its fair share: the limit divided by the clients that hold something. So a new client is never
-      refused because another client has borrowed its share. The amounts may then exceed the limit: by 1/2 with two
+      rejected because another client has borrowed its share. The amounts may then exceed the limit: by 1/2 with two
       clients, by 1/2 + 1/3 with three, and so on.
 
     Args:
@@ -75,7 +75,7 @@ class SharedResource:
 
     @property
     def is_full(self) -> bool:
-        """Whether `rejection` refuses requests of any size from clients that hold their share."""
+        """Whether `rejection` rejects requests of any size from clients that hold their share."""
         return self.used >= self.limit
 
     def add(self, client: str, amount: int) -> None:

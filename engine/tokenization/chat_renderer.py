@@ -47,7 +47,7 @@ class ChatRenderer:
         """Returns the text of a chat.
 
         Raises:
-            InvalidRequestError: The template refuses these messages. The error contains its message.
+            InvalidRequestError: The template rejects these messages. The error contains its message.
         """
         if options.add_generation_prompt and options.continue_final_message:
             raise InvalidRequestError(
@@ -79,9 +79,9 @@ class ChatRenderer:
         try:
             return self._compiled.render(values)
         except TemplateError as error:
-            raise _refused(str(error)) from error
+            raise _rejected(str(error)) from error
         except Exception as error:
-            raise _refused(f"{type(error).__name__}: {error}") from error
+            raise _rejected(f"{type(error).__name__}: {error}") from error
 
     def _continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
         """Returns the chat up to the end of the text of its last message."""
@@ -131,7 +131,7 @@ class ChatRenderer:
         return _environment().from_string(self._template.source)
 
 
-def _refused(reason: str) -> InvalidRequestError:
+def _rejected(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"The model's chat template does not accept these messages: {reason}", param="messages")
 
 

@@ -47,7 +47,7 @@ class InputEncoder:
         self._info = info
         self._tokenizer = tokenizer
         self._auto_truncate = config.auto_truncate
-        self._refuses_empty = config.empty_input == "error"
+        self._rejects_empty = config.empty_input == "error"
         self._max_queued_tokens = config.scheduler.max_queued_tokens
         self._long_text = LongText.of(info, tokenizer.special_tokens)
 
@@ -115,11 +115,11 @@ class InputEncoder:
         details = await self._tokenizer.token_details(read, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
         sizes = sizes if len(sizes) > 1 else sizes * len(documents)
-        spare = _SPARE_TOKENS if params.refuse_too_long else 0
+        spare = _SPARE_TOKENS if params.reject_too_long else 0
         passages = Passages.of(read, offsets, sizes, options.max_passages, spare=spare)
         unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
         too_long = passages.cut_document if passages.cut_document is not None else unread
-        if params.refuse_too_long and too_long is not None:
+        if params.reject_too_long and too_long is not None:
             num_tokens, size = len(offsets[too_long]), sizes[too_long]
             at_least = "" if read[too_long] is documents[too_long] else "at least "
             raise RequestTooLongError(
@@ -169,7 +169,7 @@ class InputEncoder:
                         self._check_text(text, index, param)
 
     def _check_text(self, text: str, index: int, param: str) -> None:
-        if self._refuses_empty and (not text or text.isspace()):
+        if self._rejects_empty and (not text or text.isspace()):
             raise InvalidRequestError(
                 f"Input {index} is empty. Send some text, or start the server with --empty-input embed.",
                 param=param,
@@ -219,7 +219,7 @@ class InputEncoder:
         elif self._long_text is not None and params.task is PoolingTask.EMBED:
             longest = self._info.max_embed_len
             limit, name = (longest, "max_embed_len") if longest else (self._max_queued_tokens, "max_queued_tokens")
-        cut = not params.refuse_too_long and (requested is not None or self._auto_truncate)
+        cut = not params.reject_too_long and (requested is not None or self._auto_truncate)
         recipe = self._info.multi_vector
         if recipe is not None:
             own = recipe.max_num_tokens(is_query=params.is_query)
@@ -227,7 +227,7 @@ class InputEncoder:
                 limit, name = own, "of a query" if params.is_query else "of a document"
             # The model was trained on queries of one length only.
             is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
-            cut = cut or (is_fixed and not params.refuse_too_long)
+            cut = cut or (is_fixed and not params.reject_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
 
 

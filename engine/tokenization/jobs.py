@@ -20,7 +20,7 @@ from ..protocol.errors import (
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
-    RefusalReason,
+    RejectionReason,
     drop_tracebacks,
 )
 from ..protocol.request import CLIENT, STAGE_TIMES, Stage
@@ -59,19 +59,19 @@ class TokenizerJobs:
     Args:
         num_workers: Threads.
         max_chars: Limit of the characters of waiting and running jobs.
-        on_refusal: Called for every refused request.
+        on_rejection: Called for every rejected request.
 
     Attributes:
         chars: Characters of waiting and running jobs.
     """
 
     def __init__(
-        self, num_workers: int, max_chars: int = sys.maxsize, on_refusal: Callable[[], None] = lambda: None
+        self, num_workers: int, max_chars: int = sys.maxsize, on_rejection: Callable[[], None] = lambda: None
     ) -> None:
-        reason = RefusalReason.QUEUED_CHARACTERS
+        reason = RejectionReason.QUEUED_CHARACTERS
         flag = "--max-queued-chars"
         self.chars = SharedResource(max_chars, "the tokenizer's queue", "characters", flag, full=reason, share=reason)
-        self._on_refusal = on_refusal
+        self._on_rejection = on_rejection
         self._chars_per_s = 0.0  # 0: not measured yet
         self._num_workers = num_workers
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
@@ -93,10 +93,10 @@ class TokenizerJobs:
             num_texts: Number of texts if the job only tokenizes texts. Only such a job may run in the event loop.
         """
         if self._is_closed:
-            raise EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
+            raise EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
         client = CLIENT.get()
         if (rejection := self.chars.rejection(client, num_chars)) is not None:
-            self._on_refusal()
+            self._on_rejection()
             raise EngineOverloadedError(
                 f"{rejection.message} Please try again later.",
                 retry_after_s=rejection.excess / self._chars_per_s if self._chars_per_s else 1.0,
@@ -131,7 +131,7 @@ class TokenizerJobs:
         for future in self._awaited:
             if not future.done():
                 future.set_exception(
-                    EngineUnavailableError("The server is shutting down.", reason=RefusalReason.DRAINING)
+                    EngineUnavailableError("The server is shutting down.", reason=RejectionReason.DRAINING)
                 )
 
     def _measure(self, num_chars: int, seconds: float) -> None:
@@ -183,8 +183,8 @@ class TokenizerJobs:
         try:
             self._executor.submit(self._work, jobs, loop)
         except RuntimeError as error:  # no thread can be started
-            refusal = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
-            _settle([(job.future, None, refusal) for job in jobs])
+            rejection = EngineUnavailableError(f"The server cannot tokenize at the moment: {error}. Please try again.")
+            _settle([(job.future, None, rejection) for job in jobs])
 
     @staticmethod
     def _work(jobs: list[_Job], loop: asyncio.AbstractEventLoop) -> None:

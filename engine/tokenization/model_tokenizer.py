@@ -59,7 +59,7 @@ class Truncation:
 
     Attributes:
         max_num_tokens: The limit in tokens, special tokens included.
-        cut: Truncate to the limit; False refuses the request.
+        cut: Truncate to the limit; False rejects the request.
         side: "left" or "right", the side to remove; None means the tokenizer's own.
         param: Request field to name in errors.
         name: The cause of the limit if it is not the model; see ModelInfo.limit_name.
@@ -89,7 +89,7 @@ class Truncation:
         """Most characters to tokenize of each text of a pair that may be truncated."""
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
 
-    def refuse_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
+    def reject_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
         """Raises RequestTooLongError for an input above the limit, unless it may be truncated.
 
         Args:
@@ -98,15 +98,15 @@ class Truncation:
             is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
-        self.refuse_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+        self.reject_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
 
-    def refuse_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
+    def reject_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
         """Raises RequestTooLongError for an input that was only partly tokenized, unless it may be truncated."""
-        self.refuse_found_unless_cut(
+        self.reject_found_unless_cut(
             f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
         )
 
-    def refuse_found_unless_cut(
+    def reject_found_unless_cut(
         self,
         found: str,
         num_tokens: int,
@@ -285,7 +285,7 @@ class ModelTokenizer:
                 if read is not texts[i]:
                     is_whole = False
                     if len(encoding) <= truncation.max_num_tokens:
-                        truncation.refuse_unread_unless_cut(len(texts[i]), len(encoding), i)
+                        truncation.reject_unread_unless_cut(len(texts[i]), len(encoding), i)
                 encodings.append(encoding)
         of_texts = iter(encodings)
         return [
@@ -307,10 +307,10 @@ class ModelTokenizer:
         bounded, encoding = self._encode_more(text, bounded, encoding, truncation, specials=specials)
         if len(encoding) <= limit:
             if bounded is not text:
-                truncation.refuse_unread_unless_cut(len(text), len(encoding), index)
+                truncation.reject_unread_unless_cut(len(text), len(encoding), index)
             ids = self.text_ids(encoding.ids)
             return TokenizedInput(ids, num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
-        truncation.refuse_unless_cut(len(encoding), index, is_whole=bounded is text)
+        truncation.reject_unless_cut(len(encoding), index, is_whole=bounded is text)
         room = self.room(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
         num_cut = len(bare) - room
@@ -345,7 +345,7 @@ class ModelTokenizer:
         limit = truncation.max_num_tokens
         if len(ids) <= limit:
             return ids
-        truncation.refuse_unless_cut(len(ids), index)
+        truncation.reject_unless_cut(len(ids), index)
         return ids[-limit:] if self.cuts_left(truncation) else ids[:limit]
 
     def _count_prefix(self, prompt: str, specials: bool) -> int:

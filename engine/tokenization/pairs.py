@@ -63,7 +63,7 @@ class PairEncoder:
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:
-                truncation.refuse_unread_unless_cut(longest, 0, i)
+                truncation.reject_unread_unless_cut(longest, 0, i)
         sides = (self._tokenizer.bounded(side, truncation, num_chars) for side in zip(*pairs, strict=True))
         return list(zip(*map(self._tokenizer.cased, sides), strict=True))
 
@@ -80,7 +80,7 @@ class PairEncoder:
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
             if len(ids) > limit:
-                truncation.refuse_unless_cut(len(ids), first + i)
+                truncation.reject_unless_cut(len(ids), first + i)
                 cut = encoder.cut(pairs[i], instruction, limit, left=left)
                 if cut is None:
                     raise _no_room(encoder, instruction, truncation)
@@ -91,7 +91,7 @@ class PairEncoder:
     def _fit_joined(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
         """Truncates a joined pair to the limit and finds the beginning of its second text."""
         if len(encoding) > truncation.max_num_tokens:
-            truncation.refuse_unless_cut(len(encoding), index)
+            truncation.reject_unless_cut(len(encoding), index)
             backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
             first, second = backend.encode_batch(list(pair), add_special_tokens=False)
             room = self._tokenizer.room(truncation, is_pair=True)

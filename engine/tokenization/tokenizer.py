@@ -51,7 +51,7 @@ class TokenizerPool:
         do_lower_case: Whether to lower-case texts (an option of sentence-transformers).
         num_workers: Number of threads.
         max_chars: See TokenizerJobs.
-        on_refusal: See TokenizerJobs.
+        on_rejection: See TokenizerJobs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TokenizerPool:
         do_lower_case: bool,
         num_workers: int,
         max_chars: int = sys.maxsize,
-        on_refusal: Callable[[], None] = lambda: None,
+        on_rejection: Callable[[], None] = lambda: None,
     ) -> None:
         self._tokenizer = ModelTokenizer(
             Tokenizer.from_str(spec.json),
@@ -77,7 +77,7 @@ class TokenizerPool:
         self._pairs = PairEncoder(self._tokenizer, spec.score_template, uses_token_types=spec.uses_token_types)
         self._chat_template = spec.chat_template
         self._chat_renderer: ChatRenderer | None = None
-        self._jobs = TokenizerJobs(num_workers, max_chars, on_refusal)
+        self._jobs = TokenizerJobs(num_workers, max_chars, on_rejection)
 
     def encode(
         self,

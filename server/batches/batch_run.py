@@ -44,7 +44,7 @@ _MOST_LOSSES: Final = 3
 """Attempts of a line that exceeds the server's deadline or loses its engine, before it fails."""
 MOST_CRASHES: Final = 2
 """Number of kills of the server while a line runs alone, or a file is checked, before the line or batch fails."""
-_MAX_REFUSED: Final = 16
+_MAX_REJECTED: Final = 16
 """Maximum number of rejected lines that wait. At this number the batch starts no other lines."""
 _CHECK_LINE: Final = 0
 """Line number that stands for the check of the input file in the crash counts of the store."""
@@ -111,7 +111,7 @@ class BatchRun:
         self._crashes = crashes or Crashes(0, {})
         self._has_passed_suspects = crashes is None
         self._suspects: set[int] = set()  # running lines that may have killed the server
-        self._num_refused = 0
+        self._num_rejected = 0
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._cancelled = asyncio.Event()
@@ -302,7 +302,7 @@ class BatchRun:
 
         A waiting line is not in memory.
         """
-        num_tries, num_losses, may_kill_engine, was_refused = 0, 0, False, False
+        num_tries, num_losses, may_kill_engine, was_rejected = 0, 0, False, False
         try:
             while True:
                 async with self._context.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
@@ -319,22 +319,22 @@ class BatchRun:
                     num_losses += was_lost or answer.status == 504
                     if answer.status not in RETRY_STATUSES or num_losses == _MOST_LOSSES:
                         return line_of_response(self._name(place.number), place.number, custom_id, answer)
-                    self._context.window.refuse()
+                    self._context.window.reject()
                     least_s = float(answer.headers.get(b"retry-after", b"1"))
                     wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
                     wait_s *= random.uniform(1.0, 1.25)  # noqa: S311 - no secret
-                if not was_refused:
-                    was_refused = True
-                    self._add_refused(1)
+                if not was_rejected:
+                    was_rejected = True
+                    self._add_rejected(1)
                 async with self._context.window.outside(place.num_bytes):  # other lines may use another model
                     await asyncio.sleep(wait_s)
         finally:
-            if was_refused:
-                self._add_refused(-1)
+            if was_rejected:
+                self._add_rejected(-1)
 
-    def _add_refused(self, change: int) -> None:
-        self._num_refused += change
-        if self._num_refused < _MAX_REFUSED:
+    def _add_rejected(self, change: int) -> None:
+        self._num_rejected += change
+        if self._num_rejected < _MAX_REJECTED:
             self._may_start.set()
         else:
             self._may_start.clear()

@@ -23,7 +23,7 @@ from typing import Final
 from penstock.engine.client.own_files import check_folder, open_own, secret_of, sync_folder
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError, UnknownObjectError
 
-from ..admission import LimitError, ServerRefusalReason
+from ..admission import LimitError, ServerRejectionReason
 from ..errors import shown
 from ..schemas.batch_bodies import LEAST_EXPIRY_S, MOST_EXPIRY_S
 from ..settings import UsageError
@@ -283,7 +283,7 @@ def _too_much(reason: str) -> LimitError:
         f"The files of this key, with the output of batches, {reason}; "
         "delete some (DELETE /v1/files/ID), or wait until they expire."
     )
-    return LimitError(413, message, ServerRefusalReason.FILE_STORAGE, {"connection": "close"})
+    return LimitError(413, message, ServerRejectionReason.FILE_STORAGE, {"connection": "close"})
 
 
 def _expiry_s(fields: dict[str, str]) -> int:

@@ -22,7 +22,7 @@ from penstock.engine.protocol.errors import (
     drop_tracebacks,
 )
 
-from ..admission import ServerRefusalReason
+from ..admission import ServerRejectionReason
 from ..errors import shown
 from ..routing import BatchUse
 from ..schemas.batch_bodies import MOST_EXPIRY_S, MOST_HOURS, BatchRequest
@@ -154,7 +154,7 @@ class Batches:
             if num_unfinished >= MOST_UNFINISHED:
                 message = f"{MOST_UNFINISHED} batches have not ended; wait for one of them."
                 raise EngineOverloadedError(
-                    message, retry_after_s=_RETRY_AFTER_S, reason=ServerRefusalReason.UNFINISHED_BATCHES
+                    message, retry_after_s=_RETRY_AFTER_S, reason=ServerRejectionReason.UNFINISHED_BATCHES
                 )
             await self.files.check_num_files(owner, _FILES_MADE * (num_unfinished + 1))
             for old in await self._store.oldest_ended(owner, self.files.max_files):

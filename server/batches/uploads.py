@@ -14,7 +14,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.engine.protocol.errors import InvalidRequestError, StorageError
 
-from ..admission import LimitError, ServerRefusalReason
+from ..admission import LimitError, ServerRejectionReason
 from ..errors import shown
 
 MULTIPART: Final = "multipart/form-data"
@@ -160,4 +160,4 @@ class Upload:
 def too_large(max_bytes: int) -> LimitError:
     """Returns the error for a file larger than `max_bytes`."""
     message = f"The file is larger than the limit of {max_bytes} bytes (--max-file-bytes). Split it."
-    return LimitError(413, message, ServerRefusalReason.FILE_BYTES, {"connection": "close"})
+    return LimitError(413, message, ServerRejectionReason.FILE_BYTES, {"connection": "close"})

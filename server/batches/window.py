@@ -192,7 +192,7 @@ class Window:
             self.num_bytes -= num_bytes
             self._changed.set()
 
-    def refuse(self) -> None:
+    def reject(self) -> None:
         """Halves the number of lines at once after a full or starting server has rejected a line."""
         self._most = max(self._most / 2, 1.0)
 

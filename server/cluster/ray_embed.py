@@ -93,12 +93,12 @@ class Embedder:
         try:
             vectors = self._embed(texts)
         except InvalidRequestError:
-            return self._first_refusal(shard, texts)
+            return self._first_rejection(shard, texts)
         with_them = with_vectors(table, vectors)
         self._recipe.job.write(self._recipe.job.path(shard), lambda path: parquet.write_table(with_them, path))
         return ""
 
-    def _first_refusal(self, shard: Shard, texts: Sequence[str]) -> str:
+    def _first_rejection(self, shard: Shard, texts: Sequence[str]) -> str:
         """Returns the message for the first row that the engine rejects."""
         for row, text in enumerate(texts):
             try:

@@ -29,7 +29,7 @@ from penstock.engine.model_files.model_folder import is_local
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.errors import ModelLoadError
 
-from ..admission import ServerRefusalReason
+from ..admission import ServerRejectionReason
 from ..app import create_app
 from ..http.connection_limits import TransferLimits, raise_file_limit
 from ..http.http_server import HttpServer, freeze, uvicorn_config
@@ -88,7 +88,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
     raise_file_limit()
     app = create_app(models, settings, cache=cache, on_ready=announce, on_failure=give_up)
     listener = bound_socket(settings.host, settings.port)
-    on_slow = partial(app.state.context.metrics.count_refusal, ServerRefusalReason.SLOW_TRANSFER)
+    on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     server = HttpServer(uvicorn_config(app, settings), TransferLimits.of(settings), on_slow=on_slow)
     # uvicorn raises the signal again after its shutdown; a requested stop is not a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

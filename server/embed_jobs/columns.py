@@ -137,14 +137,14 @@ class JsonColumns:
             for name, value in self.record(row).items():
                 self._row.field(name).add(value, row.line)
         except ColumnError as error:
-            raise self._refusal(error) from error
+            raise self._rejection(error) from error
 
     def fields(self) -> Sequence[Any]:
         """Returns the pyarrow fields. Raises BadRowError if Parquet has no type for a column."""
         try:
             return self._row.fields()
         except ColumnError as error:
-            raise self._refusal(error) from error
+            raise self._rejection(error) from error
 
     def record(self, row: Row) -> Mapping[str, Any]:
         """Returns the fields of a row, with integers of any size. Raises BadRowError for a duplicate key."""
@@ -156,7 +156,7 @@ class JsonColumns:
             ) from error
         return record
 
-    def _refusal(self, error: ColumnError) -> BadRowError:
+    def _rejection(self, error: ColumnError) -> BadRowError:
         return self._source.bad_row(
             error.line,
             f"the column {error.column!r} {error.reason}; Parquet has one type for each column: change the values, or "

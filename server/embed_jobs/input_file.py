@@ -119,7 +119,7 @@ class InputFile(ABC):
                 num_new = len(row.text)
                 lengths[num_new] += 1
             elif not skip_bad:
-                raise self.refused_row(row.line, row.reason)
+                raise self.rejected_row(row.line, row.reason)
             num_rows = number - starts[-1]
             if num_rows and (num_rows == SHARD_ROWS or num_chars + num_new > SHARD_CHARS):
                 starts.append(number)
@@ -148,7 +148,7 @@ class InputFile(ABC):
         """Returns the error for a row."""
         return BadRowError(f"{self.path}, {self.unit} {line}: {reason}")
 
-    def refused_row(self, line: int, reason: str) -> BadRowError:
+    def rejected_row(self, line: int, reason: str) -> BadRowError:
         """Returns the error for a row that --on-bad-row skip would leave out."""
         return self.bad_row(line, f"{reason}; correct it, or leave bad rows out with --on-bad-row skip")
 

@@ -46,13 +46,13 @@ class Results(NamedTuple):
 
     Attributes:
         vectors: One row per row of the input; NaN for bad and rejected rows.
-        refused: Row index, from 0, to the reason why the model rejected the row.
+        rejected: Row index, from 0, to the reason why the model rejected the row.
         num_skipped: Number of bad and rejected rows.
         columns: Columns of a JSONL input, for Parquet output.
     """
 
     vectors: ShardVectors
-    refused: Mapping[int, str]
+    rejected: Mapping[int, str]
     num_skipped: int
     columns: JsonColumns | None
 
@@ -109,7 +109,7 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         if results.num_skipped:
-            replace_file(report_path(output), temporary, lambda path: _write_report(path, source, results.refused))
+            replace_file(report_path(output), temporary, lambda path: _write_report(path, source, results.rejected))
         else:
             report_path(output).unlink(missing_ok=True)  # from an earlier run
         replace_file(output, temporary, lambda path: write(path, source, results))
@@ -127,10 +127,10 @@ def write_output(output: Path, write: Writer, source: InputFile, results: Result
         ) from error
 
 
-def _write_report(path: Path, source: InputFile, refused: Mapping[int, str]) -> None:
+def _write_report(path: Path, source: InputFile, rejected: Mapping[int, str]) -> None:
     with path.open("wb") as file:
         for number, row in enumerate(source.rows()):
-            reason = row.reason if isinstance(row, BadRow) else refused.get(number)
+            reason = row.reason if isinstance(row, BadRow) else rejected.get(number)
             if reason is not None:
                 file.write(orjson.dumps({source.unit: row.line, "reason": reason}) + b"\n")
 
@@ -149,7 +149,7 @@ def write_npy(path: Path, source: InputFile, results: Results) -> None:
 def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
     """Writes each row with all its fields and the field `embedding`."""
     with path.open("wb") as file:
-        for number, row in _good_rows(source.full_rows(), results.refused):
+        for number, row in _good_rows(source.full_rows(), results.rejected):
             (vector,) = results.vectors.rows([number])
             try:
                 fields = source.json_object(row)
@@ -191,21 +191,21 @@ def _tables(source: InputFile, results: Results, schema: Any) -> Iterator[tuple[
         start = 0
         for batch in source.batches(None):
             texts = batch.column(source.field).to_pylist()
-            places = [i for i, text in enumerate(texts) if isinstance(text, str) and start + i not in results.refused]
+            places = [i for i, text in enumerate(texts) if isinstance(text, str) and start + i not in results.rejected]
             table = pa.Table.from_batches([batch], schema=schema)
             if len(places) < len(texts):
                 table = table.take(pa.array(places, pa.int64()))
             yield [start + i for i in places], table
             start += len(texts)
         return
-    rows = _good_rows(source.full_rows(), results.refused)
+    rows = _good_rows(source.full_rows(), results.rejected)
     record = operator.attrgetter("record") if results.columns is None else results.columns.record
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
         yield [number for number, _ in block], pa.Table.from_pylist([record(row) for _, row in block], schema=schema)
 
 
-def _good_rows(rows: Iterator[Row | BadRow], refused: Collection[int]) -> Iterator[tuple[int, Row]]:
-    return ((n, row) for n, row in enumerate(rows) if isinstance(row, Row) and n not in refused)
+def _good_rows(rows: Iterator[Row | BadRow], rejected: Collection[int]) -> Iterator[tuple[int, Row]]:
+    return ((n, row) for n, row in enumerate(rows) if isinstance(row, Row) and n not in rejected)
 
 
 def _parquet_schema(source: InputFile, columns: JsonColumns | None) -> Any:

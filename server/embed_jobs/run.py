@@ -48,13 +48,13 @@ class ShardResult:
 
     Attributes:
         vectors: [N, D] float32, one row per row of the shard, NaN without a vector. D is 0 before the first `add`.
-        refused: Index in the shard to the reason why the model rejected the row.
+        rejected: Index in the shard to the reason why the model rejected the row.
     """
 
     def __init__(self, shard: Shard, num_left: int) -> None:
         self.shard, self.num_left = shard, num_left
         self.vectors = np.zeros((shard.num_rows, 0), np.float32)
-        self.refused: dict[int, str] = {}
+        self.rejected: dict[int, str] = {}
 
     def add(self, indices: Sequence[int], vectors: NDArray[np.float32]) -> None:
         """Adds the vectors of rows."""
@@ -123,15 +123,15 @@ async def _run(
             job.begin(identity)
             with Progress(survey.lengths, engine.info) as progress:
                 await _embed_shards(engine, source, job, survey.shards, progress, settings)
-            refused = _refused(job, survey.shards)
-            num_kept = survey.lengths.total() - len(refused)
+            rejected = _rejected(job, survey.shards)
+            num_kept = survey.lengths.total() - len(rejected)
             if not num_kept:
                 job.remove()
-                line, reason = _first_refused(source, refused)
+                line, reason = _first_rejected(source, rejected)
                 raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
             vectors = ShardVectors(job, survey.shards)
             num_skipped = survey.num_rows - num_kept
-            write_output(output, write, source, Results(vectors, refused, num_skipped, columns))
+            write_output(output, write, source, Results(vectors, rejected, num_skipped, columns))
             job.remove()
     finally:
         await engine.close()
@@ -153,18 +153,18 @@ def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settin
     if not survey.num_rows:
         raise BadRowError(f"{source.path} holds no rows")
     if not survey.lengths:
-        line, reason = _first_refused(source, {})
+        line, reason = _first_rejected(source, {})
         raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
     if columns is not None:
         columns.fields()
     return survey
 
 
-def _first_refused(source: InputFile, refused: Mapping[int, str]) -> tuple[int, str]:
+def _first_rejected(source: InputFile, rejected: Mapping[int, str]) -> tuple[int, str]:
     return next(
-        (row.line, row.reason if isinstance(row, BadRow) else refused[number])
+        (row.line, row.reason if isinstance(row, BadRow) else rejected[number])
         for number, row in enumerate(source.rows())
-        if isinstance(row, BadRow) or number in refused
+        if isinstance(row, BadRow) or number in rejected
     )
 
 
@@ -254,10 +254,10 @@ async def _embed(
             for index, row in zip(request.indices, request.rows, strict=True):
                 try:
                     result.add([index], await _embed_rows(engine, [row], params, options))
-                except InvalidRequestError as refusal:
+                except InvalidRequestError as rejection:
                     if settings.on_bad_row == "fail":
-                        return start + index, source.refused_row(row.line, _reason(refusal))
-                    result.refused[index] = _reason(refusal)
+                        return start + index, source.rejected_row(row.line, _reason(rejection))
+                    result.rejected[index] = _reason(rejection)
     except (EngineError, OSError) as failure:
         return start + index, failure
     progress.update(row.text for row in request.rows)
@@ -271,26 +271,26 @@ def _save(job: JobFolder, result: ShardResult) -> None:
     """Writes a finished shard: first the reasons of rejected rows, then the vectors."""
     with job.writing():
         path = job.path(result.shard)
-        if result.refused:
-            reasons = orjson.dumps(list(result.refused.items()))
-            job.write(_refused_path(path), lambda place: place.write_bytes(reasons))
+        if result.rejected:
+            reasons = orjson.dumps(list(result.rejected.items()))
+            job.write(_rejected_path(path), lambda place: place.write_bytes(reasons))
         else:
-            _refused_path(path).unlink(missing_ok=True)  # from an interrupted run
+            _rejected_path(path).unlink(missing_ok=True)  # from an interrupted run
         job.write_vectors(result.shard, result.vectors)
 
 
-def _refused_path(path: Path) -> Path:
-    return path.with_suffix(".refused.json")
+def _rejected_path(path: Path) -> Path:
+    return path.with_suffix(".rejected.json")
 
 
-def _refused(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
+def _rejected(job: JobFolder, shards: Sequence[Shard]) -> dict[int, str]:
     """Returns the reasons of rejected rows by row index."""
-    refused: dict[int, str] = {}
+    rejected: dict[int, str] = {}
     for shard in shards:
-        path = _refused_path(job.path(shard))
+        path = _rejected_path(job.path(shard))
         if path.exists():
-            refused |= {shard.start + index: reason for index, reason in orjson.loads(path.read_bytes())}
-    return refused
+            rejected |= {shard.start + index: reason for index, reason in orjson.loads(path.read_bytes())}
+    return rejected
 
 
 async def _embed_rows(
@@ -300,8 +300,8 @@ async def _embed_rows(
     while True:
         try:
             return (await engine.embed([row.text for row in rows], params, options)).embeddings
-        except EngineOverloadedError as refusal:
-            await asyncio.sleep(min(refusal.retry_after_s, MAX_WAIT_S))
+        except EngineOverloadedError as rejection:
+            await asyncio.sleep(min(rejection.retry_after_s, MAX_WAIT_S))
 
 
 def pooling_params(settings: EmbedSettings) -> PoolingParams:

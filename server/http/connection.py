@@ -75,8 +75,8 @@ _HOST: Final = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=%:\[\]]*")
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class RefusedRequest(Protocol):
-    """A request that was rejected after its head; see Refusal in middleware/load_shedding.py."""
+class RejectedRequest(Protocol):
+    """A request that was rejected after its head; see Rejection in middleware/load_shedding.py."""
 
     def find_dialect(self, body: bytes) -> None:
         """Searches a part of the body for a key of a dialect."""
@@ -87,15 +87,15 @@ class RefusedRequest(Protocol):
         ...
 
 
-class HeadRefuser(Protocol):
+class HeadRejecter(Protocol):
     """Rejects requests after their head; see LoadShedder in middleware/load_shedding.py."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is full, so that `refusal` may reject a request."""
+        """Whether the engine is full, so that `rejection` may reject a request."""
         ...
 
-    def refusal(self, target: bytes, scope: Scope, answer: Callable[[Response], None]) -> RefusedRequest | None:
+    def rejection(self, target: bytes, scope: Scope, answer: Callable[[Response], None]) -> RejectedRequest | None:
         """Rejects a POST after its head was read, or returns None."""
         ...
 
@@ -112,13 +112,13 @@ class Connection(HttpToolsProtocol):
         self._is_in_body = False
         self._is_parsing = False
         self._is_upgrade = False
-        self._refusal: RefusedRequest | None = None  # None again after it was sent
-        self._is_refused = False  # whether the request of the current body was rejected
+        self._rejection: RejectedRequest | None = None  # None again after it was sent
+        self._is_rejected = False  # whether the request of the current body was rejected
         self._has_sent_last = False  # the last response has been sent; further bytes are discarded
         self._has_received_eof = False  # the client has closed its sending side
         self._fault = "Invalid HTTP request received."
         self._whole_s = 0.0  # time when the last request was complete
-        self._shedder: HeadRefuser | None = self.app_state.get(SHEDDER)
+        self._shedder: HeadRejecter | None = self.app_state.get(SHEDDER)
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._answered: RequestResponseCycle | None = None  # the running request, or the last one
 
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._parse_part(self._ahead.take(max(PARSE_BYTES, self._num_body_left())))
         if self._has_received_eof:
-            self._send_refusal()
+            self._send_rejection()
             if not self._is_busy:
                 self.transport.close()
 
@@ -164,8 +164,8 @@ class Connection(HttpToolsProtocol):
                     data = self._head_without_offer() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.logger.debug("%s has sent an invalid HTTP request", self.client)
-            if not self._is_refused:
-                self._send_refusal()
+            if not self._is_rejected:
+                self._send_rejection()
             if self._has_sent_last:
                 self.transport.close()
             else:
@@ -186,41 +186,41 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Starts a request, unless it is rejected. A head that offers an upgrade is parsed again without the offer."""
-        if self._refusal is not None:
-            self._refusal.send()
+        if self._rejection is not None:
+            self._rejection.send()
         self._unset_keepalive_if_required()  # sending the response has set the timer
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
         if self._has_sent_last:
-            self._is_refused = True
+            self._is_rejected = True
             return
         if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
             self._fault = fault
             raise ValueError(fault)  # stops the parser, see `_parse_part`
-        self._refusal = None if self._is_upgrade else self._shed()
-        self._is_refused = self._refusal is not None
-        if not self._is_upgrade and not self._is_refused:
+        self._rejection = None if self._is_upgrade else self._shed()
+        self._is_rejected = self._rejection is not None
+        if not self._is_upgrade and not self._is_rejected:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Receives a part of a body. The body of a rejected request is discarded."""
         self._num_overhead = 0
         self._num_body += len(body)
-        if not self._is_refused:
+        if not self._is_rejected:
             super().on_body(body)
-        elif self._refusal is not None:
-            self._refusal.find_dialect(body)
+        elif self._rejection is not None:
+            self._rejection.find_dialect(body)
 
     def on_message_complete(self) -> None:
         """Completes a request."""
         self._num_overhead = 0
         self._is_in_body = False
-        if self._is_refused:
-            self._is_refused = False
+        if self._is_rejected:
+            self._is_rejected = False
             if self._has_sent_last:
                 self.transport.close()
             elif (
-                self._refusal is None
+                self._rejection is None
             ):  # the response was sent before the body ended, and the body has cancelled the timer
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -242,7 +242,7 @@ class Connection(HttpToolsProtocol):
 
         A TLS connection closes at once: TLS cannot close one side.
         """
-        self._send_refusal()
+        self._send_rejection()
         if self._has_received_eof:  # the event loop calls again after it resumes reading
             return True
         if self.scheme == "https" or not self._is_busy:
@@ -260,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cleans up after the connection. Marks the running request as disconnected."""
-        self._send_refusal()
+        self._send_rejection()
         self._writer.forget()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
@@ -270,7 +270,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Starts to close the connection."""
-        self._send_refusal()
+        self._send_rejection()
         super().shutdown()
 
     @property
@@ -279,7 +279,7 @@ class Connection(HttpToolsProtocol):
         cycle: RequestResponseCycle | None = (
             self.cycle
         )  # None at first, although uvicorn's annotation does not allow it
-        return self._refusal is None and (cycle is None or cycle.response_complete)
+        return self._rejection is None and (cycle is None or cycle.response_complete)
 
     @property
     def is_idle(self) -> bool:
@@ -292,12 +292,12 @@ class Connection(HttpToolsProtocol):
         if num_unsent:
             num_left = num_unsent + num_unacknowledged(self.transport)
             return PendingTransfer(TransferPart.RESPONSE, self.cycle, self._writer.num_written - num_left)
-        if self._is_refused:
+        if self._is_rejected:
             return PendingTransfer(TransferPart.BODY, self.scope, self._num_received)
         if self.is_between_requests:
             is_timed = self.timeout_keep_alive_task is not None
             return None if is_timed else PendingTransfer(TransferPart.HEAD, self.cycle, self._num_received)
-        if self._refusal is not None or self.flow.read_paused:  # the application must read first
+        if self._rejection is not None or self.flow.read_paused:  # the application must read first
             return None
         if self.cycle.waiting_for_100_continue:
             return None
@@ -305,13 +305,13 @@ class Connection(HttpToolsProtocol):
             return PendingTransfer(TransferPart.BODY, self.cycle, self._num_received)
         return None
 
-    def refuse_body(self, reason: str) -> bool:
+    def reject_body(self, reason: str) -> bool:
         """Makes the application respond to a slow body with 408. `reason` is a sentence for the client.
 
         Returns False if the response has started, or after an earlier call for the same request.
         """
         cycle: RequestResponseCycle = self.cycle
-        if self._is_refused or cycle.response_started or SLOW_BODY in cycle.scope:
+        if self._is_rejected or cycle.response_started or SLOW_BODY in cycle.scope:
             return False
         cast("Scope", cycle.scope)[SLOW_BODY] = reason
         cycle.message_event.set()
@@ -340,14 +340,14 @@ class Connection(HttpToolsProtocol):
                     return int(value) - self._num_body
         return 0
 
-    def _shed(self) -> RefusedRequest | None:
+    def _shed(self) -> RejectedRequest | None:
         """Rejects a POST while the engine is full, if all earlier responses have been sent and read."""
         if self._shedder is None or not self._shedder.is_full or self.parser.get_method() != b"POST":
             return None
         if not self.is_between_requests or self.flow.write_paused:
             return None
         is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        return self._shedder.refusal(self.url, cast("Scope", self.scope), partial(self._answer, is_last))
+        return self._shedder.rejection(self.url, cast("Scope", self.scope), partial(self._answer, is_last))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -363,21 +363,21 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
-        self._has_sent_last = self._is_refused = True
+        self._has_sent_last = self._is_rejected = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._writer.end_our_side()
 
-    def _send_refusal(self) -> None:
-        if self._refusal is not None:
-            self._refusal.send()
+    def _send_rejection(self) -> None:
+        if self._rejection is not None:
+            self._rejection.send()
 
     def _answer(self, is_last: bool, response: Response) -> None:
         """Sends a whole response. The connection closes after it if the client requests that or the body is unread."""
-        self._refusal = None
+        self._rejection = None
         if self.transport.is_closing():
             return
-        is_last = is_last or (self._is_refused and self.expect_100_continue and not self._num_body)
+        is_last = is_last or (self._is_rejected and self.expect_100_continue and not self._num_body)
         lines = [STATUS_LINE[response.status_code]]
         for name, value in (*self.server_state.default_headers, *response.raw_headers):
             lines += (name, b": ", value, b"\r\n")

@@ -119,7 +119,7 @@ class ConnectionLimits:
             reason = self._lateness(wait, now_s)
             if not reason:
                 continue
-            if transfer.part is TransferPart.BODY and connection.refuse_body(f"The body came too slowly: {reason}."):
+            if transfer.part is TransferPart.BODY and connection.reject_body(f"The body came too slowly: {reason}."):
                 slow[connection.client_text, transfer.part, reason] += 1
                 continue
             if transfer.part is TransferPart.HEAD:

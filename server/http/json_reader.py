@@ -16,7 +16,7 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope
 
-from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRefusalReason
+from ..admission import SMALL_BODY_BYTES, AdmissionController, LimitError, ServerRejectionReason
 from ..errors import shown
 from .connection import SLOW_BODY
 
@@ -155,7 +155,7 @@ async def receive_part(scope: Scope, receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if SLOW_BODY in scope:
         text = f"{scope[SLOW_BODY]} Please send it again over a faster connection, or in smaller requests."
-        raise LimitError(408, text, ServerRefusalReason.SLOW_TRANSFER, {"connection": "close"})
+        raise LimitError(408, text, ServerRejectionReason.SLOW_TRANSFER, {"connection": "close"})
     if message["type"] != "http.request":
         raise HTTPException(400, "The body is incomplete.")
     return message.get("body", b""), message.get("more_body", False)

@@ -29,7 +29,7 @@ from starlette.types import Message, Scope
 
 from penstock.engine.protocol.errors import EngineError, InvalidRequestError
 
-from ..admission import note_refusal
+from ..admission import note_rejection
 from ..dialects import Dialect
 from ..http.request_head import RequestIds, canonical_path, limits_of
 from ..models.table import ModelTable
@@ -53,7 +53,7 @@ class _Waiting(NamedTuple):
     release: Callable[[], bool]
 
 
-class RefusalPace:
+class RejectionPace:
     """Sends delayed rejections, in the order of their latest times. Used by one event loop.
 
     Args:
@@ -106,7 +106,7 @@ def longest_wait_s(scope: Scope) -> float:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Refusal:
+class Rejection:
     """A rejected request. Its response is sent once.
 
     Responses are built when they are sent, several at a time, which uses the processor's caches well.
@@ -160,7 +160,7 @@ class Refusal:
         if self.cors is not None:
             _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
-        note_refusal(record.scope, self.error)
+        note_rejection(record.scope, self.error)
         record.begin_answer(response.status_code)
         answer(response)
         record.end()
@@ -191,7 +191,7 @@ class LoadShedder:
         models: ModelTable,
         keys: ApiKeys,
         observers: Sequence[Observer],
-        pace: RefusalPace,
+        pace: RejectionPace,
         max_body_bytes: int,
         cors: CORSMiddleware | None,
     ) -> None:
@@ -206,11 +206,11 @@ class LoadShedder:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is full, so that `refusal` may reject a request."""
+        """Whether the engine is full, so that `rejection` may reject a request."""
         engine = self._models.only_engine
         return engine is not None and engine.is_full
 
-    def refusal(self, target: bytes, scope: Scope, answer: Answer) -> Refusal | None:
+    def rejection(self, target: bytes, scope: Scope, answer: Answer) -> Rejection | None:
         """Rejects a POST after its head was read. Returns None if the application must handle the request.
 
         Args:
@@ -234,10 +234,10 @@ class LoadShedder:
         try:
             engine.check_room(client)
         except EngineError as error:
-            refusal = Refusal(
+            rejection = Rejection(
                 error=error.with_traceback(
                     None
-                ),  # a traceback would refer to this frame, and so to the refusal: a cycle
+                ),  # a traceback would refer to this frame, and so to the rejection: a cycle
                 model=self._models.entries[0].name,
                 route=route,
                 scope=scope,
@@ -246,8 +246,8 @@ class LoadShedder:
                 observers=self._observers,
                 ids=self._ids,
             )
-            self._pace.add(refusal.send, within_s=within_s)
-            return refusal
+            self._pace.add(rejection.send, within_s=within_s)
+            return rejection
         return None
 
     def _route(self, target: bytes) -> Route | None:

@@ -15,17 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.protocol.errors import (
     EngineUnavailableError,
     InvalidRequestError,
-    RefusalReason,
+    RejectionReason,
 )
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..admission import note_refusal
+from ..admission import note_rejection
 from ..dialects import dialect_of
 from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIds, canonical_path
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..routing import RouteTable
-from .load_shedding import LONGEST_S, RefusalPace, longest_wait_s
+from .load_shedding import LONGEST_S, RejectionPace, longest_wait_s
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RequestMiddleware:
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
     Server-Timing has the times of the stages. The observers are called in order after the response. A response with
-    status 429 waits until RefusalPace releases it; by then the application has released the request.
+    status 429 waits until RejectionPace releases it; by then the application has released the request.
 
     Args:
         app: The next application.
@@ -47,7 +47,7 @@ class RequestMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RefusalPace, end_request: ASGIApp
+        self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RejectionPace, end_request: ASGIApp
     ) -> None:
         self.app = app
         self.end_request = end_request
@@ -126,9 +126,9 @@ async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the 503 of a request that did not finish within the drain timeout."""
     logger.warning("request %s did not finish within the drain timeout", scope["request_id"])
     error = EngineUnavailableError(
-        "The server is shutting down. Please try again elsewhere.", reason=RefusalReason.DRAINING
+        "The server is shutting down. Please try again elsewhere.", reason=RejectionReason.DRAINING
     )
-    note_refusal(scope, error)
+    note_rejection(scope, error)
     await dialect_of(scope).engine_error(error, scope["request_id"])(scope, receive, send)
 
 

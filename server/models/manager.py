@@ -22,7 +22,7 @@ from penstock.engine import AsyncEngine
 from penstock.engine.model_files.resolve import format_table, resolved_table
 from penstock.engine.protocol.errors import EngineError, EngineUnavailableError
 
-from ..admission import ServerRefusalReason
+from ..admission import ServerRejectionReason
 from .served_model import ModelEntry, ModelStatus, ServedModel, check_prompt_name
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class ModelManager:
         if is_patient and not self._fits_beside_used_models(entry):
             raise EngineUnavailableError(
                 f"There is no memory for {entry.name} while other models are in use.",
-                reason=ServerRefusalReason.MODEL_MEMORY,
+                reason=ServerRejectionReason.MODEL_MEMORY,
             )
         if sum(len(each.waiters) for each in self.entries) >= MAX_WAITING:
             raise EngineUnavailableError(
                 f"{MAX_WAITING} requests wait for models. Please try again in a moment.",
-                reason=ServerRefusalReason.MODEL_LOADING,
+                reason=ServerRejectionReason.MODEL_LOADING,
             )
         waiter: asyncio.Future[AsyncEngine | None] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
@@ -116,7 +116,7 @@ class ModelManager:
                 raise EngineUnavailableError(
                     f"The model {entry.name} is being loaded, which has taken more than {self._limits.wait_s:g} s. "
                     "Please try again in a moment.",
-                    reason=ServerRefusalReason.MODEL_LOADING,
+                    reason=ServerRejectionReason.MODEL_LOADING,
                 ) from error
             raise
         if engine is None:
@@ -213,7 +213,7 @@ class ModelManager:
             if not others:
                 raise EngineUnavailableError(
                     "There is no memory for it beside the pinned models.",
-                    reason=ServerRefusalReason.MODEL_MEMORY,
+                    reason=ServerRejectionReason.MODEL_MEMORY,
                 )
             loaded = [each for each in others if each.status is ModelStatus.LOADED]
             idle = [each for each in loaded if each.is_idle]
@@ -222,7 +222,7 @@ class ModelManager:
                 await self._drain_and_unload(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
                 raise EngineUnavailableError(
-                    "All models in memory are in use.", reason=ServerRefusalReason.MODEL_MEMORY
+                    "All models in memory are in use.", reason=ServerRejectionReason.MODEL_MEMORY
                 )
             elif settled:
                 await self._drain_and_unload(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
@@ -242,7 +242,7 @@ class ModelManager:
         max_loaded, max_bytes = self._limits.max_loaded, self._limits.max_bytes
         if max_loaded is not None and len(there) >= max_loaded:
             return True
-        # A model larger than max_bytes may be loaded alone: it was refused at the start if its size was known.
+        # A model larger than max_bytes may be loaded alone: it was rejected at the start if its size was known.
         total = entry.num_bytes + sum(each.num_bytes for each in there)
         return max_bytes is not None and bool(there) and total > max_bytes
 
@@ -354,7 +354,7 @@ def _unavailable(entry: ModelEntry) -> EngineUnavailableError:
         )
     return EngineUnavailableError(
         f"The model {entry.name} could not be loaded; the server's log says why.",
-        reason=ServerRefusalReason.MODEL_LOADING,
+        reason=ServerRejectionReason.MODEL_LOADING,
     )
 
 

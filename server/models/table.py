@@ -13,7 +13,7 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelNotFoundError
 from penstock.engine.protocol.model_info import ModelKind
 
-from ..admission import ServerRefusalReason
+from ..admission import ServerRejectionReason
 from ..errors import shown, shown_names
 from ..observability.timing import REQUEST
 from .manager import ModelManager
@@ -59,7 +59,7 @@ class ModelDescription(NamedTuple):
         if self.info is None:
             raise EngineUnavailableError(
                 f"{self.name} is not described until it is loaded. Send a request to it first.",
-                reason=ServerRefusalReason.MODEL_LOADING,
+                reason=ServerRejectionReason.MODEL_LOADING,
             )
         return self.info
 
@@ -123,7 +123,7 @@ class ModelTable:
         """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError if the load fails."""
         if (error := await self._manager.load(self.entry(name))) is not None:
             raise EngineUnavailableError(
-                f"{name} could not be loaded: {error}", reason=ServerRefusalReason.MODEL_LOADING
+                f"{name} could not be loaded: {error}", reason=ServerRejectionReason.MODEL_LOADING
             ) from error
 
     async def unload_now(self, name: str) -> None:
@@ -210,5 +210,5 @@ class ModelTable:
 
 def _starting() -> EngineUnavailableError:
     return EngineUnavailableError(
-        "The model is being loaded. Please try again in a moment.", reason=ServerRefusalReason.MODEL_LOADING
+        "The model is being loaded. Please try again in a moment.", reason=ServerRejectionReason.MODEL_LOADING
     )

@@ -18,7 +18,7 @@ from penstock.engine.client.stats import DispatcherStats, StepHistogram
 from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.protocol.request import Stage
 
-from ..admission import REFUSAL_REASONS
+from ..admission import REJECTION_REASONS
 from .timing import REQUEST, RequestRecord
 
 _LATENCY_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -38,8 +38,8 @@ _ENGINE_COUNTERS: Final = {
     "num_steps_total": ("penstock_engine_steps", "Forwards."),
     "step_s_total": ("penstock_engine_step_seconds", "Seconds in which forwards ran."),
 }
-_REFUSED: Final = (
-    "penstock_refused_requests",
+_REJECTED: Final = (
+    "penstock_rejected_requests",
     "Requests that a limit rejected or ended, by limit. Health checks are not counted.",
 )
 _ENGINE_HISTOGRAMS: Final = {
@@ -138,7 +138,7 @@ class Metrics(Collector):
         self._stages: dict[tuple[str, str, str], dict[Stage, StepHistogram]] = {}
         self._inputs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tokens: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._refused: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REFUSAL_REASONS})
+        self._rejected: Counter[tuple[str]] = Counter({(reason,): 0 for reason in REJECTION_REASONS})
 
     def register(self, collector: Collector) -> None:
         """Adds a collector of more metrics."""
@@ -153,14 +153,14 @@ class Metrics(Collector):
         self._tokens[model, task] += total
         return total
 
-    def count_refusal(self, reason: str) -> None:
+    def count_rejection(self, reason: str) -> None:
         """Counts a request that a limit rejected or ended."""
-        self._refused[(reason,)] += 1
+        self._rejected[(reason,)] += 1
 
     def observe(self, record: RequestRecord) -> None:
         """Counts one response."""
-        if record.refused_by is not None:
-            self.count_refusal(record.refused_by)
+        if record.rejected_by is not None:
+            self.count_rejection(record.rejected_by)
         model, route = record.model, record.route
         self._requests[model, route, str(record.status)] += 1
         latency = self._latency.get((model, route))
@@ -205,7 +205,7 @@ class Metrics(Collector):
             ("penstock_http_requests", "Responses by route and status.", ("model", "route", "status"), self._requests),
             ("penstock_inputs", "Texts, documents or pairs.", ("model", "task"), self._inputs),
             ("penstock_tokens", "Tokens of inputs.", ("model", "task"), self._tokens),
-            (*_REFUSED, ("reason",), self._refused),
+            (*_REJECTED, ("reason",), self._rejected),
         ):
             yield _counted(name, text, names, counts)
         yield latency

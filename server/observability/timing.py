@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from penstock.engine.protocol.request import Stage, StageTimes
 
-from ..admission import REFUSED_BY
+from ..admission import REJECTED_BY
 from ..routing import route_of
 
 UNKNOWN_ROUTE: Final = "other"
@@ -39,7 +39,7 @@ class RequestRecord:
         num_inputs: Texts, documents or pairs.
         num_tokens: Tokens of the inputs.
         trace_id: Id of its trace; None without traces.
-        refused_by: The limit that rejected the request; None if it was accepted.
+        rejected_by: The limit that rejected the request; None if it was accepted.
     """
 
     scope: Scope
@@ -57,7 +57,7 @@ class RequestRecord:
     num_inputs: int = 0
     num_tokens: int = 0
     trace_id: str | None = None
-    refused_by: str | None = None
+    rejected_by: str | None = None
 
     @property
     def is_answered(self) -> bool:
@@ -77,7 +77,7 @@ class RequestRecord:
         route = route_of(self.scope)
         if route is not None:
             self.route, self.is_probe = route.path, route.is_probe
-        self.refused_by = self.scope.get(REFUSED_BY)
+        self.rejected_by = self.scope.get(REJECTED_BY)
 
 
 Observer = Callable[[RequestRecord], Any]

@@ -120,7 +120,7 @@ class CohereEmbedRequest(CohereBody):
         return PoolingParams(
             dimensions=self.output_dimension,
             truncate_prompt_tokens=self.max_tokens if self.max_tokens and self.max_tokens < longest else -1,
-            refuse_too_long=self.truncate is CohereTruncate.NONE,
+            reject_too_long=self.truncate is CohereTruncate.NONE,
             truncation_side="left" if self.truncate is CohereTruncate.START else "right",
         )
 

@@ -1,6 +1,6 @@
 """Ollama: embeddings, the served models, and their loading and unloading.
 
-Requests for generated text are refused with a message that names the routes of this server.
+Requests for generated text are rejected with a message that names the routes of this server.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
         """Returns the pooling parameters."""
         return PoolingParams(
             truncate_prompt_tokens=self.longest(model),
-            refuse_too_long=self.truncate is False,
+            reject_too_long=self.truncate is False,
             dimensions=self.dimensions,
             normalize=True,
         )

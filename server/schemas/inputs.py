@@ -271,11 +271,11 @@ def parse_sequences(value: Any) -> Sequences:
         sequences = Sequences([_sequence(entries, 0)], is_batch=False)
     else:
         sequences = Sequences([_sequence(entry, i) for i, entry in enumerate(entries)], is_batch=True)
-    refuse_empty(["".join(entry) for entry in sequences.entries])
+    reject_empty(["".join(entry) for entry in sequences.entries])
     return sequences
 
 
-def refuse_empty(value: TextOrList) -> TextOrList:
+def reject_empty(value: TextOrList) -> TextOrList:
     """Returns the value unchanged. An empty text raises the error that becomes TEI's error type "empty"."""
     if value == "" or (not isinstance(value, str) and "" in value):
         where = "" if isinstance(value, str) else f" in entry {value.index('')}"
@@ -294,9 +294,9 @@ def lower_case(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-FullInputs = Annotated[Inputs, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
-FullText = Annotated[str, AfterValidator(refuse_empty), WithJsonSchema(json_schema.FULL_STRING)]
-FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(refuse_empty)]
+FullInputs = Annotated[Inputs, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_INPUTS)]
+FullText = Annotated[str, AfterValidator(reject_empty), WithJsonSchema(json_schema.FULL_STRING)]
+FullTexts = Annotated[Listed[Annotated[str, WithJsonSchema(json_schema.FULL_STRING)]], AfterValidator(reject_empty)]
 SequenceInputs = Annotated[Sequences, PlainValidator(parse_sequences), WithJsonSchema(json_schema.SEQUENCES)]
 TruncationSide = Annotated[
     Literal["left", "right"],

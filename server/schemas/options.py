@@ -262,7 +262,7 @@ def truncated(params: PoolingParams, truncate: Truncate | None) -> PoolingParams
     if truncate is None or params.truncate_prompt_tokens is not None:
         return params
     if truncate is False:
-        return params.clone(refuse_too_long=True)
+        return params.clone(reject_too_long=True)
     sides = {"START": "left", "END": "right"}
     side = params.truncation_side or (sides[truncate] if isinstance(truncate, str) else None)
     return params.clone(truncate_prompt_tokens=-1, truncation_side=side)

@@ -86,7 +86,7 @@ class TeiModelBody(TeiBody):
         is_cut = self.truncate is not False
         return PoolingParams(
             truncate_prompt_tokens=-1 if is_cut else None,
-            refuse_too_long=not is_cut,
+            reject_too_long=not is_cut,
             truncation_side=self.truncation_direction,
         )
 

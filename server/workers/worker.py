@@ -30,7 +30,7 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.messages import ModelReady, first_request_id
 
-from ..admission import ServerRefusalReason
+from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
 from ..http.connection import Connection
 from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
@@ -348,7 +348,7 @@ def main() -> None:
     except UsageError as error:
         logger.error("%s", error)
         raise SystemExit(error.exit_code) from error
-    on_slow = partial(app.state.context.metrics.count_refusal, ServerRefusalReason.SLOW_TRANSFER)
+    on_slow = partial(app.state.context.metrics.count_rejection, ServerRejectionReason.SLOW_TRANSFER)
     config, limits = uvicorn_config(app, settings), TransferLimits.of(settings)
     WorkerServer(link, control, config, connections, limits, on_slow=on_slow).run()
 

@@ -65,7 +65,7 @@ def check(client: Client, variables: dict[str, str]) -> Outcome:
     report = client.home / "report.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, **OFFLINE, **variables, "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("HF_HUB_OFFLINE", None)  # it would also refuse the local server
+    environment.pop("HF_HUB_OFFLINE", None)  # it would also reject the local server
     begin_s = time.monotonic()
     try:
         done = subprocess.run(

@@ -178,7 +178,7 @@ def test_caches_are_in_mounted_folders(render: Render) -> None:
         ({"env": [{"name": "HF_TOKEN", "value": "s3cret"}]}, r"value of HF_TOKEN .*secretKeyRef"),
     ],
 )
-def test_secret_in_plain_text_is_refused(render: Render, values: dict[str, Any], message: str, place: str) -> None:
+def test_secret_in_plain_text_is_rejected(render: Render, values: dict[str, Any], message: str, place: str) -> None:
     given = {"models": [{"name": "a", **values}]} if place == "models" else {"defaults": values}
     with pytest.raises(helm.HelmError, match=message) as caught:
         render(given)
@@ -258,7 +258,7 @@ def test_autoscaling_uses_metrics_of_the_server(render: Render) -> None:
     assert all('{namespace="search",service="r-reranker"' in query for query in queries)
     wanted = {name.removesuffix("_total") for query in queries for name in re.findall(r"penstock_\w+", query)}
     metrics = (ROOT / "server" / "observability" / "metrics.py").read_text("utf-8")
-    assert wanted == {"penstock_engine_queue_seconds", "penstock_refused_requests"}
+    assert wanted == {"penstock_engine_queue_seconds", "penstock_rejected_requests"}
     assert wanted <= set(re.findall(r'"(penstock_\w+)"', metrics))
 
 
@@ -294,6 +294,6 @@ def test_data_folder_has_one_pod_at_a_time(render: Render) -> None:
     ],
     ids=str,
 )
-def test_unknown_values_are_refused(render: Render, values: dict[str, Any]) -> None:
+def test_unknown_values_are_rejected(render: Render, values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(values)

@@ -141,7 +141,7 @@ class Page:
         return [event["params"] for event in self._browser.events if event["method"] == method]
 
     def errors(self) -> list[str]:
-        """Errors: exceptions, refused styles and scripts, and failed requests."""
+        """Errors: exceptions, rejected styles and scripts, and failed requests."""
         thrown = [event["exceptionDetails"] for event in self.events("Runtime.exceptionThrown")]
         logged = [event["entry"] for event in self.events("Log.entryAdded")]
         return [*map(str, thrown), *(entry["text"] for entry in logged if entry["level"] == "error")]

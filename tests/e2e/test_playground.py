@@ -155,7 +155,7 @@ def test_lines_or_paragraphs_are_counted(page: Page, server) -> None:
     assert len(json.loads(page.value("code"))["data"]) == 2
 
 
-def test_long_text_is_refused_or_cut(page: Page, server) -> None:
+def test_long_text_is_rejected_or_cut(page: Page, server) -> None:
     page.open(server.url, READY)
     page.fill("#embed-texts", "a " * 300)
     page.send("embed")

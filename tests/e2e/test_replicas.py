@@ -35,7 +35,7 @@ def test_two_replicas_answer_as_one(launch, server) -> None:
     assert not any(map(exists, children))
 
 
-def test_unavailable_device_is_refused_before_a_model_loads(run) -> None:
+def test_unavailable_device_is_rejected_before_a_model_loads(run) -> None:
     done = run("serve", "--devices", "numa:99")
     assert done.returncode == 2
     assert "may not use the cores of numa:99" in done.stderr

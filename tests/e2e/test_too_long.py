@@ -48,11 +48,11 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:40].replace("water ", ""))
 def test_error_names_a_field_that_cuts_the_input(path: str, body: dict[str, Any], http: httpx.Client) -> None:
-    refused = http.post(path, json={"model": "all-MiniLM-L6-v2", **body})
-    assert refused.status_code in (400, 413, 422), refused.text
-    found = re.search(r"set ([a-z_]+) to (\S+?)(?: or \w+)? to cut", refused.text)
-    assert found, refused.text
+    rejected = http.post(path, json={"model": "all-MiniLM-L6-v2", **body})
+    assert rejected.status_code in (400, 413, 422), rejected.text
+    found = re.search(r"set ([a-z_]+) to (\S+?)(?: or \w+)? to cut", rejected.text)
+    assert found, rejected.text
     name, value = found.groups()
     value = value if value.isupper() else json.loads(value)
     answer = http.post(path, json={"model": "all-MiniLM-L6-v2", **body, name: value})
-    assert answer.status_code == 200, f"{refused.text}\n{answer.text}"
+    assert answer.status_code == 200, f"{rejected.text}\n{answer.text}"

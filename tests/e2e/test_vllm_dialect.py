@@ -106,7 +106,7 @@ def test_several_chats_are_cut_on_the_left(http: httpx.Client, reference: Any) -
     assert answer["usage"]["prompt_tokens"] == 18
 
 
-def test_special_tokens_are_added_to_texts_unless_refused(http: httpx.Client, reference: Any) -> None:
+def test_special_tokens_are_added_to_texts_unless_rejected(http: httpx.Client, reference: Any) -> None:
     text = "<|im_start|>user"
     for adds in (None, True, False):
         ids = reference(text, add_special_tokens=adds is not False)["input_ids"]

@@ -1,4 +1,4 @@
-"""An installation without torch and transformers serves some models and refuses the others."""
+"""An installation without torch and transformers serves some models and rejects the others."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def numbers_of(answer: object) -> list[float]:
     return [answer] if isinstance(answer, float) else []
 
 
-def refused(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
+def rejected(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     """Run a command that fails in one line. Returns its exit code and the line."""
     done = subprocess.run([*slim, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
@@ -101,16 +101,16 @@ def test_nomic_model_of_the_hub_needs_no_remote_code(launch, slim, random_model)
     assert server.stop() == 0
 
 
-def test_commands_refuse_a_model_that_needs_torch(slim, random_model, tmp_path: Path) -> None:
+def test_commands_reject_a_model_that_needs_torch(slim, random_model, tmp_path: Path) -> None:
     folder = random_model("AlbertModel", embedding_size=16, **SIZES)
     reason = "AlbertModel needs torch, which is not installed: the C library does not run AlbertModel in float32"
     for flags in ((), ("--in-process",)):
-        code, line = refused(slim, "serve", str(folder), "--port", "0", "--dtype", "float32", *flags)
+        code, line = rejected(slim, "serve", str(folder), "--port", "0", "--dtype", "float32", *flags)
         assert code == 3
         assert reason in line
     (tmp_path / "in.txt").write_text("A dam.\n")
     output = tmp_path / "out.npy"
-    code, line = refused(slim, "embed", str(tmp_path / "in.txt"), "--output", str(output), "--model", str(folder))
+    code, line = rejected(slim, "embed", str(tmp_path / "in.txt"), "--output", str(output), "--model", str(folder))
     assert code == 1
     assert reason in line
     assert not output.exists()
@@ -118,9 +118,9 @@ def test_commands_refuse_a_model_that_needs_torch(slim, random_model, tmp_path: 
 
 def test_error_states_the_reason(slim, random_model) -> None:
     bert = random_model("BertModel", **SIZES)
-    _, line = refused(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
+    _, line = rejected(slim, "serve", str(bert), "--port", "0", "--device", "cuda")
     assert "BertModel needs torch, which is not installed: --device cuda needs it" in line
     settings = json.loads((bert / "tokenizer_config.json").read_text()) | {"tokenizer_class": "FunnelTokenizer"}
     (bert / "tokenizer_config.json").write_text(json.dumps(settings))
-    _, line = refused(slim, "serve", str(bert), "--port", "0")
+    _, line = rejected(slim, "serve", str(bert), "--port", "0")
     assert "the tokenizer of BertModel needs transformers, which is not installed: its class is FunnelTokenizer" in line

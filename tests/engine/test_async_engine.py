@@ -97,7 +97,7 @@ async def test_labels_and_examples_classify_texts(engine: AsyncEngine) -> None:
         await engine.few_shot(inputs, examples[:1], PARAMS)
 
 
-async def test_too_long_input_is_refused_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
+async def test_too_long_input_is_rejected_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
     text = "word " * 1000
     with pytest.raises(errors.RequestTooLongError, match="256 tokens, but input 0 has 1002"):
         await engine.embed([text], PARAMS)
@@ -108,16 +108,16 @@ async def test_too_long_input_is_refused_or_cut(engine: AsyncEngine, minilm_fold
         await engine.embed([text], PoolingParams(truncate_prompt_tokens=257))
 
 
-async def test_full_queue_refuses_whole_requests(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_queue_rejects_whole_requests(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     (replica,) = engine._dispatcher.replicas
     settle, held = replica._settle, []
     monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # holds the results back
-    num_refused = engine.stats().num_refused_total
+    num_rejected = engine.stats().num_rejected_total
     texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
     assert not engine.is_full
     engine.check_room()
-    await until(lambda: engine.stats().num_refused_total == num_refused + 2)
+    await until(lambda: engine.stats().num_rejected_total == num_rejected + 2)
     assert engine.is_full
     with pytest.raises(errors.EngineOverloadedError):
         engine.check_room()
@@ -126,9 +126,9 @@ async def test_full_queue_refuses_whole_requests(engine: AsyncEngine, monkeypatc
         settle(*result)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert not engine.is_full
-    refused = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
-    assert len(refused) == 2
-    assert all(r.retry_after_s > 0 for r in refused)
+    rejected = [r for r in results if isinstance(r, errors.EngineOverloadedError)]
+    assert len(rejected) == 2
+    assert all(r.retry_after_s > 0 for r in rejected)
     assert engine.stats().num_tokens == 0
 
 
@@ -139,14 +139,14 @@ async def test_deadline_ends_a_request(engine: AsyncEngine, texts: list[str], ti
     assert (await engine.embed(["next"], PARAMS)).embeddings.shape == (1, 384)
 
 
-async def test_missing_task_and_prompt_are_refused(engine: AsyncEngine) -> None:
+async def test_missing_task_and_prompt_are_rejected(engine: AsyncEngine) -> None:
     with pytest.raises(errors.UnsupportedTaskError, match="does not support the task 'classify'"):
         await engine.classify(["a"], PARAMS)
     with pytest.raises(errors.InvalidRequestError, match="the model has: none"):
         await engine.embed(["a"], PARAMS, RequestOptions(prompt_name="query"))
 
 
-async def test_drain_finishes_running_requests_and_refuses_others(config: EngineConfig) -> None:
+async def test_drain_finishes_running_requests_and_rejects_others(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(config)
     try:
         running = asyncio.create_task(engine.embed(["word " * 100] * 20, PARAMS))
@@ -165,14 +165,14 @@ async def test_drain_finishes_running_requests_and_refuses_others(config: Engine
         await engine.embed(["late"], PARAMS)
 
 
-async def test_model_without_a_tokenizer_is_refused(tmp_path: Path, minilm_folder: Path) -> None:
+async def test_model_without_a_tokenizer_is_rejected(tmp_path: Path, minilm_folder: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(minilm_folder / name)
     with pytest.raises(errors.ModelLoadError, match=r"tokenizer"):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=True))
 
 
-async def test_token_without_an_embedding_is_refused(save_bert: Callable[..., Path]) -> None:
+async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., Path]) -> None:
     engine = await AsyncEngine.start(EngineConfig(model=str(save_bert(vocab_size=5000)), in_process=True))
     try:
         with pytest.raises(

@@ -23,8 +23,8 @@ LONGEST_S = 15
 NUM_SLOW = 40
 
 
-def refused(server: Server, reason: str) -> float:
-    return server.metric(f'penstock_refused_requests_total{{reason="{reason}"}}')
+def rejected(server: Server, reason: str) -> float:
+    return server.metric(f'penstock_rejected_requests_total{{reason="{reason}"}}')
 
 
 @contextlib.asynccontextmanager
@@ -71,6 +71,6 @@ async def test_slow_sender_leaves_half_of_the_body_memory(launch: Launch, small_
     assert set(other) == {200}
     assert slow["408"] >= 1
     assert slow["408"] + slow["503"] == NUM_SLOW
-    assert refused(server, "body_memory_share") == slow["503"]
-    assert refused(server, "slow_transfer") == slow["408"]
+    assert rejected(server, "body_memory_share") == slow["503"]
+    assert rejected(server, "slow_transfer") == slow["408"]
     assert "request bodies too slowly" in server.log.read_text()

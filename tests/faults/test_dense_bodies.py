@@ -35,7 +35,7 @@ def send(server: Server, path: str, body: bytes, *, num_parts: int = 1, pause_s:
             for start in range(0, len(body), size):
                 client.sendall(memoryview(body)[start : start + size])
                 time.sleep(pause_s)
-        except ConnectionError:  # refused before its end
+        except ConnectionError:  # rejected before its end
             pass
         try:
             while part := client.recv(MIB):

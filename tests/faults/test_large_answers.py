@@ -1,4 +1,4 @@
-"""Large responses: refused before the model runs, written as they are read, and limited in total.
+"""Large responses: rejected before the model runs, written as they are read, and limited in total.
 
 `pytest tests/faults/test_large_answers.py -m slow -s` prints longest wait and memory for each.
 """
@@ -52,11 +52,11 @@ def read(client: socket.socket) -> tuple[int, int]:
 
 
 def check_slow_readers(
-    server: Server, path: str, body: object, number: int, most_bytes: float, *, least: int = 2, refusals: set[int]
+    server: Server, path: str, body: object, number: int, most_bytes: float, *, least: int = 2, rejections: set[int]
 ) -> None:
     """Start requests that read only a status line, then finish the first one and drop the others.
 
-    At least `least` get 200, the others a status of `refusals`. The event loop and memory are bounded, and a later
+    At least `least` get 200, the others a status of `rejections`. The event loop and memory are bounded, and a later
     request succeeds.
     """
     with watching(server, f"{number} slow readers of {path}") as seen, ExitStack() as stack:
@@ -66,7 +66,7 @@ def check_slow_readers(
     print(f"{statuses}, {num_bytes / MIB:.1f} MiB")
     assert statuses[0] == 200
     assert statuses.count(200) >= least
-    assert set(statuses) <= {200, *refusals}
+    assert set(statuses) <= {200, *rejections}
     assert seen.busiest_s < MAX_WORK_S
     assert seen.grown < most_bytes
     wait_until(lambda: read(start(server, path, body))[0] == 200)
@@ -104,13 +104,13 @@ def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert:
     # 77 MB of numbers, 230 MB of JSON
     body = {"inputs": ["a " * 500] * 600}
     with watching(server, "embeddings beside them", "a"):
-        check_slow_readers(server, "/embed_all", body, 16, 600 * MIB, refusals={429})
+        check_slow_readers(server, "/embed_all", body, 16, 600 * MIB, rejections={429})
 
 
 def test_slow_readers_of_documents_share_a_limit(launch: Launch, small_bert: Path) -> None:
     server = launch("--answer-memory", "50MB", "--max-inputs-per-request", "2500", *PATIENT, model=small_bert)
     body = {"query": "a", "documents": ["\x01" * 1_000] * 2_500}
-    check_slow_readers(server, "/rerank", body, 10, 8 * 10 * len(json.dumps(body)), refusals={429, 503})
+    check_slow_readers(server, "/rerank", body, 10, 8 * 10 * len(json.dumps(body)), rejections={429, 503})
 
 
 @pytest.mark.timeout(400)

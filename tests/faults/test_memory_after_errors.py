@@ -94,7 +94,7 @@ def send(server: Server, case: Case, content: bytes) -> int:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "connection": "close"}
     headers |= {"content-length": str(len(content)), **case.headers}
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as client:
-        with contextlib.suppress(OSError):  # the server may refuse an unread body
+        with contextlib.suppress(OSError):  # the server may reject an unread body
             client.sendall(head(*(f"{name}: {value}" for name, value in headers.items()), path=case.path))
             client.sendall(memoryview(content)[: len(content) - case.num_unsent])
         if not case.status:

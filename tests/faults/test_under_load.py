@@ -27,7 +27,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST and not FIN
 REQUEST = request({"input": ["word " * 60] * 16})
 QUEUED_TOKENS = 16_384
 NUM_CLIENTS = 12
-"""Enough to fill the queue without refusals."""
+"""Enough to fill the queue without rejections."""
 PEAK_S = 20.0
 
 
@@ -108,23 +108,23 @@ def small_queue(launch: Launch) -> Server:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_clients", [24, 256])
-async def test_overload_is_refused_in_bounded_memory(small_queue: Server, num_clients: int) -> None:
+async def test_overload_is_rejected_in_bounded_memory(small_queue: Server, num_clients: int) -> None:
     """Clients ignore Retry-After."""
     server = small_queue
     await Load(server, REQUEST).closed_loop(NUM_CLIENTS, PEAK_S / 4)
-    memory, num_refused = server.resident_bytes(), server.metric("penstock_refused_requests_total")
+    memory, num_rejected = server.resident_bytes(), server.metric("penstock_rejected_requests_total")
     load = Load(server, REQUEST)
     await load.closed_loop(num_clients, PEAK_S)
-    answered, refused = load.seconds[200], load.seconds[429]
+    answered, rejected = load.seconds[200], load.seconds[429]
     print(
-        f"{len(answered)} responses after up to {max(answered):.1f} s; {len(refused)} refused after "
-        f"{1000 * np.median(refused):.1f} ms, up to {max(refused):.1f} s"
+        f"{len(answered)} responses after up to {max(answered):.1f} s; {len(rejected)} rejected after "
+        f"{1000 * np.median(rejected):.1f} ms, up to {max(rejected):.1f} s"
     )
-    # The limit of refusals per tick, and clients with the longest delay.
-    assert len(answered) < len(refused) < PEAK_S * (PER_TICK / TICK_S + num_clients / LONGEST_S) * 1.1
+    # The limit of rejections per tick, and clients with the longest delay.
+    assert len(answered) < len(rejected) < PEAK_S * (PER_TICK / TICK_S + num_clients / LONGEST_S) * 1.1
     assert load.seconds.keys() <= {200, 429}
     assert min(load.retry_after_s) >= 1
     assert server.metric("penstock_engine_requests") == 0
-    assert server.metric("penstock_refused_requests_total") - num_refused == len(refused)
+    assert server.metric("penstock_rejected_requests_total") - num_rejected == len(rejected)
     assert server.resident_bytes() < 1.2 * memory
-    assert max(refused) < LONGEST_S + 2  # the rest is scheduling
+    assert max(rejected) < LONGEST_S + 2  # the rest is scheduling

@@ -368,7 +368,7 @@ def test_wide_heads_and_old_devices_use_sdpa(
     assert called == [expected]
 
 
-def test_triton_refuses_wide_heads(device: torch.device) -> None:
+def test_triton_rejects_wide_heads(device: torch.device) -> None:
     inputs = make_paged_inputs(case := PagedCase("", ((5, 3), (0, 9)), 4, 2, 320), torch.float32, device)
     assert_close("attended", expect_paged(case, inputs), attend_paged(case, inputs), 4e-6, largest(inputs))
     if find_spec("triton") is not None:

@@ -148,7 +148,7 @@ def test_empty_sequences_give_zeros() -> None:
         ([[0]], [[1]], r"seq_starts must be \[N\], got \[1, 1\]"),
     ],
 )
-def test_sequence_outside_the_rows_is_refused(starts: Any, lengths: Any, message: str) -> None:
+def test_sequence_outside_the_rows_is_rejected(starts: Any, lengths: Any, message: str) -> None:
     for rows in (ROWS, torch.from_numpy(ROWS)):
         with pytest.raises(ValueError, match=message):
             pool_native(rows, starts, lengths, "mean")

@@ -1,4 +1,4 @@
-"""A check for schemathesis: a valid request succeeds, or is refused for a reason that a schema cannot express.
+"""A check for schemathesis: a valid request succeeds, or is rejected for a reason that a schema cannot express.
 
 It replaces positive_data_acceptance of schemathesis, which expects success.
 """
@@ -69,9 +69,9 @@ def _is_known(path: str, message: str) -> bool:
 
 
 @schemathesis.check
-def refused_with_reason(ctx, response, case) -> None:
+def rejected_with_reason(ctx, response, case) -> None:
     """Fails on a 4xx for a valid request without a known reason."""
     if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code not in (400, 422, 424):
         return
     message = response.json()["message"]
-    assert _is_known(case.operation.path, message), f"A valid request was refused: {message}"
+    assert _is_known(case.operation.path, message), f"A valid request was rejected: {message}"

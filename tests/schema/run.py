@@ -143,7 +143,7 @@ def main(options: list[str]) -> int:
     REPORTS.mkdir(parents=True, exist_ok=True)
     maker = [str(SERVER_BIN / "python"), str(HERE / "tiny_models.py"), str(MODELS)]
     subprocess.run(maker, env=environment(), check=True)
-    print(f"{'server':22} {'operations':>10} {'cases':>8} {'accepted':>9} {'refused':>8} {'failures':>9} {'time':>9}")
+    print(f"{'server':22} {'operations':>10} {'cases':>8} {'accepted':>9} {'rejected':>8} {'failures':>9} {'time':>9}")
     num_failed = num_cases = 0
     with ThreadPoolExecutor(2) as pool:
         for suite, report in zip(SUITES, pool.map(lambda suite: run(suite, options), SUITES), strict=True):

@@ -259,7 +259,7 @@ class FakeEngine:
                 raise InvalidRequestError(f"token id {max(item)} is out of vocabulary.", param="input")
         wanted = params.truncate_prompt_tokens
         limit, name = (MAX_MODEL_LEN, None) if wanted in (None, -1) else (wanted, "{truncate_prompt_tokens}")
-        cut = not params.refuse_too_long and (wanted is not None or self.info.auto_truncate)
+        cut = not params.reject_too_long and (wanted is not None or self.info.auto_truncate)
         if not cut and max(counts) > limit:
             raise RequestTooLongError.over_limit(
                 f"input {np.argmax(counts)} has {max(counts)} tokens",

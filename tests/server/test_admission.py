@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRefusalReason
+from penstock.server.admission import AdmissionController, BodyMemory, LimitError, ResponseSize, ServerRejectionReason
 from penstock.server.settings import ServerSettings
 
 MIB = 2**20
@@ -38,16 +38,16 @@ def held_body(
 def test_one_client_holds_half_of_the_body_memory() -> None:
     admission = controller()  # 3,200 bytes
     held = [held_body(admission, scope("a"), 100) for _ in range(16)]
-    with pytest.raises(LimitError, match="Your other requests hold 1600 bytes of the memory for bodies") as refused:
+    with pytest.raises(LimitError, match="Your other requests hold 1600 bytes of the memory for bodies") as rejected:
         held_body(admission, scope("a"), 1)
-    assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY_SHARE)
+    assert (rejected.value.status_code, rejected.value.reason) == (503, ServerRejectionReason.BODY_MEMORY_SHARE)
     others = [held_body(admission, scope("b"), 100) for _ in range(16)]
     with pytest.raises(
         LimitError,
         match="The memory for bodies is full: other requests hold 3200 bytes, and this one takes 1; the limit is 3200",
-    ) as refused:
+    ) as rejected:
         held_body(admission, scope("c"), 1)
-    assert (refused.value.status_code, refused.value.reason) == (503, ServerRefusalReason.BODY_MEMORY)
+    assert (rejected.value.status_code, rejected.value.reason) == (503, ServerRejectionReason.BODY_MEMORY)
     held.pop().release()
     held.append(held_body(admission, scope("a"), 100))
     for memory in (*held, *others):
@@ -58,9 +58,9 @@ def test_one_client_holds_half_of_the_body_memory() -> None:
 def test_values_count_in_the_body_memory() -> None:
     admission = controller()
     large = held_body(admission, scope("a"), 100, num_values=200)  # alone it may hold more than half
-    with pytest.raises(LimitError) as refused:
+    with pytest.raises(LimitError) as rejected:
         held_body(admission, scope("b"), 100, num_values=200)
-    assert refused.value.reason == ServerRefusalReason.BODY_MEMORY
+    assert rejected.value.reason == ServerRejectionReason.BODY_MEMORY
     large.release()
     held_body(admission, scope("b"), 100, num_values=200)
 
@@ -73,20 +73,20 @@ def test_dense_values_have_a_separate_memory() -> None:
     held_body(admission, scope("b"), 3 * MIB, num_values=3 * MIB)
 
 
-def test_too_large_body_is_refused_while_it_arrives() -> None:
-    with pytest.raises(LimitError) as refused:
+def test_too_large_body_is_rejected_while_it_arrives() -> None:
+    with pytest.raises(LimitError) as rejected:
         held_body(controller(), scope(), 101)
-    assert (refused.value.status_code, refused.value.reason) == (413, ServerRefusalReason.BODY_BYTES)
+    assert (rejected.value.status_code, rejected.value.reason) == (413, ServerRejectionReason.BODY_BYTES)
 
 
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:
     admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", way_out="")
 
 
-def refusal(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> EngineOverloadedError:
-    with pytest.raises(EngineOverloadedError) as refused:
+def rejection(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> EngineOverloadedError:
+    with pytest.raises(EngineOverloadedError) as rejected:
         hold(admission, request, num_bytes)
-    return refused.value
+    return rejected.value
 
 
 @pytest.mark.parametrize(("first", "other"), [(scope("a"), scope("b")), (scope(key="k"), scope(key="l"))])
@@ -95,14 +95,14 @@ def test_one_client_holds_half_of_the_response_memory(first: dict[str, Any], oth
     held = [dict(first) for _ in range(5)]
     for each in held:
         hold(admission, each, 10)
-    error = refusal(admission, dict(first), 1)
-    assert error.reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
+    error = rejection(admission, dict(first), 1)
+    assert error.reason == ServerRejectionReason.RESPONSE_MEMORY_SHARE
     assert (
         "Your other requests hold 50 bytes of the response memory, and this one takes 1; one client may hold 50"
         in error.message
     )
     hold(admission, dict(other), 50)
-    assert refusal(admission, scope("c", "m"), 1).reason == ServerRefusalReason.RESPONSE_MEMORY
+    assert rejection(admission, scope("c", "m"), 1).reason == ServerRejectionReason.RESPONSE_MEMORY
     admission.release(held[0])
     hold(admission, dict(first), 10)
     assert admission.responses.used == 100
@@ -114,7 +114,7 @@ def test_one_large_response_may_take_more_than_half() -> None:
     hold(admission, large, 60)
     hold(admission, large, 20)  # a further part of it
     assert admission.responses.used == 80
-    assert refusal(admission, scope(), 1).reason == ServerRefusalReason.RESPONSE_MEMORY_SHARE
+    assert rejection(admission, scope(), 1).reason == ServerRejectionReason.RESPONSE_MEMORY_SHARE
     admission.release(large)
     assert admission.responses.used == 0
     admission.release(large)

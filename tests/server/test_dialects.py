@@ -1,4 +1,4 @@
-"""Unknown keys of bodies: each dialect ignores some, and refuses all others by name."""
+"""Unknown keys of bodies: each dialect ignores some, and rejects all others by name."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ BODIES = [
 ]
 
 
-async def refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str | None, str]:
+async def rejected(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str | None, str]:
     """Sends a wrong body. Returns the field and the message of the error."""
     response = await client.post(path, json=body)
     answer = response.json()
@@ -72,7 +72,7 @@ def test_every_ignored_key_has_a_reason() -> None:
     assert all(reason.endswith(".") for dialect in DIALECTS for reason in dialect.ignored_keys.values())
 
 
-async def test_unknown_key_is_refused_unless_the_dialect_ignores_it(client: httpx.AsyncClient, engine) -> None:
+async def test_unknown_key_is_rejected_unless_the_dialect_ignores_it(client: httpx.AsyncClient, engine) -> None:
     for path, body, dialects in BODIES:
         ignored = set().union(*(IGNORED[dialect] for dialect in dialects))
         for key in set().union(*IGNORED.values()):
@@ -80,12 +80,12 @@ async def test_unknown_key_is_refused_unless_the_dialect_ignores_it(client: http
                 response = await client.post(path, json={**body, key: "x"})
                 assert response.status_code == 200, response.text
             elif not (key == "options" and path.startswith("/api/")):  # a field of Ollama's
-                param, message = await refused(client, path, {**body, key: "x"})
+                param, message = await rejected(client, path, {**body, key: "x"})
                 assert param == key
                 assert message.startswith(f"{key} ")
         assert (await client.post(path, json={**body, "unknown_key": None})).status_code == 200  # null means absent
         num_calls = len(engine.calls)
-        assert (await refused(client, path, {**body, "unknown_key": 1}))[0] == "unknown_key"
+        assert (await rejected(client, path, {**body, "unknown_key": 1}))[0] == "unknown_key"
         assert len(engine.calls) == num_calls
 
 
@@ -110,10 +110,10 @@ UNFIT = [
 ]
 
 
-async def test_field_of_another_route_is_refused_by_name(client: httpx.AsyncClient, engine) -> None:
+async def test_field_of_another_route_is_rejected_by_name(client: httpx.AsyncClient, engine) -> None:
     for path, body, unfit in UNFIT:
         (key,) = unfit
-        param, message = await refused(client, path, {**body, **unfit})
+        param, message = await rejected(client, path, {**body, **unfit})
         assert param is not None
         assert param.startswith(key)
         assert key in message
@@ -123,28 +123,28 @@ async def test_field_of_another_route_is_refused_by_name(client: httpx.AsyncClie
 @pytest.mark.parametrize(
     ("kind", "task"), [("sequence_classifier", "classify"), ("token_classifier", "token_classify")]
 )
-async def test_pooling_refuses_a_prompt_for_classes(serving, make_engine, kind: str, task: str) -> None:
+async def test_pooling_rejects_a_prompt_for_classes(serving, make_engine, kind: str, task: str) -> None:
     async with serving(make_engine(kind, ("x", "y"))) as client:
         for field in ("prompt_name", "input_type"):
-            param, message = await refused(client, "/pooling", {"input": "a", field: "query"})
+            param, message = await rejected(client, "/pooling", {"input": "a", field: "query"})
             assert (param, task in message) == (field, True)
         assert (await client.post("/pooling", json={"input": "a", "prompt_name": "", "input_type": None})).is_success
 
 
 async def test_misspelt_parameter_gets_a_hint(client: httpx.AsyncClient) -> None:
-    assert await refused(client, "/v1/embeddings", {"input": "a", "dimension": 8}) == (
+    assert await rejected(client, "/v1/embeddings", {"input": "a", "dimension": 8}) == (
         "dimension",
         "dimension is not known here; did you mean dimensions? Otherwise leave it out.",
     )
-    _, message = await refused(client, "/rerank", {"query": "a", "documents": ["b"], "dimensions": 8})
+    _, message = await rejected(client, "/rerank", {"query": "a", "documents": ["b"], "dimensions": 8})
     assert message.startswith("dimensions has no use here; leave it out. This request takes model, ")
-    _, message = await refused(client, "/v1/embeddings", {"input": "a", "labels": ["x", "y"]})
+    _, message = await rejected(client, "/v1/embeddings", {"input": "a", "labels": ["x", "y"]})
     assert message.endswith(", ...")
 
 
 async def test_many_long_keys_make_a_short_message(client: httpx.AsyncClient) -> None:
     body = {"input": "a", **{"k" * 10_000 + str(i): 1 for i in range(1000)}}
-    param, message = await refused(client, "/v1/embeddings", body)
+    param, message = await rejected(client, "/v1/embeddings", body)
     assert len(param) < 100
     assert len(message) < 1500
     assert "997 more" in message

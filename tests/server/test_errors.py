@@ -120,7 +120,7 @@ NO_ENGINE: list[tuple[str, str, dict[str, Any], int, list[str]]] = [
 ]
 
 
-async def test_request_is_refused_before_the_engine(client: httpx.AsyncClient, engine) -> None:
+async def test_request_is_rejected_before_the_engine(client: httpx.AsyncClient, engine) -> None:
     for method, path, arguments, status, parts in NO_ENGINE:
         response = await client.request(method, path, **arguments)
         assert response.status_code == status, (path, arguments)
@@ -131,7 +131,7 @@ async def test_request_is_refused_before_the_engine(client: httpx.AsyncClient, e
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"text": ', "}")])
 @pytest.mark.parametrize("depth", [1000, 100_000])
-async def test_deep_nesting_is_refused(client: httpx.AsyncClient, opening: str, closing: str, depth: int) -> None:
+async def test_deep_nesting_is_rejected(client: httpx.AsyncClient, opening: str, closing: str, depth: int) -> None:
     value = opening * depth + "1" + closing * depth
     for path, body in (
         ("/v1/embeddings", '{"input": %s}'),
@@ -188,7 +188,7 @@ async def test_long_values_and_names_are_cut_in_messages(client: httpx.AsyncClie
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 400)])
-async def test_compressed_body_is_refused_with_its_coding(client, path: str, coding: str, status: int) -> None:
+async def test_compressed_body_is_rejected_with_its_coding(client, path: str, coding: str, status: int) -> None:
     headers = {"content-encoding": coding}
     response = await client.post(path, content=b"\x1f\x8b\x08\x00 no JSON", headers=headers)
     assert response.status_code == status

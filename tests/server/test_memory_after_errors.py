@@ -102,7 +102,7 @@ CASES: list[tuple[int, str, bytes, dict[str, str]]] = [
 ]
 
 
-async def test_refused_request_is_freed(serving: Any, engine: Engine, tmp_path: Any) -> None:
+async def test_rejected_request_is_freed(serving: Any, engine: Engine, tmp_path: Any) -> None:
     limits = {"max_body_bytes": MAX_BODY, "max_inputs_per_request": 3, "max_json_values": 1000}
     async with serving(engine, api_key=(KEY,), data_dir=tmp_path / "data", **limits) as client:
         app = client._transport.app

@@ -136,7 +136,7 @@ WRONG = [
 ]
 
 
-async def test_refusals_fit_the_document(serving, engine) -> None:
+async def test_rejections_fit_the_document(serving, engine) -> None:
     async with serving(engine, max_body_bytes=4000) as client:
         for path in POSTS:
             statuses = set()

@@ -188,9 +188,9 @@ OTHER_ORIGINS = [
 async def test_page_of_another_origin_must_send_json(client, engine, path: str, media: list[tuple[str, str]]) -> None:
     for site in OTHER_ORIGINS:
         engine.calls.clear()
-        refused = await posted(client, path, media + site)
-        assert refused.status_code == 415, site
-        assert "a web page of another origin must send application/json" in refused.json()["message"]
+        rejected = await posted(client, path, media + site)
+        assert rejected.status_code == 415, site
+        assert "a web page of another origin must send application/json" in rejected.json()["message"]
         assert not engine.calls
         assert (await posted(client, path, [("content-type", "application/json"), *site])).status_code == 200
 

@@ -44,7 +44,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
 {{/* Fails for a secret that would stand in the Deployment in plain text: call with a model that has its defaults. */}}
-{{- define "penstock.refuseSecrets" -}}
+{{- define "penstock.rejectsecrets" -}}
 {{- $model := . -}}
 {{- range $setting, $instead := dict "admin_key" "adminKeys" "api_key" "apiKeys" -}}
 {{- if hasKey $model.settings $setting -}}

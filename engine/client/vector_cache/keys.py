@@ -53,7 +53,7 @@ _READ_BYTES: Final = 4 * 2**20
 _ELSEWHERE: Final = "--"
 """Separates a repository from its class in an auto_map."""
 KEY_BYTES: Final = 32
-IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "refuse_too_long", "truncation_side", "any_dimensions"})
+IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "reject_too_long", "truncation_side", "any_dimensions"})
 """Fields of PoolingParams that are not part of the key, because they change no vector of the same tokens."""
 _CACHED_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
 """Tasks with one vector per input. Rows of token-level tasks would be too large."""

@@ -68,7 +68,7 @@ def load_tokenizer(
         )
     if backend.get_vocab_size() > info.vocab_size:
         logger.warning(
-            "the tokenizer of %s has %d tokens, but the model has %d embeddings; texts with other tokens are refused.",
+            "the tokenizer of %s has %d tokens, but the model has %d embeddings; texts with other tokens are rejected.",
             info.name,
             backend.get_vocab_size(),
             info.vocab_size,

@@ -3,7 +3,7 @@
 const sent = {};  // Task to its last exchanges (request and response).
 const running = {};  // Task to the AbortController of its running request.
 
-class Refusal extends Error {
+class Rejection extends Error {
   constructor(exchange) {
     super(`status ${exchange.status}`);
     this.exchange = exchange;
@@ -28,7 +28,7 @@ async function post(path, fields, signal) {
     throw error.name === "AbortError" ? error : new Unreachable();
   }
   try { exchange.answer = JSON.parse(exchange.text); } catch { /* A proxy may send a body that is not JSON. */ }
-  if (exchange.status !== 200 || exchange.answer === null) throw new Refusal(exchange);
+  if (exchange.status !== 200 || exchange.answer === null) throw new Rejection(exchange);
   return exchange;
 }
 
@@ -44,7 +44,7 @@ async function send(task) {
       if (!isHelper) exchanges.push(exchange);
       return exchange.answer;
     } catch (error) {
-      if (error instanceof Refusal) exchanges.push(error.exchange);
+      if (error instanceof Rejection) exchanges.push(error.exchange);
       throw error;
     }
   };
@@ -57,7 +57,7 @@ async function send(task) {
     facts.push(`${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms round trip`);
     put(task, make("p", { class: "facts", role: "status" }, facts.join(" · ")), ...nodes);
   } catch (error) {
-    if (error instanceof Refusal) put(task, refused(error.exchange));
+    if (error instanceof Rejection) put(task, rejected(error.exchange));
     else if (error instanceof Unreachable) put(task, complaint("No response", "The server cannot be reached."));
     else if (error.name === "AbortError") put(task, complaint("Stopped", "The server cancels the request."));
     else {
@@ -91,7 +91,7 @@ function messageOf({ answer, text }) {
   return String(message ?? (text.slice(0, 300) || "The response is empty."));
 }
 
-function refused(exchange) {
+function rejected(exchange) {
   const again = exchange.retryAfter ? ` Try again in ${exchange.retryAfter} s.` : "";
   if (exchange.status === 401) $("key").focus();
   return complaint(`Status ${exchange.status}`, messageOf(exchange) + again, exchange.id);

@@ -51,7 +51,7 @@ function countBelow(field) {
       added = `${total}, the longest text ${most.toLocaleString("en")} of ${limit.toLocaleString("en")}`;
       if (own === last) line.classList.toggle("over", most > limit);
     } catch (error) {
-      added = error instanceof Refusal ? messageOf(error.exchange) : "the server cannot be reached";
+      added = error instanceof Rejection ? messageOf(error.exchange) : "the server cannot be reached";
     }
     if (own === last) line.textContent = `${start} · ${added}`;
   };

@@ -67,7 +67,7 @@ test("rate limit is a typed error", async () => {
   const limited = connect(PROTECTED_URL, KEY);
   const input = Array(9).fill("word ".repeat(200));
   const sent = Array.from({ length: 6 }, () => limited.embeddings.create({ model: MODEL, input }));
-  const refused = (await Promise.allSettled(sent)).filter((answer) => answer.status === "rejected");
-  assert.ok(refused.length > 0 && refused.length < sent.length);
-  assert.ok(refused.every((answer) => answer.reason instanceof RateLimitError));
+  const rejected = (await Promise.allSettled(sent)).filter((answer) => answer.status === "rejected");
+  assert.ok(rejected.length > 0 && rejected.length < sent.length);
+  assert.ok(rejected.every((answer) => answer.reason instanceof RateLimitError));
 });

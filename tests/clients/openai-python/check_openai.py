@@ -80,8 +80,8 @@ def test_rate_limit_is_retried():
             return await asyncio.gather(*requests, return_exceptions=True)
 
     answers = asyncio.run(send(6, max_retries=0))
-    refused = [answer for answer in answers if isinstance(answer, Exception)]
-    assert 0 < len(refused) < len(answers)
-    assert all(isinstance(error, openai.RateLimitError) for error in refused)
-    assert all(1 <= int(error.response.headers["retry-after"]) <= 60 for error in refused)
+    rejected = [answer for answer in answers if isinstance(answer, Exception)]
+    assert 0 < len(rejected) < len(answers)
+    assert all(isinstance(error, openai.RateLimitError) for error in rejected)
+    assert all(1 <= int(error.response.headers["retry-after"]) <= 60 for error in rejected)
     assert all(len(vectors(answer)) == 9 for answer in asyncio.run(send(3, max_retries=20)))

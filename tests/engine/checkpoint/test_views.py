@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint are rounded as torch rounds them, and values that are not finite are refused."""
+"""Arrays of a checkpoint are rounded as torch rounds them, and values that are not finite are rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_cast_table_does_not_share_the_memory_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_values_that_are_not_finite_are_refused(stored: torch.dtype) -> None:
+def test_values_that_are_not_finite_are_rejected(stored: torch.dtype) -> None:
     assert ArrayWeights(Tensors({"x": np.arange(3)})).floats("x", 3).tolist() == [0, 1, 2]
     for value in (1.0, float("nan"), float("inf"), -float("inf")):
         values = torch.full((4, 3), 60_000.0, dtype=stored)  # their sum is beyond float16
@@ -122,7 +122,7 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
         header({"x": entry()}, bytes(9)),
     ],
 )
-def test_file_that_safetensors_refuses_is_named(content: bytes, tmp_path: Path) -> None:
+def test_file_that_safetensors_rejects_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises((SafetensorError, OSError)):

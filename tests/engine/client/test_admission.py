@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
-    RefusalReason,
+    RejectionReason,
 )
 
 from ...clock import Clock
@@ -36,10 +36,10 @@ def add(admission: Admission, num_tokens: int, client: str = "") -> None:
     admission._count(client, num_tokens, 1)
 
 
-def refusal(admission: Admission, client: str = "") -> EngineOverloadedError:
-    with pytest.raises(EngineOverloadedError) as refused:
+def rejection(admission: Admission, client: str = "") -> EngineOverloadedError:
+    with pytest.raises(EngineOverloadedError) as rejected:
         admission.check(client)
-    return refused.value
+    return rejected.value
 
 
 def test_requests_are_admitted_until_the_queue_has_too_many_tokens() -> None:
@@ -49,10 +49,10 @@ def test_requests_are_admitted_until_the_queue_has_too_many_tokens() -> None:
         admission.enter(num_tokens)
     assert (admission.stats.num_requests, admission.stats.num_tokens) == (3, 1_699)
     message = "The queue is full: other requests hold 1699 tokens; the limit is 1000 (--max-queued-tokens)."
-    assert message in refusal(admission).message
+    assert message in rejection(admission).message
     with pytest.raises(EngineOverloadedError):
         admission.enter(1)
-    assert admission.stats.num_refused_total == 2
+    assert admission.stats.num_rejected_total == 2
     admission.leave(700)
     admission.enter(1_000)
     admission.stats.num_waiting, admission.stats.num_waiting_tokens = 2, 11
@@ -68,7 +68,7 @@ def test_request_larger_than_the_queue_is_invalid() -> None:
     admission = make()
     with pytest.raises(InvalidRequestError, match=r"1001 tokens; a request may have at most 1000.* Split it"):
         admission.enter(1_001)
-    assert (admission.stats.num_requests, admission.stats.num_refused_total) == (0, 0)
+    assert (admission.stats.num_requests, admission.stats.num_rejected_total) == (0, 0)
 
 
 def test_queue_seconds_and_retry_after_follow_the_drain_rate() -> None:
@@ -76,16 +76,16 @@ def test_queue_seconds_and_retry_after_follow_the_drain_rate() -> None:
     admission.enter(999)
     admission.enter(501)
     assert admission.queue_s == 0.0  # nothing was measured
-    assert refusal(admission).retry_after_s == 1.0
+    assert rejection(admission).retry_after_s == 1.0
     admission._rates[0].follow(100, 1.0)
     assert admission.queue_s == 15.0
-    assert refusal(admission).retry_after_s == pytest.approx(5.01)
+    assert rejection(admission).retry_after_s == pytest.approx(5.01)
     admission._rates[0].follow(100, 0.0)  # faster than the clock
-    assert 0 < refusal(admission).retry_after_s < 5.01
+    assert 0 < rejection(admission).retry_after_s < 5.01
     admission = make(1_000_000, max_queue_s=0.5, rate=33)  # 16.5 tokens
     for _ in range(17):
         admission.enter(1)
-    assert refusal(admission).retry_after_s == pytest.approx(1 / 33)
+    assert rejection(admission).retry_after_s == pytest.approx(1 / 33)
 
 
 def test_queue_is_full_when_its_work_takes_too_long() -> None:
@@ -95,14 +95,14 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
     admission.check()
     for _ in range(13):
         add(admission, 500)
-    error = refusal(admission)
+    error = rejection(admission)
     assert "other requests hold 16 seconds of work; the limit is 10 (--max-queue-s)" in error.message
-    assert error.reason == RefusalReason.QUEUE_SECONDS
+    assert error.reason == RejectionReason.QUEUE_SECONDS
     assert error.retry_after_s == pytest.approx(6.0, abs=0.01)
     admission.stats.token_budget = 8_000
     admission.check()  # two forwards hold the whole queue: more is needed to measure the rate
     admission.stats.token_budget = 7_999
-    refusal(admission)
+    rejection(admission)
     for _ in range(6):
         admission._rates[0].follow(1_000_000, 0.01)
     admission.check()
@@ -112,7 +112,7 @@ def test_token_limit_holds_below_the_time_limit() -> None:
     admission = make(100_000, max_queue_s=8.0, rate=1_000)
     admission.enter(60_000)
     admission.enter(50_000)  # two requests count for 1 s of the 8 s
-    assert refusal(admission).reason == RefusalReason.QUEUE_TOKENS
+    assert rejection(admission).reason == RejectionReason.QUEUE_TOKENS
 
 
 def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
@@ -120,15 +120,15 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     for _ in range(8):
         admission.enter(25_000)
     message = r"for large requests is full.* more than 500 .* yours has 501"
-    with pytest.raises(EngineOverloadedError, match=message) as refused:
+    with pytest.raises(EngineOverloadedError, match=message) as rejected:
         admission.enter(501)
-    assert refused.value.retry_after_s == pytest.approx(25.0)
-    assert refused.value.reason == RefusalReason.QUEUE_SECONDS
+    assert rejected.value.retry_after_s == pytest.approx(25.0)
+    assert rejected.value.reason == RejectionReason.QUEUE_SECONDS
     assert not admission.is_full
     for _ in range(8):  # the large requests count for 4 s, the small ones for the other 4 s
         admission.enter(500)
     assert admission.is_full
-    assert "other requests hold 8 seconds of work" in refusal(admission).message
+    assert "other requests hold 8 seconds of work" in rejection(admission).message
     admission.leave(500)
     admission.check()
     admission.leave(25_000)
@@ -152,23 +152,23 @@ def test_new_client_gets_its_share_of_a_full_queue(is_by_time: bool) -> None:
     for _ in range(20):
         admission.check("a")  # alone, it may use the whole queue
         admission.enter(50, "a")
-    alone = RefusalReason.QUEUE_SECONDS if is_by_time else RefusalReason.QUEUE_TOKENS
-    assert refusal(admission, "a").reason == alone
+    alone = RejectionReason.QUEUE_SECONDS if is_by_time else RejectionReason.QUEUE_TOKENS
+    assert rejection(admission, "a").reason == alone
     for _ in range(10):  # half of the queue
         admission.check("b")
-        refusal(admission, "a")
+        rejection(admission, "a")
         admission.enter(50, "b")
-    error = refusal(admission, "b")
+    error = rejection(admission, "b")
     assert "2 API keys use it, so each may hold " in error.message
     assert ("--max-queue-s" if is_by_time else "--max-queued-tokens") in error.message
-    assert error.reason == RefusalReason.CLIENT_SHARE
+    assert error.reason == RejectionReason.CLIENT_SHARE
     assert admission.stats.num_tokens == 1_500
     for _ in range(3):  # a third of the queue
         admission.enter(111, "c")
-        refusal(admission, "b")
+        rejection(admission, "b")
     for _ in range(10):
         admission.leave(50, "a")
-        refusal(admission, "a")  # it has 500 tokens: more than a third
+        rejection(admission, "a")  # it has 500 tokens: more than a third
     for _ in range(10):
         admission.leave(50, "b")
     admission.check("a")  # the queue is not full any more
@@ -204,15 +204,15 @@ def test_client_that_waits_for_retry_after_is_admitted(
             if i < number:
                 add(admission, 1, name)
     admission._rates[0].follow(50, 1.0)  # 1,000 tokens in 20 s
-    assert refusal(admission, client).retry_after_s == pytest.approx(excess / 50.0)
+    assert rejection(admission, client).retry_after_s == pytest.approx(excess / 50.0)
     for _ in range(excess - 1):
         admission.leave(1, leaving)
-    refusal(admission, client)
+    rejection(admission, client)
     admission.leave(1, leaving)
     admission.check(client)
 
 
-def test_client_is_refused_only_with_its_share_of_a_full_queue() -> None:
+def test_client_is_rejected_only_with_its_share_of_a_full_queue() -> None:
     chance = random.Random(3)
     admission = make()
     queued: list[tuple[int, str]] = []
@@ -240,7 +240,7 @@ def test_client_is_refused_only_with_its_share_of_a_full_queue() -> None:
     assert not any(resource._by_client for resource in (admission._tokens, admission._work, admission._large))
 
 
-def test_closed_engine_refuses_new_requests_only() -> None:
+def test_closed_engine_rejects_new_requests_only() -> None:
     admission = make()
     admission.closed_because = "It is down."
     with pytest.raises(EngineUnavailableError, match=r"^It is down\.$"):
@@ -249,7 +249,7 @@ def test_closed_engine_refuses_new_requests_only() -> None:
     assert not admission.is_full
     admission.closed_because = None
     assert admission.is_full
-    assert admission.stats.num_refused_total == 0
+    assert admission.stats.num_rejected_total == 0
 
 
 def test_is_full_agrees_with_check() -> None:

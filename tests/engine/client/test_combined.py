@@ -133,7 +133,7 @@ async def test_outputs_that_are_not_requested_are_absent(make: Make) -> None:
     assert (result.vectors, result.token_ids) == (None, None)
 
 
-async def test_outputs_that_need_several_runs_are_refused(make: Make) -> None:
+async def test_outputs_that_need_several_runs_are_rejected(make: Make) -> None:
     engine, core = make(**ALL_AT_ONCE, is_causal=True)
     with pytest.raises(UnsupportedTaskError, match="one output per request") as caught:
         await engine.embed_combined(["a"], EVERY, PARAMS)
@@ -209,7 +209,7 @@ async def test_labels_and_examples_run_with_the_inputs(make: Make) -> None:
             await call
 
 
-async def test_empty_input_is_refused_with_its_index(make: Make) -> None:
+async def test_empty_input_is_rejected_with_its_index(make: Make) -> None:
     engine, core = make()
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: the tokenizer of words .* has no end token"):
         await engine.embed(["a", " "], PARAMS)
@@ -250,12 +250,12 @@ async def test_on_rows_is_called_before_the_core_runs(
     engine, core = make(**changes)
     seen: list[tuple[int, int]] = []
 
-    def refuse(num_rows: int, width: int) -> None:
+    def reject(num_rows: int, width: int) -> None:
         seen.append((num_rows, width))
         raise InvalidRequestError("too many")
 
     with pytest.raises(InvalidRequestError, match="too many"):
-        await getattr(engine, call)([[1, 2, 3, 4], [1, 2]], params, RequestOptions(on_rows=refuse))
+        await getattr(engine, call)([[1, 2, 3, 4], [1, 2]], params, RequestOptions(on_rows=reject))
     assert seen == [rows]
     assert not core.sent
     assert engine.stats().num_requests == 0

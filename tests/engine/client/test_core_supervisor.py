@@ -137,19 +137,19 @@ async def test_failed_first_start_raises_its_reason(
     assert running_cores[0].is_closed
 
 
-async def test_engine_refuses_requests_with_its_state(dispatcher: Dispatcher, running_cores: Cores) -> None:
+async def test_engine_rejects_requests_with_its_state(dispatcher: Dispatcher, running_cores: Cores) -> None:
     group = make_group(dispatcher)
     assert group.state is EngineState.STARTING
-    with pytest.raises(errors.EngineUnavailableError, match="is being started again") as refused:
+    with pytest.raises(errors.EngineUnavailableError, match="is being started again") as rejected:
         dispatcher.admission.check()
-    assert refused.value.reason == errors.RefusalReason.ENGINE_NOT_READY
+    assert rejected.value.reason == errors.RejectionReason.ENGINE_NOT_READY
     group = await started(dispatcher, running_cores)
     assert group.state is EngineState.READY
     dispatcher.admission.check()
     group.drain()
-    with pytest.raises(errors.EngineUnavailableError, match=r"shutting down\. Please try again elsewhere") as refused:
+    with pytest.raises(errors.EngineUnavailableError, match=r"shutting down\. Please try again elsewhere") as rejected:
         dispatcher.admission.check()
-    assert refused.value.reason == errors.RefusalReason.DRAINING
+    assert rejected.value.reason == errors.RejectionReason.DRAINING
     running_cores[0].end("it ended")
     await loop_iterations()
     assert len(running_cores) == 1

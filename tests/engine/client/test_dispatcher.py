@@ -17,7 +17,7 @@ from ...waiting import later, loop_iterations, until
 from .fake_core import FakeCore, begin, run, tokens, values
 
 
-async def test_request_is_admitted_whole_or_refused(dispatcher: Dispatcher, core: FakeCore) -> None:
+async def test_request_is_admitted_whole_or_rejected(dispatcher: Dispatcher, core: FakeCore) -> None:
     await begin(dispatcher, 60)
     dispatcher.admission.check()
     await begin(dispatcher, 30, 30)
@@ -25,7 +25,7 @@ async def test_request_is_admitted_whole_or_refused(dispatcher: Dispatcher, core
     with pytest.raises(errors.EngineOverloadedError, match="hold 120 tokens"):
         await run(dispatcher, 1)
     assert len(core.requests) == 2
-    assert dispatcher.stats.num_refused_total == 1
+    assert dispatcher.stats.num_rejected_total == 1
     core.answer((0, 0))
     await begin(dispatcher, 40)
     assert len(core.requests) == 3
@@ -59,7 +59,7 @@ async def test_several_runs_of_a_request_are_admitted_together(dispatcher: Dispa
     assert dispatcher.stats.num_tokens == 50
 
 
-async def test_client_with_its_share_is_refused_at_arrival(dispatcher: Dispatcher, core: FakeCore) -> None:
+async def test_client_with_its_share_is_rejected_at_arrival(dispatcher: Dispatcher, core: FakeCore) -> None:
     async def send(client: str) -> None:
         async with dispatcher.open(RequestOptions(client=client)) as request:
             if client == "greedy":

@@ -43,7 +43,7 @@ def test_child_connects_to_the_socket(name: str, tmp_path: Path, monkeypatch: py
     assert not list(parent.iterdir())
 
 
-def test_long_path_without_proc_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_without_proc_is_rejected_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = tmp_path / ("a" * 119)
     parent.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(parent))

@@ -28,7 +28,7 @@ def test_folder_of_this_user_is_accepted(folder: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o2777])
-def test_world_writable_folder_is_refused(folder: Path, mode: int) -> None:
+def test_world_writable_folder_is_rejected(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PermissionError, match="every user may write to it; chmod o-w it"):
         check_folder(folder)
@@ -69,21 +69,21 @@ def test_secret_is_constant_and_private(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o644])
-def test_secret_that_others_can_read_or_write_is_refused(folder: Path, mode: int) -> None:
+def test_secret_that_others_can_read_or_write_is_rejected(folder: Path, mode: int) -> None:
     secret_of(folder)
     (folder / "secret").chmod(mode)
     with pytest.raises(PermissionError, match="secret is open to every user"):
         secret_of(folder)
 
 
-def test_secret_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_of_another_user_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret_of(folder)
     be_another_user(monkeypatch)
     with pytest.raises(PermissionError, match="secret belongs to another user"):
         secret_of(folder)
 
 
-def test_links_and_pipes_are_refused(folder: Path) -> None:
+def test_links_and_pipes_are_rejected(folder: Path) -> None:
     secret_of(folder)
     (folder / "secret").rename(folder / "other")
     (folder / "secret").symlink_to(folder / "other")

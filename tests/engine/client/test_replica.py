@@ -90,9 +90,9 @@ async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher,
     for num_tokens, num_left, step_s in ((10, 1, 0.1), (10, 0, 10.0), (0, 1, 0.0)):
         load = StepLoad(1, 100, 5, 5, num_left)
         core.replica.receive(StepResults([], num_tokens, step_s, load=load), [])
-    with pytest.raises(errors.EngineOverloadedError) as refused:
+    with pytest.raises(errors.EngineOverloadedError) as rejected:
         dispatcher.admission.check()
-    assert refused.value.retry_after_s == pytest.approx(0.11)  # 100 tokens a second
+    assert rejected.value.retry_after_s == pytest.approx(0.11)  # 100 tokens a second
     assert (dispatcher.stats.num_steps_total, dispatcher.stats.num_waiting) == (2, 5)
 
 
@@ -105,10 +105,10 @@ async def test_requests_of_one_loop_iteration_are_sent_together(dispatcher: Disp
 
 
 async def test_request_that_cannot_be_sent_fails(dispatcher: Dispatcher) -> None:
-    def refuse(_: ClientMessage, __: Frame) -> None:
+    def reject(_: ClientMessage, __: Frame) -> None:
         raise OverflowError("no message can hold it")
 
-    dispatcher.replicas[0].connect(refuse)
+    dispatcher.replicas[0].connect(reject)
     for call in (run(dispatcher, 5), dispatcher.clear_prefixes()):
         with pytest.raises(errors.ModelExecutionError, match="could not be sent"):
             await asyncio.wait_for(call, 120)

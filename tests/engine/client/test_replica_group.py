@@ -142,7 +142,7 @@ def test_replicas_leave_a_share_to_other_models(set_machine: SetMachine) -> None
         ({"data_parallel": 2, "in_process": True}, "--in-process supports one replica"),
     ],
 )
-def test_impossible_places_are_refused_with_the_flag(
+def test_impossible_places_are_rejected_with_the_flag(
     set_machine: SetMachine, fields: dict[str, Any], message: str
 ) -> None:
     set_machine({0: [(0,)], 1: [(1,)]})
@@ -151,7 +151,7 @@ def test_impossible_places_are_refused_with_the_flag(
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cuda:0"), ("cuda",), ("numa",), ("numa:0", "cpu"), ("",), ("mps",)])
-def test_mixed_or_unknown_devices_are_refused(devices: tuple[str, ...]) -> None:
+def test_mixed_or_unknown_devices_are_rejected(devices: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="it must be all cuda:N, all numa:N or all cpu"):
         EngineConfig(model="any", devices=devices)
     with pytest.raises(ValueError, match="data_parallel is 0; it must be at least 1"):

@@ -101,7 +101,7 @@ async def test_embedder_scores_by_cosine() -> None:
         (PoolingParams(use_activation=False), "use_activation belongs to scores of a cross-encoder; words"),
     ],
 )
-async def test_parameters_without_effect_on_scores_are_refused(params: PoolingParams, message: str) -> None:
+async def test_parameters_without_effect_on_scores_are_rejected(params: PoolingParams, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         await score(["a"], ["b"], params=params)
 
@@ -219,14 +219,14 @@ async def test_document_that_fits_is_one_passage() -> None:
     assert len(core.texts()) in (3, 4)
 
 
-async def test_document_beyond_its_passages_is_truncated_or_refused() -> None:
+async def test_document_beyond_its_passages_is_truncated_or_rejected() -> None:
     document = " ".join(["c", "d"] * 40)
     result, core = await score(["a"], [document], max_passages=2)
     assert sum(map(len, core.texts())) < 80
     assert result.scores.shape == (1,)
     assert core.sent[0][0].params.truncate_prompt_tokens == -1
     with pytest.raises(RequestTooLongError, match="Document 0 has 80 tokens, which do not fit into 2 pieces"):
-        await score(["a"], [document], params=PoolingParams(refuse_too_long=True), max_passages=2)
+        await score(["a"], [document], params=PoolingParams(reject_too_long=True), max_passages=2)
     _, core = await score(["a"], [document], params=PoolingParams(truncate_prompt_tokens=20), max_passages=2)
     assert max(map(len, core.texts())) <= 20
     with pytest.raises(RequestTooLongError, match="maximum context length is 24"):
@@ -244,7 +244,7 @@ async def test_document_beyond_its_passages_is_truncated_or_refused() -> None:
         (["a", "b"], ["a", "b", "c"], "text_2", "2 texts cannot be paired with 3"),
     ],
 )
-async def test_sides_that_do_not_match_are_refused(left: list[str], right: list[str], param: str, message: str) -> None:
+async def test_sides_of_other_lengths_are_rejected(left: list[str], right: list[str], param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         await score(left, right)
     assert caught.value.param == param
@@ -310,7 +310,7 @@ def test_labels_and_examples_follow_the_inputs() -> None:
 
 
 @pytest.mark.parametrize("labels", [[], ["x"], ["x", "x"], ["x", "y", "x"]])
-def test_fewer_than_two_different_labels_are_refused(labels: list[str]) -> None:
+def test_fewer_than_two_different_labels_are_rejected(labels: list[str]) -> None:
     with pytest.raises(InvalidRequestError, match=r"^field must name at least two different labels") as caught:
         check_labels(labels, "field")
     assert caught.value.param == "field"

@@ -140,7 +140,7 @@ def test_only_last_row_pooling_skips_cached_rows(
     assert builder.build(SubmitRequest(7, PoolingParams(task=task), INPUTS), 0.0).needs_last_row is expected
 
 
-def test_wrong_frame_size_is_refused() -> None:
+def test_wrong_frame_size_is_rejected() -> None:
     driver = CoreDriver(FakeRunner())
     message, frame = ClientMessageBuilder([SubmitRequest(1, PARAMS, [SEVENS])]).pack()
     for wrong in (b"", bytes(frame) * 2):
@@ -149,7 +149,7 @@ def test_wrong_frame_size_is_refused() -> None:
     assert not driver.core._scheduler.requests
 
 
-def test_too_long_sequence_is_refused_alone() -> None:
+def test_too_long_sequence_is_rejected_alone() -> None:
     driver = CoreDriver(FakeRunner(max_model_len=64))
     driver.submit(1, 5, 65)
     driver.submit(2, 64)

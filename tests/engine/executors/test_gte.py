@@ -109,7 +109,7 @@ def test_unpacked_qkv_equals_transformers(executor, load, save_hub, resolve, pac
     ],
     ids=str,
 )
-def test_other_variant_is_refused(executor, change, load, save_hub, resolve):
+def test_other_variant_is_rejected(executor, change, load, save_hub, resolve):
     folder, _ = save_hub(change)
     with pytest.raises(ModelLoadError, match="unknown" if "unknown" in str(change) else next(iter(change))):
         load(resolve(folder))

@@ -162,7 +162,7 @@ def test_dynamic_scaling_below_trained_length_runs_on_cpu(save_hub, resolve, pac
     ids=str,
 )
 @EXECUTORS
-def test_other_variant_is_refused(executor, change, load, save_hub, resolve):
+def test_other_variant_is_rejected(executor, change, load, save_hub, resolve):
     folder, _ = save_hub(change)
     with pytest.raises(ModelLoadError, match=next(iter(change))):
         load(resolve(folder))

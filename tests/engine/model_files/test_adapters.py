@@ -90,7 +90,7 @@ def test_tensor_names_show_adapters(tmp_path: Path, name: str, in_shards: bool, 
     assert resolve(tmp_path).adapters == expected
 
 
-def test_adapter_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_adapter_without_a_model_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, {"adapter_config.json": ADAPTER})
     with pytest.raises(ModelLoadError, match=r"has a PEFT adapter .* merge it into owner/base"):
         resolve(tmp_path)

@@ -163,7 +163,7 @@ def test_overrides_make_a_reranker_of_a_language_model(
         ({"classifier_from_token": ["yes"], "score_template": {"text": ""}}, "unknown key 'text'"),
     ],
 )
-def test_wrong_overrides_are_refused(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_overrides_are_rejected(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", QWEN3)
     with pytest.raises(ModelLoadError) as caught:
         resolve(folder, **overrides)
@@ -209,7 +209,7 @@ def test_sentence_transformers_files_override_the_name(false: int | None, method
         ([TRANSFORMER, LOGIT_SCORE], {"true_token_id": 99}, "names the token id 99"),
     ],
 )
-def test_broken_sentence_transformers_files_are_refused(
+def test_broken_sentence_transformers_files_are_rejected(
     modules: list[Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     files = {"modules.json": modules, "1_LogitScore/config.json": config}

@@ -381,7 +381,7 @@ def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
         resolve(folder, max_model_len=16, pooler_config=wide)
 
 
-# Refusals --------------------------------------------------------------------------------------------------------
+# Rejections --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
         ({"config.json": BERT | {"matryoshka_dimensions": ["8"]}}, "must be a list of widths"),
     ],
 )
-def test_unusable_files_are_refused_with_their_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     files = {"config.json": BERT} | files
     write(tmp_path, {name: content for name, content in files.items() if content is not None})
     with pytest.raises(ModelLoadError, match=message):
@@ -437,7 +437,7 @@ def test_unusable_files_are_refused_with_their_value(tmp_path: Path, files: dict
         [TRANSFORMER, POOLING, NORMALIZE | {"type": "Normalize"}],
     ],
 )
-def test_modules_of_other_packages_are_refused(
+def test_modules_of_other_packages_are_rejected(
     tmp_path: Path, modules: list[dict[str, Any]], trust_remote_code: bool
 ) -> None:
     folder = write(tmp_path, {"config.json": BERT, "modules.json": modules, "1_Pooling/config.json": MEAN})
@@ -475,7 +475,7 @@ def test_modules_of_known_packages_are_read(tmp_path: Path, package: str) -> Non
         (CLASSIFIER, PoolerConfig(enable_chunked_processing=True), r"has no task 'embed' \(kind\)"),
     ],
 )
-def test_pooler_config_that_does_not_fit_is_refused(
+def test_pooler_config_that_does_not_fit_is_rejected(
     tmp_path: Path, config: dict[str, Any], pooler: PoolerConfig, message: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
@@ -496,7 +496,7 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
         ({"model_type": "ast", "hidden_size": 32, "num_mel_bins": 8, "max_source_positions": 30}, "audio"),
     ],
 )
-def test_model_that_reads_no_text_is_refused(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
+def test_model_that_reads_no_text_is_rejected(config: dict[str, Any], inputs: str, tmp_path: Path) -> None:
     write(tmp_path, {"config.json": config})
     message = f"model_type '{config['model_type']}'\\) reads {inputs}; penstock supports only text"
     with pytest.raises(UnsupportedModelError, match=message):

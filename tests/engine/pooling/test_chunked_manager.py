@@ -97,7 +97,7 @@ def test_token_rows_are_returned_with_their_chunk(pooling_type: PoolingType, tag
     assert manager.get_pending_count() == 0
 
 
-def test_wrong_chunks_are_refused_and_change_nothing() -> None:
+def test_wrong_chunks_are_rejected_and_change_nothing() -> None:
     manager = manager_with(20)
     manager.process_chunk("a", rows(20)[:5])
     with pytest.raises(ValueError, match="sequence 'a' is running already"):
@@ -121,7 +121,7 @@ def test_wrong_chunks_are_refused_and_change_nothing() -> None:
             call("a")
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="max_chunk_size is 0"):
         ChunkedPoolingManager(WIDTH, 0)
     with pytest.raises(ValueError, match="hidden_dim is 0"):

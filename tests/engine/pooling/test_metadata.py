@@ -50,7 +50,7 @@ def test_batch_of_chunks_records_their_spans() -> None:
         ({"chunk_sizes": [3, 3], "chunk_starts": [-1, 0]}, "3 tokens at -1 are not within a sequence of 2"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(arguments: dict[str, list[int]], message: str) -> None:
+def test_lengths_that_do_not_fit_are_rejected(arguments: dict[str, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe([2, 3], **arguments)
 

@@ -167,7 +167,7 @@ def test_only_attention_embeddings_need_attention_weights() -> None:
     assert not pooler.needs_attention([tokens, tokens])
 
 
-def test_attention_head_that_does_not_exist_is_refused(hidden_states: Tensor, attention_weights: Tensor) -> None:
+def test_attention_head_that_does_not_exist_is_rejected(hidden_states: Tensor, attention_weights: Tensor) -> None:
     info = make_info(sequence_pooling=(PoolingType.ATTENTION,), attention_head=NUM_HEADS)
     with pytest.raises(ValueError, match="attention_head is 4; the model has 4 heads"):
         tensor_pooler(info, TinyModel())

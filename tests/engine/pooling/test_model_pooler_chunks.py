@@ -204,13 +204,13 @@ def test_last_chunk_without_rows_gives_the_stored_row() -> None:
     "types", [*((t,) for t in SEQUENCE_TYPES if t is not PoolingType.LAST), (PoolingType.LAST, PoolingType.MEAN)]
 )
 @pytest.mark.parametrize("end", [50, 63])
-def test_other_types_refuse_a_gap_before_a_chunk(types: tuple[PoolingType, ...], end: int) -> None:
+def test_other_types_reject_a_gap_before_a_chunk(types: tuple[PoolingType, ...], end: int) -> None:
     with pytest.raises(ValueError, match=rf"{'.'.join(types)} pooling needs every row, but a chunk starts at 16 and 0"):
         embedding_sequences(*types).step([Chunk(2, 0, 7), Chunk(3, 16, end)])
 
 
 @pytest.mark.parametrize("end", [50, 63])
-def test_token_rows_refuse_a_gap_before_a_chunk(end: int) -> None:
+def test_token_rows_reject_a_gap_before_a_chunk(end: int) -> None:
     sequences = token_sequences()
     sequences.step([Chunk(3, 0, 9)])
     with pytest.raises(ValueError, match="STEP pooling needs every row, but a chunk starts at 16 and 9 tokens"):

@@ -157,7 +157,7 @@ def test_read_only_arrays_are_pooled_like_tensors(pooling_type: PoolingType, dty
     assert_close(states.finalize(), expected)
 
 
-def test_attention_weights_of_wrong_shape_are_refused() -> None:
+def test_attention_weights_of_wrong_shape_are_rejected() -> None:
     hidden, weights = rows()
     pooler = PoolerFactory.create(PoolingType.ATTENTION)
     with pytest.raises(ValueError, match=r"must be \[T, H\] or \[T\], got \[65, 1, 1\]"):
@@ -193,7 +193,7 @@ def test_strategy_is_one_name_or_a_list(strategy: str | list[str]) -> None:
     ],
     ids=str,
 )
-def test_types_that_cannot_be_combined_are_refused(types: Any, message: str) -> None:
+def test_types_that_cannot_be_combined_are_rejected(types: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolingStates.initialize(12, types)
 
@@ -208,12 +208,12 @@ def test_every_pooling_type_has_a_pooler() -> None:
 
 
 @pytest.mark.parametrize("name", ["mean", "attention", "all"])
-def test_pooler_refuses_chunks(name: str) -> None:
+def test_pooler_rejects_chunks(name: str) -> None:
     with pytest.raises(ValueError, match="takes whole sequences"):
         PoolerFactory.create(name).pool(torch.zeros(4, 12), describe([9], chunk_sizes=[4]))
 
 
 @pytest.mark.parametrize("head", [-1, 4])
-def test_attention_head_out_of_range_is_refused(head: int) -> None:
+def test_attention_head_out_of_range_is_rejected(head: int) -> None:
     with pytest.raises(ValueError, match=f"attention_head is {head}; the model has 4 heads"):
         PoolerFactory.create(PoolingType.ATTENTION, attention_head=head, num_heads=4)

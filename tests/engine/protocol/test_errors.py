@@ -39,7 +39,7 @@ def test_value_is_never_replaced_by_a_field_name() -> None:
 def test_too_long_error_names_the_setting_of_the_dialect() -> None:
     limit = Truncation(max_num_tokens=4, cut=False, side=None, param="input", name="{truncate_prompt_tokens}")
     with pytest.raises(RequestTooLongError) as caught:
-        limit.refuse_found_unless_cut("input 0 has 5 tokens", 5)
+        limit.reject_found_unless_cut("input 0 has 5 tokens", 5)
     assert "(truncate_prompt_tokens)" in caught.value.message
     assert "set truncate_prompt_tokens to -1 to cut it" in caught.value.message
     caught.value.name_fields(COHERE)

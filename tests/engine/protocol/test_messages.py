@@ -100,7 +100,7 @@ def test_message_names_its_client() -> None:
     assert send(cancels=(number,))[0].client_number == send(clears=(number,))[0].client_number == 5
 
 
-def test_priority_beyond_64_bits_is_refused() -> None:
+def test_priority_beyond_64_bits_is_rejected() -> None:
     with pytest.raises(OverflowError):
         send(SubmitRequest(1, PARAMS[0], [TokenizedInput(np.ones(1, np.int32))], priority=2**64))
 

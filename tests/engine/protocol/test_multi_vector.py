@@ -157,7 +157,7 @@ async def test_scores_equal_maxsim_of_sentence_transformers(engine: AsyncEngine,
     assert np.abs(repeated.scores - expected[0, :2]).max() < 1e-4
 
 
-async def test_long_queries_are_cut_and_long_documents_refused(engine: AsyncEngine) -> None:
+async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEngine) -> None:
     recipe = engine.info.multi_vector
     assert recipe is not None
     long = "dam " * 60
@@ -217,7 +217,7 @@ SETTINGS = "config_sentence_transformers.json"
         ),
     ],
 )
-async def test_wrong_settings_are_refused(
+async def test_wrong_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     folder = write_pylate(tmp_path)

@@ -1,4 +1,4 @@
-"""PoolingParams of requests and PoolerConfig: accepted and refused values, and defaults."""
+"""PoolingParams of requests and PoolerConfig: accepted and rejected values, and defaults."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ TRUNCATION = r"truncate_prompt_tokens value is greater than max_model_len\. Plea
         (STEPS, TOKEN_CLASSIFY, "returned_token_ids", (0, 3), {}, "holds 3; tiny has the columns 0 to 2"),
     ],
 )
-def test_wrong_params_are_refused(
+def test_wrong_params_are_rejected(
     info: ModelInfo, task: PoolingTask, param: str, value: Any, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
@@ -104,7 +104,7 @@ def test_wrong_params_are_refused(
 
 @pytest.mark.parametrize("task", PoolingTask)
 @pytest.mark.parametrize("info", [EMBEDDING, CLASSIFIER, CROSS_ENCODER, TOKENS], ids=lambda info: info.kind.value)
-def test_task_that_the_model_lacks_is_refused(info: ModelInfo, task: PoolingTask) -> None:
+def test_task_that_the_model_lacks_is_rejected(info: ModelInfo, task: PoolingTask) -> None:
     assert set(VALID_PARAMETERS) == set(PoolingTask)
     if task in info.tasks:
         assert PoolingParams().resolved(task, info).task is task
@@ -226,7 +226,7 @@ def test_pooler_config_is_read_from_json() -> None:
         ('{"returned_token_ids": 3}', "returned_token_ids is 3; it must be a list of token ids"),
     ],
 )
-def test_wrong_pooler_config_is_refused(text: str, message: str) -> None:
+def test_wrong_pooler_config_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolerConfig.from_dict(json_object(text))
 
@@ -251,6 +251,6 @@ def test_pooler_config_takes_names_of_pooling_types(name: str, pooling_type: Poo
 @pytest.mark.parametrize(
     ("config", "field"), [(CacheConfig, "kv_block_size"), (SchedulerConfig, "max_num_batched_tokens")]
 )
-def test_setting_below_its_bound_is_refused(config: Any, field: str) -> None:
+def test_setting_below_its_bound_is_rejected(config: Any, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0; it must be at least 1"):
         config(**{field: 0})

@@ -188,7 +188,7 @@ async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine)
         ("config.json", {"model_type": "t5"}, "which penstock does not support"),
     ],
 )
-async def test_unsupported_settings_are_refused(
+async def test_unsupported_settings_are_rejected(
     tmp_path: Path, name: str, change: dict[str, str], message: str
 ) -> None:
     folder = write_splade(tmp_path, "BertForMaskedLM")
@@ -197,7 +197,7 @@ async def test_unsupported_settings_are_refused(
         resolve_model(EngineConfig(model=str(folder)))
 
 
-async def test_splade_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+async def test_splade_checkpoint_without_its_head_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="has no head of a masked language model"):
         await start(write_splade(tmp_path, "BertModel"))
 

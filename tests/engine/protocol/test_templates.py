@@ -38,7 +38,7 @@ Messages = list[dict[str, Any]]
         (("{query} {document} }",), "has a brace that begins or ends no field (Single '}'"),
     ],
 )
-def test_wrong_fields_of_a_score_template_are_refused(parts: tuple[str, ...], message: str) -> None:
+def test_wrong_fields_of_a_score_template_are_rejected(parts: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         ScoreTemplate(parts=parts)
     assert message in str(caught.value)
@@ -54,7 +54,7 @@ def test_wrong_fields_of_a_score_template_are_refused(parts: tuple[str, ...], me
         ({"parts": ["{query}{document}"], "instruction_format": "x"}, "must hold {instruction} once"),
     ],
 )
-def test_wrong_values_of_a_score_template_are_refused(values: dict[str, Any], message: str) -> None:
+def test_wrong_values_of_a_score_template_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         ScoreTemplate.from_dict(values)
     assert message in str(caught.value)
@@ -119,7 +119,7 @@ def test_chat_template_becomes_a_score_template(
         assert filled == render(messages)
 
 
-def refusing(messages: Messages) -> str:
+def rejecting(messages: Messages) -> str:
     raise TypeError("no such role")
 
 
@@ -139,14 +139,14 @@ def reordering(messages: Messages) -> str:
 @pytest.mark.parametrize(
     ("render", "message"),
     [
-        (refusing, r"raises TypeError \(no such role\)"),
+        (rejecting, r"raises TypeError \(no such role\)"),
         (doubling, "inserts the query 2 times"),
         (upper, "changes the texts"),
         (reordering, "moves the query"),
         (lambda messages: content(messages, "query"), "inserts the document 0 times.*score_template"),
     ],
 )
-def test_chat_template_that_changes_the_pair_is_refused(render: Callable[[Messages], str], message: str) -> None:
+def test_chat_template_that_changes_the_pair_is_rejected(render: Callable[[Messages], str], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"chat template of model .*{message}"):
         chat_score_template(render, PairChat(), None, "model")
 

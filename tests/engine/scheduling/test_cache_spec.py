@@ -50,7 +50,7 @@ def test_hybrid_gets_blocks_and_slots_within_its_memory(memory_bytes: int, block
     assert memory_bytes - block_bytes < sizes.bytes <= memory_bytes
 
 
-def test_impossible_plan_is_refused() -> None:
+def test_impossible_plan_is_rejected() -> None:
     with pytest.raises(ModelLoadError, match=r"1,000 bytes.* at least 1,024 .*per block of 16 .*--kv-cache-memory"):
         plan(CacheSpec(kv_layers=(KV, KV)), 1000)
     with pytest.raises(ValueError, match="keeps nothing"):

@@ -61,7 +61,7 @@ def test_boundaries_follow_size_and_pressure(manager: ChunkedPrefillManager) -> 
 
 
 @pytest.mark.parametrize("pressure", [-0.1, 1.1, float("nan")])
-def test_pressure_outside_0_to_1_is_refused(manager: ChunkedPrefillManager, pressure: float) -> None:
+def test_pressure_outside_0_to_1_is_rejected(manager: ChunkedPrefillManager, pressure: float) -> None:
     manager.create_chunks("a", 60)
     for call in (
         lambda: manager.compute_chunk_boundaries(10, None, pressure),
@@ -72,7 +72,7 @@ def test_pressure_outside_0_to_1_is_refused(manager: ChunkedPrefillManager, pres
     assert schedule(manager).start == 0
 
 
-def test_sizes_out_of_range_are_refused(manager: ChunkedPrefillManager) -> None:
+def test_sizes_out_of_range_are_rejected(manager: ChunkedPrefillManager) -> None:
     with pytest.raises(InvalidRequestError, match="total_tokens is -1"):
         manager.compute_chunk_boundaries(-1)
     with pytest.raises(InvalidRequestError, match="chunk_size is 0"):
@@ -86,7 +86,7 @@ def test_sizes_out_of_range_are_refused(manager: ChunkedPrefillManager) -> None:
 
 
 @pytest.mark.parametrize("field", ["chunk_size", "min_chunk_size", "threshold", "max_retries", "ageing_s"])
-def test_negative_setting_is_refused(field: str) -> None:
+def test_negative_setting_is_rejected(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is -1"):
         ChunkedPrefillConfig(**{field: -1})
 
@@ -121,7 +121,7 @@ def test_planned_chunks_stay_pending(manager: ChunkedPrefillManager) -> None:
     assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
 
 
-def test_empty_and_known_prompts_are_refused(manager: ChunkedPrefillManager) -> None:
+def test_empty_and_known_prompts_are_rejected(manager: ChunkedPrefillManager) -> None:
     for prompt in (0, -3, [], np.zeros(0, np.int32)):
         with pytest.raises(InvalidRequestError, match="request 'a' has no tokens"):
             manager.create_chunks("a", prompt)
@@ -316,23 +316,23 @@ def test_next_chunk_may_follow_a_running_one(manager: ChunkedPrefillManager) -> 
     assert bounds([schedule(manager)]) == [(8, 16)]
 
 
-def test_call_in_a_wrong_state_is_refused(manager: ChunkedPrefillManager) -> None:
+def test_call_in_a_wrong_state_is_rejected(manager: ChunkedPrefillManager) -> None:
     chunk_id = manager.create_chunks("a", 20)[0].chunk_id
 
-    def refuses(chunk_id: object, message: str, *calls: str) -> None:
+    def rejects(chunk_id: object, message: str, *calls: str) -> None:
         for call in calls:
             arguments = (chunk_id, "error") if call == "fail_chunk" else (chunk_id,)
             with pytest.raises(ChunkStateError, match=re.escape(f"chunk {chunk_id} of request 'a' is {message}")):
                 getattr(manager, call)(*arguments)
 
-    refuses(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "allow_next_chunk")
+    rejects(chunk_id, "not in flight; it must be", "start_chunk", "complete_chunk", "fail_chunk", "allow_next_chunk")
     schedule(manager)
-    refuses(chunk_id, "scheduled; it must be running", "complete_chunk", "allow_next_chunk")
+    rejects(chunk_id, "scheduled; it must be running", "complete_chunk", "allow_next_chunk")
     manager.start_chunk(chunk_id)
-    refuses(chunk_id, "running; it must be scheduled", "start_chunk")
-    refuses(("a", 8), "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
+    rejects(chunk_id, "running; it must be scheduled", "start_chunk")
+    rejects(("a", 8), "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
     manager.complete_chunk(chunk_id)
-    refuses(chunk_id, "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
+    rejects(chunk_id, "not in flight", "start_chunk", "complete_chunk", "fail_chunk")
     for call in (
         manager.preempt, manager.merge_chunks, lambda name: manager.skip_cached(name, 1),
         lambda name: next(manager.iterate_chunks(name)), lambda name: manager.start_chunk((name, 0)),

@@ -79,7 +79,7 @@ def test_alloc_many_takes_all_blocks_or_none() -> None:
 
 
 @pytest.mark.parametrize("block", [-1, 4, True, False, 1.0, "1", None])
-def test_numbers_that_are_no_blocks_are_refused(block: object) -> None:
+def test_numbers_that_are_no_blocks_are_rejected(block: object) -> None:
     pool = KvCachePool(4, 16)
     pool.alloc_many(4)
     for call in (pool.free, pool.share, pool.ref_count, lambda b: pool.free_many([b])):

@@ -35,7 +35,7 @@ def test_keys_do_not_depend_on_the_layout_of_the_array() -> None:
         block_keys(ids, 0, b"")
 
 
-def test_invalid_calls_of_the_prefix_cache_are_refused() -> None:
+def test_invalid_calls_of_the_prefix_cache_are_rejected() -> None:
     pool = KvCachePool(2, BLOCK_SIZE)
     cache = PrefixCache(pool)
     with pytest.raises(InvalidSlot, match="not in use"):

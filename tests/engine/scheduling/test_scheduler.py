@@ -64,7 +64,7 @@ def test_higher_priority_runs_first(max_wait_s: float) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_SEQ_LEN + 1])
-def test_request_with_an_impossible_sequence_is_refused(num_tokens: int) -> None:
+def test_request_with_an_impossible_sequence_is_rejected(num_tokens: int) -> None:
     scheduler = make()
     with pytest.raises(ValueError, match=f"{num_tokens} tokens"):
         scheduler.add(make_request(1, [5, num_tokens]))

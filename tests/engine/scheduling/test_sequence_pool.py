@@ -44,7 +44,7 @@ def test_has_room_counts_blocks_that_will_be_freed() -> None:
     assert SequencePool(ssm=SsmStatePool(1)).has_room(10**9)
 
 
-def test_invalid_calls_of_the_sequence_pool_are_refused() -> None:
+def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:
     sequence_pool = kv_pool()
     allocation = sequence_pool.allocate("a", 5)
     assert allocation is not None

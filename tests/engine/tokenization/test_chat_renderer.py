@@ -127,13 +127,13 @@ CONTINUED = {"continue_final_message": True}
         ),
     ],
 )
-def test_chat_that_cannot_be_rendered_is_refused(
+def test_chat_that_cannot_be_rendered_is_rejected(
     source: str, chat: list[dict[str, Any]], options: dict[str, Any], param: str, part: str
 ) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
+    with pytest.raises(InvalidRequestError) as rejection:
         renderer(source).render(chat, ChatOptions(**options))
-    assert refusal.value.param == param
-    assert part in refusal.value.message
+    assert rejection.value.param == param
+    assert part in rejection.value.message
 
 
 def tokenizer_json() -> str:
@@ -187,10 +187,10 @@ async def test_prompt_is_counted_without_special_tokens(pool: TokenizerPool) -> 
     assert [(t.token_ids.tolist(), t.num_prompt_tokens) for t in tokenized] == [([13, 13, 3, 4], 2), ([13, 13], 1)]
 
 
-async def test_model_without_a_chat_template_refuses_chats() -> None:
+async def test_model_without_a_chat_template_rejects_chats() -> None:
     spec = TokenizerSpec(json=SPEC.json, truncation_side="right", uses_token_types=False)
     pool = TokenizerPool(spec, vocab_size=14, do_lower_case=False, num_workers=1)
-    with pytest.raises(InvalidRequestError, match="no chat template") as refusal:
+    with pytest.raises(InvalidRequestError, match="no chat template") as rejection:
         await pool.render_chats([CHATS[0]], ChatOptions())
-    assert refusal.value.param == "messages"
+    assert rejection.value.param == "messages"
     pool.close()

@@ -58,14 +58,14 @@ async def test_empty_text_becomes_the_end_token(pool: TokenizerPool) -> None:
 
 
 @pytest.mark.parametrize("pool", [None], indirect=True)
-async def test_empty_text_without_an_end_token_is_refused(pool: TokenizerPool) -> None:
+async def test_empty_text_without_an_end_token_is_rejected(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty: .* no end token to use instead") as caught:
         await encoder_of(pool).encode(["a", ""], PARAMS, OPTIONS)
     assert caught.value.param == "input"
 
 
 @pytest.mark.parametrize("text", ["", "\n\t "])
-async def test_empty_input_error_refuses_empty_texts(pool: TokenizerPool, text: str) -> None:
+async def test_empty_input_error_rejects_empty_texts(pool: TokenizerPool, text: str) -> None:
     encoder = encoder_of(pool, empty_input="error")
     assert len(await encoder.encode(["a"], PARAMS, OPTIONS)) == 1
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is empty\. .*--empty-input embed") as caught:
@@ -84,7 +84,7 @@ async def test_empty_input_error_refuses_empty_texts(pool: TokenizerPool, text: 
         ("data:audio/wav;base64,UklGRg==", "audio/wav"),
     ],
 )
-async def test_data_uri_of_an_image_is_refused(pool: TokenizerPool, uri: str, kind: str) -> None:
+async def test_data_uri_of_an_image_is_rejected(pool: TokenizerPool, uri: str, kind: str) -> None:
     encoder = encoder_of(pool)
     with pytest.raises(InvalidRequestError, match=r"^Input 1 is a data URI of .* only reads text"):
         await encoder.encode(["a", uri], PARAMS, OPTIONS)
@@ -107,11 +107,11 @@ async def test_text_about_images_is_encoded(pool: TokenizerPool, text: str) -> N
 @pytest.mark.parametrize(
     ("params", "auto_truncate", "cut"),
     [
-        (PoolingParams(refuse_too_long=True), True, False),
+        (PoolingParams(reject_too_long=True), True, False),
         (PoolingParams(truncate_prompt_tokens=-1), False, True),
         (PARAMS, True, True),
         (PARAMS, False, False),
-        (PoolingParams(truncate_prompt_tokens=7, refuse_too_long=True), True, False),
+        (PoolingParams(truncate_prompt_tokens=7, reject_too_long=True), True, False),
     ],
 )
 async def test_request_overrides_auto_truncate(
@@ -126,7 +126,7 @@ async def test_request_overrides_auto_truncate(
     ("params", "auto_truncate", "cut"),
     [
         (PoolingParams(is_query=True), False, True),
-        (PoolingParams(is_query=True, refuse_too_long=True), True, False),
+        (PoolingParams(is_query=True, reject_too_long=True), True, False),
         (PoolingParams(is_query=False), False, False),
         (PoolingParams(is_query=False), True, True),
     ],

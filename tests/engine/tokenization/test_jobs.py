@@ -16,7 +16,7 @@ from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     InvalidRequestError,
-    RefusalReason,
+    RejectionReason,
     RequestCancelledError,
 )
 from penstock.engine.protocol.request import CLIENT
@@ -49,13 +49,13 @@ async def test_failed_job_leaves_the_others_alone(jobs: TokenizerJobs, num_texts
     class Panic(BaseException):
         """As the tokenizers library raises it."""
 
-    def refuse(_: IsCancelled) -> int:
+    def reject(_: IsCancelled) -> int:
         raise InvalidRequestError("no")
 
     def panic(_: IsCancelled) -> int:
         raise Panic("the text of the user")
 
-    works = [work_of(0), refuse, panic, work_of(3)]
+    works = [work_of(0), reject, panic, work_of(3)]
     runs = (jobs.run(work, 1, num_texts=num_texts) for work in works)
     results = await asyncio.gather(*runs, return_exceptions=True)
     assert (results[0], results[3]) == (0, 3)
@@ -104,11 +104,11 @@ async def test_close_fails_pending_and_later_jobs(jobs: TokenizerJobs) -> None:
 
 
 async def test_missing_thread_fails_the_job(jobs: TokenizerJobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
+    def reject(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", reject)
         with pytest.raises(EngineUnavailableError, match="can't start new thread"):
             await asyncio.wait_for(jobs.run(work_of(1), 1), 120)
 
@@ -183,9 +183,9 @@ class Queue:
     """A queue of jobs that run until `end_first` is called, and a clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_chars: int) -> None:
-        self.refusals: list[int] = []
+        self.rejections: list[int] = []
         self.now_s = 0.0
-        self.jobs = TokenizerJobs(1, max_chars, lambda: self.refusals.append(1))
+        self.jobs = TokenizerJobs(1, max_chars, lambda: self.rejections.append(1))
         self._running: list[tuple[threading.Event, asyncio.Task[bool]]] = []
         monkeypatch.setattr(jobs_module, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
@@ -205,20 +205,20 @@ class Queue:
         await task
 
 
-async def test_job_above_the_character_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_job_above_the_character_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(monkeypatch, 100)
     await queue.add(40)
     await queue.add(60)
     await queue.end_first()
-    with pytest.raises(EngineOverloadedError, match=r"60 characters.* takes 41.*100 \(--max-queued-chars\)") as refused:
+    with pytest.raises(EngineOverloadedError, match=r"60 characters.* takes 41.*100 \(--max-queued-chars\)") as error:
         await queue.add(41)
-    assert (refused.value.retry_after_s, refused.value.reason) == (1.0, RefusalReason.QUEUED_CHARACTERS)
+    assert (error.value.retry_after_s, error.value.reason) == (1.0, RejectionReason.QUEUED_CHARACTERS)
     await queue.add(40, "new client")
     with pytest.raises(EngineOverloadedError, match="each may hold 50"):
         await queue.add(11, "new client")
     await queue.end_first()
     await queue.end_first()
-    assert (queue.jobs.chars.used, len(queue.refusals)) == (0, 2)
+    assert (queue.jobs.chars.used, len(queue.rejections)) == (0, 2)
 
 
 async def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,18 +228,18 @@ async def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatc
     await queue.end_first()
     for num_chars, retry_after_s in ((250_000, 0.25), (9_000_000, 1.0)):  # the large one fits once the queue is empty
         await queue.add(1_000_000)
-        with pytest.raises(EngineOverloadedError) as refused:
+        with pytest.raises(EngineOverloadedError) as error:
             await queue.add(num_chars)
-        assert refused.value.retry_after_s == pytest.approx(retry_after_s)
+        assert error.value.retry_after_s == pytest.approx(retry_after_s)
         queue.now_s += 1.0
         await queue.end_first()
     await queue.add(1_000_000)
     queue.now_s += 2.0  # half as fast
     await queue.end_first()
     await queue.add(1_000_000)
-    with pytest.raises(EngineOverloadedError) as refused:
+    with pytest.raises(EngineOverloadedError) as error:
         await queue.add(900_000)
-    assert refused.value.retry_after_s == pytest.approx(1.0)
+    assert error.value.retry_after_s == pytest.approx(1.0)
     await queue.end_first()
 
 

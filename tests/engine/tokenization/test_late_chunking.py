@@ -99,7 +99,7 @@ def test_token_ids_get_no_special_tokens(is_text: list[bool], ids: list[int]) ->
         ({"cut": True, "max_num_tokens": 1}, [[1]], [], "input 0 has no tokens left"),
     ],
 )
-def test_input_without_tokens_is_refused(
+def test_input_without_tokens_is_rejected(
     changes: dict[str, Any], lists: list[list[int]], prompt: list[int], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
@@ -107,7 +107,7 @@ def test_input_without_tokens_is_refused(
 
 
 @pytest.mark.parametrize(("is_whole", "number"), [(True, "have 5 tokens"), (False, "have at least 5 tokens")])
-def test_too_many_tokens_together_are_refused(is_whole: bool, number: str) -> None:
+def test_too_many_tokens_together_are_rejected(is_whole: bool, number: str) -> None:
     with pytest.raises(RequestTooLongError, match=f"context length is 4 tokens, but the inputs {number}") as caught:
         late(max_num_tokens=4).join(parts([1, 2], [3]), [True, True], [], is_whole=is_whole)
     assert (caught.value.num_tokens, caught.value.max_num_tokens) == (5, 4)
@@ -196,7 +196,7 @@ async def test_length_limit_counts_all_inputs_together(engine: AsyncEngine) -> N
 
 
 @on_engine_loop
-async def test_model_without_mean_pooling_is_refused(engine: AsyncEngine, minilm_folder: Path) -> None:
+async def test_model_without_mean_pooling_is_rejected(engine: AsyncEngine, minilm_folder: Path) -> None:
     cls_pooled = await AsyncEngine.start(
         EngineConfig(
             model=str(minilm_folder), in_process=True, pooler_config=PoolerConfig(pooling_type=PoolingType.CLS)

@@ -100,7 +100,7 @@ def test_vllm_mode_slices_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_prompt_that_fills_a_window_is_refused(overlap: int) -> None:
+def test_prompt_that_fills_a_window_is_rejected(overlap: int) -> None:
     prompt = range(50, 56 - overlap)
     text = tokens(CLS, *prompt, *range(1, 6), SEP)
     with pytest.raises(errors.InvalidRequestError, match=r"prompt takes \d of the 8 tokens of a window") as caught:
@@ -281,7 +281,7 @@ async def test_length_limits_of_long_text_mode(tiny: Path) -> None:
         (2, {}, r"0 text tokens \(2 without 2 special tokens\)"),
     ],
 )
-async def test_windows_without_room_are_refused_at_start(
+async def test_windows_without_room_are_rejected_at_start(
     tiny: Path, size: int, pooler: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(errors.ModelLoadError, match=message):

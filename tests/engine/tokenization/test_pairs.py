@@ -114,7 +114,7 @@ CUT = Truncation(max_num_tokens=9, cut=True)
 
 
 @pytest.mark.parametrize("pool", [JOINT], indirect=True)
-async def test_pool_cuts_or_refuses_long_pairs(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
+async def test_pool_cuts_or_rejects_long_pairs(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
     cut = await pool.encode_pairs(PAIRS, CUT, instruction="g")
     assert [words(tokenizer, t.token_ids.tolist()) for t in cut] == [
         "sys g q a b d c end suf",

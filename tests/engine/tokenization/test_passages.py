@@ -110,9 +110,9 @@ async def check_pieces(engine: AsyncEngine, size: int) -> None:
     assert cut.scores[0] != pytest.approx(result.scores[0], abs=1e-4)
 
 
-async def check_refusals(engine: AsyncEngine, size: int) -> None:
-    """Checks that a document that must not be truncated is refused if its passages cannot hold it."""
-    uncut = PoolingParams(refuse_too_long=True)
+async def check_rejections(engine: AsyncEngine, size: int) -> None:
+    """Checks that a document that must not be truncated is rejected if its passages cannot hold it."""
+    uncut = PoolingParams(reject_too_long=True)
     documents = [LONG, words(0, 20)]
     pieces = await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=20))
     (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
@@ -133,10 +133,10 @@ async def test_cross_encoder_scores_the_best_passage(save_bert: Callable[..., Pa
         assert hopeless.scores == cut.scores  # the query leaves no room for pieces
         with pytest.raises(InvalidRequestError, match="normalize"):
             await engine.score([QUERY], [LONG], PoolingParams(normalize=True), RequestOptions(max_passages=2))
-        await check_refusals(engine, MAX_MODEL_LEN - 5 - 3 - 1)
+        await check_rejections(engine, MAX_MODEL_LEN - 5 - 3 - 1)
 
 
 async def test_embedding_model_scores_the_best_passage(save_bert: Callable[..., Path]) -> None:
     async with started(save_bert(initializer_range=0.3)) as engine:
         await check_pieces(engine, MAX_MODEL_LEN - 2 - 1)
-        await check_refusals(engine, MAX_MODEL_LEN - 2 - 1)
+        await check_rejections(engine, MAX_MODEL_LEN - 2 - 1)

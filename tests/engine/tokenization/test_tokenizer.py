@@ -80,16 +80,16 @@ async def test_truncated_pairs_equal_transformers(pool: TokenizerPool, reference
         assert types == [int(i >= item.type_boundary) for i in range(len(item))]
 
 
-async def test_too_long_text_is_refused_with_both_numbers(pool: TokenizerPool) -> None:
+async def test_too_long_text_is_rejected_with_both_numbers(pool: TokenizerPool) -> None:
     match = r"maximum context length is 7 tokens, but input 1 has 42 tokens"
-    with pytest.raises(RequestTooLongError, match=match) as refused:
+    with pytest.raises(RequestTooLongError, match=match) as rejected:
         await pool.encode(["short", "word " * 40], Truncation(max_num_tokens=7))
-    assert (refused.value.num_tokens, refused.value.max_num_tokens) == (42, 7)
+    assert (rejected.value.num_tokens, rejected.value.max_num_tokens) == (42, 7)
     with pytest.raises(RequestTooLongError, match=r"context length is 4 tokens \(max_embed_len\), but input 0 has 7 "):
         await pool.encode(["The quick brown fox."], Truncation(max_num_tokens=4, name="max_embed_len"))
 
 
-async def test_limit_below_the_special_tokens_is_refused(pool: TokenizerPool) -> None:
+async def test_limit_below_the_special_tokens_is_rejected(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequestError, match="the model adds 2 special tokens"):
         await pool.encode(["fox"], Truncation(max_num_tokens=1, cut=True))
     with pytest.raises(InvalidRequestError, match="the model adds 3 special tokens"):
@@ -123,7 +123,7 @@ async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> No
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [10**9], [5, 10**6, 7]])
-async def test_token_ids_outside_the_vocabulary_are_refused(pool: TokenizerPool, ids: list[int]) -> None:
+async def test_token_ids_outside_the_vocabulary_are_rejected(pool: TokenizerPool, ids: list[int]) -> None:
     with pytest.raises(InvalidRequestError, match=r"out of vocabulary|empty"):
         await pool.encode([ids], UNCUT)
 
@@ -235,13 +235,13 @@ async def test_truncated_long_texts_equal_transformers(
     assert [cut.token_ids.tolist()] == expected
 
 
-async def test_long_text_is_refused_before_it_is_read_whole(pool: TokenizerPool) -> None:
+async def test_long_text_is_rejected_before_it_is_read_whole(pool: TokenizerPool) -> None:
     with pytest.raises(RequestTooLongError, match=r"maximum context length is 32 tokens, but input 0 has at least \d+"):
         await pool.encode(["word " * 3_000_000], Truncation(max_num_tokens=32))
 
 
 @pytest.mark.parametrize("unit", ["x", "\n", "."])
-async def test_text_above_the_read_limit_is_refused_or_cut(pool: TokenizerPool, unit: str) -> None:
+async def test_text_above_the_read_limit_is_rejected_or_cut(pool: TokenizerPool, unit: str) -> None:
     text = "fox " + unit * 10_000_000
     with pytest.raises(RequestTooLongError, match="32 tokens, but input 0 has"):
         await pool.encode([text], Truncation(max_num_tokens=32))

@@ -92,7 +92,7 @@ def test_failed_build_keeps_the_older_library(
 
 
 @needs_gcc
-def test_other_shared_library_is_refused(tmp_path: Path) -> None:
+def test_other_shared_library_is_rejected(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input="int something_else;", text=True, check=True)
@@ -100,7 +100,7 @@ def test_other_shared_library_is_refused(tmp_path: Path) -> None:
         Machine(1, library=library)
 
 
-def test_library_from_other_sources_is_refused(
+def test_library_from_other_sources_is_rejected(
     three_lane_machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_sources = digest()
@@ -136,7 +136,7 @@ def test_digest_without_sources_is_none(tmp_path: Path) -> None:
     assert digest(tmp_path) is None
 
 
-def test_truncated_library_is_refused(three_lane_machine: Machine, tmp_path: Path) -> None:
+def test_truncated_library_is_rejected(three_lane_machine: Machine, tmp_path: Path) -> None:
     whole = build_module.LIBRARY.read_bytes()
     library = tmp_path / "library.so"
     for size in (0, 10):
@@ -150,7 +150,7 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         Machine(1, library=tmp_path / "library.so")
 
 
-def test_unknown_instruction_set_is_refused(three_lane_machine: Machine) -> None:
+def test_unknown_instruction_set_is_rejected(three_lane_machine: Machine) -> None:
     with pytest.raises(CpuKernelError, match="this processor does not support avx1024"):
         Machine(1, isa="avx1024")
 

@@ -241,7 +241,7 @@ LONG = make_texts([3, LONGEST + 2])
         (DECODERS[0], {"visible": np.array([1, 2], np.int32)}, "not supported by decoders"),
     ],
 )
-def test_value_outside_the_tables_is_refused(
+def test_value_outside_the_tables_is_rejected(
     three_lane_machine: Machine, shape: Shape, changes: dict[str, np.ndarray], message: str
 ) -> None:
     encoder = CpuEncoder(three_lane_machine, make_spec(shape), Format.F32)
@@ -249,7 +249,7 @@ def test_value_outside_the_tables_is_refused(
         run(encoder, replace(make_texts([2, 3]), **changes))
 
 
-def test_invalid_pages_are_refused(three_lane_machine: Machine) -> None:
+def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
     spec, texts = make_spec(DECODERS[0]), make_texts([4, 3])
     decoder = CpuEncoder(three_lane_machine, spec, Format.F32)
     with pytest.raises(ValueError, match="not supported by decoders"):

@@ -190,7 +190,7 @@ def test_deleted_machine_ends_its_threads() -> None:
     assert num_threads() == before
 
 
-def test_invalid_machine_is_refused(three_lane_machine: Machine) -> None:
+def test_invalid_machine_is_rejected(three_lane_machine: Machine) -> None:
     with pytest.raises(CpuKernelError, match="cannot start -1 threads"):
         Machine(-1)
     encoder = open_encoder(three_lane_machine)

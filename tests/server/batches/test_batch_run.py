@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.engine.protocol.errors import StorageError
-from penstock.server.batches.batch_run import _MAX_REFUSED
+from penstock.server.batches.batch_run import _MAX_REJECTED
 from penstock.server.batches.input_lines import BatchInput
 from penstock.server.batches.output_writer import OutputWriter
 from penstock.server.batches.records import BatchStatus
@@ -109,27 +109,29 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("status", "num_refusals", "num_failed"), [(429, 4, 0), (503, 4, 0), (504, 2, 0), (504, 3, 2 * _MAX_REFUSED)]
+    ("status", "num_rejections", "num_failed"), [(429, 4, 0), (503, 4, 0), (504, 2, 0), (504, 3, 2 * _MAX_REJECTED)]
 )
-async def test_refused_line_is_retried(running, monkeypatch, status: int, num_refusals: int, num_failed: int) -> None:
+async def test_rejected_line_is_retried(
+    running, monkeypatch, status: int, num_rejections: int, num_failed: int
+) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
     routes = Routes()
-    routes.status_of = lambda number: status if routes.received[number] <= num_refusals else 200
+    routes.status_of = lambda number: status if routes.received[number] <= num_rejections else 200
     async with running(routes) as batches:
-        batch = await begin(batches, lines(range(2 * _MAX_REFUSED)))
+        batch = await begin(batches, lines(range(2 * _MAX_REJECTED)))
         batch = await until_status(batches, batch, BatchStatus.COMPLETED)
-        assert (batch.num_completed, batch.num_failed) == (2 * _MAX_REFUSED - num_failed, num_failed)
-        assert set(routes.received.values()) == {3 if num_failed else num_refusals + 1}
+        assert (batch.num_completed, batch.num_failed) == (2 * _MAX_REJECTED - num_failed, num_failed)
+        assert set(routes.received.values()) == {3 if num_failed else num_rejections + 1}
 
 
-async def test_refused_lines_do_not_block_other_batches(running) -> None:
+async def test_rejected_lines_do_not_block_other_batches(running) -> None:
     routes = Routes(lambda number: 503 if number >= 1000 else 200)
     async with running(routes) as batches:
         stuck = await begin(batches, lines(range(1000, 1100)))
-        await until(lambda: routes.received[1000 + _MAX_REFUSED - 1])
+        await until(lambda: routes.received[1000 + _MAX_REJECTED - 1])
         other = await until_status(batches, await begin(batches, lines(range(50))), BatchStatus.COMPLETED)
         assert other.num_completed == 50
-        assert len([number for number in routes.received if number >= 1000]) <= _MAX_REFUSED + 1
+        assert len([number for number in routes.received if number >= 1000]) <= _MAX_REJECTED + 1
         assert (await batches.find(stuck.id, "me")).status is BatchStatus.IN_PROGRESS
         run, _ = batches._runs[stuck.id]
         await batches.cancel(stuck.id, "me")

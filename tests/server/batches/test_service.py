@@ -28,9 +28,9 @@ async def test_bytes_of_an_owner_are_limited(running, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.batches.file_store.MOST_LARGE_FILES", 3)
     async with running(Routes(), max_file_bytes=1024) as batches:
         files = [await upload(batches, bytes(1000)) for _ in range(3)]
-        with pytest.raises(HTTPException, match=r"would take 3100 bytes; the limit is 3072.*delete some") as refused:
+        with pytest.raises(HTTPException, match=r"would take 3100 bytes; the limit is 3072.*delete some") as rejected:
             await upload(batches, bytes(100))
-        assert refused.value.status_code == 413
+        assert rejected.value.status_code == 413
         await upload(batches, bytes(1000), owner="other")
         await upload(batches, bytes(72))
         num_before = num_files(batches)
@@ -48,8 +48,8 @@ async def test_number_of_files_is_limited_for_parallel_uploads(running) -> None:
     async with running(routes, max_files=5) as batches:
         sent = await asyncio.gather(*(upload(batches, b"") for _ in range(30)), return_exceptions=True)
         assert Counter(type(each) for each in sent) == {str: 5, LimitError: 25}
-        refusal = next(each for each in sent if isinstance(each, HTTPException))
-        assert (refusal.status_code, "--max-files" in refusal.detail) == (413, True)
+        rejection = next(each for each in sent if isinstance(each, HTTPException))
+        assert (rejection.status_code, "--max-files" in rejection.detail) == (413, True)
         file_id = await upload(batches, lines(range(1)), owner="other")
         created = await asyncio.gather(
             *(create(batches, file_id, owner="other") for _ in range(5)), return_exceptions=True

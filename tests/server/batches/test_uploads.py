@@ -78,7 +78,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "part"), WRONG, ids=[part for _, part in WRONG])
-async def test_invalid_form_is_refused_and_leaves_no_file(files: Files, body: bytes, part: str) -> None:
+async def test_invalid_form_is_rejected_and_leaves_no_file(files: Files, body: bytes, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as error:
         await receive(files, body)
     assert len(error.value.param or "") <= 64
@@ -88,7 +88,7 @@ async def test_invalid_form_is_refused_and_leaves_no_file(files: Files, body: by
 @pytest.mark.parametrize(
     "media", ["application/json; boundary=b", "multipart/form-data", "multipart/mixed; boundary=b", ""]
 )
-async def test_body_that_is_no_form_is_refused_with_415(files: Files, media: str) -> None:
+async def test_body_that_is_no_form_is_rejected_with_415(files: Files, media: str) -> None:
     with pytest.raises(HTTPException) as caught:
         await files.receive(media, in_parts(b"", 1), "me")
     assert caught.value.status_code == 415
@@ -96,7 +96,7 @@ async def test_body_that_is_no_form_is_refused_with_415(files: Files, media: str
 
 
 @pytest.mark.parametrize("preamble", [b"", b"x" * 70_000])
-async def test_too_large_file_is_refused_while_it_is_received(files: Files, preamble: bytes) -> None:
+async def test_too_large_file_is_rejected_while_it_is_received(files: Files, preamble: bytes) -> None:
     num_read = 0
 
     async def body() -> AsyncIterator[bytes]:

@@ -62,15 +62,15 @@ async def test_quick_lines_raise_the_number_of_lines(window: Window, clock: Cloc
     assert window.num_lines == MOST_LINES
 
 
-async def test_slow_or_refused_lines_lower_the_number_of_lines(window: Window, clock: Clock) -> None:
+async def test_slow_or_rejected_lines_lower_the_number_of_lines(window: Window, clock: Clock) -> None:
     for _ in range(12):
         run(window, clock, 0.0)
     run(window, clock, 2 * AHEAD_S)
-    window.refuse()
+    window.reject()
     assert await enter_all(window) == 1
     window.leave(1)
     for _ in range(20):
-        window.refuse()
+        window.reject()
     assert await enter_all(window) == 1, "one line may always run"
 
 

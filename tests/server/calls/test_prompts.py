@@ -96,7 +96,7 @@ def test_instruction_replaces_that_of_the_query_prompt(make_engine) -> None:
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
-def test_task_with_an_adapter_is_refused(make_engine, field: str) -> None:
+def test_task_with_an_adapter_is_rejected(make_engine, field: str) -> None:
     made = call(make_engine(name="jina", prompts=JINA_V3, adapters=tuple(JINA_V3)))
     with pytest.raises(InvalidRequestError) as caught:
         made.embed_options(body(**{field: "retrieval.query"}))
@@ -123,7 +123,7 @@ def test_single_adapter_allows_tasks(make_engine) -> None:
         (E5, {"instruction": "Find"}, "instruction", "accepts no instruction"),
     ],
 )
-def test_unknown_purpose_or_instruction_is_refused(make_engine, prompts, arguments, param: str, part: str) -> None:
+def test_unknown_purpose_or_instruction_is_rejected(make_engine, prompts, arguments, param: str, part: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         call(make_engine(prompts=prompts)).embed_options(body(**arguments))
     assert caught.value.param == param

@@ -109,6 +109,6 @@ def test_several_models_are_mounted_below_their_names() -> None:
     assert mounts[0].default_prompt_name == "query"
 
 
-def test_two_models_at_one_path_are_refused() -> None:
+def test_two_models_at_one_path_are_rejected() -> None:
     with pytest.raises(UsageError, match="two models would be served at /name"):
         mounts_of([model("a/name", "a/name"), model("b/name", "b/name")])

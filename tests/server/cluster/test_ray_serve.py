@@ -168,7 +168,7 @@ def test_several_models_are_served_below_their_names(nodes: Starting, model: str
             assert process.wait(60) == 0, log.read_text()
 
 
-def test_full_queue_is_refused_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
+def test_full_queue_is_rejected_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
     """Ray's proxy would answer 503."""
     flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")
     body = {"input": TEXT, "model": "sleeping"}

@@ -48,7 +48,7 @@ def test_keys_with_dots_become_json(is_joined: bool) -> None:
     assert warnings == []
 
 
-def test_keys_with_dots_beside_json_are_refused() -> None:
+def test_keys_with_dots_beside_json_are_rejected() -> None:
     with pytest.raises(UsageError, match=r"^--pooler-config: .*--pooler-config\.task"):
         translated(["serve", "--pooler-config", "{}", "--pooler-config.task", "embed"])
 
@@ -78,6 +78,6 @@ def test_flags_without_effect_are_dropped_with_a_warning() -> None:
         ("--load-format", "dummy"),
     ],
 )
-def test_unsupported_values_are_refused(flag: str, value: str) -> None:
+def test_unsupported_values_are_rejected(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: {value!r} is not supported"):
         translated(["serve", flag, value])

@@ -106,12 +106,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_invalid_file_is_refused_with_the_key(planned, text: str, message: str) -> None:
+def test_invalid_file_is_rejected_with_the_key(planned, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         planned(text)
 
 
-def test_models_in_file_and_command_line_are_refused(planned, tmp_path: Path) -> None:
+def test_models_in_file_and_command_line_are_rejected(planned, tmp_path: Path) -> None:
     tables = "[[models]]\nmodel = 'a/b'\n"
     with pytest.raises(UsageError, match="has tables of models"):
         planned(tables, model=["c/d"])

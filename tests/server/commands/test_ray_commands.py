@@ -52,13 +52,13 @@ def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, wor
         ("embed in out --in-process", "--in-process: not on Ray"),
     ],
 )
-def test_flag_without_effect_on_a_cluster_is_refused(run, words: str, message: str) -> None:
+def test_flag_without_effect_on_a_cluster_is_rejected(run, words: str, message: str) -> None:
     code, error = run(*words.split())
     assert code == 2
     assert error.startswith(f"penstock: error: {message}")
 
 
-def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:
+def test_pin_and_ttl_are_rejected_on_a_cluster(run, tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text('[[models]]\nmodel = "a/b"\nttl = 60\n')
     message = "penstock: error: pin, ttl: a/b stays loaded on Ray while it is deployed; leave both out\n"
@@ -75,7 +75,7 @@ def test_pin_and_ttl_are_refused_on_a_cluster(run, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_invalid_input_is_refused_without_a_cluster(run, columns: dict, message: str, tmp_path: Path) -> None:
+def test_invalid_input_is_rejected_without_a_cluster(run, columns: dict, message: str, tmp_path: Path) -> None:
     parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
     code, error = run("embed", tmp_path / "in.parquet", tmp_path / "out")
     assert code == 2
@@ -83,7 +83,7 @@ def test_invalid_input_is_refused_without_a_cluster(run, columns: dict, message:
     assert not (tmp_path / "out").exists()
 
 
-def test_output_that_holds_the_input_is_refused(run, tmp_path: Path) -> None:
+def test_output_that_holds_the_input_is_rejected(run, tmp_path: Path) -> None:
     folder = tmp_path / "both"
     folder.mkdir()
     file = folder / "part-00000000.parquet"

@@ -74,7 +74,7 @@ def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, c
         ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
     ],
 )
-def test_settings_unsupported_by_several_processes_are_refused(config, plan, settings, message: str) -> None:
+def test_settings_unsupported_by_several_processes_are_rejected(config, plan, settings, message: str) -> None:
     plans = [ModelPlan(("b",), EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
     serve.check_workers(ServerSettings(api_workers=2), plans)
     plans.append(ModelPlan(("a",), EngineConfig(model="/models/a", **config), **plan))
@@ -99,7 +99,7 @@ def test_one_device_is_used_by_several_processes(given: dict[str, Any], device: 
     assert bool(config.cores) == (given.get("devices") == ("cpu",))
 
 
-def test_contradicting_devices_are_refused() -> None:
+def test_contradicting_devices_are_rejected() -> None:
     plan = ModelPlan(("a",), EngineConfig(model="/models/a", device="cuda:0", devices=("cuda:1",)))
     with pytest.raises(UsageError, match="remove --device cuda:0"):
         serve.single_core_config(plan, 1)
@@ -145,7 +145,7 @@ def test_missing_folder_keeps_no_other_from_serving(tmp_path: Path, caplog: pyte
     assert "gone could not be loaded now" in caplog.text
 
 
-def test_start_is_refused_if_no_model_is_usable(tmp_path: Path) -> None:
+def test_start_is_rejected_if_no_model_is_usable(tmp_path: Path) -> None:
     bad = model(tmp_path / "bad")
     (bad / "config.json").write_text("")
     shutil.copytree(bad, tmp_path / "worse")
@@ -153,7 +153,7 @@ def test_start_is_refused_if_no_model_is_usable(tmp_path: Path) -> None:
         served_models([plan(bad, "bad"), plan(tmp_path / "worse", "worse")], ServerSettings(), 2)
 
 
-def test_missing_prompt_is_refused(tmp_path: Path) -> None:
+def test_missing_prompt_is_rejected(tmp_path: Path) -> None:
     plans = [plan(model(tmp_path / "a"), "a"), plan(model(tmp_path / "b"), "b", default_prompt_name="query")]
     with pytest.raises(UsageError, match="b has no prompt 'query'"):
         served_models(plans, ServerSettings(), 2)
@@ -197,7 +197,7 @@ def test_cache_is_off_by_default(tmp_path: Path) -> None:
     assert (tmp_path / "vectors-1" / "data.mdb").stat().st_size == 2**20
 
 
-def test_cache_of_several_http_processes_is_refused(tmp_path: Path) -> None:
+def test_cache_of_several_http_processes_is_rejected(tmp_path: Path) -> None:
     for given in ({"cache": 2**30}, {"cache_dir": tmp_path}):
         with pytest.raises(UsageError, match="--api-workers: the cache needs a single process"):
             serve.open_cache(ServerSettings(api_workers=2, **given))

@@ -109,7 +109,7 @@ def test_text_lines_are_a_column(run, tmp_path: Path) -> None:
         (['{"text": "a", "b": 1, "b": 2}'], "line 1: its fields cannot be written as Parquet (the key 'b' is dupl"),
     ],
 )
-def test_value_without_parquet_type_is_refused_before_the_run(run, rows: list, part: str, fake, tmp_path: Path) -> None:
+def test_value_without_parquet_type_fails_before_the_run(run, rows: list, part: str, fake, tmp_path: Path) -> None:
     rows = [row if isinstance(row, str) else {"text": "a", **row} for row in rows]
     with pytest.raises(CommandError) as error:
         run(write_jsonl(tmp_path / "in.jsonl", *rows), tmp_path / "out.parquet")
@@ -119,7 +119,7 @@ def test_value_without_parquet_type_is_refused_before_the_run(run, rows: list, p
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_column_named_embedding_is_refused(run, suffix: str, fake, tmp_path: Path) -> None:
+def test_column_named_embedding_is_rejected(run, suffix: str, fake, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, {"text": "b", "embedding": [1]})
     with pytest.raises(CommandError, match="line 2: it has a field 'embedding'"):
         run(source, tmp_path / f"out{suffix}")
@@ -136,10 +136,10 @@ def test_column_named_embedding_is_refused(run, suffix: str, fake, tmp_path: Pat
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_unwritable_columns_keep_the_embeddings(run, fake, suffix: str, tmp_path: Path, monkeypatch) -> None:
-    refuse = Mock(side_effect=pa.ArrowNotImplementedError("no such type"))
+    reject = Mock(side_effect=pa.ArrowNotImplementedError("no such type"))
     source, message = tmp_path / "in.parquet", r"rename the folder out\.parquet\.partial to out\.npy\.partial"
     parquet.write_table(pa.table({"text": ["a", "b"]}), source)
-    monkeypatch.setattr(output_module, "_parquet_schema", refuse)
+    monkeypatch.setattr(output_module, "_parquet_schema", reject)
     if suffix == ".jsonl":
         deep = '{"text": "b", "deep": ' + "[" * 500 + "]" * 500 + "}"
         source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, deep)

@@ -76,7 +76,7 @@ def test_every_parquet_row_is_in_one_shard(tmp_path: Path, group: int, most_rows
     assert all(1 <= shard.num_rows <= most_rows for shard in shards)
 
 
-def test_unusable_parquet_inputs_are_refused(tmp_path: Path) -> None:
+def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="IN: there is no Parquet file"):
         parquet_inputs(str(tmp_path), "text")
     write(tmp_path / "a.parquet", range(3))
@@ -108,7 +108,7 @@ def test_damaged_parquet_is_named(damage: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_rewritten_input_is_refused_and_has_another_digest(tmp_path: Path) -> None:
+def test_rewritten_input_is_rejected_and_has_another_digest(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", range(30))
     inputs = parquet_inputs(str(path), "text")
     first, (shard,) = stat_digest(inputs), shards_of(inputs, 100)

@@ -108,7 +108,7 @@ def test_damaged_manifest_is_named(output: JobFolder, content: bytes) -> None:
     output.begin(IDENTITY, overwrite=True)
 
 
-def test_file_in_place_of_the_folder_is_refused(job: JobFolder) -> None:
+def test_file_in_place_of_the_folder_is_rejected(job: JobFolder) -> None:
     job.folder.write_text("a file")
     with pytest.raises(CommandError, match="cannot be written"):
         job.begin(IDENTITY)
@@ -128,7 +128,7 @@ def test_shards_are_joined_as_one_array(job: JobFolder) -> None:
     assert np.isnan(vectors.rows([5])).all()
 
 
-def test_second_process_is_refused_the_folder(job: JobFolder) -> None:
+def test_second_process_is_rejected_the_folder(job: JobFolder) -> None:
     with job.locked(), pytest.raises(UsageError, match="another process is writing"), job.locked():
         pass
     assert not job.folder.exists(), "a folder without shards is removed"

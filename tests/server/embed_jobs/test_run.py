@@ -156,14 +156,14 @@ def test_requests_are_bounded_in_rows_and_characters(run, fake, replace_info, tm
 
 
 def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path: Path) -> None:
-    refusals = iter(range(3))
+    rejections = iter(range(3))
 
-    async def refuse_three(inputs, params, options):
-        if next(refusals, None) is not None:
+    async def reject_three(inputs, params, options):
+        if next(rejections, None) is not None:
             raise EngineOverloadedError("full", retry_after_s=0.01, reason="queue_tokens")
         return await type(fake).embed(fake, inputs, params, options)
 
-    fake.embed = refuse_three
+    fake.embed = reject_three
     run(lines, tmp_path / "out.npy")
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(fake), atol=1e-6)
 
@@ -190,7 +190,7 @@ def test_existing_output_is_replaced_only_with_overwrite(run, lines: Path, tmp_p
         ("in.txt", "a" * 300 + ".npy", "File name too long: "),
     ],
 )
-def test_unusable_path_is_refused(run, source: str, output: str, part: str, lines: Path, tmp_path: Path) -> None:
+def test_unusable_path_is_rejected(run, source: str, output: str, part: str, lines: Path, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("a")
     (tmp_path / "folder.npy").mkdir()
     with pytest.raises(CommandError) as error:
@@ -205,7 +205,7 @@ def test_unusable_path_is_refused(run, source: str, output: str, part: str, line
         ({"prompt_name": "x"}, "^--prompt-name: .* no prompt 'x'; it has: query"),
     ],
 )
-def test_option_unsupported_by_the_model_is_refused(run, option, message, lines: Path, fake, tmp_path: Path) -> None:
+def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines: Path, fake, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         run(lines, tmp_path / "out.npy", **option)
     assert not fake.calls
@@ -298,7 +298,7 @@ def test_run_that_failed_at_a_bad_row_continues_with_skip(run, fake, tmp_path: P
 
 
 @pytest.mark.parametrize("rows", [["{broken"], [json.dumps({"text": LONG})], ["{broken", json.dumps({"text": LONG})]])
-def test_file_without_a_good_row_is_refused(run, rows: list[str], tmp_path: Path) -> None:
+def test_file_without_a_good_row_is_rejected(run, rows: list[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(rows))
     with pytest.raises(CommandError, match=r"line 1: .*no row of the file can be embedded"):
         run(tmp_path / "in.jsonl", tmp_path / "out.npy", on_bad_row="skip")

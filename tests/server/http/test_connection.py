@@ -213,7 +213,7 @@ async def test_bytes_of_all_bodies_are_bounded() -> None:
         for _, writer in stalled:
             writer.write(most)
             await writer.drain()
-        await until(lambda: admission._bodies.used == 16 * (largest - 1))  # the others were refused
+        await until(lambda: admission._bodies.used == 16 * (largest - 1))  # the others were rejected
         try:
             answer = await exchange(port, most + b'"')
         finally:

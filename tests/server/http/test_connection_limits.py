@@ -32,11 +32,11 @@ class Transfer:
 
     client_text = "10.0.0.1"
 
-    def __init__(self, part: TransferPart, progress: Callable[[float], float], *, is_refused: bool = False) -> None:
+    def __init__(self, part: TransferPart, progress: Callable[[float], float], *, is_rejected: bool = False) -> None:
         self.clock = Clock()
         self.part = part
         self.progress = progress
-        self.is_refused = is_refused
+        self.is_rejected = is_rejected
         self.ended: list[tuple[str, float]] = []
         self.transport = SimpleNamespace(abort=lambda: self.ended.append(("reset", self.clock.now_s)))
         self._request = object()
@@ -45,9 +45,9 @@ class Transfer:
         progress = self.progress(self.clock.now_s)
         return None if self.ended or progress < 0 else PendingTransfer(self.part, self._request, int(progress))
 
-    def refuse_body(self, reason: str) -> bool:
+    def reject_body(self, reason: str) -> bool:
         self.ended.append((reason, self.clock.now_s))
-        return not self.is_refused
+        return not self.is_rejected
 
 
 async def enforce(transfer: Transfer, limits: TransferLimits = LIMITS) -> tuple[list[tuple[str, float]], int]:
@@ -72,8 +72,8 @@ async def test_slow_body_gets_408_after_the_grace_period(caplog: pytest.LogCaptu
     assert caplog.messages == [f"client 10.0.0.1 sends 1 request bodies too slowly ({reason}); they get 408"]
 
 
-async def test_slow_body_of_a_refused_request_is_reset() -> None:
-    ended, num_slow = await enforce(Transfer(TransferPart.BODY, slow, is_refused=True))
+async def test_slow_body_of_a_rejected_request_is_reset() -> None:
+    ended, num_slow = await enforce(Transfer(TransferPart.BODY, slow, is_rejected=True))
     assert (ended[-1], num_slow) == (("reset", 35.0), 0)
 
 
@@ -144,7 +144,7 @@ async def test_slow_body_gets_a_408_and_a_closed_connection(path: str, num_bytes
         assert await asyncio.wait_for(reader.read(), 120) == b""
         writer.close()
         (metrics,) = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b'penstock_refused_requests_total{reason="slow_transfer"} 1.0' in metrics.body
+        assert b'penstock_rejected_requests_total{reason="slow_transfer"} 1.0' in metrics.body
 
 
 async def test_body_that_waits_for_100_continue_is_not_slow() -> None:

@@ -90,7 +90,7 @@ async def test_metadata_header_escapes_model_names(serving, engine) -> None:
     assert json.loads(response.headers["metadata"])["model"] == "modèle-東"
 
 
-async def test_too_long_metadata_header_is_refused(client: httpx.AsyncClient, engine) -> None:
+async def test_too_long_metadata_header_is_rejected(client: httpx.AsyncClient, engine) -> None:
     body = {"input": ["a"] * 513, "encoding_format": "bytes"}
     response = await client.post("/v1/embeddings", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")

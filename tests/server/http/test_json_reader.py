@@ -63,7 +63,7 @@ async def test_large_batches_and_texts_are_read() -> None:
 
 
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'"a"', b"1", b"null", b'{"a":1}', b"[[1]]"])
-async def test_dense_body_is_refused_before_parsing(unit: bytes) -> None:
+async def test_dense_body_is_rejected_before_parsing(unit: bytes) -> None:
     reader = json_reader(100_000)
     with pytest.raises(HTTPException) as raised:
         await reader.read(scope(), receiving(b'{"input":"a","user":[' + b",".join([unit] * 100_001) + b"]}"))

@@ -141,11 +141,11 @@ async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> No
         await engine.entered.wait()
         assert admission.responses.used == 12 * 62_000 * 8
         num_calls = len(engine.calls)
-        refused = await client.post("/embed_all", json=texts)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert "The response memory is full" in refused.json()["message"]
-        assert len(engine.calls) == num_calls, "it was refused after the model ran"
+        rejected = await client.post("/embed_all", json=texts)
+        assert rejected.status_code == 429
+        assert int(rejected.headers["retry-after"]) >= 1
+        assert "The response memory is full" in rejected.json()["message"]
+        assert len(engine.calls) == num_calls, "it was rejected after the model ran"
         engine.gate.set()
         assert (await first).status_code == 200
         assert admission.responses.used == 0
@@ -204,7 +204,7 @@ async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncCl
         assert sizes == (written, held), (path, body)
 
 
-async def test_too_large_response_is_refused_before_the_forward(client: httpx.AsyncClient, engine, monkeypatch) -> None:
+async def test_too_large_response_stops_before_the_forward(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 10)
     for path, body, *_ in SIZES:
         response = await client.post(path, json=body)

@@ -158,7 +158,7 @@ def test_file_without_keys_is_a_usage_error(content: bytes | None, part: str, tm
         ApiKeys(("given",), file)
 
 
-def test_world_writable_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_world_writable_file_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, clock = tmp_path / "keys", TickingClock()
     write(file, "a-key\n")
     file.chmod(0o666)
@@ -191,10 +191,10 @@ def test_third_offered_key_is_neither_hashed_nor_accepted(monkeypatch: pytest.Mo
     assert len(hashed) <= 4
 
 
-async def test_more_than_two_keys_are_refused_with_the_reason(serving, engine) -> None:
+async def test_more_than_two_keys_are_rejected_with_the_reason(serving, engine) -> None:
     async with serving(engine, api_key=("one", "two")) as client:
         twice = [("authorization", "Bearer wrong"), ("api-key", "two")]
         assert (await client.post("/v1/embeddings", json=BODY, headers=twice)).status_code == 200
-        refused = await client.post("/v1/embeddings", json=BODY, headers=[*twice, ("api-key", "one")])
-        assert refused.status_code == 401
-        assert "more than 2 headers with an API key; send one" in refused.json()["message"]
+        rejected = await client.post("/v1/embeddings", json=BODY, headers=[*twice, ("api-key", "one")])
+        assert rejected.status_code == 401
+        assert "more than 2 headers with an API key; send one" in rejected.json()["message"]

@@ -1,4 +1,4 @@
-"""A full engine: the server refuses a request at its head, with the response of the application."""
+"""A full engine: the server rejects a request at its head, with the response of the application."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def in_process(server: HttpServer) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.config.app), base_url="http://x")
 
 
-async def test_refusal_equals_the_response_of_the_application(engine: FakeEngine) -> None:
+async def test_rejection_equals_the_response_of_the_application(engine: FakeEngine) -> None:
     async with served(engine) as (server, port), in_process(server) as application:
         for path, body in [*SHED.items(), *BY_BODY]:
             engine.failure, engine.calls = FULL, []
@@ -94,7 +94,7 @@ async def test_dialect_is_found_in_a_body_of_small_chunks(engine: FakeEngine) ->
     assert (status, json.loads(content)["error_type"]) == (429, "Overloaded")
 
 
-async def test_routes_without_a_forward_are_not_refused(engine: FakeEngine) -> None:
+async def test_routes_without_a_forward_are_not_rejected(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         statuses = {}
@@ -122,7 +122,7 @@ def test_tables_have_every_route() -> None:
         (b"Host: x", b"Host: x\r\nContent-Type: application/json\r\nOrigin: http://a.test", False),
     ],
 )
-async def test_request_of_any_form_is_refused_at_the_head(engine, old: bytes, new: bytes, is_last: bool) -> None:
+async def test_request_of_any_form_is_rejected_at_the_head(engine, old: bytes, new: bytes, is_last: bool) -> None:
     sent = EMBED.replace(old, new)
     async with served(engine) as (_, port):
         engine.failure = FULL
@@ -142,7 +142,7 @@ async def test_request_of_any_form_is_refused_at_the_head(engine, old: bytes, ne
         assert len(engine.calls) == (not is_last)
 
 
-async def test_refused_expect_100_closes_the_connection(engine: FakeEngine) -> None:
+async def test_rejected_expect_100_closes_the_connection(engine: FakeEngine) -> None:
     head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\nExpect: 100-continue\r\n\r\n"
     async with served(engine) as (server, port):
         engine.failure = FULL
@@ -159,7 +159,7 @@ async def test_refused_expect_100_closes_the_connection(engine: FakeEngine) -> N
     assert not engine.calls
 
 
-async def test_of_several_models_only_the_full_one_refuses(engine: FakeEngine) -> None:
+async def test_of_several_models_only_the_full_one_rejects(engine: FakeEngine) -> None:
     other = FakeEngine()
     async with served(engine, other) as (_, port):
         engine.failure = FULL
@@ -196,7 +196,7 @@ async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None
 
 @pytest.mark.parametrize("origins", [("http://a.test",), ("*",)])
 @pytest.mark.parametrize("origin", ["http://a.test", "http://b.test", None])
-async def test_refusal_has_the_cors_headers_of_the_application(engine: FakeEngine, origins, origin: str | None) -> None:
+async def test_rejection_has_the_same_cors_headers(engine: FakeEngine, origins, origin: str | None) -> None:
     sent = {} if origin is None else {"origin": origin}
     async with served(engine, cors_origins=origins) as (server, port), in_process(server) as application:
         engine.failure = FULL
@@ -210,7 +210,7 @@ async def test_refusal_has_the_cors_headers_of_the_application(engine: FakeEngin
     assert headers.get("access-control-allow-origin") in (None, "*", origin)
 
 
-async def test_refusal_is_in_metrics_and_access_log(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_rejection_is_in_metrics_and_access_log(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
     async with served(engine, access_log=True) as (_, port):
         engine.failure = FULL
@@ -221,20 +221,20 @@ async def test_refusal_is_in_metrics_and_access_log(engine: FakeEngine, caplog: 
     assert re.fullmatch(r"POST /embeddings 429 in \d+\.\d ms \(mine\)", line)
 
 
-async def test_pipelined_refusals_keep_their_order(engine: FakeEngine) -> None:
+async def test_pipelined_rejections_keep_their_order(engine: FakeEngine) -> None:
     ids = [f"id-{index}" for index in range(50)]
     sent = [request("/v1/embeddings", {"input": "a"}, f"X-Request-Id: {id_}") for id_ in ids]
     async with served(engine) as (_, port):
         engine.failure = FULL
-        refused = await ask(port, *sent)
+        rejected = await ask(port, *sent)
         engine.failure = None
         answered = await ask(port, *sent)
-    for status, received in ((429, refused), (200, answered)):
+    for status, received in ((429, rejected), (200, answered)):
         seen = [(answer.status, answer.headers["x-request-id"]) for answer in received]
         assert seen == [(status, id_) for id_ in ids]
 
 
-async def test_large_body_of_a_refused_request_is_discarded(engine: FakeEngine) -> None:
+async def test_large_body_of_a_rejected_request_is_discarded(engine: FakeEngine) -> None:
     text = "z" * 8_000_000
     sent = request("/v1/embeddings", {"input": text})
     chunked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -245,7 +245,7 @@ async def test_large_body_of_a_refused_request_is_discarded(engine: FakeEngine) 
     assert [status for status, _, _ in received] == [429, 429, 429]
 
 
-async def test_shutdown_sends_waiting_refusals(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_sends_waiting_rejections(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     async with served(engine) as (server, port):
         engine.failure = FULL
@@ -260,7 +260,7 @@ async def test_shutdown_sends_waiting_refusals(engine: FakeEngine, monkeypatch: 
         writer.close()
 
 
-async def test_disconnected_clients_get_no_refusal(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_disconnected_clients_get_no_rejection(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async with served(engine) as (server, port):
         engine.failure = FULL
         for _ in range(20):
@@ -274,7 +274,7 @@ async def test_disconnected_clients_get_no_refusal(engine: FakeEngine, caplog: p
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_running_response_comes_before_a_refusal(engine: FakeEngine) -> None:
+async def test_running_response_comes_before_a_rejection(engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     async with served(engine) as (_, port):
         requests = asyncio.create_task(ask(port, *[EMBED] * 2))
@@ -286,7 +286,7 @@ async def test_running_response_comes_before_a_refusal(engine: FakeEngine) -> No
         assert [answer.status for answer in await requests] == [200, 429]
 
 
-async def test_refusals_for_a_client_that_does_not_read_are_bounded(engine: FakeEngine) -> None:
+async def test_rejections_for_a_client_that_does_not_read_are_bounded(engine: FakeEngine) -> None:
     async with served(engine) as (server, port):
         engine.failure = FULL
         client = socket.create_connection(("127.0.0.1", port))
@@ -302,7 +302,7 @@ async def test_refusals_for_a_client_that_does_not_read_are_bounded(engine: Fake
         client.close()
 
 
-async def test_waiting_refusals_of_the_application_hold_no_body(engine: FakeEngine, monkeypatch) -> None:
+async def test_waiting_rejections_of_the_application_hold_no_body(engine: FakeEngine, monkeypatch) -> None:
     monkeypatch.setattr(load_shedding, "TICK_S", 60.0)
     sent = request("/v1/embeddings", {"input": "z" * 900_000, "model": "fake-model"})
     options = {"timeout_graceful_shutdown": 0}
@@ -321,7 +321,7 @@ async def test_waiting_refusals_of_the_application_hold_no_body(engine: FakeEngi
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
-async def test_short_deadline_gets_its_refusal_sooner(engine: FakeEngine, path: str, monkeypatch) -> None:
+async def test_short_deadline_gets_its_rejection_sooner(engine: FakeEngine, path: str, monkeypatch) -> None:
     monkeypatch.setattr(load_shedding, "PER_TICK", 1)
     monkeypatch.setattr(load_shedding, "LONGEST_S", 600.0)
     async with served(engine) as (_, port):
@@ -336,7 +336,7 @@ async def test_short_deadline_gets_its_refusal_sooner(engine: FakeEngine, path: 
         await asyncio.gather(*others)
 
 
-async def test_late_body_of_a_refused_request_is_awaited(engine: FakeEngine) -> None:
+async def test_late_body_of_a_rejected_request_is_awaited(engine: FakeEngine) -> None:
     async with served(engine, options={"timeout_keep_alive": 60}) as (server, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -362,7 +362,7 @@ async def test_keep_alive_timer_stops_during_a_request(engine: FakeEngine, monke
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(EMBED)
-        await busy_connection(server)  # the refusal waits for the tick
+        await busy_connection(server)  # the rejection waits for the tick
         engine.failure = None
         writer.write(EMBED)
         assert (await read_answer(reader)).status == 429
@@ -375,7 +375,7 @@ async def test_keep_alive_timer_stops_during_a_request(engine: FakeEngine, monke
 
 
 @pytest.mark.parametrize(("later", "statuses"), [(b"", [429]), (b"?\r\n\r\n", [429, 400])])
-async def test_refusal_is_sent_before_half_close_or_invalid_http(engine: FakeEngine, later: bytes, statuses) -> None:
+async def test_rejection_is_sent_before_half_close_or_invalid_http(engine: FakeEngine, later: bytes, statuses) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

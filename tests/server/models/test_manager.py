@@ -250,7 +250,7 @@ async def test_least_recently_used_models_are_unloaded(engines: Engines, request
     assert engines.closed == list(unloaded)
 
 
-async def test_request_is_refused_if_pinned_models_take_all_space(engines: Engines) -> None:
+async def test_request_is_rejected_if_pinned_models_take_all_space(engines: Engines) -> None:
     manager = engines.manager(engines.model("a", is_pinned=True), "b", max_loaded=1)
     await use(manager, manager.entries[0])
     with pytest.raises(EngineUnavailableError, match=r"cannot be loaded now\. There is no memory for it beside"):

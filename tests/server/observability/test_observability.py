@@ -81,7 +81,7 @@ async def test_requests_are_counted_by_model_route_and_status(client: httpx.Asyn
     await client.get("/nowhere")
     text = (await client.get("/metrics")).text
     families = [f for f in text_string_to_metric_families(text) if f.name.startswith("penstock_")]
-    named = [family for family in families if family.name != "penstock_refused_requests"]
+    named = [family for family in families if family.name != "penstock_rejected_requests"]
     assert all("model" in s.labels for family in named for s in family.samples)
     assert "_created" not in text
     counted = {
@@ -231,10 +231,10 @@ async def test_span_of_a_failure_has_error_status(serving, engine, collected: Co
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 500
         assert (await client.post("/v1/embeddings", json={})).status_code == 400
         await client.get("/some/path")
-    failed, refused, unknown = [s for s in collected.exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
+    failed, rejected, unknown = [s for s in collected.exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
     assert failed.status.status_code is StatusCode.ERROR
     assert failed.attributes["error.type"] == "500"
-    assert refused.status.status_code is StatusCode.UNSET
+    assert rejected.status.status_code is StatusCode.UNSET
     assert unknown.name == "GET"
 
 

@@ -1,4 +1,4 @@
-"""penstock_refused_requests_total counts each refusal by its limit."""
+"""penstock_rejected_requests_total counts each rejection by its limit."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RefusalReason
-from penstock.server.admission import REFUSAL_REASONS
+from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
+from penstock.server.admission import REJECTION_REASONS
 
 
-async def refused(client: httpx.AsyncClient) -> dict[str, float]:
+async def rejected(client: httpx.AsyncClient) -> dict[str, float]:
     """Returns the counts above 0. Every reason has a count."""
     text = (await client.get("/metrics")).text
-    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "penstock_refused_requests"]
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "penstock_rejected_requests"]
     counts = {sample.labels["reason"]: sample.value for sample in family.samples}
-    assert set(counts) == set(REFUSAL_REASONS)
+    assert set(counts) == set(REJECTION_REASONS)
     return {reason: count for reason, count in counts.items() if count}
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        *((EngineOverloadedError("full", retry_after_s=1.0, reason=r), 429, r) for r in RefusalReason if "q" in r),
-        (EngineUnavailableError("It is down."), 503, RefusalReason.ENGINE_NOT_READY),
-        (EngineUnavailableError("It ends.", reason=RefusalReason.DRAINING), 503, RefusalReason.DRAINING),
+        *((EngineOverloadedError("full", retry_after_s=1.0, reason=r), 429, r) for r in RejectionReason if "q" in r),
+        (EngineUnavailableError("It is down."), 503, RejectionReason.ENGINE_NOT_READY),
+        (EngineUnavailableError("It ends.", reason=RejectionReason.DRAINING), 503, RejectionReason.DRAINING),
     ],
 )
-async def test_engine_refusals_are_counted(client, engine, error: Exception, status: int, reason: str) -> None:
-    assert await refused(client) == {}
+async def test_engine_rejections_are_counted(client, engine, error: Exception, status: int, reason: str) -> None:
+    assert await rejected(client) == {}
     engine.failure = error
     bodies = {
         "/v1/embeddings": {"input": "a"},
@@ -40,7 +40,7 @@ async def test_engine_refusals_are_counted(client, engine, error: Exception, sta
     }
     for path, body in bodies.items():
         assert (await client.post(path, json=body)).status_code == status, path
-    assert await refused(client) == {reason: len(bodies)}
+    assert await rejected(client) == {reason: len(bodies)}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ async def test_engine_refusals_are_counted(client, engine, error: Exception, sta
     ],
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
-async def test_body_refusals_are_counted(serving, engine, settings, content: object, reason: str, is_chunked) -> None:
+async def test_body_rejections_are_counted(serving, engine, settings, content: object, reason: str, is_chunked) -> None:
     async def pieces():
         yield json.dumps(content).encode()
 
@@ -61,4 +61,4 @@ async def test_body_refusals_are_counted(serving, engine, settings, content: obj
         assert response.status_code == 413
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         assert (await client.post("/nowhere", json={})).status_code == 404
-        assert await refused(client) == {reason: 1}
+        assert await rejected(client) == {reason: 1}

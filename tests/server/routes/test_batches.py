@@ -95,7 +95,7 @@ async def test_batch_answers_every_line_of_its_file(client, engine) -> None:
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
 
 
-async def test_refused_lines_are_in_the_error_file(client) -> None:
+async def test_rejected_lines_are_in_the_error_file(client) -> None:
     lines = [embedding(1), embedding(2, input="a", dimensions=5000), embedding(3, model="unknown"), embedding(4, bad=1)]
     lines.append(embedding(5, encoding_format="bytes"))
     batch = await finished(client, await start(client, lines))
@@ -142,7 +142,7 @@ async def test_first_100_errors_of_a_file_are_listed(client) -> None:
     assert [error["line"] for error in batch["errors"]["data"]] == [1, *range(3, 102)]
 
 
-async def test_file_of_50_001_lines_is_refused(client) -> None:
+async def test_file_of_50_001_lines_is_rejected(client) -> None:
     batch = await finished(client, await start(client, [embedding(i) for i in range(50_001)]))
     (error,) = batch["errors"]["data"]
     assert (batch["status"], error["code"], error["line"]) == ("failed", "too_many_lines", 50_001)
@@ -292,7 +292,7 @@ WRONG_BATCHES = [
 ]
 
 
-async def test_wrong_batch_is_refused_with_the_field(client) -> None:
+async def test_wrong_batch_is_rejected_with_the_field(client) -> None:
     batch = await finished(client, await start(client, [embedding(1)]))
     for fields, status, param in [*WRONG_BATCHES, ({"input_file_id": batch["output_file_id"]}, 400, "input_file_id")]:
         response = await create(client, batch["input_file_id"], **fields)

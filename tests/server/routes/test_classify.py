@@ -193,7 +193,7 @@ async def test_pair_reranker_with_embeddings_classifies(serving: Serving, make_e
 
 
 @pytest.mark.parametrize("kind", ["sequence_classifier", "cross_encoder", "token_classifier"])
-async def test_classifier_refuses_an_instruction(serving: Serving, make_engine, kind: str) -> None:
+async def test_classifier_rejects_an_instruction(serving: Serving, make_engine, kind: str) -> None:
     async with serving(make_engine(kind, ("a", "b"))) as client:
         response = await client.post("/classify", json={"input": "good", "instruction": "Find praise."})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "instruction")

@@ -95,7 +95,7 @@ async def test_input_type_chooses_the_prompt(v2, engine, input_type: str | None,
     assert engine.calls[-1][1][2].prompt_name == prompt_name
 
 
-# (options of the client, limit in tokens, side that is cut; None refuses a long text)
+# (options of the client, limit in tokens, side that is cut; None rejects a long text)
 TRUNCATIONS = [
     ({}, -1, "right"),
     ({"truncate": "END"}, -1, "right"),
@@ -112,7 +112,7 @@ TRUNCATIONS = [
 async def test_truncate_and_max_tokens_set_the_limit(v2, engine, options: dict, limit: int, side: str | None) -> None:
     await v2.embed(texts=["short"], model=MODEL, input_type="search_document", **options)
     params = engine.calls[-1][1][1]
-    assert (params.truncate_prompt_tokens, None if params.refuse_too_long else params.truncation_side) == (limit, side)
+    assert (params.truncate_prompt_tokens, None if params.reject_too_long else params.truncation_side) == (limit, side)
 
 
 async def test_output_dimension_narrows_the_vectors(serving, make_engine) -> None:

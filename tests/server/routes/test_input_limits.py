@@ -59,14 +59,14 @@ def shortened(body: dict[str, Any], param: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("counted_by", ["reader and route", "route"])
 @pytest.mark.parametrize("kind", ["embedding", "sequence_classifier", "splade"])
-async def test_one_entry_over_the_limit_is_refused(serving, make_engine, kind: str, counted_by: str) -> None:
+async def test_one_entry_over_the_limit_is_rejected(serving, make_engine, kind: str, counted_by: str) -> None:
     engine = make_engine(**SPLADE) if kind == "splade" else make_engine(kind, CLASSES if "classifier" in kind else ())
     async with serving(engine, max_inputs_per_request=2) as client:
         if counted_by == "route":  # the reader of bodies counts entries, too
             client._transport.app.state.json_reader = JsonReader(AdmissionController(ServerSettings()), 10**6)
         for path, _, body, param in (case for case in BODIES if case[1] == kind):
-            refused = await client.post(path, json=body)
+            rejected = await client.post(path, json=body)
             accepted = await client.post(path, json=shortened(body, param))
-            assert refused.status_code in (400, 422), refused.text
-            assert f"{param} has 3 entries; the limit is 2." in refused.text
+            assert rejected.status_code in (400, 422), rejected.text
+            assert f"{param} has 3 entries; the limit is 2." in rejected.text
             assert accepted.status_code == 200, accepted.text

@@ -93,9 +93,9 @@ async def test_admin_key_loads_and_unloads_models(serving, engine: FakeEngine, a
     async with serving(engine, admin_key="admin", **keys) as client:
         for key in (None, "data", "wrong"):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            refused = await client.post("/models/unload", json={"model": "alias"}, headers=headers)
-            assert refused.status_code == 401
-            assert refused.json()["error"]["message"].startswith("The admin key is missing or wrong")
+            rejected = await client.post("/models/unload", json={"model": "alias"}, headers=headers)
+            assert rejected.status_code == 401
+            assert rejected.json()["error"]["message"].startswith("The admin key is missing or wrong")
         as_admin = {"authorization": "Bearer admin"}
         embedded = await client.post("/v1/embeddings", json={"input": "a"}, headers=as_admin)
         assert embedded.status_code == (401 if api_key else 200)

@@ -54,7 +54,7 @@ async def test_older_route_embeds_one_prompt(client: httpx.AsyncClient, engine) 
 
 
 @pytest.mark.parametrize(
-    ("body", "limit", "refuses"),
+    ("body", "limit", "rejects"),
     [
         ({}, -1, False),
         ({"truncate": False}, -1, True),
@@ -66,12 +66,12 @@ async def test_older_route_embeds_one_prompt(client: httpx.AsyncClient, engine) 
         ({"options": {"num_ctx": "many"}}, -1, False),
     ],
 )
-async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, refuses: bool) -> None:
+async def test_num_ctx_and_truncate_set_the_limit(serving, engine, body: dict, limit: int, rejects: bool) -> None:
     async with serving(engine, default_prompt_name="query") as client:
         response = await client.post("/api/embed", json={"model": "alias", "input": "a", **body})
         assert response.status_code == 200, response.text
     _, (_, params, options) = engine.calls[-1]
-    assert (params.truncate_prompt_tokens, params.refuse_too_long) == (limit, refuses)
+    assert (params.truncate_prompt_tokens, params.reject_too_long) == (limit, rejects)
     assert options.prompt_name == "query"
 
 
@@ -140,7 +140,7 @@ async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_request_for_text_is_refused_with_the_routes(client: httpx.AsyncClient, path: str) -> None:
+async def test_request_for_text_is_rejected_with_the_routes(client: httpx.AsyncClient, path: str) -> None:
     response = await client.post(path, json={"model": "gpt", "messages": [{"role": "user", "content": "Hi"}], "n": 1})
     assert response.status_code == 400
     error = response.json()["error"]

@@ -151,7 +151,7 @@ async def test_late_chunking_takes_a_task_and_bits(client: httpx.AsyncClient, en
     assert (engine.calls[-1][0], engine.calls[-1][1][2].prompt_name) == ("embed_late", "query")
 
 
-async def test_classifier_refuses_embeddings(serving: Serving, make_engine) -> None:
+async def test_classifier_rejects_embeddings(serving: Serving, make_engine) -> None:
     async with serving(make_engine("sequence_classifier", ("a", "b"))) as client:
         response = await client.post("/v1/embeddings", json={"input": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")

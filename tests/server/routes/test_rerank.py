@@ -87,7 +87,7 @@ async def test_response_has_the_fields_that_clients_read(client, path: str, body
     assert num_tokens > 0
     rows = [{"index": i, "relevance_score": score} for i, score in zip(places, scores, strict=True)]
     results = [{**row, "document": {"text": DOCUMENTS[row["index"]]}} for row in rows] if has_documents else rows
-    expected = {  # infinity_client refuses an `object` of another kind, Elasticsearch any other key of a result
+    expected = {  # infinity_client rejects an `object` of another kind, Elasticsearch any other key of a result
         "id": answer["id"],
         "model": "alias" if body["model"] == "alias" else "fake-model",
         "results": results,
@@ -195,7 +195,7 @@ async def test_error_names_the_instruction_as_the_request_does(client, engine, n
 
 
 @pytest.mark.parametrize("fields", [{"return_documents": True}, {"rank_fields": ["deep"]}])
-async def test_document_nested_too_deeply_is_refused(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+async def test_document_nested_too_deeply_is_rejected(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     deep: object = []
     for _ in range(300):
         deep = [deep]
@@ -255,7 +255,7 @@ async def test_score_options_reach_the_engine(client: httpx.AsyncClient, engine:
     assert (options.instruction, options.priority) == ("Find the blue one.", 4)
 
 
-async def test_long_pair_is_refused_unless_it_may_be_cut(client: httpx.AsyncClient) -> None:
+async def test_long_pair_is_rejected_unless_it_may_be_cut(client: httpx.AsyncClient) -> None:
     body = {"text_1": "a", "text_2": "word " * 100}
     assert (await client.post("/score", json=body)).json()["error"]["code"] == "context_length_exceeded"
     assert (await client.post("/score", json={**body, "truncate_prompt_tokens": -1})).status_code == 200

@@ -412,7 +412,7 @@ async def test_routes_for_all_bodies_have_the_errors_of_tei(client: httpx.AsyncC
         assert status != 422 or checked(response)
 
 
-async def test_token_classifier_refuses_the_root_path(serving, make_engine) -> None:
+async def test_token_classifier_rejects_the_root_path(serving, make_engine) -> None:
     async with serving(make_engine("token_classifier", ("O", "PER"))) as client:
         response = await client.post("/", json={"inputs": "a"})
         assert (response.status_code, checked(response)["error_type"]) == (424, "Backend")
@@ -432,9 +432,9 @@ async def test_large_sparse_vectors_need_more_memory(serving, make_engine, monke
     monkeypatch.setattr("penstock.server.admission.MAX_RESPONSE_BYTES", 100)
     async with serving(make_engine(**SPLADE)) as client:
         assert (await client.post("/embed_sparse", json={"inputs": ["a b"]})).status_code == 200
-        refused = await client.post("/embed_sparse", json={"inputs": ["a b c"]})
-    assert refused.status_code == 422
-    assert "the limit is 100" in refused.json()["error"]
+        rejected = await client.post("/embed_sparse", json={"inputs": ["a b c"]})
+    assert rejected.status_code == 422
+    assert "the limit is 100" in rejected.json()["error"]
 
 
 @pytest.mark.parametrize("path", ["/embed_sparse", "/"])

@@ -1,4 +1,4 @@
-"""Options that refuse or cut long inputs win over --auto-truncate; without them it decides."""
+"""Options that reject or cut long inputs win over --auto-truncate; without them it decides."""
 
 import httpx
 import pytest
@@ -11,8 +11,8 @@ LONG = "word " * 100
 EXAMPLES = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 SPARSE = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED)
 
-# (path, body, option of the dialect that refuses long inputs)
-REFUSING = [
+# (path, body, option of the dialect that rejects long inputs)
+REJECTING = [
     ("/v1/embeddings", {"input": LONG}, {"truncation": False}),  # Voyage
     ("/v1/embeddings", {"input": LONG}, {"truncate": False}),  # Jina
     ("/v1/embeddings", {"input": LONG}, {"truncate": "NONE"}),  # NVIDIA
@@ -39,9 +39,9 @@ SILENT = [
 
 
 @pytest.mark.parametrize("auto_truncate", [True, False])
-async def test_option_refuses_long_inputs(serving: Serving, make_engine, auto_truncate: bool) -> None:
+async def test_option_rejects_long_inputs(serving: Serving, make_engine, auto_truncate: bool) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate, tasks=SPARSE)) as client:
-        for path, body, option in REFUSING:
+        for path, body, option in REJECTING:
             response = await client.post(path, json={**body, **option})
             assert response.status_code in (400, 413, 422), (path, option)
             assert "maximum context length" in response.text
@@ -60,4 +60,4 @@ async def test_truncate_prompt_tokens_wins_over_truncate(client: httpx.AsyncClie
     body = {"input": LONG, "truncate": False, "truncate_prompt_tokens": 5}
     assert (await client.post("/v1/embeddings", json=body)).status_code == 200
     params = engine.calls[-1][1][1]
-    assert (params.truncate_prompt_tokens, params.refuse_too_long) == (5, False)
+    assert (params.truncate_prompt_tokens, params.reject_too_long) == (5, False)

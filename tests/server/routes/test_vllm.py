@@ -84,7 +84,7 @@ def test_step_fields_reach_the_pooling_params() -> None:
         ("sequence_classifier", {"input": "a", "encoding_format": "int8"}, {"encoding_format": "base64"}),
     ],
 )
-async def test_unsuitable_encoding_is_refused_before_the_engine(serving, make_engine, kind, body, accepted) -> None:
+async def test_unsuitable_encoding_is_rejected_before_the_engine(serving, make_engine, kind, body, accepted) -> None:
     engine = make_engine(kind, ("a", "b"), is_matryoshka=True)
     async with serving(engine) as client:
         response = await client.post("/pooling", json=body)
@@ -187,7 +187,7 @@ async def test_chat_options_reach_the_template(client: httpx.AsyncClient, engine
     assert engine.calls[-1][1][0] == [RENDERED.rstrip()]
 
 
-async def test_model_without_a_template_refuses_chats(client: httpx.AsyncClient, engine) -> None:
+async def test_model_without_a_template_rejects_chats(client: httpx.AsyncClient, engine) -> None:
     engine.chat_template = None
     for path in ("/v1/embeddings", "/pooling", "/tokenize"):
         response = await client.post(path, json={"messages": CHAT})

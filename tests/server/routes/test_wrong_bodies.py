@@ -255,7 +255,7 @@ async def test_wrong_body_is_400_with_field(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/embed", "/api/embed"])
-async def test_wrong_width_is_refused_by_other_dialects(client: httpx.AsyncClient, path: str) -> None:
+async def test_wrong_width_is_rejected_by_other_dialects(client: httpx.AsyncClient, path: str) -> None:
     for value, part in WIDTHS:
         body = {"inputs" if path == "/embed" else "input": "a", "dimensions": value}
         response = await client.post(path, json=body)

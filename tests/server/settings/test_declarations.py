@@ -72,6 +72,6 @@ def test_size_is_parsed_and_shown(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2 apples", "1e9", "nan"])
-def test_invalid_size_is_refused(text: str) -> None:
+def test_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size such as"):
         parse_size(text)

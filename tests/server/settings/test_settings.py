@@ -42,7 +42,7 @@ def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
-def test_empty_key_list_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_key_list_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^--api-key: holds no key"):
         load(ServerSettings, {"api_key": [value]})
     monkeypatch.setenv("PENSTOCK_API_KEY", value)

@@ -59,7 +59,7 @@ def load_pretrained(info: ModelInfo, *, trust_remote_code: bool) -> Any:
         )
         auto_class = _auto_class(info, config)
         if not trust_remote_code:
-            _refuse_other_inputs(info, auto_class, config)
+            _reject_other_inputs(info, auto_class, config)
         model, report = auto_class.from_pretrained(
             info.path,
             config=config,
@@ -104,7 +104,7 @@ def other_inputs(model_class: Any) -> str:
     return " and ".join(name for name in modalities if name != "text")
 
 
-def _refuse_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
+def _reject_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
     """Raises UnsupportedModelError for a model whose main input is not text, before its weights are read."""
     model_class = auto_class._model_mapping.get(type(config), None)
     if isinstance(model_class, tuple | list):

@@ -85,7 +85,7 @@ def test_files_are_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_files_that_others_may_have_made_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_others_may_have_made_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     DiskTier(folder, MIB).close()
     for name, mode in (("", 0o777), ("secret", 0o644), ("lock", 0o666), ("vectors-1", 0o777)):
@@ -200,7 +200,7 @@ def test_killed_process_leaves_no_lock_and_no_wrong_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4_000, 8_192, 10_000, MIB // 2])
-def test_truncated_file_is_refused(filled: Path, num_bytes: int) -> None:
+def test_truncated_file_is_rejected(filled: Path, num_bytes: int) -> None:
     os.truncate(filled / "vectors-1" / "data.mdb", num_bytes)
     with pytest.raises(DiskError, match=r"a part of it is missing|MDB_INVALID|not an LMDB file"):
         DiskTier(filled, 4 * MIB)

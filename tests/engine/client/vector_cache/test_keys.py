@@ -39,7 +39,7 @@ IDS = np.array([101, 7, 8, 9, 102], np.int32)
 TOKENS = TokenizedInput(IDS, type_boundary=3, num_prompt_tokens=1, num_hidden=1)
 OTHER_PARAMS: dict[str, Any] = {
     "truncate_prompt_tokens": 12,
-    "refuse_too_long": True,
+    "reject_too_long": True,
     "truncation_side": "left",
     "dimensions": 64,
     "any_dimensions": True,

@@ -237,7 +237,7 @@ async def test_hits_are_answered_while_the_queue_is_full(make: Make) -> None:
         await engine.embed(["a b"], PARAMS)
 
 
-async def send_refused(engine: AsyncEngine, kind: str) -> None:
+async def send_rejected(engine: AsyncEngine, kind: str) -> None:
     if kind == "miss":
         await engine.embed(["c"], PARAMS)
     elif kind == "without lookup":
@@ -251,7 +251,7 @@ async def send_refused(engine: AsyncEngine, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["miss", "without lookup", "invalid", "cancelled", "admitted as a whole"])
-async def test_refused_requests_use_up_the_lookups_of_a_full_queue(make: Make, kind: str) -> None:
+async def test_rejected_requests_use_up_the_lookups_of_a_full_queue(make: Make, kind: str) -> None:
     engine, core, cache = await make(max_queued_tokens=10)
     await engine.embed(["a b"], PARAMS)
     engine._dispatcher.admission.enter(10)
@@ -266,12 +266,12 @@ async def test_refused_requests_use_up_the_lookups_of_a_full_queue(make: Make, k
             await asyncio.gather(task, return_exceptions=True)
         else:
             with pytest.raises(InvalidRequestError if kind == "invalid" else EngineOverloadedError):
-                await send_refused(engine, kind)
+                await send_rejected(engine, kind)
     assert num_requests > 100
     num_misses = cache.stats.num_misses
     with pytest.raises(EngineOverloadedError):
         await engine.embed(["c"], PARAMS)
-    assert cache.stats.num_misses == num_misses  # refused before its tokenization
+    assert cache.stats.num_misses == num_misses  # rejected before its tokenization
     engine._dispatcher.admission.leave(10)
     assert not engine.is_full
     await engine.embed(["a b"], PARAMS)

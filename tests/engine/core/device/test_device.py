@@ -134,7 +134,7 @@ def test_auto_takes_cuda_and_its_fastest_dtype(
         (2, "cuda:2", "set cuda:0 to cuda:1."),
     ],
 )
-def test_missing_device_is_refused_with_a_remedy(
+def test_missing_device_is_rejected_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, num_devices: int, chosen: str, remedy: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
@@ -175,7 +175,7 @@ def test_code_runs_on_compatible_devices(
 @pytest.mark.parametrize(
     ("chosen", "dtype", "device"), [("auto", "auto", "cuda"), ("cuda", "float16", "cuda"), ("cuda:1", "auto", "cuda:1")]
 )
-def test_gpu_without_code_in_torch_is_refused(
+def test_gpu_without_code_in_torch_is_rejected(
     monkeypatch: pytest.MonkeyPatch, chosen: str, dtype: str, device: str
 ) -> None:
     indices: list[int] = []
@@ -198,7 +198,7 @@ def test_gpu_without_code_in_torch_is_refused(
     assert indices == [1 if device == "cuda:1" else 0]
 
 
-def test_int8_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_rejected_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match="--dtype int8 needs the native kernels of a CPU"):
         resolve_device(EngineConfig(model="m", device="cuda", dtype="int8"))
@@ -215,14 +215,14 @@ DRIVERS = {
 def driver_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A torch with CUDA 13.0 that can use no device, and the file with the driver's version."""
 
-    def refuse() -> None:
+    def reject() -> None:
         raise RuntimeError(TOO_OLD)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.cuda, "init", reject)
     monkeypatch.setattr(device_module, "_NVIDIA_DRIVER", tmp_path / "version")
     return tmp_path / "version"
 

@@ -219,7 +219,7 @@ def test_int8_needs_products_of_the_processor(
             choose(save_folder(), dtype="int8")
 
 
-def test_int8_is_refused_on_torch(save_folder: SaveFolder) -> None:
+def test_int8_is_rejected_on_torch(save_folder: SaveFolder) -> None:
     with pytest.raises(ModelLoadError, match="only torch runs BertModel here"):
         choose(save_folder(), dtype="int8", cpu_kernels="torch")
 

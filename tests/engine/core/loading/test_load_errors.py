@@ -1,4 +1,4 @@
-"""A model with damaged files or weights is refused in one line that names the cause."""
+"""A model with damaged files or weights is rejected in one line that names the cause."""
 
 from __future__ import annotations
 

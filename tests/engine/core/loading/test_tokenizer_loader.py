@@ -1,4 +1,4 @@
-"""Tokenizers that do not fit their model or cannot run are refused in one line."""
+"""Tokenizers that do not fit their model or cannot run are rejected in one line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_config_has_the_settings_without_paths(tmp_path: Path) -> None:
     ],
     ids=["ids of another model", "no unknown token"],
 )
-def test_unusable_tokenizer_is_refused(first_id: int, unknown: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_rejected(first_id: int, unknown: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         load(tmp_path, word_level(first_id, unknown=unknown), 50)
     assert "\n" not in caught.value.message

@@ -56,7 +56,7 @@ def test_unsupported_reranker_is_left_to_torch(change, save_config, resolve):
     assert read_spec(replace(info, **change)) is None
 
 
-def test_negative_window_is_refused(save_config, resolve):
+def test_negative_window_is_rejected(save_config, resolve):
     info = resolve(save_config("ModernBertModel", **MODERNBERT), hf_overrides={"local_attention": -6})
     with pytest.raises(ModelLoadError, match="local_attention is -6"):
         read_spec(info)

@@ -165,7 +165,7 @@ def test_sparse_vectors_of_logits_equal_torch(family, config, is_sum, machine, s
     Runners(info, machine, inputs).compare(PoolingParams().resolved(SPARSE_EMBED, info))
 
 
-def test_sparse_vectors_without_a_head_are_refused(machine, save_model, resolve):
+def test_sparse_vectors_without_a_head_are_rejected(machine, save_model, resolve):
     info = replace(bert(save_model, resolve), sparse=SparsePooling(kind=SparseKind.VOCABULARY_LOGITS))
     for load in (lambda: load_array_encoder(info, machine), lambda: load_model(info)):
         with pytest.raises(UnsupportedModelError, match="has no head of a masked language model"):
@@ -219,10 +219,10 @@ def test_runner_serves_after_a_memory_error(machine, save_model, resolve, inputs
     runners = Runners(info, machine, inputs)
     batch = runners.batch([PoolingParams().resolved(EMBED, info)])
 
-    def refuse(*_: Any) -> None:
+    def reject(*_: Any) -> None:
         raise MemoryError("too little memory")
 
-    monkeypatch.setattr(machine, "begin", refuse)
+    monkeypatch.setattr(machine, "begin", reject)
     with pytest.raises(DeviceMemoryError, match="too little memory"):
         runners.arrays.execute(batch)
     monkeypatch.undo()

@@ -72,7 +72,7 @@ def test_loading_holds_two_experts_at_most() -> None:
 
 
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
-def test_wrong_number_of_experts_is_refused(num_experts: int) -> None:
+def test_wrong_number_of_experts_is_rejected(num_experts: int) -> None:
     pairs = [(torch.ones(2 * INNER, SIZE), torch.ones(SIZE, INNER))] * num_experts
     with pytest.raises(ValueError, match="zip"):
         ExpertStack.of(pairs, NUM_EXPERTS)

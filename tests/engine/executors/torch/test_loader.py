@@ -148,7 +148,7 @@ def test_unknown_class_loads_as_its_model_type(saved, resolve, equals_reference,
     assert "'BertForMysteries' is not known; it is loaded as BertModel" in caplog.text
 
 
-def test_class_with_its_own_code_is_refused(saved, resolve):
+def test_class_with_its_own_code_is_rejected(saved, resolve):
     own = {"architectures": ["OwnBert"], "auto_map": {"AutoModel": "modeling_own.OwnBert"}}
     with pytest.raises(UnsupportedModelError, match=r"'OwnBert'.*--trust-remote-code"):
         load_model(resolve(saved[0], hf_overrides=own))
@@ -189,7 +189,7 @@ def test_tensor_missing_in_its_shard_is_named(saved, resolve):
 
 
 @pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7, None, ["part"]])
-def test_index_with_a_path_outside_is_refused(file, saved, resolve):
+def test_index_with_a_path_outside_is_rejected(file, saved, resolve):
     folder, tensors, _ = saved
     outside = folder.parent / "elsewhere"
     outside.mkdir()
@@ -247,7 +247,7 @@ class PrintPickle:
             return (print, ("run",)) if obj is PrintPickle else NotImplemented
 
 
-def test_pickle_that_calls_a_function_is_refused(saved, resolve):
+def test_pickle_that_calls_a_function_is_rejected(saved, resolve):
     folder = saved[0]
     (folder / "model.safetensors").unlink()
     torch.save({"bert": PrintPickle}, folder / "pytorch_model.bin", pickle_module=PrintPickle)

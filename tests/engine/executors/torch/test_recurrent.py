@@ -74,7 +74,7 @@ def test_attention_weights_are_of_last_attention_layer(family, config, save_recu
     assert_close(output.attention_weights, torch.cat(expected))
 
 
-def test_attention_pooling_without_attention_is_refused(save_recurrent, resolve, pack):
+def test_attention_pooling_without_attention_is_rejected(save_recurrent, resolve, pack):
     mamba, _ = save_recurrent("Mamba2Model", **MAMBA2)
     with pytest.raises(ModelLoadError, match="ATTENTION pooling needs attention heads"):
         resolve(mamba, pooler_config=PoolerConfig(pooling_type=PoolingType.ATTENTION))
@@ -82,9 +82,9 @@ def test_attention_pooling_without_attention_is_refused(save_recurrent, resolve,
     for folder in (mamba, bamba):
         model = load_model(resolve(folder))
         assert model.forward(pack([[5, 6]])).hidden_states.shape == (2, 48)
-        with pytest.raises(UnsupportedTaskError, match="no attention") as refusal:
+        with pytest.raises(UnsupportedTaskError, match="no attention") as rejection:
             model.forward(pack([[5, 6]]), need_attention=True)
-        assert refusal.value.param == "pooling_type"
+        assert rejection.value.param == "pooling_type"
 
 
 @pytest.mark.parametrize(

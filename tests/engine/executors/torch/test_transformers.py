@@ -201,7 +201,7 @@ OWN_CODE = {
         ),
     ],
 )
-def test_unsupported_model_is_refused(class_name, config, change, message, save_model, resolve):
+def test_unsupported_model_is_rejected(class_name, config, change, message, save_model, resolve):
     folder, _ = save_model(class_name, **config)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | change))
