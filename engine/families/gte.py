@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Final
 
 from ..protocol.errors import UnsupportedModelError
 from ..protocol.model_info import ModelInfo
-from .nomic_bert import TRANSFORMERS, EncoderNames, RotaryEncoderConfig, rotary_encoder_spec
 from .rope import RopeSpec
+from .rotary_encoder import TRANSFORMERS_NAMES, EncoderNames, RotaryEncoderConfig, rotary_encoder_spec
 from .spec import Family, ModelSpec
 
 _HUB: Final = EncoderNames(
@@ -86,7 +86,7 @@ def _reader(config_class: type[GteConfig]) -> Callable[[ModelInfo], ModelSpec]:
     def read(info: ModelInfo) -> ModelSpec:
         config = config_class.read(info.config)
         rope, prefixes = config.rope(info.max_model_len), ("new", "gte", "")
-        other = rotary_encoder_spec(config, info, rope, TRANSFORMERS, prefixes)
+        other = rotary_encoder_spec(config, info, rope, TRANSFORMERS_NAMES, prefixes)
         names = _HUB if config.pack_qkv else _UNPACKED
         return replace(rotary_encoder_spec(config, info, rope, names, prefixes), other_names=other)
 
