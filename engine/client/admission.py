@@ -114,7 +114,10 @@ class Admission:
             _FEW_LARGE, "the queue for large requests", "places", flag, full=in_time, share=in_time
         )
         self._largest = max_tokens
+        self._has_work_limit = False  # whether `max_queue_s` is a smaller limit than `max_tokens`
         self._sizes: dict[tuple[str, int], int] = {}  # number of requests by client and tokens
+        for rate in rates:
+            rate.on_change = self._update_work_limit
 
     @property
     def is_full(self) -> bool:
@@ -123,13 +126,7 @@ class Admission:
             return False
         if self._tokens.is_full:
             return True
-        limit = self._work_limit()
-        if limit is None or self._tokens.used < limit:
-            return False
-        largest = self._largest_at(limit)
-        if largest == self._largest:
-            return self._work.used >= limit
-        return sum(count * min(num_tokens, largest) for (_, num_tokens), count in self._sizes.items()) >= limit
+        return self._exceeds_work_limit and self._work.is_full
 
     @property
     def queue_s(self) -> float:
@@ -177,7 +174,7 @@ class Admission:
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
         """Raises EngineOverloadedError if the queue is full and the client holds its share."""
         rejection = self._tokens.rejection(client)
-        if rejection is None and self._update_work_limit():
+        if rejection is None and self._exceeds_work_limit:
             rejection = self._work.rejection(client)
             if rejection is None and num_new > self._largest:
                 rejection = self._large_rejection(client, num_new)
@@ -203,33 +200,27 @@ class Admission:
         excess = self._tokens.used * rejection.excess // self._large.used  # an estimate in tokens
         return rejection._replace(message=message, excess=excess)
 
-    def _work_limit(self) -> int | None:
-        """Returns the tokens that take `max_queue_s`. None if `max_tokens` is smaller, or the rate is not measured."""
-        if self._tokens.used <= 2 * self.stats.token_budget:  # too few to measure the rate
-            return None
-        in_time = self._max_queue_s * total_rate(self._rates)  # without a rate nan, which is not less than the limit
-        return math.ceil(in_time) if in_time < self._tokens.limit else None
+    @property
+    def _exceeds_work_limit(self) -> bool:
+        """Whether the tokens in the queue exceed the limit of the work, and suffice to measure the rate."""
+        used = self._tokens.used
+        return self._has_work_limit and used > 2 * self.stats.token_budget and used >= self._work.limit
 
-    def _largest_at(self, work_limit: int) -> int:
-        """Returns the tokens for which one request counts at most; `_largest` if they are about the same."""
-        largest = max(math.ceil(work_limit * _LARGE), 1)
-        return largest if abs(largest - self._largest) > self._largest * _RATE_CHANGE else self._largest
-
-    def _update_work_limit(self) -> bool:
-        """Adapts the limit of the work to the drain rate. Returns whether the tokens in the queue exceed it."""
-        limit = self._work_limit()
-        if limit is None:
-            return False
-        self._work.limit = limit
-        largest = self._largest_at(limit)
-        if largest != self._largest:
-            entries = self._sizes.items()
-            for (client, num_tokens), count in entries:
-                self._count_work(client, num_tokens, -count)
-            self._largest = largest
-            for (client, num_tokens), count in entries:
-                self._count_work(client, num_tokens, count)
-        return self._tokens.used >= limit
+    def _update_work_limit(self) -> None:
+        """Adapts the limits of the work and of large requests after the drain rate has changed."""
+        in_time = self._max_queue_s * total_rate(self._rates)  # nan before the first measurement
+        self._has_work_limit = in_time < self._tokens.limit
+        if not self._has_work_limit:
+            return
+        self._work.limit = math.ceil(in_time)
+        largest = max(math.ceil(self._work.limit * _LARGE), 1)
+        if abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
+            return
+        for (client, num_tokens), count in self._sizes.items():
+            self._count_work(client, num_tokens, -count)
+        self._largest = largest
+        for (client, num_tokens), count in self._sizes.items():
+            self._count_work(client, num_tokens, count)
 
     def _count(self, client: str, num_tokens: int, change: int) -> None:
         """Adds a request to the queue, or removes one."""

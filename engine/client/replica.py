@@ -155,12 +155,12 @@ class Replica:
     def connect(self, send: Send) -> None:
         """Starts running requests; `send` sends a message to the engine."""
         self._send = send
-        self.rate.is_live = True
+        self.rate.set_live(True)
 
     def disconnect(self, reason: str) -> None:
         """Stops sending requests; raises EngineUnavailableError in the requests that are in progress."""
         self._send = None
-        self.rate.is_live = False
+        self.rate.set_live(False)
         self._outgoing = ClientMessageBuilder()
         for request_id in list(self._runs):
             self._settle(request_id, EngineUnavailableError(f"The request was lost: {reason}. Please try again."))
@@ -248,7 +248,7 @@ class Replica:
                 raise TypeError(f"{type(message).__name__} is not for a Replica")
         self._count(message)
         if message.num_tokens and message.load is not None and message.load.num_left:
-            self.rate.follow(message.num_tokens, message.step_s)
+            self.rate.record(message.num_tokens, message.step_s)
         blocks = unpack_results(message, frames)
         for request_id, *seconds in message.finished:
             if (run := self._runs.get(request_id)) is not None:

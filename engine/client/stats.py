@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,7 +14,7 @@ from ..protocol.messages import CacheUse, StepResults
 _STEP_TOKENS: Final = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _STEP_SEQS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _STEP_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_RATE_MEMORY: Final = 0.8
+_OLD_FORWARD_WEIGHT: Final = 0.8
 """Weight of an older forward relative to the next one in the drain rate."""
 _STEP_FILLS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
@@ -153,21 +153,29 @@ class DrainRate:
     Attributes:
         tokens_per_s: nan until it is measured.
         is_live: The replica can run requests.
+        on_change: Called after a change of the other attributes.
     """
 
-    __slots__ = ("_seconds", "_tokens", "is_live", "tokens_per_s")
+    __slots__ = ("_seconds", "_tokens", "is_live", "on_change", "tokens_per_s")
 
     def __init__(self) -> None:
         self.is_live = False
         self.tokens_per_s = math.nan
+        self.on_change: Callable[[], None] = lambda: None
         # Weighted sums over past forwards. The rate is their quotient, because slow forwards take most of the time.
         self._tokens = self._seconds = 0.0
 
-    def follow(self, num_tokens: int, seconds: float) -> None:
-        """Counts a full forward. Forwards that are not full are slower and are not counted."""
-        self._tokens = _RATE_MEMORY * self._tokens + num_tokens
-        self._seconds = _RATE_MEMORY * self._seconds + max(seconds, 1e-6)
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """Records a full forward. Forwards that are not full are slower and are not recorded."""
+        self._tokens = _OLD_FORWARD_WEIGHT * self._tokens + num_tokens
+        self._seconds = _OLD_FORWARD_WEIGHT * self._seconds + max(seconds, 1e-6)
         self.tokens_per_s = self._tokens / self._seconds
+        self.on_change()
+
+    def set_live(self, is_live: bool) -> None:
+        """Records that the replica can run requests, or no longer can."""
+        self.is_live = is_live
+        self.on_change()
 
 
 def total_rate(rates: Sequence[DrainRate]) -> float:

@@ -26,7 +26,7 @@ def make(max_tokens: int = 1_000, max_queue_s: float = math.inf, rate: int | Non
     """Returns an admission; `rate` is the measured drain rate in tokens a second."""
     admission = Admission(DispatcherStats(), max_tokens, max_queue_s, [DrainRate()])
     if rate is not None:
-        admission._rates[0].follow(rate, 1.0)
+        admission._rates[0].record(rate, 1.0)
     return admission
 
 
@@ -77,10 +77,10 @@ def test_queue_seconds_and_retry_after_follow_the_drain_rate() -> None:
     admission.enter(501)
     assert admission.queue_s == 0.0  # nothing was measured
     assert rejection(admission).retry_after_s == 1.0
-    admission._rates[0].follow(100, 1.0)
+    admission._rates[0].record(100, 1.0)
     assert admission.queue_s == 15.0
     assert rejection(admission).retry_after_s == pytest.approx(5.01)
-    admission._rates[0].follow(100, 0.0)  # faster than the clock
+    admission._rates[0].record(100, 0.0)  # faster than the clock
     assert 0 < rejection(admission).retry_after_s < 5.01
     admission = make(1_000_000, max_queue_s=0.5, rate=33)  # 16.5 tokens
     for _ in range(17):
@@ -104,7 +104,7 @@ def test_queue_is_full_when_its_work_takes_too_long() -> None:
     admission.stats.token_budget = 7_999
     rejection(admission)
     for _ in range(6):
-        admission._rates[0].follow(1_000_000, 0.01)
+        admission._rates[0].record(1_000_000, 0.01)
     admission.check()
 
 
@@ -203,7 +203,7 @@ def test_client_that_waits_for_retry_after_is_admitted(
         for name, number in (("greedy", num_greedy), ("other", num_other)):
             if i < number:
                 add(admission, 1, name)
-    admission._rates[0].follow(50, 1.0)  # 1,000 tokens in 20 s
+    admission._rates[0].record(50, 1.0)  # 1,000 tokens in 20 s
     assert rejection(admission, client).retry_after_s == pytest.approx(excess / 50.0)
     for _ in range(excess - 1):
         admission.leave(1, leaving)
@@ -266,7 +266,7 @@ def test_is_full_agrees_with_check() -> None:
                 admission.enter(num_tokens)
                 queued.append(num_tokens)
         if chance.random() < 0.1:
-            admission._rates[0].follow(100, chance.choice((0.01, 1.0)))
+            admission._rates[0].record(100, chance.choice((0.01, 1.0)))
         admission.stats.token_budget = chance.choice((10, 10_000))
         is_full = admission.is_full
         with pytest.raises(EngineOverloadedError) if is_full else contextlib.nullcontext():
@@ -275,6 +275,17 @@ def test_is_full_agrees_with_check() -> None:
         seen[is_full, admission.stats.num_tokens < 1_000] += 1
     # Full by tokens, full by time, not full.
     assert all(seen[state] > 50 for state in ((True, False), (True, True), (False, True)))
+
+
+def test_work_limit_is_updated_when_the_rate_changes() -> None:
+    admission = make(1_000_000, max_queue_s=10.0, rate=1_000)
+    for _ in range(20):
+        admission.enter(200)
+    assert (admission.is_full, admission._largest) == (False, 625)
+    admission._rates[0].record(1_000, 9.0)  # 183 tokens a second
+    assert (admission._work.limit, admission._largest, admission._work.used) == (1_837, 115, 20 * 115)
+    admission._sizes = {}  # a rejected request must not cost a pass over the queue
+    assert admission.is_full
 
 
 def test_lookups_are_limited_to_150_a_second() -> None:

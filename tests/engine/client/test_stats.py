@@ -62,9 +62,9 @@ def test_histogram_bounds_are_inclusive() -> None:
 def make_rates(*known: float | None) -> list[DrainRate]:
     rates = [DrainRate() for _ in known]
     for rate, tokens_per_s in zip(rates, known, strict=True):
-        rate.is_live = True
+        rate.set_live(True)
         if tokens_per_s is not None:
-            rate.follow(round(tokens_per_s * 2), 2.0)
+            rate.record(round(tokens_per_s * 2), 2.0)
     return rates
 
 
@@ -72,9 +72,9 @@ def test_total_rate_is_the_sum_of_the_live_replicas() -> None:
     rates = make_rates(100, 300)
     assert total_rate(rates) == 400
     assert total_rate(rates[:1]) == 100
-    rates[1].is_live = False
+    rates[1].set_live(False)
     assert total_rate(rates) == 100
-    rates[0].is_live = False  # none is live: they will restart
+    rates[0].set_live(False)  # none is live: they will restart
     assert total_rate(rates) == 400
     assert not DrainRate().is_live
 
@@ -87,5 +87,5 @@ def test_unmeasured_replica_counts_as_the_mean_of_the_others() -> None:
 
 def test_slow_forwards_weigh_by_their_time() -> None:
     (rate,) = make_rates(100)
-    rate.follow(200, 3.0)
+    rate.record(200, 3.0)
     assert rate.tokens_per_s == pytest.approx((0.8 * 200 + 200) / (0.8 * 2 + 3))
