@@ -25,7 +25,7 @@ from .settings import ServerSettings
 
 REJECTED_BY: Final = "penstock.rejected_by"
 """Scope key of the limit that rejected the request, for the metrics."""
-BODY_IS_HELD: Final = "penstock.body_is_held"
+BODY_IN_MEMORY: Final = "penstock.body_is_held"
 """Scope key of a request of the server itself. Its body is already in memory and is not counted again."""
 SMALL_BODY_BYTES: Final = 4_096
 """Bytes. Smaller bodies are not counted: connections are limited, and counting would slow down small requests."""
@@ -194,21 +194,21 @@ class AdmissionController:
                 if num_bytes <= SMALL_BODY_BYTES:
                     return None
                 break
-        if BODY_IS_HELD in scope:
+        if BODY_IN_MEMORY in scope:
             return None
         client = client_of(scope)
         memory = BodyMemory(self, Reservation(self._bodies, client), Reservation(self._dense_values, client))
         scope[_BODY_MEMORY] = memory
         return memory
 
-    def hold_response(self, scope: Scope, size: ResponseSize, *, param: str, way_out: str) -> None:
+    def hold_response(self, scope: Scope, size: ResponseSize, *, param: str, remedy: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
 
         Args:
             scope: Scope of the request.
             size: Estimated size of the response.
             param: The request field that determines the size.
-            way_out: Advice for the client, as a sentence.
+            remedy: Advice for the client, as a sentence.
 
         Raises:
             InvalidRequestError: The response would exceed MAX_RESPONSE_BYTES.
@@ -218,7 +218,7 @@ class AdmissionController:
         scope[_RESPONSE_SIZE] = total = size if before is None else size.plus(before)
         if total.written > MAX_RESPONSE_BYTES:
             raise InvalidRequestError(
-                f"The response would have about {total.written} bytes; the limit is {MAX_RESPONSE_BYTES}. {way_out}",
+                f"The response would have about {total.written} bytes; the limit is {MAX_RESPONSE_BYTES}. {remedy}",
                 param=param,
             )
         if total.written <= _SMALL_RESPONSE_BYTES:
@@ -228,7 +228,7 @@ class AdmissionController:
             memory = scope[_RESPONSE_MEMORY] = Reservation(self.responses, client_of(scope))
         if (rejection := memory.resize(total.held)) is not None:
             raise EngineOverloadedError(
-                f"{rejection.message} Please try again later. {way_out}",
+                f"{rejection.message} Please try again later. {remedy}",
                 retry_after_s=_RETRY_AFTER_S,
                 reason=rejection.reason,
             )

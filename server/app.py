@@ -26,12 +26,12 @@ from .http.connection_limits import file_limit
 from .http.json_reader import JsonReader
 from .middleware.auth import ApiKeys, AuthMiddleware
 from .middleware.json_dispatcher import JsonDispatcher, UnexpectedErrorMiddleware
-from .middleware.load_shedding import LoadShedder, RejectionPace
+from .middleware.load_shedding import LoadShedder, RejectionQueue
 from .middleware.requests import RequestMiddleware, end_at_shutdown
 from .models.manager import ModelLimits, ModelManager, ModelMetrics, Startup
 from .models.served_model import ServedModel
 from .models.table import ModelTable
-from .observability.metrics import Gather, Metrics, VectorCacheMetrics
+from .observability.metrics import GatherMetrics, Metrics, VectorCacheMetrics
 from .observability.observers import Observers
 from .openapi import DocumentedApp
 from .routes import (
@@ -65,7 +65,7 @@ class SharedState:
 
     salt: bytes | None = None
     started_s: int = field(default_factory=lambda: int(time.time()))
-    gather: Gather | None = None
+    gather: GatherMetrics | None = None
     num_processes: int = 1
 
 
@@ -112,7 +112,7 @@ def create_app(
         context.metrics.register(VectorCacheMetrics(cache, table.named_engines))
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
-    pace = RejectionPace(max_waiting=file_limit() // 2)
+    pace = RejectionQueue(max_waiting=file_limit() // 2)
     cors: dict[str, Any] = {
         "allow_origins": settings.cors_origins,
         "allow_methods": ("GET", "HEAD", "POST", "DELETE"),

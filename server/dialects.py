@@ -34,11 +34,11 @@ from .errors import (
     ErrorBody,
     ErrorKind,
     TeiErrorBody,
-    explain,
+    error_kind_and_message,
     retry_headers,
     shown,
-    shown_error,
     status_kind,
+    validation_message,
 )
 
 Responses = dict[int | str, dict[str, Any]]
@@ -87,7 +87,7 @@ class Dialect:
             `detail`; TEI's and Ollama's read `error` as a text.
         statuses: Statuses of engine errors that differ from ERROR_KINDS.
         invalid_status: Status for a body that does not match its schema.
-        takes_any_media: Whether bodies of any Content-Type are read as JSON.
+        accepts_any_media_type: Whether bodies of any Content-Type are read as JSON.
         prefix: Unknown paths with this prefix use this dialect.
         descriptions: Error statuses with descriptions for the OpenAPI document.
     """
@@ -97,7 +97,7 @@ class Dialect:
     error_model: type[BaseModel] = ErrorBody
     statuses: Mapping[type[EngineError], int] = field(default_factory=dict)
     invalid_status: int = 400
-    takes_any_media: bool = False
+    accepts_any_media_type: bool = False
     prefix: str = ""
     descriptions: Mapping[int | str, str] = field(default_factory=lambda: _DESCRIPTIONS)
 
@@ -108,7 +108,7 @@ class Dialect:
 
     def engine_error(self, error: EngineError, request_id: str) -> Response:
         """Returns the response to `error`; hidden messages are logged under `request_id`."""
-        kind, message = shown_error(error, request_id)
+        kind, message = error_kind_and_message(error, request_id)
         kind = replace(kind, status=self.statuses.get(type(error), kind.status))
         param = None if kind.is_hidden else error.param
         return self.error(kind, message, param=param, headers=retry_headers(error, kind.status))
@@ -120,7 +120,7 @@ class Dialect:
     def validation_error(self, error: RequestValidationError) -> Response:
         """Returns the response to a body that is not valid JSON or does not match its schema."""
         errors = error.errors()
-        message, param = explain(errors, error.body)
+        message, param = validation_message(errors, error.body)
         kind = replace(ERROR_KINDS[InvalidRequestError], status=self.invalid_status)
         if self.error_model is TeiErrorBody:
             if errors[0]["type"] == EMPTY_TEXT or (errors[0].get("input") == [] and param in _TEI_INPUTS):
@@ -209,7 +209,7 @@ OLLAMA: Final = Dialect(
     name="ollama",
     ignored_keys=_USER,
     error_model=TeiErrorBody,
-    takes_any_media=True,  # the curl commands in Ollama's documentation send a form's Content-Type
+    accepts_any_media_type=True,  # the curl commands in Ollama's documentation send a form's Content-Type
     prefix="/api/",
 )
 PENSTOCK: Final = Dialect(name="penstock", ignored_keys=_USER)

@@ -26,10 +26,10 @@ EMPTY_TEXT: Final = "empty_text"
 """Type of the validation error for an empty text. TEI's dialect has its own error type for it."""
 MAX_SHOWN_ERRORS: Final = 3
 """Maximum number of errors of one body in a response."""
-OWN_TAG: Final = "<own>"
+DEFAULT_TAG: Final = "<own>"
 TEI_TAG: Final = "<tei>"
 COHERE_TAG: Final = "<cohere>"
-_TAGS: Final = frozenset({OWN_TAG, TEI_TAG, COHERE_TAG})
+_TAGS: Final = frozenset({DEFAULT_TAG, TEI_TAG, COHERE_TAG})
 """Tags of bodies. pydantic puts them into the location of an error; messages omit them."""
 _MAX_CHARS: Final = 60
 _MAX_NAMES: Final = 20
@@ -129,7 +129,7 @@ def status_kind(status: int) -> ErrorKind:
     return STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error" if status < 500 else "server_error"))
 
 
-def shown_error(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
+def error_kind_and_message(error: EngineError, request_id: str) -> tuple[ErrorKind, str]:
     """Returns the kind of `error` and the message for its client; hidden messages are logged under `request_id`."""
     kind = ERROR_KINDS.get(type(error), ERROR_KINDS[EngineError])
     if kind.is_hidden:
@@ -147,7 +147,7 @@ def retry_headers(error: EngineError, status: int) -> dict[str, str] | None:
     return {"retry-after": "1"} if status == 503 else None
 
 
-def explain(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
+def validation_message(errors: Sequence[Any], given: Collection[str] | None) -> tuple[str, str | None]:
     """Returns the message for the errors of one body, and the name of the first invalid field.
 
     Args:

@@ -118,7 +118,7 @@ class Route(APIRoute):
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
     body = parsed(schema, content)
-    if (name := body.request_name()) is not None:
+    if (name := body.body_request_id()) is not None:
         request.scope["request_id"] = name
     try:
         return await endpoint(body=body, request=request)

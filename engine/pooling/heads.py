@@ -341,7 +341,7 @@ class VectorFilter:
     """Drops the vectors of some tokens, such as punctuation in a document.
 
     Args:
-        recipe: Recipe of the model; None keeps all vectors.
+        recipe: EmbedderConfig of the model; None keeps all vectors.
         skip_ids: Ids of the tokens to drop.
         drops_first: Also drop the first token of every sequence.
     """

@@ -23,7 +23,7 @@ class SparsePooler(Generic[R]):
 
     Args:
         ops: Arithmetic of the rows.
-        recipe: Recipe of the model.
+        recipe: EmbedderConfig of the model.
         head: VOCABULARY_LOGITS: maps hidden states [R, D] to new logits [R, V or more] of any float type; columns after
             V are ignored. TOKEN_WEIGHTS: maps hidden states [T, D] to weights [T, 1] float32.
         vocab_size: V.

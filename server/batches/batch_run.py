@@ -23,9 +23,9 @@ from typing import Final, TypeVar
 from penstock.engine.protocol.errors import StorageError, drop_tracebacks
 
 from .file_store import Files
-from .input_lines import BatchInput, CheckResult, LinePlace
+from .input_lines import BatchInput, CheckResult, LineSpan
 from .internal_client import RouteResponse
-from .output_writer import RETRY_S, OutputLine, OutputWriter, line_of_error, line_of_response
+from .output_writer import RETRY_S, OutputLine, OutputWriter, error_line, response_line
 from .records import BatchRecord, BatchStatus, LineError, already_ended
 from .store import Crashes, Store
 from .window import Window
@@ -201,11 +201,11 @@ class BatchRun:
             message = f"The server was killed {MOST_CRASHES} times while it checked this file; send shorter lines."
             return CheckResult(0, [LineError("server_crashed", message)])
         async with self._context.suspect if num_crashes else contextlib.nullcontext(), self._context.checking:
-            await store.begin_suspect(batch_id, _CHECK_LINE)
+            await store.begin_lone_line(batch_id, _CHECK_LINE)
             try:
                 return await asyncio.to_thread(self._input.check)
             finally:
-                await store.stop_suspect(batch_id, _CHECK_LINE)
+                await store.end_lone_line(batch_id, _CHECK_LINE)
 
     async def _run_lines(self) -> BatchStatus:
         """Runs lines until all have a response or the batch is cancelled or expires. Returns the final status."""
@@ -256,7 +256,7 @@ class BatchRun:
         if failure is not None:  # raised outside the handler: otherwise the group is its context, again a cycle
             raise failure
 
-    def _start_line(self, running: asyncio.TaskGroup, place: LinePlace) -> None:
+    def _start_line(self, running: asyncio.TaskGroup, place: LineSpan) -> None:
         """Starts the task of an admitted line."""
         is_suspect = place.number <= self._crashes.until or place.number in self._crashes.lines
         if is_suspect:
@@ -269,24 +269,24 @@ class BatchRun:
 
         running.create_task(self._run_line(place, is_suspect=is_suspect)).add_done_callback(leave)
 
-    async def _lines_to_run(self) -> AsyncGenerator[list[LinePlace], None]:
+    async def _lines_to_run(self) -> AsyncGenerator[list[LineSpan], None]:
         """Yields lists of places of lines without a response. Retries if the disk fails."""
-        last: LinePlace | None = None
+        last: LineSpan | None = None
 
-        async def read() -> list[LinePlace]:
-            return await asyncio.to_thread(self._input.next_places, self._output.done, last)
+        async def read() -> list[LineSpan]:
+            return await asyncio.to_thread(self._input.next_spans, self._output.done, last)
 
         while places := await self._retry_disk(read):
             last = places[-1]
             yield places
 
-    async def _run_line(self, place: LinePlace, *, is_suspect: bool) -> None:
+    async def _run_line(self, place: LineSpan, *, is_suspect: bool) -> None:
         """Runs a line until it has a response. Returns when that is on the disk."""
         if self._crashes.lines.get(place.number, 0) >= MOST_CRASHES:
             logger.error("line %d of %s is not run: the server was killed with it", place.number, self.batch.id)
             async with self._context.window.outside(place.num_bytes):
                 ((number, custom_id),) = await self._retry_disk(lambda: self._custom_ids([place]))
-            answer = line_of_error(self._name(number), number, custom_id, _CRASHED)
+            answer = error_line(self._name(number), number, custom_id, _CRASHED)
         else:
             answer = await self._response_line(place, is_suspect=is_suspect)
         with self._context.window.hold_response(len(answer.text)):
@@ -297,7 +297,7 @@ class BatchRun:
         await self._output.add(answer)
         self._context.num_lines["failed" if answer.is_error else "completed"] += 1
 
-    async def _response_line(self, place: LinePlace, *, is_suspect: bool) -> OutputLine:
+    async def _response_line(self, place: LineSpan, *, is_suspect: bool) -> OutputLine:
         """Sends a line, repeatedly if the server is full or starting, and returns the output.
 
         A waiting line is not in memory.
@@ -314,11 +314,11 @@ class BatchRun:
                     if answer.status == _KEY_REVOKED:
                         raise _KeyRevokedError
                     num_tries += 1
-                    was_lost = answer.status == 503 and answer.was_taken
+                    was_lost = answer.status == 503 and answer.reached_engine
                     may_kill_engine = may_kill_engine or was_lost
                     num_losses += was_lost or answer.status == 504
                     if answer.status not in RETRY_STATUSES or num_losses == _MOST_LOSSES:
-                        return line_of_response(self._name(place.number), place.number, custom_id, answer)
+                        return response_line(self._name(place.number), place.number, custom_id, answer)
                     self._context.window.reject()
                     least_s = float(answer.headers.get(b"retry-after", b"1"))
                     wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
@@ -339,7 +339,7 @@ class BatchRun:
         else:
             self._may_start.clear()
 
-    async def _send(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
+    async def _send(self, place: LineSpan, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
         """Returns the custom id of a line and the response of the route; None if the disk cannot read the line now."""
         try:
             return await self._read_and_send(place, is_suspect=is_suspect)
@@ -351,7 +351,7 @@ class BatchRun:
             drop_tracebacks(error)
             raise
 
-    async def _read_and_send(self, place: LinePlace, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
+    async def _read_and_send(self, place: LineSpan, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
         batch, store, name = self.batch, self._context.store, self._name(place.number)
         try:
             custom_id, content = await _on_thread(lambda: self._input.read(place))
@@ -361,21 +361,21 @@ class BatchRun:
             self._log_disk_error(error)
             return None
         if is_suspect:
-            await self._retry_disk(lambda: store.begin_suspect(batch.id, place.number))
+            await self._retry_disk(lambda: store.begin_lone_line(batch.id, place.number))
         with self._context.window.run():
             answer = await self._context.send(batch.endpoint, content, batch.owner, name)
         if is_suspect and answer.status in RETRY_STATUSES:
-            await self._retry_disk(lambda: store.stop_suspect(batch.id, place.number))
+            await self._retry_disk(lambda: store.end_lone_line(batch.id, place.number))
         return custom_id, answer
 
     async def _write_unanswered(self, error: LineError) -> None:
         """Writes an error for each line without a response."""
         async for places in self._lines_to_run():
             named = await self._retry_disk(partial(self._custom_ids, places))
-            answers = [line_of_error(self._name(number), number, custom_id, error) for number, custom_id in named]
+            answers = [error_line(self._name(number), number, custom_id, error) for number, custom_id in named]
             await asyncio.gather(*map(self._add, answers))
 
-    async def _custom_ids(self, places: list[LinePlace]) -> list[tuple[int, str]]:
+    async def _custom_ids(self, places: list[LineSpan]) -> list[tuple[int, str]]:
         """Reads numbers and custom ids of lines. Only one line of all batches is in memory at a time."""
         async with self._context.checking:
             return await _on_thread(lambda: self._input.custom_ids(places))

@@ -25,13 +25,13 @@ MAX_ID_CHARS: Final = 512
 _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
 """Bytes. Values are counted before parsing only in longer lines. Also the size of one read."""
-_MAX_PLACES: Final = 100
+_SPANS_PER_READ: Final = 100
 """Number of line places per read."""
 _WORK_S: Final = 0.001
 """Seconds of reading after which the thread sleeps for the same time, so that other threads get the GIL."""
 
 
-class LinePlace(NamedTuple):
+class LineSpan(NamedTuple):
     """Position of a line in its file.
 
     Attributes:
@@ -108,12 +108,12 @@ class BatchInput:
             errors.append(LineError("too_many_inputs", message))
         return CheckResult(num_lines, errors)
 
-    def next_places(self, done: Container[int], after: LinePlace | None = None) -> list[LinePlace]:
+    def next_spans(self, done: Container[int], after: LineSpan | None = None) -> list[LineSpan]:
         """Returns the places of the next lines after `after` that are not in `done`, at most 100. Raises OSError."""
         with contextlib.closing(self._places(after)) as places:
-            return list(itertools.islice((place for place in places if place.number not in done), _MAX_PLACES))
+            return list(itertools.islice((place for place in places if place.number not in done), _SPANS_PER_READ))
 
-    def read(self, place: LinePlace) -> tuple[str, bytes]:
+    def read(self, place: LineSpan) -> tuple[str, bytes]:
         """Returns the custom id of a line of a checked file, and the JSON body for the route. Raises OSError.
 
         The body has no `priority`: all lines have the lowest.
@@ -123,12 +123,12 @@ class BatchInput:
         line["body"].pop("priority", None)
         return line["custom_id"], orjson.dumps(line["body"])
 
-    def custom_ids(self, places: Iterable[LinePlace]) -> list[tuple[int, str]]:
+    def custom_ids(self, places: Iterable[LineSpan]) -> list[tuple[int, str]]:
         """Returns numbers and custom ids of lines. One line at a time is in memory. Raises OSError."""
         with self._path.open("rb") as file:
             return [(place.number, self._parsed(self._text(place, file))["custom_id"]) for place in places]
 
-    def _text(self, place: LinePlace, file: BinaryIO) -> bytes:
+    def _text(self, place: LineSpan, file: BinaryIO) -> bytes:
         """Returns a line without surrounding white space, or the first bytes of a line that is too long."""
         file.seek(place.offset)
         text = file.read(min(place.num_bytes, self._max_line_bytes + 1))
@@ -139,7 +139,7 @@ class BatchInput:
             num_left -= len(piece)
         return _stripped(place.number, text)
 
-    def _places(self, after: LinePlace | None = None) -> Generator[LinePlace]:
+    def _places(self, after: LineSpan | None = None) -> Generator[LineSpan]:
         """Yields the places of the lines that are not empty. Reads a small part of the file at a time."""
         with self._path.open("rb") as file:
             number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)
@@ -156,7 +156,7 @@ class BatchInput:
                     num_bytes += len(piece)
                     is_empty = is_empty and not piece.strip()
                 if not is_empty:
-                    yield LinePlace(number, offset, num_bytes)
+                    yield LineSpan(number, offset, num_bytes)
                 offset += num_bytes
 
     def _parsed(self, text: bytes) -> dict[str, Any]:

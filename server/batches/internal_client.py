@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.protocol.request import STAGE_TIMES
 
-from ..admission import BODY_IS_HELD
+from ..admission import BODY_IN_MEMORY
 from ..http.connection import CONNECTION_LOST
 from ..http.request_head import MAX_PRIORITY
-from ..models.table import IS_PATIENT
+from ..models.table import IS_BACKGROUND
 from ..observability.timing import REQUEST, RequestRecord
 from ..routing import RouteTable
 
@@ -32,7 +32,7 @@ class RouteResponse(NamedTuple):
         request_id: Id of the request in the log.
         model: Served name of the model; "" for none.
         num_tokens: Tokens of its inputs.
-        was_taken: Whether the engine had started the request. If the engine died, this request may be the cause.
+        reached_engine: Whether the engine had started the request. If the engine died, this request may be the cause.
     """
 
     status: int
@@ -41,7 +41,7 @@ class RouteResponse(NamedTuple):
     request_id: str
     model: str
     num_tokens: int
-    was_taken: bool = False
+    reached_engine: bool = False
 
     @property
     def is_json(self) -> bool:
@@ -110,8 +110,8 @@ class InternalClient:
             "api_client": self._client_name(owner) if owner else "",
             "api_namespace": self._namespace_of(owner),
             "request_id": name,
-            IS_PATIENT: True,
-            BODY_IS_HELD: True,
+            IS_BACKGROUND: True,
+            BODY_IN_MEMORY: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
         self._routes.enter(scope)
@@ -141,5 +141,5 @@ class InternalClient:
             scope["request_id"],
             record.model,
             record.num_tokens,
-            was_taken=bool(record.stages.entries),
+            reached_engine=bool(record.stages.entries),
         )

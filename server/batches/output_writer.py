@@ -181,7 +181,7 @@ def _resolve(entries: Sequence[tuple[OutputLine, asyncio.Future[None]]], error: 
             safe.set_exception(error)
 
 
-def line_of_response(name: str, number: int, custom_id: str, answer: RouteResponse) -> OutputLine:
+def response_line(name: str, number: int, custom_id: str, answer: RouteResponse) -> OutputLine:
     """Returns the output line of a response. `name`: id of the line in the output."""
     is_error = answer.status >= 400
     head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
@@ -189,10 +189,10 @@ def line_of_response(name: str, number: int, custom_id: str, answer: RouteRespon
         text = _output_line(name, custom_id, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
         return OutputLine(number, text, is_error, answer.num_tokens, answer.model)
     error = LineError("unsupported_answer", "The response is not JSON; use float or base64.", "encoding_format")
-    return line_of_error(name, number, custom_id, error)
+    return error_line(name, number, custom_id, error)
 
 
-def line_of_error(name: str, number: int, custom_id: str, error: LineError) -> OutputLine:
+def error_line(name: str, number: int, custom_id: str, error: LineError) -> OutputLine:
     """Returns the output line of an error."""
     return OutputLine(number, _output_line(name, custom_id, b"null", _as_json(error)), is_error=True)
 

@@ -198,12 +198,12 @@ class Store:
         insert = "INSERT OR REPLACE INTO begun VALUES (?, ?)"
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
-    async def begin_suspect(self, batch_id: str, line: int) -> None:
+    async def begin_lone_line(self, batch_id: str, line: int) -> None:
         """Records that a line starts to run alone. Line 0 is the check of the input file."""
         insert = "INSERT INTO suspects VALUES (?, ?, 0, 1) ON CONFLICT DO UPDATE SET is_running = 1"
         await self._do(lambda database: database.execute(insert, (batch_id, line)))
 
-    async def stop_suspect(self, batch_id: str, line: int) -> None:
+    async def end_lone_line(self, batch_id: str, line: int) -> None:
         """Records that a line does not run any more."""
 
         def write(database: sqlite3.Connection) -> None:

@@ -46,7 +46,7 @@ async def engine_inputs(call: Call, body: InputFields, options: RequestOptions) 
     return texts, replace(options, prompt="", add_special_tokens=bool(body.add_special_tokens))
 
 
-async def cut_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
+async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int | None) -> list[str]:
     """Truncates each text to `max_num_tokens` tokens.
 
     Args:

@@ -30,9 +30,9 @@ _HELD_TOKEN: Final = 200
 """Bytes of a token with its text and offsets as Python objects."""
 
 
-def size_of_numbers(num_values: int, *, num_forms: int = 1) -> ResponseSize:
+def size_of_numbers(num_values: int, *, num_encodings: int = 1) -> ResponseSize:
     """Returns the size of float32 arrays that are written in one or several formats."""
-    return ResponseSize(num_forms * _NUMBER * num_values, 4 * num_values)
+    return ResponseSize(num_encodings * _NUMBER * num_values, 4 * num_values)
 
 
 def size_of_tokens(num_tokens: int) -> ResponseSize:
@@ -61,18 +61,18 @@ def size_of_scores(num_scores: int) -> ResponseSize:
 
 
 def size_of_texts(
-    texts: Iterable[str | Mapping[str, Any]], most: int | None = None, *, num_forms: int = 1
+    texts: Iterable[str | Mapping[str, Any]], most: int | None = None, *, num_encodings: int = 1
 ) -> ResponseSize:
     """Returns the size of texts in a response. They stay in memory until the client has read it.
 
     Args:
         texts: Texts, or documents that are objects.
         most: Maximum number of texts in the response; None: all.
-        num_forms: How often each text is written.
+        num_encodings: How often each text is written.
     """
     sizes = [text.__sizeof__() if isinstance(text, str) else len(orjson.dumps(text)) for text in texts]
     num_bytes = sum(heapq.nlargest(most, sizes) if most is not None and most < len(sizes) else sizes)
-    return ResponseSize(num_forms * num_bytes, num_bytes)
+    return ResponseSize(num_encodings * num_bytes, num_bytes)
 
 
 def size_of_sparse(num_inputs: int) -> ResponseSize:
@@ -93,7 +93,7 @@ FEWER_IDS: Final = "Send fewer token ids at once."
 MAX_DECODED_IDS: Final = (
     1_000_000  # Per request: takes seconds in a tokenizer thread and gives a few megabytes of text.
 )
-MAX_ANSWERED_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
+MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
 MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
 
@@ -108,9 +108,9 @@ def check_num_chars(num_chars: int, param: str) -> None:
 
 def check_num_tokens(num_tokens: int, param: str) -> None:
     """Raises InvalidRequestError if a response would hold too many tokens."""
-    if num_tokens > MAX_ANSWERED_TOKENS:
+    if num_tokens > MAX_RESPONSE_TOKENS:
         raise InvalidRequestError(
-            f"{param} has {num_tokens} tokens or more; a response has at most {MAX_ANSWERED_TOKENS}. "
+            f"{param} has {num_tokens} tokens or more; a response has at most {MAX_RESPONSE_TOKENS}. "
             "Send less text at once.",
             param=param,
         )

@@ -21,7 +21,7 @@ from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..embed_jobs.input_file import ParquetRows
 from ..embed_jobs.job_folder import JobFolder, Shard
-from ..embed_jobs.output_file import with_vectors
+from ..embed_jobs.output_file import append_vectors
 from ..settings import CommandError
 from .ray_connection import connected
 from .ray_settings import RayEmbedSettings
@@ -32,7 +32,7 @@ _MOST_BLOCKS: Final = 4096
 """Number of blocks in which Ray distributes the shards."""
 
 
-class Recipe(NamedTuple):
+class EmbedderConfig(NamedTuple):
     """The parameters of the job for all actors.
 
     Attributes:
@@ -62,7 +62,7 @@ class Embedder:
         shards: All unfinished shards. Calls contain indices into this list.
     """
 
-    def __init__(self, recipe: Recipe, shards: Sequence[Shard]) -> None:
+    def __init__(self, recipe: EmbedderConfig, shards: Sequence[Shard]) -> None:
         configure_logging(recipe.log_level, recipe.log_format)
         self._recipe, self._shards = recipe, shards
         fields = dataclasses.fields(EngineConfig)
@@ -94,7 +94,7 @@ class Embedder:
             vectors = self._embed(texts)
         except InvalidRequestError:
             return self._first_rejection(shard, texts)
-        with_them = with_vectors(table, vectors)
+        with_them = append_vectors(table, vectors)
         self._recipe.job.write(self._recipe.job.path(shard), lambda path: parquet.write_table(with_them, path))
         return ""
 
@@ -117,7 +117,7 @@ class Embedder:
 
 
 def embed_on_ray(
-    shards: Sequence[Shard], recipe: Recipe, identity: Mapping[str, Any], settings: RayEmbedSettings
+    shards: Sequence[Shard], recipe: EmbedderConfig, identity: Mapping[str, Any], settings: RayEmbedSettings
 ) -> None:
     """Embeds all unfinished shards. Call it again to continue after an interruption.
 
@@ -143,14 +143,14 @@ def embed_on_ray(
     recipe.job.finish(identity)
 
 
-def _run(left: Sequence[Shard], recipe: Recipe, settings: RayEmbedSettings, bar: Any) -> None:
+def _run(left: Sequence[Shard], recipe: EmbedderConfig, settings: RayEmbedSettings, bar: Any) -> None:
     """Embeds shards and updates the progress bar. Ray gives the shards of a lost machine to other machines."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     pool = ActorPoolStrategy(
         min_size=min(settings.min_replicas, len(left)),
-        max_size=min(settings.most_replicas, len(left)),
+        max_size=min(settings.replica_limit, len(left)),
         max_concurrent_calls_per_actor=_AT_ONCE,
         enable_true_multi_threading=True,
     )

@@ -161,7 +161,7 @@ def deployment_options(settings: RayServeSettings) -> dict[str, Any]:
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=_RETRY_AFTER_S),
         "autoscaling_config": AutoscalingConfig(
             min_replicas=settings.min_replicas,
-            max_replicas=settings.most_replicas,
+            max_replicas=settings.replica_limit,
             upscale_delay_s=settings.upscale_delay_s,
             downscale_delay_s=settings.downscale_delay_s,
             look_back_period_s=_LOOK_BACK_S,

@@ -66,7 +66,7 @@ class ClusterSettings(CommandSettings):
         return config
 
     @property
-    def most_replicas(self) -> int:
+    def replica_limit(self) -> int:
         """Maximum number of engines."""
         return self.max_replicas or self.min_replicas
 
@@ -121,7 +121,7 @@ class RayEmbedSettings(ClusterSettings, EmbedSettings):
     )
 
 
-_NOT_HERE: Final = {
+_UNSUPPORTED: Final = {
     "on_bad_row": "a row that cannot be embedded ends the run; leave such rows out of the input",
     "in_process": "an engine on a cluster always has its own process",
     "max_loaded_models": "--min-replicas and --max-replicas bound the replicas of each model",
@@ -147,10 +147,10 @@ _NOT_HERE: Final = {
 def check_flags(settings: RayServeSettings | RayEmbedSettings) -> None:
     """Raises UsageError for a flag without effect on a cluster, and for inconsistent numbers."""
     values, declared = public_values(settings), declared_settings(type(settings))
-    for name, reason in _NOT_HERE.items():
+    for name, reason in _UNSUPPORTED.items():
         if name in declared and values.get(name, settings.__dict__.get(name)) != declared[name].default:
             raise UsageError(f"{flag_of(name)}: not on Ray: {reason}")
-    if settings.most_replicas < settings.min_replicas:
+    if settings.replica_limit < settings.min_replicas:
         raise UsageError(f"--max-replicas: must be at least --min-replicas ({settings.min_replicas})")
     if isinstance(settings, RayServeSettings) and not settings.port:
         raise UsageError("--port: must not be 0, because Ray's proxies need the same port on every machine")

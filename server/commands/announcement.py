@@ -46,7 +46,7 @@ def _lines(entry: ModelEntry, config: EngineConfig) -> list[str]:
     ]
 
 
-def exposure(settings: ServerSettings) -> str | None:
+def open_access_warning(settings: ServerSettings) -> str | None:
     """Returns a warning if the server needs no API key and listens on other addresses than localhost, else None."""
     if _wants_key(settings) or settings.host not in _ALL_ADDRESSES:
         return None

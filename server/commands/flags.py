@@ -72,7 +72,7 @@ _OWN_LOGS: Final = "requests are logged with --access-log only, statistics are i
 _JSON_FLAGS: Final = ("--pooler-config", "--hf-overrides")
 
 
-class _Foreign(NamedTuple):
+class _IgnoredFlag(NamedTuple):
     """A flag of vLLM without effect in penstock.
 
     Attributes:
@@ -94,35 +94,37 @@ def _is_one(value: str) -> bool:
 
 _ONE_DEVICE: Final = "a model runs on one device."
 _ONE_MAXSIM: Final = "token vectors are always compared in the engine process."
-_FOREIGN: Final = {
-    "--runner": _Foreign("every model served here is a pooling model.", {"auto", "pooling"}.__contains__),
-    "--convert": _Foreign("the model's files determine its tasks.", {"auto", "none", "embed", "classify"}.__contains__),
-    "--task": _Foreign(
+_IGNORED_FLAGS: Final = {
+    "--runner": _IgnoredFlag("every model served here is a pooling model.", {"auto", "pooling"}.__contains__),
+    "--convert": _IgnoredFlag(
+        "the model's files determine its tasks.", {"auto", "none", "embed", "classify"}.__contains__
+    ),
+    "--task": _IgnoredFlag(
         "the model's files determine its tasks.", {"auto", "embed", "embedding", "classify", "score"}.__contains__
     ),
-    "--gpu-memory-utilization": _Foreign(_NO_CACHE, _any),
-    "--swap-space": _Foreign(_NO_CACHE, _any),
-    "--cpu-offload-gb": _Foreign("weights stay on the device.", lambda value: float(value) == 0),
-    "--tensor-parallel-size": _Foreign(_ONE_DEVICE, _is_one),
-    "--pipeline-parallel-size": _Foreign(_ONE_DEVICE, _is_one),
-    "--disable-log-requests": _Foreign(_OWN_LOGS),
-    "--no-enable-log-requests": _Foreign(_OWN_LOGS),
-    "--disable-log-stats": _Foreign(_OWN_LOGS),
-    "--uvicorn-log-level": _Foreign("--log-level applies to the whole server.", _any),
-    "--load-format": _Foreign("weights are loaded as they are stored.", {"auto", "safetensors"}.__contains__),
-    "--tokenizer-mode": _Foreign("every tokenizer is a fast tokenizer.", {"auto", "hf"}.__contains__),
-    "--enable-tokenizer-info-endpoint": _Foreign("--operator-routes enables /tokenizer_info."),
-    "--seed": _Foreign("nothing here is random.", _any),
-    "--enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
-    "--no-enable-flash-late-interaction": _Foreign(_ONE_MAXSIM),
+    "--gpu-memory-utilization": _IgnoredFlag(_NO_CACHE, _any),
+    "--swap-space": _IgnoredFlag(_NO_CACHE, _any),
+    "--cpu-offload-gb": _IgnoredFlag("weights stay on the device.", lambda value: float(value) == 0),
+    "--tensor-parallel-size": _IgnoredFlag(_ONE_DEVICE, _is_one),
+    "--pipeline-parallel-size": _IgnoredFlag(_ONE_DEVICE, _is_one),
+    "--disable-log-requests": _IgnoredFlag(_OWN_LOGS),
+    "--no-enable-log-requests": _IgnoredFlag(_OWN_LOGS),
+    "--disable-log-stats": _IgnoredFlag(_OWN_LOGS),
+    "--uvicorn-log-level": _IgnoredFlag("--log-level applies to the whole server.", _any),
+    "--load-format": _IgnoredFlag("weights are loaded as they are stored.", {"auto", "safetensors"}.__contains__),
+    "--tokenizer-mode": _IgnoredFlag("every tokenizer is a fast tokenizer.", {"auto", "hf"}.__contains__),
+    "--enable-tokenizer-info-endpoint": _IgnoredFlag("--operator-routes enables /tokenizer_info."),
+    "--seed": _IgnoredFlag("nothing here is random.", _any),
+    "--enable-flash-late-interaction": _IgnoredFlag(_ONE_MAXSIM),
+    "--no-enable-flash-late-interaction": _IgnoredFlag(_ONE_MAXSIM),
 }
-_OUR_NAMES: Final = {
+_RENAMED_FLAGS: Final = {
     "--data-parallel-size": "--data-parallel",
     "--enforce-eager": "--no-cuda-graphs",
     "--no-enforce-eager": "--cuda-graphs",
 }
 """vLLM's flag names that differ from penstock's."""
-_OUR_DTYPES: Final = {"half": "float16", "float": "float32"}
+_RENAMED_DTYPES: Final = {"half": "float16", "float": "float32"}
 """vLLM's dtype names that differ from penstock's."""
 
 
@@ -145,21 +147,21 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         name, has_value, value = word.partition("=")
         name, _, key = name.partition(".")
         name = name.replace("_", "-")
-        name = _OUR_NAMES.get(name, name)
+        name = _RENAMED_FLAGS.get(name, name)
         if key and name in _JSON_FLAGS:
             dotted.setdefault(name, {})[key] = _plain(value if has_value else next(words, ""))
-        elif name in _FOREIGN:
-            foreign = _FOREIGN[name]
+        elif name in _IGNORED_FLAGS:
+            foreign = _IGNORED_FLAGS[name]
             if foreign.accepts is not None:
                 _check(name, value if has_value else next(words, ""), foreign)
             warnings.append(f"{name} has no effect: {foreign.reason}")
         elif has_value:
             dot = "." if key else ""
-            left.append(f"{name}{dot}{key}={_OUR_DTYPES.get(value, value) if name == '--dtype' else value}")
+            left.append(f"{name}{dot}{key}={_RENAMED_DTYPES.get(value, value) if name == '--dtype' else value}")
         else:
             left.append(f"{name}.{key}" if key else name)
             if name == "--dtype":
-                left += [_OUR_DTYPES.get(value, value) for value in itertools.islice(words, 1)]
+                left += [_RENAMED_DTYPES.get(value, value) for value in itertools.islice(words, 1)]
     for name, fields in dotted.items():
         if any(word == name or word.startswith(f"{name}=") for word in left):
             raise UsageError(f"{name}: use either JSON or dotted keys such as {name}.{next(iter(fields))}, not both")
@@ -167,7 +169,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return left, warnings
 
 
-def _check(name: str, value: str, foreign: _Foreign) -> None:
+def _check(name: str, value: str, foreign: _IgnoredFlag) -> None:
     try:
         is_taken = foreign.accepts is None or foreign.accepts(value)
     except ValueError:

@@ -16,7 +16,7 @@ from .default_model import model_and_names
 
 Settings = TypeVar("Settings", bound=ServerSettings)
 MODELS: Final = "models"
-ELSEWHERE: Final = {
+NOT_IN_FILE: Final = {
     "config": "a configuration file cannot include another one",
     "model": "write a [[models]] table with `model` in it",
     "served_model_name": "write `name` and `aliases` in the [[models]] table",
@@ -76,7 +76,7 @@ def planned(given: dict[str, Any], kind: type[Settings]) -> tuple[Settings, list
     settings, file = load(kind, given, positional=("model",)), None
     if settings.config is not None:
         file = read_config(settings.config)
-        settings = load(kind, given, positional=("model",), file=file.settings, file_place=f"{file.path}: ")
+        settings = load(kind, given, positional=("model",), file=file.settings, file_location=f"{file.path}: ")
     return settings, plan_models(settings, words if len(words) > 1 else (), file)
 
 
@@ -97,8 +97,8 @@ def read_config(path: Path) -> ConfigFile:
         raise UsageError(f"{path}: {MODELS} must be tables: start each with a line [[{MODELS}]]")
     known = declared_settings(ServerSettings)
     for key in content:
-        if key in ELSEWHERE:
-            raise UsageError(f"{path}: {key} is not allowed at the top: {ELSEWHERE[key]}")
+        if key in NOT_IN_FILE:
+            raise UsageError(f"{path}: {key} is not allowed at the top: {NOT_IN_FILE[key]}")
         if key not in known:
             raise UsageError(f"{path}: {key} is not a setting{near_name(key, known)}")
     return ConfigFile(path, content, tuple(models))
@@ -133,7 +133,7 @@ def plan_models(settings: ServerSettings, words: Sequence[str | None], file: Con
         plans = [replace(plan, is_preloaded=i < most) for i, plan in enumerate(plans)]
     else:
         plans = [_of_table(settings, table, f"{file.path}: models[{i}]", i < most) for i, table in enumerate(tables)]
-        _check_places(plans, most)
+        _check_max_loaded(plans, most)
     _check_names(plans)
     return plans
 
@@ -144,17 +144,17 @@ def _of_word(settings: ServerSettings, word: str | None) -> ModelPlan:
     return ModelPlan(names, config, settings.default_prompt_name)
 
 
-def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is_among_first: bool) -> ModelPlan:
+def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is_preloaded: bool) -> ModelPlan:
     own_keys, server_keys = declared_settings(ModelSettings), declared_settings(ServerSettings)
     for key in table:
-        if key in ELSEWHERE and key not in own_keys:
-            raise UsageError(f"{place}.{key}: is not allowed in a table: {ELSEWHERE[key]}")
+        if key in NOT_IN_FILE and key not in own_keys:
+            raise UsageError(f"{place}.{key}: is not allowed in a table: {NOT_IN_FILE[key]}")
         if key not in own_keys and key in server_keys:
             raise UsageError(f"{place}.{key}: is a setting of the server; write it above the tables")
         if key not in own_keys:
             raise UsageError(f"{place}.{key}: is not a setting of a model{near_name(key, own_keys)}")
     base = ModelSettings(engine=settings.engine, default_prompt_name=settings.default_prompt_name)
-    own = load(ModelSettings, {}, file=table, file_place=f"{place}.", base=base)
+    own = load(ModelSettings, {}, file=table, file_location=f"{place}.", base=base)
     if own.model is None:
         raise UsageError(f"{place}.model: is missing; name a local folder or a hub id")
     if own.pin and own.ttl is not None:
@@ -165,7 +165,7 @@ def _of_table(settings: ServerSettings, table: Mapping[str, Any], place: str, is
         names,
         replace(own.engine, model=model, name=names[0]),
         own.default_prompt_name,
-        is_preloaded=is_among_first if own.preload is None else own.preload,
+        is_preloaded=is_preloaded if own.preload is None else own.preload,
         is_pinned=own.pin,
         ttl_s=inf if own.ttl is None else own.ttl,
     )
@@ -183,7 +183,7 @@ def _check_names(plans: Sequence[ModelPlan]) -> None:
         seen.update(dict.fromkeys(plan.names, plan.config.model))
 
 
-def _check_places(plans: Sequence[ModelPlan], most: int) -> None:
+def _check_max_loaded(plans: Sequence[ModelPlan], most: int) -> None:
     for key, chosen in (
         ("preload", [plan for plan in plans if plan.is_preloaded]),
         ("pin", [plan for plan in plans if plan.is_pinned]),

@@ -99,9 +99,9 @@ def _embed_all(source: str, settings: RayEmbedSettings, model: str, name: str) -
     shards: list[Shard] = []
     for each in inputs:
         shards += each.shards(settings.piece_rows, len(shards))
-    from ..cluster.ray_embed import Recipe, embed_on_ray
+    from ..cluster.ray_embed import EmbedderConfig, embed_on_ray
 
-    recipe = Recipe(
+    recipe = EmbedderConfig(
         config,
         settings.field,
         pooling_params(settings),

@@ -37,7 +37,7 @@ from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
 from ..settings import EmbedSettings, ServerSettings, UsageError, exit_code_of, unknown_variables
-from .announcement import announcement, exposure
+from .announcement import announcement, open_access_warning
 from .model_plans import ModelPlan
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def check_workers(settings: ServerSettings, plans: Sequence[ModelPlan]) -> None:
 
 def _announce(entries: Sequence[ModelEntry], settings: ServerSettings, listener: socket.socket) -> None:
     logger.info("%s", announcement(entries, settings, listener.getsockname()[1]))
-    if (warning := exposure(settings)) is not None:
+    if (warning := open_access_warning(settings)) is not None:
         logger.warning("%s", warning)
 
 

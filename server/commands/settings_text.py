@@ -25,7 +25,7 @@ from ..settings import (
     environment_variable,
     flag_of,
 )
-from .model_plans import ELSEWHERE
+from .model_plans import NOT_IN_FILE
 
 _FILE_HEAD: Final = """\
 # Settings of `penstock serve --config FILE`. Lines that start with # have no effect and show the defaults.
@@ -79,7 +79,7 @@ A table `[[models]]` of the TOML file describes one model. It takes the engine s
 def config_template() -> str:
     """Returns a TOML file with every setting as a comment with its default, grouped as in the help."""
     lines = [_FILE_HEAD]
-    settings = [each for each in declared_settings(ServerSettings).values() if each.name not in ELSEWHERE]
+    settings = [each for each in declared_settings(ServerSettings).values() if each.name not in NOT_IN_FILE]
     for group in GROUPS:
         if members := [each for each in settings if each.setting.group == group]:
             lines += [f"# ---- {group} ".ljust(120, "-"), ""]

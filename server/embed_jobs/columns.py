@@ -151,13 +151,13 @@ class JsonColumns:
         try:
             record: dict[str, Any] = json.loads(row.raw, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
-            raise self._source.bad_row(
+            raise self._source.row_error(
                 row.line, f"its fields cannot be written as Parquet ({error}); write .jsonl"
             ) from error
         return record
 
     def _rejection(self, error: ColumnError) -> BadRowError:
-        return self._source.bad_row(
+        return self._source.row_error(
             error.line,
             f"the column {error.column!r} {error.reason}; Parquet has one type for each column: change the values, or "
             "write .jsonl",

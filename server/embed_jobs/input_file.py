@@ -54,7 +54,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class Survey(NamedTuple):
+class InputSummary(NamedTuple):
     """The rows of an input.
 
     Attributes:
@@ -101,7 +101,7 @@ class InputFile(ABC):
         """Returns a row of `full_rows` as a JSON object. Raises TypeError if a value cannot be written as JSON."""
         return orjson.dumps(row.record, option=orjson.OPT_NON_STR_KEYS, default=_plain)
 
-    def survey(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> Survey:
+    def summarize(self, visit: Callable[[Row], None], *, skip_bad: bool = False) -> InputSummary:
         """Reads every row once, to find bad rows before any row is embedded.
 
         Args:
@@ -119,7 +119,7 @@ class InputFile(ABC):
                 num_new = len(row.text)
                 lengths[num_new] += 1
             elif not skip_bad:
-                raise self.rejected_row(row.line, row.reason)
+                raise self.skippable_row_error(row.line, row.reason)
             num_rows = number - starts[-1]
             if num_rows and (num_rows == SHARD_ROWS or num_chars + num_new > SHARD_CHARS):
                 starts.append(number)
@@ -128,9 +128,9 @@ class InputFile(ABC):
         ends = [*starts[1:], number + 1]
         path = str(self.path)
         shards = [Shard(i, path, start, end - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        return Survey(lengths, shards)
+        return InputSummary(lengths, shards)
 
-    def in_shards(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, list[Row | BadRow]]]:
+    def read_shards(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, list[Row | BadRow]]]:
         """Yields all shards of the file in order, each with its rows. Raises BadRowError if rows are missing."""
         rows = self.rows()
         for shard in shards:
@@ -144,13 +144,13 @@ class InputFile(ABC):
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def bad_row(self, line: int, reason: str) -> BadRowError:
+    def row_error(self, line: int, reason: str) -> BadRowError:
         """Returns the error for a row."""
         return BadRowError(f"{self.path}, {self.unit} {line}: {reason}")
 
-    def rejected_row(self, line: int, reason: str) -> BadRowError:
+    def skippable_row_error(self, line: int, reason: str) -> BadRowError:
         """Returns the error for a row that --on-bad-row skip would leave out."""
-        return self.bad_row(line, f"{reason}; correct it, or leave bad rows out with --on-bad-row skip")
+        return self.row_error(line, f"{reason}; correct it, or leave bad rows out with --on-bad-row skip")
 
 
 class TextLines(InputFile):

@@ -60,7 +60,7 @@ class Results(NamedTuple):
 Writer = Callable[[Path, InputFile, Results], None]
 
 
-def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
+def json_columns_for(source: InputFile, output: Path) -> JsonColumns | None:
     """Returns an empty JsonColumns if the input is JSONL and the output is Parquet, else None.
 
     Raises:
@@ -83,10 +83,10 @@ def columns_of(source: InputFile, output: Path) -> JsonColumns | None:
     return JsonColumns(source) if output.suffix.lower() == ".parquet" else None
 
 
-def check_names(source: InputFile, row: Row) -> None:
+def check_no_embedding_field(source: InputFile, row: Row) -> None:
     """Raises BadRowError if a row already has a field `embedding`."""
     if COLUMN in row.record:
-        raise source.bad_row(row.line, f"it has a field {COLUMN!r}, the name of the output field; rename it")
+        raise source.row_error(row.line, f"it has a field {COLUMN!r}, the name of the output field; rename it")
 
 
 def report_path(output: Path) -> Path:
@@ -154,7 +154,7 @@ def write_jsonl(path: Path, source: InputFile, results: Results) -> None:
             try:
                 fields = source.json_object(row)
             except orjson.JSONEncodeError as error:
-                raise source.bad_row(
+                raise source.row_error(
                     row.line,
                     f"its fields cannot be written as JSON ({error}). All embeddings are kept: rename the "
                     "folder OUTPUT.jsonl.partial to OUTPUT.npy.partial, and run the same command with an OUTPUT.npy",
@@ -172,10 +172,10 @@ def write_parquet(path: Path, source: InputFile, results: Results) -> None:
     column = pa.field(COLUMN, pa.list_(pa.float32(), results.vectors.width))
     with parquet.ParquetWriter(path, kept.append(column)) as writer:
         for numbers, table in _tables(source, results, kept):
-            writer.write_table(with_vectors(table, results.vectors.rows(numbers)))
+            writer.write_table(append_vectors(table, results.vectors.rows(numbers)))
 
 
-def with_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
+def append_vectors(table: Any, vectors: NDArray[np.float32]) -> Any:
     """Returns a pyarrow.Table with an additional column `embedding` of type FixedSizeList of float32."""
     import pyarrow as pa
 

@@ -25,9 +25,17 @@ from penstock.engine.protocol.errors import (
 
 from ..settings import CommandError, EmbedSettings, UsageError, declared_settings, flag_of, load_failure
 from .columns import JsonColumns
-from .input_file import BadRow, BadRowError, InputFile, Row, Survey, open_input
+from .input_file import BadRow, BadRowError, InputFile, InputSummary, Row, open_input
 from .job_folder import JobFolder, Shard, ShardVectors, model_digest
-from .output_file import Results, Writer, check_names, columns_of, report_path, write_output, writer_for
+from .output_file import (
+    Results,
+    Writer,
+    check_no_embedding_field,
+    json_columns_for,
+    report_path,
+    write_output,
+    writer_for,
+)
 from .progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -93,7 +101,7 @@ def embed_file(file: str, settings: EmbedSettings, model: str, name: str | None 
     configure_logging(settings.log_level, settings.log_format)
     try:
         source, output = open_input(Path(file), settings.field), Path(settings.output)
-        write, columns = writer_for(output), columns_of(source, output)
+        write, columns = writer_for(output), json_columns_for(source, output)
         if output.is_dir():
             raise UsageError(f"--output: {output} is a folder; name a file")
         if output.exists() and not settings.overwrite:
@@ -113,7 +121,7 @@ async def _run(
     settings: EmbedSettings,
     config: EngineConfig,
 ) -> None:
-    survey = _survey(source, output, columns, settings)
+    summarize = _summarize(source, output, columns, settings)
     engine = await AsyncEngine.start(config, log_level=settings.log_level.upper(), log_format=settings.log_format)
     try:
         check_options(settings, engine.info)
@@ -121,16 +129,16 @@ async def _run(
         job = JobFolder(output.with_name(output.name + ".partial"), ".npy", "delete the folder")
         with job.locked():
             job.begin(identity)
-            with Progress(survey.lengths, engine.info) as progress:
-                await _embed_shards(engine, source, job, survey.shards, progress, settings)
-            rejected = _rejected(job, survey.shards)
-            num_kept = survey.lengths.total() - len(rejected)
+            with Progress(summarize.lengths, engine.info) as progress:
+                await _embed_shards(engine, source, job, summarize.shards, progress, settings)
+            rejected = _rejected(job, summarize.shards)
+            num_kept = summarize.lengths.total() - len(rejected)
             if not num_kept:
                 job.remove()
                 line, reason = _first_rejected(source, rejected)
-                raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
-            vectors = ShardVectors(job, survey.shards)
-            num_skipped = survey.num_rows - num_kept
+                raise source.row_error(line, f"{reason}; no row of the file can be embedded")
+            vectors = ShardVectors(job, summarize.shards)
+            num_skipped = summarize.num_rows - num_kept
             write_output(output, write, source, Results(vectors, rejected, num_skipped, columns))
             job.remove()
     finally:
@@ -139,25 +147,25 @@ async def _run(
     logger.info("wrote %d rows to %s%s", num_kept, output, left_out)
 
 
-def _survey(source: InputFile, output: Path, columns: JsonColumns | None, settings: EmbedSettings) -> Survey:
+def _summarize(source: InputFile, output: Path, columns: JsonColumns | None, settings: EmbedSettings) -> InputSummary:
     """Reads the input once. Raises CommandError if it has no good row, or rows that the output does not support."""
 
     def visit(row: Row) -> None:
         if not is_npy:
-            check_names(source, row)
+            check_no_embedding_field(source, row)
         if columns is not None:
             columns.add(row)
 
     is_npy = output.suffix.lower() == ".npy"
-    survey = source.survey(visit, skip_bad=settings.on_bad_row == "skip")
-    if not survey.num_rows:
+    summarize = source.summarize(visit, skip_bad=settings.on_bad_row == "skip")
+    if not summarize.num_rows:
         raise BadRowError(f"{source.path} holds no rows")
-    if not survey.lengths:
+    if not summarize.lengths:
         line, reason = _first_rejected(source, {})
-        raise source.bad_row(line, f"{reason}; no row of the file can be embedded")
+        raise source.row_error(line, f"{reason}; no row of the file can be embedded")
     if columns is not None:
         columns.fields()
-    return survey
+    return summarize
 
 
 def _first_rejected(source: InputFile, rejected: Mapping[int, str]) -> tuple[int, str]:
@@ -211,7 +219,7 @@ def _requests(
     """Yields the rows of unfinished shards, in requests of at most REQUEST_ROWS and REQUEST_CHARS."""
     most_rows = min(max(batch_size // 2, 1), REQUEST_ROWS)
     left = {shard.number for shard in job.left(shards)}
-    for shard, rows in source.in_shards(shards):
+    for shard, rows in source.read_shards(shards):
         good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         if shard.number not in left:
             progress.skip(row.text for _, row in good)
@@ -256,7 +264,7 @@ async def _embed(
                     result.add([index], await _embed_rows(engine, [row], params, options))
                 except InvalidRequestError as rejection:
                     if settings.on_bad_row == "fail":
-                        return start + index, source.rejected_row(row.line, _reason(rejection))
+                        return start + index, source.skippable_row_error(row.line, _reason(rejection))
                     result.rejected[index] = _reason(rejection)
     except (EngineError, OSError) as failure:
         return start + index, failure

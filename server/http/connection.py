@@ -105,7 +105,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._ahead: ReadAhead
+        self._read_ahead: ReadAhead
         self._num_received = 0
         self._num_overhead = 0
         self._num_body = 0  # bytes read of the current body
@@ -114,37 +114,37 @@ class Connection(HttpToolsProtocol):
         self._is_upgrade = False
         self._rejection: RejectedRequest | None = None  # None again after it was sent
         self._is_rejected = False  # whether the request of the current body was rejected
-        self._has_sent_last = False  # the last response has been sent; further bytes are discarded
+        self._has_sent_last_response = False  # the last response has been sent; further bytes are discarded
         self._has_received_eof = False  # the client has closed its sending side
-        self._fault = "Invalid HTTP request received."
-        self._whole_s = 0.0  # time when the last request was complete
+        self._error_message = "Invalid HTTP request received."
+        self._request_end_s = 0.0  # time when the last request was complete
         self._shedder: HeadRejecter | None = self.app_state.get(SHEDDER)
-        self._lost: asyncio.Future[None] = self.loop.create_future()
-        self._answered: RequestResponseCycle | None = None  # the running request, or the last one
+        self._connection_lost: asyncio.Future[None] = self.loop.create_future()
+        self._running_cycle: RequestResponseCycle | None = None  # the running request, or the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Sets up buffering and writing for a new connection."""
         super().connection_made(transport)
-        self.flow = self._ahead = ReadAhead(transport)
+        self.flow = self._read_ahead = ReadAhead(transport)
         self._writer = ResponseWriter(transport, self._end_last_response)
 
     def data_received(self, data: bytes) -> None:
         """Parses bytes, or buffers these until earlier requests are answered."""
         is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
-        if is_much or self._ahead.waiting or self._is_busy:
-            self._ahead.put(data)
-            self._read_on()
+        if is_much or self._read_ahead.waiting or self._is_busy:
+            self._read_ahead.put(data)
+            self._parse_buffered()
         else:
             self._unset_keepalive_if_required()
             self._parse_part(data)
 
-    def _read_on(self) -> None:
+    def _parse_buffered(self) -> None:
         """Parses buffered bytes up to the end of the next request."""
         if self._is_parsing:  # called from within the parser, when a response was sent
             return
-        while self._ahead.waiting and not self._is_busy and not self.transport.is_closing():
+        while self._read_ahead.waiting and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
-            self._parse_part(self._ahead.take(max(PARSE_BYTES, self._num_body_left())))
+            self._parse_part(self._read_ahead.take(max(PARSE_BYTES, self._num_body_left())))
         if self._has_received_eof:
             self._send_rejection()
             if not self._is_busy:
@@ -161,20 +161,20 @@ class Connection(HttpToolsProtocol):
                     self.parser.feed_data(data)
                     data = b""
                 except httptools.HttpParserUpgrade as upgrade:
-                    data = self._head_without_offer() + data[upgrade.args[0] :]
+                    data = self._head_without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.logger.debug("%s has sent an invalid HTTP request", self.client)
             if not self._is_rejected:
                 self._send_rejection()
-            if self._has_sent_last:
+            if self._has_sent_last_response:
                 self.transport.close()
             else:
-                self.send_400_response(self._fault)
+                self.send_400_response(self._error_message)
             return
         finally:
             self._is_parsing = False
         if self._num_overhead > MAX_OVERHEAD_BYTES:
-            if self.is_between_requests and not self._has_sent_last:
+            if self.is_between_requests and not self._has_sent_last_response:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
 
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         """Prepares the scope of the next request."""
         super().on_message_begin()
         scope: Any = self.scope
-        scope[CONNECTION_LOST] = self._lost
+        scope[CONNECTION_LOST] = self._connection_lost
 
     def on_headers_complete(self) -> None:
         """Starts a request, unless it is rejected. A head that offers an upgrade is parsed again without the offer."""
@@ -191,12 +191,12 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # sending the response has set the timer
         self._is_upgrade = self.parser.should_upgrade()
         self._is_in_body, self._num_body = not self._is_upgrade, 0
-        if self._has_sent_last:
+        if self._has_sent_last_response:
             self._is_rejected = True
             return
-        if (fault := _host_fault(self.headers, self.parser.get_http_version())) is not None:
-            self._fault = fault
-            raise ValueError(fault)  # stops the parser, see `_parse_part`
+        if (error_message := _host_error(self.headers, self.parser.get_http_version())) is not None:
+            self._error_message = error_message
+            raise ValueError(error_message)  # stops the parser, see `_parse_part`
         self._rejection = None if self._is_upgrade else self._shed()
         self._is_rejected = self._rejection is not None
         if not self._is_upgrade and not self._is_rejected:
@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_body = False
         if self._is_rejected:
             self._is_rejected = False
-            if self._has_sent_last:
+            if self._has_sent_last_response:
                 self.transport.close()
             elif (
                 self._rejection is None
@@ -227,7 +227,7 @@ class Connection(HttpToolsProtocol):
                 )
         elif not self._is_upgrade:
             super().on_message_complete()
-            self._whole_s = self.loop.time()
+            self._request_end_s = self.loop.time()
             if not self.pipeline:
                 self.flow.resume_reading()  # a disconnect is noticed only while reading
 
@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
         """Continues with the next request, or closes the connection after the last one."""
         self._writer.flush()
         super().on_response_complete()
-        self._read_on()
+        self._parse_buffered()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handles a client that has closed its sending side: answers complete requests, then closes the connection.
@@ -248,14 +248,18 @@ class Connection(HttpToolsProtocol):
         if self.scheme == "https" or not self._is_busy:
             return False
         self._has_received_eof = True
-        if not self._ahead.waiting:
+        if not self._read_ahead.waiting:
             self.cycle.keep_alive = False
-        HalfClose(self.transport, self._send_interim, self._whole_s + INTERIM_AFTER_S - self.loop.time())
+        HalfClose(self.transport, self._send_interim, self._request_end_s + INTERIM_AFTER_S - self.loop.time())
         return True
 
     def _send_interim(self) -> None:
         """Sends an interim response to a half-closed client unless a response has started."""
-        if self.scope["http_version"] == "1.1" and self._answered is self.cycle and not self.cycle.response_started:
+        if (
+            self.scope["http_version"] == "1.1"
+            and self._running_cycle is self.cycle
+            and not self.cycle.response_started
+        ):
             self.transport.write(INTERIM)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -263,10 +267,10 @@ class Connection(HttpToolsProtocol):
         self._send_rejection()
         self._writer.forget()
         super().connection_lost(exc)
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn does this for the last request only
-            self._answered.message_event.set()
-        self._lost.set_result(None)
+        if self._running_cycle is not None and not self._running_cycle.response_complete:
+            self._running_cycle.disconnected = True  # uvicorn does this for the last request only
+            self._running_cycle.message_event.set()
+        self._connection_lost.set_result(None)
 
     def shutdown(self) -> None:
         """Starts to close the connection."""
@@ -347,10 +351,10 @@ class Connection(HttpToolsProtocol):
         if not self.is_between_requests or self.flow.write_paused:
             return None
         is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        return self._shedder.rejection(self.url, cast("Scope", self.scope), partial(self._answer, is_last))
+        return self._shedder.rejection(self.url, cast("Scope", self.scope), partial(self._send_response, is_last))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
+        self._running_cycle = cycle
         writer: Any = self._writer
         cycle.transport = writer
         self._writer.begin(cycle)
@@ -363,7 +367,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
             return
-        self._has_sent_last = self._is_rejected = True
+        self._has_sent_last_response = self._is_rejected = True
         self.pipeline.clear()
         self.flow.resume_reading()
         self._writer.end_our_side()
@@ -372,7 +376,7 @@ class Connection(HttpToolsProtocol):
         if self._rejection is not None:
             self._rejection.send()
 
-    def _answer(self, is_last: bool, response: Response) -> None:
+    def _send_response(self, is_last: bool, response: Response) -> None:
         """Sends a whole response. The connection closes after it if the client requests that or the body is unread."""
         self._rejection = None
         if self.transport.is_closing():
@@ -388,10 +392,10 @@ class Connection(HttpToolsProtocol):
             self.on_response_complete()
             return
         self.server_state.total_requests += 1
-        self._has_sent_last = True
+        self._has_sent_last_response = True
         self._end_last_response()
 
-    def _head_without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         """Returns the current head without its upgrade offer, for a new parser."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
@@ -399,22 +403,22 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % header for header in _without_offer(self.headers)]
+        lines += [b"%b: %b" % header for header in _without_upgrade(self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def _without_offer(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
     """Yields the headers without an upgrade offer. The Connection header keeps its other options."""
     for name, value in headers:
         if name == b"connection":
             options = [option.strip() for option in value.split(b",")]
-            if kept := [option for option in options if option and option.lower() not in _UPGRADE_HEADERS]:
-                yield name, b", ".join(kept)
+            if other_options := [option for option in options if option and option.lower() not in _UPGRADE_HEADERS]:
+                yield name, b", ".join(other_options)
         elif name not in _UPGRADE_HEADERS:
             yield name, value
 
 
-def _host_fault(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
+def _host_error(headers: list[tuple[bytes, bytes]], version: str) -> str | None:
     """Returns the error in the Host header (RFC 9112, section 3.2), or None if it is valid."""
     host: bytes | None = None
     for name, value in headers:

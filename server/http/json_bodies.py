@@ -1,8 +1,8 @@
 """Base class and parser of request bodies. On a shared path, the keys of a body determine its dialect.
 
 Body = Annotated[
-    Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
-    by_keys({"texts": TEI_TAG}, otherwise=OWN_TAG),
+    Annotated[RerankRequest, Tag(DEFAULT_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
+    by_keys({"texts": TEI_TAG}, otherwise=DEFAULT_TAG),
 ]
 """
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler,
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ..errors import COHERE_TAG, MAX_SHOWN_ERRORS, OWN_TAG, TEI_TAG, shown_names
+from ..errors import COHERE_TAG, DEFAULT_TAG, MAX_SHOWN_ERRORS, TEI_TAG, shown_names
 
 
 class JsonBody(BaseModel):
@@ -26,20 +26,20 @@ class JsonBody(BaseModel):
     Attributes:
         tag: Names its dialect if bodies of several dialects share a path.
         ignored_keys: Keys that are accepted and ignored, with the reason.
-        own_names: See `field_names`.
+        param_names: See `field_names`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    tag: ClassVar[str] = OWN_TAG
+    tag: ClassVar[str] = DEFAULT_TAG
     ignored_keys: ClassVar[Mapping[str, str]] = {}
-    own_names: ClassVar[Mapping[str, str]] = {}
+    param_names: ClassVar[Mapping[str, str]] = {}
 
     def field_names(self) -> Mapping[str, str]:
         """Maps field names in engine errors to the names in this body (EngineError.name_fields)."""
-        return self.own_names
+        return self.param_names
 
-    def request_name(self) -> str | None:
+    def body_request_id(self) -> str | None:
         """Returns the request id in the body; None: use the header x-request-id."""
         return None
 
@@ -125,12 +125,12 @@ def invalid_body(error: ValidationError, body: object) -> RequestValidationError
 
 
 def tag_rule(schema: Any) -> Callable[[Any], str]:
-    """Returns a function that maps a body to its tag: the annotation's discriminator, or always OWN_TAG."""
+    """Returns a function that maps a body to its tag: the annotation's discriminator, or always DEFAULT_TAG."""
     for mark in getattr(schema, "__metadata__", ()):
         if isinstance(mark, Discriminator) and callable(mark.discriminator):
             tag_of: Callable[[Any], str] = mark.discriminator  # type: ignore[assignment]  # this package's discriminators return str
             return tag_of
-    return lambda _: OWN_TAG
+    return lambda _: DEFAULT_TAG
 
 
 def embed_dialect(body: Any) -> str:

@@ -24,7 +24,7 @@ from ..settings import UsageError
 logger = logging.getLogger(__name__)
 
 SALT_BYTES: Final = 32
-MAX_OFFERS: Final = 2
+MAX_KEY_HEADERS: Final = 2
 """Maximum number of headers with a key in one request: Authorization and api-key. The server hashes each key."""
 CHECK_EVERY_S: Final = 1.0
 """Seconds between two checks of the file."""
@@ -56,20 +56,20 @@ class AuthMiddleware:
         if access is Access.OPEN:
             return self.app(scope, receive, send)
         keys = self.admin_keys if access is Access.ADMIN_KEY else self.keys
-        owner = keys.owner_of(offered_keys(scope["headers"])) if keys.are_required else ""
+        owner = keys.owner_of(keys_in_headers(scope["headers"])) if keys.are_required else ""
         if owner is not None:
             scope["api_client"], scope["api_owner"] = keys.client_name(owner), owner
             scope["api_namespace"] = keys.namespace_of(owner)
             return self.app(scope, receive, send)
         kind = "admin key" if keys is self.admin_keys else "API key"
         message = f"The {kind} is missing or wrong; send it as the header 'Authorization: Bearer KEY'."
-        if len(list(offered_keys(scope["headers"]))) > MAX_OFFERS:
-            message = f"The request has more than {MAX_OFFERS} headers with an API key; send one."
+        if len(list(keys_in_headers(scope["headers"]))) > MAX_KEY_HEADERS:
+            message = f"The request has more than {MAX_KEY_HEADERS} headers with an API key; send one."
         response = dialect_of(scope).status_error(401, message, {"www-authenticate": "Bearer"})
         return response(scope, receive, send)
 
 
-def offered_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+def keys_in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     """Yields the values of all headers that may carry a key."""
     for name, value in headers:
         if name == b"authorization":
@@ -149,10 +149,10 @@ class ApiKeys:
         return self._namespaces.get(owner, owner)
 
     def owner_of(self, offers: Iterable[bytes]) -> str | None:
-        """Returns the identity of the valid key, or None without a valid key or with more than MAX_OFFERS keys."""
+        """Returns the identity of the valid key, or None without a valid key or with more than MAX_KEY_HEADERS keys."""
         self._reload_if_changed()
-        offered = list(islice(offers, MAX_OFFERS + 1))
-        if len(offered) > MAX_OFFERS:
+        offered = list(islice(offers, MAX_KEY_HEADERS + 1))
+        if len(offered) > MAX_KEY_HEADERS:
             return None
         # The time of this lookup depends on digests with a secret salt, so it reveals nothing about a key.
         return next((owner for owner in map(self._digest, offered) if owner in self._owners), None)

@@ -113,7 +113,7 @@ class UnexpectedErrorMiddleware:
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
     """Logs an unexpected error. Returns its response, or None if another response has started."""
     logger.error("request %s failed unexpectedly", scope["request_id"], exc_info=error)
-    if (record := REQUEST.get()) is not None and record.has_begun:
+    if (record := REQUEST.get()) is not None and record.has_started:
         return None
     drop_tracebacks(error)
     return dialect_of(scope).status_error(500, f"{HIDDEN_MESSAGE} ({scope['request_id']})")
@@ -136,7 +136,7 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
             coding = value
     if media != b"application/json":
         origins = request.app.state.context.settings.cors_origins
-        check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=route.dialect.takes_any_media)
+        check_media(media.decode("latin-1"), scope["headers"], origins, takes_any=route.dialect.accepts_any_media_type)
     try:
         content = await reader.read(scope, request.receive)
     except RequestValidationError:
@@ -150,6 +150,6 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
                 scope[DIALECT] = dialect
     reader.check_entries(content, parser.tag_of(content))
     body = parser.parse(content)
-    if isinstance(body, JsonBody) and (name := body.request_name()) is not None:
+    if isinstance(body, JsonBody) and (name := body.body_request_id()) is not None:
         scope["request_id"] = name
     return body

@@ -35,12 +35,12 @@ from ..http.request_head import RequestIds, canonical_path, limits_of
 from ..models.table import ModelTable
 from ..observability.timing import Observer, RequestRecord
 from ..routing import Route, RouteTable
-from .auth import ApiKeys, offered_keys
+from .auth import ApiKeys, keys_in_headers
 
 TICK_S: Final = 0.05
 PER_TICK: Final = 10
 """Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
-LONGEST_S: Final = 2.0
+MAX_DELAY_S: Final = 2.0
 """Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
 _LONGEST_KEY: Final = 64
 
@@ -53,7 +53,7 @@ class _Waiting(NamedTuple):
     release: Callable[[], bool]
 
 
-class RejectionPace:
+class RejectionQueue:
     """Sends delayed rejections, in the order of their latest times. Used by one event loop.
 
     Args:
@@ -66,15 +66,15 @@ class RejectionPace:
         self._numbers = itertools.count()
         self._is_ticking = False
 
-    def add(self, release: Callable[[], bool], *, within_s: float = LONGEST_S) -> None:
+    def add(self, release: Callable[[], bool], *, within_s: float = MAX_DELAY_S) -> None:
         """Calls `release` within `within_s` seconds. `release` returns false if the client has disconnected."""
         loop = asyncio.get_running_loop()
-        heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, LONGEST_S), next(self._numbers), release))
+        heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, MAX_DELAY_S), next(self._numbers), release))
         if not self._is_ticking:
             self._is_ticking = True
             loop.call_later(TICK_S, self._tick)
 
-    def wait(self, *, within_s: float = LONGEST_S) -> Awaitable[None]:
+    def wait(self, *, within_s: float = MAX_DELAY_S) -> Awaitable[None]:
         """Adds a rejection and returns an awaitable that completes when the rejection may be sent."""
         released = asyncio.get_running_loop().create_future()
 
@@ -99,10 +99,10 @@ class RejectionPace:
                 loop.call_later(TICK_S, self._tick)
 
 
-def longest_wait_s(scope: Scope) -> float:
+def max_delay_s(scope: Scope) -> float:
     """Returns the maximum delay of a rejection in seconds: at most half of the client's time limit."""
     timeout_s = limits_of(scope).timeout_s
-    return LONGEST_S if timeout_s is None else timeout_s / 2
+    return MAX_DELAY_S if timeout_s is None else timeout_s / 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -161,7 +161,7 @@ class Rejection:
             _let_pages_read(response, self.cors, scope)
         response.raw_headers.append((b"x-request-id", name))
         note_rejection(record.scope, self.error)
-        record.begin_answer(response.status_code)
+        record.begin_response(response.status_code)
         answer(response)
         record.end()
         for observe in self.observers:
@@ -191,7 +191,7 @@ class LoadShedder:
         models: ModelTable,
         keys: ApiKeys,
         observers: Sequence[Observer],
-        pace: RejectionPace,
+        pace: RejectionQueue,
         max_body_bytes: int,
         cors: CORSMiddleware | None,
     ) -> None:
@@ -224,11 +224,11 @@ class LoadShedder:
         for name, value in headers:
             if name == b"content-length" and int(value) > self._max_body_bytes:
                 return None
-        client = self._keys.client_of(offered_keys(headers)) if self._keys.are_required else ""
+        client = self._keys.client_of(keys_in_headers(headers)) if self._keys.are_required else ""
         if client is None:
             return None
         try:
-            within_s = longest_wait_s(scope)
+            within_s = max_delay_s(scope)
         except InvalidRequestError:
             return None
         try:

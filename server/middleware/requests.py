@@ -25,7 +25,7 @@ from ..http.json_responses import PART_BYTES
 from ..http.request_head import RequestIds, canonical_path
 from ..observability.timing import REQUEST, Observer, RequestRecord, server_timing
 from ..routing import RouteTable
-from .load_shedding import LONGEST_S, RejectionPace, longest_wait_s
+from .load_shedding import MAX_DELAY_S, RejectionQueue, max_delay_s
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RequestMiddleware:
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
     Server-Timing has the times of the stages. The observers are called in order after the response. A response with
-    status 429 waits until RejectionPace releases it; by then the application has released the request.
+    status 429 waits until RejectionQueue releases it; by then the application has released the request.
 
     Args:
         app: The next application.
@@ -47,7 +47,12 @@ class RequestMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, routes: RouteTable, observers: Sequence[Observer], pace: RejectionPace, end_request: ASGIApp
+        self,
+        app: ASGIApp,
+        routes: RouteTable,
+        observers: Sequence[Observer],
+        pace: RejectionQueue,
+        end_request: ASGIApp,
     ) -> None:
         self.app = app
         self.end_request = end_request
@@ -67,7 +72,7 @@ class RequestMiddleware:
 
         async def send_or_hold(message: Message) -> None:
             is_head = message["type"] == "http.response.start"
-            record.has_begun = True
+            record.has_started = True
             if held or (is_head and message["status"] == 429):
                 held.append(message)
             elif is_head:
@@ -82,7 +87,7 @@ class RequestMiddleware:
                 await self.app(scope, receive, send_or_hold)
             except asyncio.CancelledError:
                 # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
-                if record.has_begun:
+                if record.has_started:
                     raise
                 if (task := asyncio.current_task()) is not None:
                     task.uncancel()
@@ -102,9 +107,9 @@ class RequestMiddleware:
 
     async def _wait_for_release(self, scope: Scope) -> None:
         try:
-            within_s = longest_wait_s(scope)
+            within_s = max_delay_s(scope)
         except InvalidRequestError:  # an invalid header on a route that does not check it
-            within_s = LONGEST_S
+            within_s = MAX_DELAY_S
         try:
             await self.pace.wait(within_s=within_s)
         except asyncio.CancelledError:
@@ -115,7 +120,7 @@ class RequestMiddleware:
 
 def _started(head: Message, record: RequestRecord) -> Message:
     """Records the start of the response. Returns its head with the id and the times of the request."""
-    record.begin_answer(head["status"])
+    record.begin_response(head["status"])
     own = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
     if record.stage_seconds:
         own.append((b"server-timing", server_timing(record.stage_seconds)))

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 10.0
 """Seconds after a failed load before a request tries again."""
-LEAST_STAY_S: Final = 2.0
+MIN_LOADED_S: Final = 2.0
 """Minimum seconds that a model in use stays loaded when another model needs its memory."""
-UNMISSED_S: Final = 30.0
+RECENT_USE_S: Final = 30.0
 """Seconds without a request after which a model may be unloaded for patient requests."""
 _TICK_S: Final = 0.01
 """Seconds by which a timer may be early."""
@@ -79,19 +79,19 @@ class ModelManager:
         self._unloads: set[asyncio.Task[bool]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    async def acquire(self, entry: ModelEntry, *, is_patient: bool = False) -> AsyncEngine:
+    async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> AsyncEngine:
         """Returns the engine of a model, after loading the model if necessary. Call `entry.leave` after use.
 
         Args:
             entry: The model.
-            is_patient: Wait instead of unloading a recently used model.
+            is_background: Wait instead of unloading a recently used model.
 
         Raises:
             EngineUnavailableError: The load fails or takes too long, or too many requests wait.
         """
         if entry.status is ModelStatus.FAILED and time.monotonic() - entry.failed_s < RETRY_S:
             raise _unavailable(entry)
-        if is_patient and not self._fits_beside_used_models(entry):
+        if is_background and not self._fits_beside_used_models(entry):
             raise EngineUnavailableError(
                 f"There is no memory for {entry.name} while other models are in use.",
                 reason=ServerRejectionReason.MODEL_MEMORY,
@@ -207,7 +207,7 @@ class ModelManager:
         Raises:
             EngineUnavailableError: All loaded models are pinned, or none can be unloaded in time.
         """
-        ends_s = time.monotonic() + LEAST_STAY_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
+        ends_s = time.monotonic() + MIN_LOADED_S + max(self._limits.wait_s, self._limits.drain_timeout_s)
         while self._exceeds_limits(entry):
             others = [each for each in self.entries if each.uses_memory and not each.model.is_pinned]
             if not others:
@@ -217,7 +217,7 @@ class ModelManager:
                 )
             loaded = [each for each in others if each.status is ModelStatus.LOADED]
             idle = [each for each in loaded if each.is_idle]
-            settled = [each for each in loaded if time.monotonic() - each.loaded_s >= LEAST_STAY_S]
+            settled = [each for each in loaded if time.monotonic() - each.loaded_s >= MIN_LOADED_S]
             if idle:
                 await self._drain_and_unload(min(idle, key=lambda each: each.last_used_s), f"for {entry.name}")
             elif time.monotonic() >= ends_s:
@@ -227,13 +227,13 @@ class ModelManager:
             elif settled:
                 await self._drain_and_unload(min(settled, key=lambda each: each.loaded_s), f"for {entry.name}")
             else:
-                await self._change(LEAST_STAY_S)
+                await self._change(MIN_LOADED_S)
 
     def _fits_beside_used_models(self, entry: ModelEntry) -> bool:
         """Whether a model is loading, or fits beside the recently used models."""
         if self._loads:
             return entry.name in self._loads  # another loading model may need the space
-        long_ago_s = time.monotonic() - UNMISSED_S
+        long_ago_s = time.monotonic() - RECENT_USE_S
         idle = (each for each in self.entries if each.is_idle and not each.model.is_pinned)
         return not self._exceeds_limits(entry, without=[each for each in idle if each.last_used_s <= long_ago_s])
 

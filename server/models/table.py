@@ -21,7 +21,7 @@ from .served_model import ModelEntry, ModelStatus
 
 UNNAMED: Final = "default/not-specified"
 """Sent by Infinity's client if its caller names no model."""
-IS_PATIENT: Final = "penstock.is_patient"
+IS_BACKGROUND: Final = "penstock.is_background"
 """Scope key of a patient request: no recently used model is unloaded for it."""
 _USED: Final = "penstock.models"
 """Scope key of the models whose engines the request uses."""
@@ -111,7 +111,7 @@ class ModelTable:
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
         """Loads the model of a request and returns the target. Raises the errors of `find` and ModelManager.acquire."""
         entry = self.entry(name, kinds)
-        await self._manager.acquire(entry, is_patient=IS_PATIENT in scope)
+        await self._manager.acquire(entry, is_background=IS_BACKGROUND in scope)
         return self._target(entry, name, scope)
 
     def release(self, scope: Scope) -> None:

@@ -105,7 +105,7 @@ _TIER_COUNTERS: Final = {
 _LABELS: Final = ("model", "replica")
 """Labels of the metrics of each core. Engines with one core have no replica label."""
 
-Gather = Callable[[], Awaitable[Sequence[Metric]]]
+GatherMetrics = Callable[[], Awaitable[Sequence[Metric]]]
 NamedEngines = Callable[[], Iterable[tuple[AsyncEngine, str]]]
 
 
@@ -126,7 +126,7 @@ class Metrics(Collector):
         gather: Returns the metrics of all server processes; None if this is the only one.
     """
 
-    def __init__(self, engines: NamedEngines, gather: Gather | None = None) -> None:
+    def __init__(self, engines: NamedEngines, gather: GatherMetrics | None = None) -> None:
         self._engines = engines
         self._gather = gather
         self._registry = CollectorRegistry()
@@ -167,7 +167,7 @@ class Metrics(Collector):
         if latency is None:
             latency = self._latency[model, route] = StepHistogram(_LATENCY_BUCKETS_S)
         latency.observe(record.seconds)
-        if record.task is None or not record.is_answered:
+        if record.task is None or not record.is_success:
             return
         stages = self._stages.get((model, route, record.task))
         if stages is None:

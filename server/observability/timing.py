@@ -31,7 +31,7 @@ class RequestRecord:
         route: Path of its route in the OpenAPI schema. Unknown paths share one value, to bound memory.
         is_probe: Whether it is a health check, which is neither logged nor traced.
         model: Shown name of its model; "" if it reached no model.
-        has_begun: Whether the response has started.
+        has_started: Whether the response has started.
         status: HTTP status; 500 before the response starts.
         seconds: Seconds to the end of the response.
         stage_seconds: Sums of `stages`.
@@ -49,7 +49,7 @@ class RequestRecord:
     route: str = UNKNOWN_ROUTE
     is_probe: bool = False
     model: str = ""
-    has_begun: bool = False
+    has_started: bool = False
     status: int = 500
     seconds: float = 0.0
     stage_seconds: Mapping[Stage, float] = field(default_factory=dict)
@@ -60,14 +60,14 @@ class RequestRecord:
     rejected_by: str | None = None
 
     @property
-    def is_answered(self) -> bool:
+    def is_success(self) -> bool:
         """Whether the status is not an error."""
         return self.status < 400
 
-    def begin_answer(self, status: int) -> None:
+    def begin_response(self, status: int) -> None:
         """Records the start of the response."""
         self.status = status
-        if self.is_answered and self.stages.last_s is not None:
+        if self.is_success and self.stages.last_s is not None:
             self.stages.add(Stage.ENCODE, self.stages.last_s, time.perf_counter() - self.stages.last_s)
         self.stage_seconds = self.stages.seconds()
 

@@ -180,7 +180,7 @@ class CohereTokenizeRequest(CohereBody):
 class CohereDetokenizeRequest(CohereBody):
     """Body of POST /v1/detokenize."""
 
-    own_names: ClassVar = {"input": "tokens"}
+    param_names: ClassVar = {"input": "tokens"}
     model_config = documented({"tokens": [7592, 2088]})
 
     tokens: SomeTokenIds = Field(description="Token ids of the served model.")
@@ -231,7 +231,7 @@ async def embed(body: CohereEmbedRequest, request: Request, *, version: str) -> 
     options = call.embed_options(body, priority=body.priority)
     is_by_type = version != "1" or bool(body.embedding_types)
     types: list[EmbeddingType] = body.embedding_types or ["float"]
-    vectors = size_of_numbers(len(texts) * width, num_forms=len(types))
+    vectors = size_of_numbers(len(texts) * width, num_encodings=len(types))
     call.reserve(vectors.plus(size_of_texts(texts)), param=param)
     result = await call.engine.embed(texts, params, options)
     call.count(PoolingTask.EMBED, result)
@@ -273,7 +273,7 @@ async def detokenize(body: CohereDetokenizeRequest, request: Request) -> Respons
     call = await Call.start(request, body.model)
     check_num_ids(len(body.tokens), "tokens")
     (text,) = await call.engine.detokenize([body.tokens])
-    call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    call.reserve(size_of_texts([text]), param="tokens", remedy=FEWER_IDS)
     return call.respond({"text": text, "meta": _version_meta()})
 
 

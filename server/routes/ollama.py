@@ -101,7 +101,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
         {"model": "all-MiniLM-L6-v2", "input": "One text is fine too.", "truncate": False},
     )
 
-    own_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
+    param_names: ClassVar = {"truncate_prompt_tokens": "options.num_ctx", "cut_to_fit": "truncate to true"}
 
     input: TextOrTexts = Field(description="A text or a list of texts.")
     truncate: Flag | None = Field(
@@ -122,7 +122,7 @@ class OllamaEmbedRequest(OllamaEmbedBody):
 class OllamaEmbeddingRequest(OllamaEmbedBody):
     """Body of POST /api/embeddings, Ollama's older route."""
 
-    own_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
+    param_names: ClassVar = {"input": "prompt", "truncate_prompt_tokens": "options.num_ctx"}
     model_config = documented({"model": "all-MiniLM-L6-v2", "prompt": "A gate holds the water."})
 
     prompt: str = Field(description="The text. It is truncated if it is too long.")

@@ -189,7 +189,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     call = await Call.start(request, body.model, EMBEDDERS)
     params, encodings, options = _checked(call, body)
     width = vector_width(call.info, params)
-    call.reserve(size_of_numbers(body.num_inputs() * width, num_forms=len(encodings)))
+    call.reserve(size_of_numbers(body.num_inputs() * width, num_encodings=len(encodings)))
     texts, options = await engine_inputs(call, body, options)
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
     result = await embed(texts, params, options)

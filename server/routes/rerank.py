@@ -15,10 +15,10 @@ from penstock.engine import PoolingParams, PoolingTask
 from penstock.engine.protocol.errors import InvalidRequestError
 
 from ..calls.call import RERANKERS, Call
-from ..calls.request_inputs import cut_texts
+from ..calls.request_inputs import truncate_texts
 from ..calls.sizes import size_of_scores, size_of_texts
 from ..dialects import COHERE, INFINITY, JINA, TEI, VLLM, VOYAGE, XINFERENCE, keys_ignored_by
-from ..errors import OWN_TAG, TEI_TAG
+from ..errors import DEFAULT_TAG, TEI_TAG
 from ..http.json_bodies import by_keys
 from ..routing import BatchUse, RouteOptions, Router
 from ..schemas import json_schema
@@ -53,7 +53,7 @@ class RerankRequest(PairBody):
         },
     )
 
-    own_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
+    param_names: ClassVar = {"text_1": "query", "text_2": "documents", "input": "documents"}
     ignored_keys: ClassVar = keys_ignored_by(COHERE, JINA, VOYAGE, VLLM, INFINITY, XINFERENCE)
 
     query: TextOrObject = Field(description='The query: a text or {"text": ...}.')
@@ -257,8 +257,8 @@ class ScoreResponse(ListResponse[ScoreRow]):
 router = Router(COHERE, tag="rerank")
 
 RerankBody = Annotated[
-    Annotated[RerankRequest, Tag(OWN_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
-    by_keys({"texts": TEI_TAG}, otherwise=OWN_TAG),
+    Annotated[RerankRequest, Tag(DEFAULT_TAG)] | Annotated[TeiRerankRequest, Tag(TEI_TAG)],
+    by_keys({"texts": TEI_TAG}, otherwise=DEFAULT_TAG),
 ]
 
 _RERANK: Final[RouteOptions] = {
@@ -285,8 +285,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     with_documents = body.wants_documents(path)
     call.reserve(size_of_scores(len(texts)), param="documents")
     if with_documents:
-        size = size_of_texts(body.documents, body.num_results(), num_forms=2 if body.is_voyage() else 1)
-        call.reserve(size, param="documents", way_out=_FEWER_DOCUMENTS)
+        size = size_of_texts(body.documents, body.num_results(), num_encodings=2 if body.is_voyage() else 1)
+        call.reserve(size, param="documents", remedy=_FEWER_DOCUMENTS)
     else:
         body.documents[:] = (
             texts  # free the other fields of documents early: the body may stay in the queue for seconds
@@ -295,8 +295,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         call.options(instruction=body.wanted_instruction(), priority=body.priority),
         max_passages=body.max_chunks_per_doc or 1,
     )
-    (query,) = await cut_texts(call, [body.query], body.max_tokens_per_query)
-    documents = await cut_texts(call, texts, body.max_tokens_per_doc)
+    (query,) = await truncate_texts(call, [body.query], body.max_tokens_per_query)
+    documents = await truncate_texts(call, texts, body.max_tokens_per_doc)
     result = await call.engine.score([query], documents, body.pooling_params(), options)
     call.count(RERANK, result)
     best = np.argsort(-result.scores, kind="stable")[: body.num_results()].tolist()
@@ -324,8 +324,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         call.check_count(getattr(body, side), side)
     options = call.options(instruction=body.wanted_instruction(), priority=body.priority)
     call.reserve(size_of_scores(max(len(getattr(body, side)) for side in sides)), param=right)
-    queries = await cut_texts(call, getattr(body, left), body.max_tokens_per_query)
-    documents = await cut_texts(call, getattr(body, right), body.max_tokens_per_doc)
+    queries = await truncate_texts(call, getattr(body, left), body.max_tokens_per_query)
+    documents = await truncate_texts(call, getattr(body, right), body.max_tokens_per_doc)
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
     call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))

@@ -203,7 +203,7 @@ async def rerank_texts(body: TeiRerankRequest, request: Request) -> Response:
     options = call.options(instruction=body.instruction, priority=body.priority)
     call.reserve(size_of_scores(len(body.texts)), param="texts")
     if body.return_text:
-        call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", way_out=_NO_TEXTS)
+        call.reserve(size_of_texts(body.texts, body.top_n or None), param="texts", remedy=_NO_TEXTS)
     result = await call.engine.score([body.query], body.texts, body.pooling_params(), options)
     call.count(RERANK, result)
     scores = result.scores if body.raw_scores else _probabilities(result.scores, call.info)
@@ -264,7 +264,7 @@ async def decode(body: TeiDecodeRequest, request: Request) -> Response:
     call.check_count(body.ids, "ids")
     check_num_ids(sum(map(len, body.ids)), "ids")
     texts = await call.engine.detokenize(body.ids, skip_special_tokens=body.skip_special_tokens is not False)
-    call.reserve(size_of_texts(texts), param="ids", way_out=FEWER_IDS)
+    call.reserve(size_of_texts(texts), param="ids", remedy=FEWER_IDS)
     return call.respond(texts)
 
 

@@ -38,7 +38,7 @@ from ..calls.sizes import (
 )
 from ..calls.vectors import BYTES_RESPONSE, check_bytes, vector_width, vectors_response
 from ..dialects import TEI, VLLM, keys_ignored_by
-from ..errors import COHERE_TAG, OWN_TAG, TEI_TAG, shown_names
+from ..errors import COHERE_TAG, DEFAULT_TAG, TEI_TAG, shown_names
 from ..http.encoding import Encoding, Rows, check_width
 from ..http.json_bodies import by_keys
 from ..http.json_responses import json_response
@@ -186,7 +186,7 @@ class DetokenizeRequest(RequestBody):
 
     model_config = documented({"tokens": [7592, 2088]})
 
-    own_names: ClassVar = {"input": "tokens"}
+    param_names: ClassVar = {"input": "tokens"}
     ignored_keys: ClassVar = keys_ignored_by(VLLM)
 
     tokens: TokenIds = Field(description="Token ids of the served model.")
@@ -282,10 +282,10 @@ def _rows(result: PoolingResult) -> Rows:
 
 
 TokenizeBody = Annotated[
-    Annotated[TokenizeRequest, Tag(OWN_TAG)]
+    Annotated[TokenizeRequest, Tag(DEFAULT_TAG)]
     | Annotated[TeiTokenizeRequest, Tag(TEI_TAG)]
     | Annotated[CohereTokenizeRequest, Tag(COHERE_TAG)],
-    by_keys({"inputs": TEI_TAG, "text": COHERE_TAG}, otherwise=OWN_TAG),
+    by_keys({"inputs": TEI_TAG, "text": COHERE_TAG}, otherwise=DEFAULT_TAG),
 ]
 
 
@@ -322,7 +322,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     text = ""
     if body.tokens:
         (text,) = await call.engine.detokenize([body.tokens], skip_special_tokens=False)
-    call.reserve(size_of_texts([text]), param="tokens", way_out=FEWER_IDS)
+    call.reserve(size_of_texts([text]), param="tokens", remedy=FEWER_IDS)
     return call.respond({"prompt": text})
 
 

@@ -87,7 +87,7 @@ class RequestBody(JsonBody):
         None, description="Request id for response and log. It replaces the header x-request-id."
     )
 
-    def request_name(self) -> str | None:
+    def body_request_id(self) -> str | None:
         """See JsonBody."""
         return self.request_id
 

@@ -35,14 +35,14 @@ class TeiBody(RequestBody):
     """Base of TEI's bodies."""
 
     tag: ClassVar[str] = TEI_TAG
-    own_names: ClassVar = {"input": "inputs"}
+    param_names: ClassVar = {"input": "inputs"}
     ignored_keys: ClassVar = keys_ignored_by(TEI)
 
 
 class TeiModelBody(TeiBody):
     """Options of all routes that run the model."""
 
-    own_names: ClassVar = {
+    param_names: ClassVar = {
         "input": "inputs",
         "truncate_prompt_tokens": "truncate",
         "truncation_side": "truncation_direction",
@@ -176,8 +176,8 @@ class TeiPredictRequest(TeiModelBody):
 class TeiRerankRequest(TeiModelBody):
     """TEI's body of POST /rerank, with `texts` instead of `documents`."""
 
-    own_names: ClassVar = {
-        **TeiModelBody.own_names,
+    param_names: ClassVar = {
+        **TeiModelBody.param_names,
         "input": "texts",
         "text_1": "query",
         "text_2": "texts",
@@ -214,7 +214,7 @@ class TeiTokenizeRequest(TeiBody):
 class TeiDecodeRequest(TeiBody):
     """Body of POST /decode."""
 
-    own_names: ClassVar = {"input": "ids"}
+    param_names: ClassVar = {"input": "ids"}
     model_config = documented({"ids": [7, 8, 9]})
 
     ids: IdBatches = Field(description="Token ids of the served model, or a list of such lists.")

@@ -126,7 +126,7 @@ def load(
     *,
     positional: Collection[str] = (),
     file: Mapping[str, Any] = MappingProxyType({}),
-    file_place: str = "",
+    file_location: str = "",
     base: SettingsT | None = None,
 ) -> SettingsT:
     """Builds settings from flags, the environment, a file and the defaults. Earlier sources have precedence.
@@ -136,7 +136,7 @@ def load(
         given: Values of flags by name.
         positional: Settings that are positional arguments on the command line.
         file: Values of the file by name.
-        file_place: Prefix of names of file values in messages.
+        file_location: Prefix of names of file values in messages.
         base: Settings to use instead of the environment and the defaults.
 
     Raises:
@@ -151,7 +151,7 @@ def load(
         elif base is None and _is_set(variable, declared):
             place, value = variable, os.environ[variable]
         elif name in file:
-            place, value = file_place + name, file[name]
+            place, value = file_location + name, file[name]
         elif base is None and declared.is_required:
             raise UsageError(f"{word} is required (or set {variable})")
         else:

@@ -117,7 +117,7 @@ COUNT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedModel:
+class WorkerModel:
     """A model that all processes serve.
 
     Attributes:
@@ -135,7 +135,7 @@ class PlannedModel:
     hidden_names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: ServedModel, config: EngineConfig) -> PlannedModel:
+    def of(cls, model: ServedModel, config: EngineConfig) -> WorkerModel:
         """Returns the description of a served model for other processes."""
         prompt_name = model.default_prompt_name
         return cls(model.names, config, prompt_name, model.info, model.hidden_names)
@@ -155,13 +155,13 @@ class WorkerPlan:
     """
 
     settings: ServerSettings
-    models: tuple[PlannedModel, ...]
+    models: tuple[WorkerModel, ...]
     num_workers: int
     client: int
     salt: bytes
     started_s: int
 
-    def own_config(self, model: PlannedModel) -> EngineConfig:
+    def config_with_share(self, model: WorkerModel) -> EngineConfig:
         """Returns the configuration of a model with this process's share of the queue limits."""
         config, limits = model.config, model.config.scheduler
         own_limits = replace(

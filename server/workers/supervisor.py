@@ -36,8 +36,8 @@ from .messages import (
     MetricsReport,
     ModelLoaded,
     ModelNotLoaded,
-    PlannedModel,
     WorkerListening,
+    WorkerModel,
     WorkerPlan,
     WorkerReady,
     to_families,
@@ -78,7 +78,7 @@ class SupervisedModels:
         self._first_process = process
         self._send_all = send_all
         self._engines: list[EngineServer | None] = [None for _ in models]
-        self.planned = tuple(PlannedModel.of(model, config) for model, config in models)
+        self.planned = tuple(WorkerModel.of(model, config) for model, config in models)
         started = [replace(model, start=self._starter(number)) for number, (model, _) in enumerate(models)]
         self.manager = ModelManager(started, ModelLimits(drain_timeout_s=settings.drain_timeout_s))
         table = ModelTable(self.manager)

@@ -221,7 +221,7 @@ class SupervisorLink:
             EngineError: It could not be loaded.
         """
         planned = self._plan.models[model]
-        config = self._plan.own_config(planned)
+        config = self._plan.config_with_share(planned)
         loading = self._loading[model] = asyncio.get_running_loop().create_future()
         self._channel.send(GetModel(model))
         ready = await loading

@@ -80,7 +80,7 @@ def test_too_large_body_is_rejected_while_it_arrives() -> None:
 
 
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:
-    admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", way_out="")
+    admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", remedy="")
 
 
 def rejection(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> EngineOverloadedError:

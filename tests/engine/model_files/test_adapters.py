@@ -74,7 +74,7 @@ def test_folders_of_adapters_are_found(tmp_path: Path, places: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(
-    ("name", "in_shards", "expected"),
+    ("name", "read_shards", "expected"),
     [
         ("layer.0.parametrizations.weight.0.lora_A", False, ("lora",)),
         ("layer.0.query.lora_B.default.weight", True, ("default",)),
@@ -82,10 +82,10 @@ def test_folders_of_adapters_are_found(tmp_path: Path, places: tuple[str, ...], 
         ("embeddings.lora_embedding_A.query", True, ("query",)),
     ],
 )
-def test_tensor_names_show_adapters(tmp_path: Path, name: str, in_shards: bool, expected: tuple[str, ...]) -> None:
+def test_tensor_names_show_adapters(tmp_path: Path, name: str, read_shards: bool, expected: tuple[str, ...]) -> None:
     index = {"weight_map": {"a": "1.safetensors", name: "2.safetensors"}}
-    write(tmp_path, {"config.json": BERT} | ({"model.safetensors.index.json": index} if in_shards else {}))
-    if not in_shards:
+    write(tmp_path, {"config.json": BERT} | ({"model.safetensors.index.json": index} if read_shards else {}))
+    if not read_shards:
         save(tmp_path, "a", name)
     assert resolve(tmp_path).adapters == expected
 

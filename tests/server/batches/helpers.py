@@ -52,7 +52,7 @@ class Routes:
             self._running.remove(len(content))
         body = json.dumps({"number": number}).encode()
         status = self.status_of(number)
-        return RouteResponse(status, _JSON, body, name, "m", 3, was_taken=status == 503 and self.engine_dies)
+        return RouteResponse(status, _JSON, body, name, "m", 3, reached_engine=status == 503 and self.engine_dies)
 
 
 def lines(numbers: range, **body: object) -> bytes:

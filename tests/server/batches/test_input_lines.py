@@ -29,11 +29,11 @@ def codes(file: BatchInput) -> list[tuple[str, int | None]]:
 def test_byte_order_mark_and_empty_lines_are_skipped(read) -> None:
     file = read(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
     assert file.check() == (2, [])
-    places = file.next_places(set())
+    places = file.next_spans(set())
     assert [file.read(place)[0] for place in places] == ["a", "b"]
     assert file.custom_ids(places) == [(1, "a"), (4, "b")]
-    assert [place.number for place in file.next_places({1})] == [4]
-    assert [place.number for place in file.next_places(set(), after=places[0])] == [4]
+    assert [place.number for place in file.next_spans({1})] == [4]
+    assert [place.number for place in file.next_spans(set(), after=places[0])] == [4]
 
 
 def test_unknown_keys_of_a_line_are_ignored(read) -> None:
@@ -63,8 +63,8 @@ def test_inputs_of_all_lines_are_limited(read) -> None:
 def test_next_places_hold_no_lines(read) -> None:
     file = read(b"\n".join(line(str(i), input="x" * 200_000) for i in range(150)))
     tracemalloc.start()
-    first = file.next_places(set())
-    second = file.next_places(set(), first[-1])
+    first = file.next_spans(set())
+    second = file.next_spans(set(), first[-1])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (len(first), len(second)) == (100, 50)
@@ -74,14 +74,14 @@ def test_next_places_hold_no_lines(read) -> None:
 
 def test_priority_is_removed_from_the_body(read) -> None:
     file = read(line(input="é", priority=-5, dimensions=3))
-    (place,) = file.next_places(set())
+    (place,) = file.next_spans(set())
     assert json.loads(file.read(place)[1]) == {"input": "é", "dimensions": 3}
 
 
 def test_line_after_much_white_space_is_too_long(read) -> None:
     file = read(b" " * 200_000 + line("a") + b"\n" + line("b"), max_line_bytes=1000)
     assert codes(file) == [("line_too_long", 1)]
-    assert [place.number for place in file.next_places(set())] == [1, 2]
+    assert [place.number for place in file.next_spans(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
 
 
@@ -91,5 +91,5 @@ def test_empty_lines_are_skipped_with_pauses(read, monkeypatch) -> None:
     assert file.check() == (1, [])
     num_pauses = len(pauses)
     assert num_pauses > 0, "check holds the GIL"
-    assert len(file.next_places(set())) == 1
-    assert len(pauses) > num_pauses, "next_places holds the GIL"
+    assert len(file.next_spans(set())) == 1
+    assert len(pauses) > num_pauses, "next_spans holds the GIL"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.server.commands.announcement import announcement, exposure
+from penstock.server.commands.announcement import announcement, open_access_warning
 from penstock.server.models.served_model import ModelEntry, ServedModel
 from penstock.server.settings import ServerSettings, load
 
@@ -101,7 +101,7 @@ def test_number_of_classes_is_announced(make_engine, tmp_path: Path) -> None:
     ],
 )
 def test_server_open_to_all_warns(info: ModelInfo, settings: dict[str, Any], is_open: bool) -> None:
-    warning = exposure(load(ServerSettings, settings))
+    warning = open_access_warning(load(ServerSettings, settings))
     assert (warning is not None) == is_open
     assert warning is None or "--api-key" in warning
     has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})

@@ -122,7 +122,7 @@ def test_all_engines_of_a_cluster_have_one_dtype(given: dict[str, object], dtype
 def test_manifest_holds_the_dtype(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     stub = SimpleNamespace(
-        Recipe=lambda config, *_: config,
+        EmbedderConfig=lambda config, *_: config,
         embed_on_ray=lambda _, config, identity, settings: jobs.append((config, identity)),
     )
     monkeypatch.setitem(sys.modules, "penstock.server.cluster.ray_embed", stub)

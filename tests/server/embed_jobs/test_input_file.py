@@ -54,10 +54,10 @@ def test_shards_are_bounded_in_rows_and_characters(most_rows: int, most_chars: i
     texts = [f"text number {i}" for i in range(23)] + ["", "naïve 東京"]
     (tmp_path / "in.txt").write_text("\n".join(texts))
     source = open_input(tmp_path / "in.txt", "text")
-    survey = source.survey(lambda row: None)
-    shards = [[row.text for row in rows] for _, rows in source.in_shards(survey.shards)]
+    summarize = source.summarize(lambda row: None)
+    shards = [[row.text for row in rows] for _, rows in source.read_shards(summarize.shards)]
     assert [text for shard in shards for text in shard] == texts
-    assert survey.num_rows == len(texts)
+    assert summarize.num_rows == len(texts)
     for shard in shards:
         assert len(shard) == 1 or (len(shard) <= most_rows and sum(map(len, shard)) <= most_chars)
     for before, after in itertools.pairwise(shards):

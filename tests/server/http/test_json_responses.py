@@ -33,7 +33,7 @@ def request_for(written: int) -> Request:
     """Returns a request with reserved memory for `written` bytes."""
     request = Request({"type": "http"})
     AdmissionController(ServerSettings()).hold_response(
-        request.scope, ResponseSize(written, 1), param="input", way_out=""
+        request.scope, ResponseSize(written, 1), param="input", remedy=""
     )
     return request
 

@@ -323,7 +323,7 @@ async def test_waiting_rejections_of_the_application_hold_no_body(engine: FakeEn
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations"])
 async def test_short_deadline_gets_its_rejection_sooner(engine: FakeEngine, path: str, monkeypatch) -> None:
     monkeypatch.setattr(load_shedding, "PER_TICK", 1)
-    monkeypatch.setattr(load_shedding, "LONGEST_S", 600.0)
+    monkeypatch.setattr(load_shedding, "MAX_DELAY_S", 600.0)
     async with served(engine) as (_, port):
         engine.failure = FULL
         patient = "X-Request-Timeout: 1200"

@@ -1,4 +1,4 @@
-"""RejectionPace sends rejections at a bounded rate, the earliest limit first."""
+"""RejectionQueue sends rejections at a bounded rate, the earliest limit first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.server.middleware import load_shedding
-from penstock.server.middleware.load_shedding import LONGEST_S, PER_TICK, TICK_S, RejectionPace, longest_wait_s
+from penstock.server.middleware.load_shedding import MAX_DELAY_S, PER_TICK, TICK_S, RejectionQueue, max_delay_s
 
 
 class Clock:
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def released(pace: RejectionPace, clock: Clock, number: int) -> list[list[int]]:
+def released(pace: RejectionQueue, clock: Clock, number: int) -> list[list[int]]:
     """Adds `number` rejections. Returns the indices that each tick released."""
     out: list[int] = []
 
@@ -70,7 +70,7 @@ def sizes(ticks: list[list[int]]) -> list[int]:
     ("number", "expected"), [(1, [1]), (PER_TICK, [PER_TICK]), (2 * PER_TICK + 3, [PER_TICK, PER_TICK, 3])]
 )
 def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int, expected: list[int]) -> None:
-    pace = RejectionPace(max_waiting=1000)
+    pace = RejectionQueue(max_waiting=1000)
     for _ in range(2):  # and again after a pause
         ticks = released(pace, clock, number)
         assert [index for tick in ticks for index in tick] == list(range(number))
@@ -78,19 +78,19 @@ def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int,
 
 
 def test_no_rejection_waits_longer_than_the_longest(clock: Clock) -> None:
-    num_ticks = round(LONGEST_S / TICK_S)
+    num_ticks = round(MAX_DELAY_S / TICK_S)
     number = 2 * num_ticks * PER_TICK
-    ticks = sizes(released(RejectionPace(max_waiting=10_000), clock, number))
+    ticks = sizes(released(RejectionQueue(max_waiting=10_000), clock, number))
     assert ticks[:-1] == [PER_TICK] * len(ticks[:-1])
     assert len(ticks) in (num_ticks, num_ticks + 1)  # the sum of the ticks is rounded
 
 
 def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
-    assert sizes(released(RejectionPace(max_waiting=15), clock, 100)) == [85, PER_TICK, 5]
+    assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, PER_TICK, 5]
 
 
 def test_failing_rejection_does_not_stop_others(clock: Clock) -> None:
-    pace = RejectionPace(max_waiting=1000)
+    pace = RejectionQueue(max_waiting=1000)
 
     def fail() -> bool:
         raise ValueError("connection lost")
@@ -102,7 +102,7 @@ def test_failing_rejection_does_not_stop_others(clock: Clock) -> None:
 
 
 async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
-    pace = RejectionPace(max_waiting=1000)
+    pace = RejectionQueue(max_waiting=1000)
     turns = [asyncio.ensure_future(pace.wait()) for _ in range(2 * PER_TICK + 1)]
     turns[0].cancel()
     for num_done in (PER_TICK, 2 * PER_TICK):
@@ -113,14 +113,14 @@ async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
 
 @pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
 def test_unsent_rejections_use_no_place(clock: Clock, num_left: int) -> None:
-    pace = RejectionPace(max_waiting=1000)
+    pace = RejectionQueue(max_waiting=1000)
     for _ in range(num_left):
         pace.add(lambda: False)
     assert sizes(released(pace, clock, PER_TICK)) == [PER_TICK]
 
 
 def test_rejection_with_the_earliest_limit_goes_first(clock: Clock) -> None:
-    pace = RejectionPace(max_waiting=1000)
+    pace = RejectionQueue(max_waiting=1000)
     order: list[float] = []
     for within_s in (2.0, 2.0, 0.5, 1.0, 9.0):
         pace.add(lambda within_s=within_s: not order.append(within_s), within_s=within_s)
@@ -128,7 +128,9 @@ def test_rejection_with_the_earliest_limit_goes_first(clock: Clock) -> None:
     assert order == [0.5, 1.0, 2.0, 2.0, 9.0]
 
 
-@pytest.mark.parametrize(("header", "longest_s"), [(None, LONGEST_S), (b"1.5", 0.75), (b"0.002", 0.001), (b"60", 30.0)])
+@pytest.mark.parametrize(
+    ("header", "longest_s"), [(None, MAX_DELAY_S), (b"1.5", 0.75), (b"0.002", 0.001), (b"60", 30.0)]
+)
 def test_rejection_leaves_half_of_the_deadline(header: bytes | None, longest_s: float) -> None:
     headers = [] if header is None else [(b"x-request-timeout", header)]
-    assert longest_wait_s({"headers": headers}) == longest_s
+    assert max_delay_s({"headers": headers}) == longest_s

@@ -64,7 +64,7 @@ class Engines:
 
 @pytest.fixture
 async def engines(make_engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engines]:
-    monkeypatch.setattr(manager_module, "LEAST_STAY_S", 0.05)
+    monkeypatch.setattr(manager_module, "MIN_LOADED_S", 0.05)
     engines = Engines(make_engine)
     engines.open_gate.set()
     yield engines
@@ -327,11 +327,11 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
         if not is_in_use:
             first.leave(time.monotonic())
         with pytest.raises(EngineUnavailableError, match="no memory for b while other models are in use"):
-            await manager.acquire(second, is_patient=True)
+            await manager.acquire(second, is_background=True)
         assert (engines.closed, first.is_idle, second.status) == ([], not is_in_use, ModelStatus.UNLOADED)
-    monkeypatch.setattr(manager_module, "UNMISSED_S", 0.01)
+    monkeypatch.setattr(manager_module, "RECENT_USE_S", 0.01)
     await asyncio.sleep(0.02)
-    await manager.acquire(second, is_patient=True)
+    await manager.acquire(second, is_background=True)
     second.leave(time.monotonic())
     assert engines.closed == ["a"]
     # A loading model may need the space. A patient request may wait for the load of its own model.
@@ -339,8 +339,8 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     request = asyncio.create_task(manager.acquire(first))
     await until(lambda: engines.started.count("a") == 2)
     with pytest.raises(EngineUnavailableError, match="no memory for c"):
-        await manager.acquire(third, is_patient=True)
-    patient = asyncio.create_task(manager.acquire(first, is_patient=True))
+        await manager.acquire(third, is_background=True)
+    patient = asyncio.create_task(manager.acquire(first, is_background=True))
     await loop_iterations()
     engines.gates["a"].set()
     assert await patient is await request

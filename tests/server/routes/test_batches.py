@@ -412,7 +412,7 @@ async def test_large_upload_needs_no_body_memory(serving, engine, tmp_path: Path
 async def test_line_unloads_no_model_in_use(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.02)
     monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
-    monkeypatch.setattr("penstock.server.models.manager.LEAST_STAY_S", 0.0)
+    monkeypatch.setattr("penstock.server.models.manager.MIN_LOADED_S", 0.0)
     started: list[str] = []
 
     def model(name: str) -> ServedModel:
@@ -430,7 +430,7 @@ async def test_line_unloads_no_model_in_use(make_engine, tmp_path: Path, monkeyp
             assert (await client.post("/v1/embeddings", json={"input": "x", "model": "a"})).status_code == 200
             await asyncio.sleep(0.02)
         assert started == ["a"]
-        monkeypatch.setattr("penstock.server.models.manager.UNMISSED_S", 0.05)
+        monkeypatch.setattr("penstock.server.models.manager.RECENT_USE_S", 0.05)
         assert (await finished(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
         assert started == ["a", "b"]
 

@@ -257,7 +257,7 @@ TOKENIZED = [
     ("limit", "part"),
     [
         ("calls.sizes.MAX_TOKENIZED_CHARS", "the limit is 2"),
-        ("calls.sizes.MAX_ANSWERED_TOKENS", "tokens or more; a response has at most 2"),
+        ("calls.sizes.MAX_RESPONSE_TOKENS", "tokens or more; a response has at most 2"),
         ("admission.MAX_RESPONSE_BYTES", "the limit is 2"),
     ],
 )

@@ -18,8 +18,8 @@ from penstock.server.workers.messages import (
     GetModel,
     MetricFamily,
     MetricsReport,
-    PlannedModel,
     WorkerListening,
+    WorkerModel,
     WorkerPlan,
     WorkerReady,
     decode_from_worker,
@@ -95,7 +95,7 @@ async def test_invalid_message_ends_the_channel(caplog: pytest.LogCaptureFixture
 
 def plan(**settings: object) -> WorkerPlan:
     limits = SchedulerConfig(max_queued_tokens=40_000, max_queue_s=8.0)
-    model = PlannedModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=limits))
+    model = WorkerModel(("a", "b"), EngineConfig(model="/models/a", max_queued_chars=1_000, scheduler=limits))
     return WorkerPlan(load(ServerSettings, settings), (model,), 4, 11, b"salt", 1_700_000_000)
 
 
@@ -122,6 +122,6 @@ def test_plan_of_an_ended_supervisor_is_an_error() -> None:
 
 
 def test_each_process_has_its_share_of_the_queue_limits() -> None:
-    config = plan().own_config(plan().models[0])
+    config = plan().config_with_share(plan().models[0])
     assert config.max_queued_chars == 250
     assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)

@@ -15,7 +15,7 @@ from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.http.http_server import uvicorn_config
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.handover import ConnectionSender
-from penstock.server.workers.messages import ModelNotLoaded, PlannedModel, WorkerPlan, encode
+from penstock.server.workers.messages import ModelNotLoaded, WorkerModel, WorkerPlan, encode
 from penstock.server.workers.worker import PassedConnectionServer, SupervisorLink
 
 from ...waiting import loop_iterations, until
@@ -65,7 +65,7 @@ async def test_unexpected_model_message_is_ignored() -> None:
         await until(lambda: not select.select([theirs], [], [], 0)[0])
         await loop_iterations()
 
-    model, on_end = PlannedModel(("a",), EngineConfig(model="/models/a")), Mock()
+    model, on_end = WorkerModel(("a",), EngineConfig(model="/models/a")), Mock()
     link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
     ours, theirs = socket.socketpair()
     link.open(theirs)
