@@ -13,7 +13,7 @@ from ..waiting import wait_until
 def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, http: httpx.Client) -> None:
     """A command that is killed, then terminated, then completed writes every row once and in order."""
     # The spaces fill shards, which are limited in characters, without tokens.
-    texts = [f"text number {i} about water and gates{', water and gates' * 10}{' ' * 400}" for i in range(1200)]
+    texts = [f"text number {i} about water and gates{', water and gates' * 10}{' ' * 6000}" for i in range(330)]
     source, output = tmp_path / "in.txt", tmp_path / "out.npy"
     source.write_text("\n".join(texts))
     embed = ("embed", str(source), "--output", str(output), "--dtype", "float32")
@@ -37,7 +37,7 @@ def test_stopped_embed_command_continues(tmp_path: Path, penstock, run, server, 
 
     last = run(*embed)
     assert last.returncode == 0, last.stderr
-    assert f"wrote 1200 rows to {output}" in last.stderr
+    assert f"wrote {len(texts)} rows to {output}" in last.stderr
     assert "\r" not in last.stderr
     vectors = np.load(output)
     assert len(vectors) == len(texts)
@@ -54,24 +54,30 @@ def test_info_shows_settings_and_their_sources(run, default_model: Path) -> None
     assert "256" in lines["max_model_len"]
 
 
-def test_server_with_many_features_serves(launch, tmp_path: Path) -> None:
-    """Flags that only work together at the start of a process: caches, keys, batches, TOML, limits."""
+def test_settings_of_flags_file_and_environment_work_together(launch, tmp_path: Path) -> None:
+    """Caches, keys, batches and limits, and a log without keys and texts."""
     config = tmp_path / "penstock.toml"
     config.write_text('max_inputs_per_request = 7\nlog_format = "json"\n')
-    flags = ["--config", str(config), "--cache", "1MiB", "--cache-dir", str(tmp_path / "cache"), "--api-key", "key"]
-    flags += ["--data-dir", str(tmp_path / "data"), "--dtype", "float32", "--operator-routes", "--num-threads", "1"]
-    server = launch(*flags, "--served-model-name", "mini", "--request-timeout-s", "60", "--answer-memory", "64MiB")
-    headers = {"Authorization": "Bearer key"}
-
-    def metric(name: str) -> float:
-        rows = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text.splitlines()
-        return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(name))
-
-    wait_until(lambda: metric("penstock_vector_cache_open") == 1)
+    flags = ["--config", str(config), "--cache", "1MiB", "--cache-dir", str(tmp_path / "cache"), "--operator-routes"]
+    flags += ["--data-dir", str(tmp_path / "data"), "--dtype", "float32", "--num-threads", "1"]
+    flags += ["--request-timeout-s", "60", "--answer-memory", "64MiB"]
+    variables = {"PENSTOCK_SERVED_MODEL_NAME": "one,two", "PENSTOCK_API_KEY": "secret-key", "PENSTOCK_PROT": "1"}
+    server = launch(*flags, **variables)
+    headers = {"Authorization": "Bearer secret-key"}
+    wait_until(lambda: server.metric("penstock_vector_cache_open") == 1)
     first, second = (server.embed(["Water.", "Gate."], **headers).json() for _ in range(2))
     assert first["data"] == second["data"]
-    assert first["model"] == "mini"
-    assert metric("penstock_vector_cache_memory_hits_total") == 2
+    assert first["model"] == "one"
+    (card,) = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+    assert (card["id"], card["aliases"]) == ("one", ["two"])
+    assert server.metric("penstock_vector_cache_memory_hits_total") == 2
     assert server.embed(["Water."] * 8, **headers).status_code == 400
     assert server.embed("Water.").status_code == 401
     assert httpx.get(f"{server.url}/v1/batches", headers=headers, timeout=60).json()["data"] == []
+    server.stop()
+    log = server.log.read_text()
+    assert log.count("inputs of up to 256 tokens") == 1
+    assert log.count("data routes need an API key") == 1
+    assert "PENSTOCK_PROT" in log
+    assert "secret-key" not in log
+    assert "Water." not in log
