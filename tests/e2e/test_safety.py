@@ -49,8 +49,7 @@ def test_https_server_guards_its_routes_and_its_log(launch, default_model, certi
     keys = tmp_path / "keys"
     keys.write_text("# two clients\nfirst-secret\nsecond-secret\n")
     files = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--api-key-file", str(keys))
-    # With torch the server is not ready at once.
-    server = launch("--cpu-kernels", "torch", "--cors-origins", PAGE, *files, ready=False)
+    server = launch("--cors-origins", PAGE, *files, ready=False)
     wait_until(lambda: any(map(is_engine, server.children())))
     (engine,) = filter(is_engine, server.children())
     os.kill(engine, signal.SIGSTOP)

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,15 @@ def folders(default_model: Path, random_model: Callable[..., Path]) -> dict[str,
     }
 
 
-@pytest.fixture
-def config(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A configuration file with the three models."""
-    file = tmp_path / "penstock.toml"
+@pytest.fixture(scope="module")
+def models(launch, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the three models that loads two at a time."""
+    file = tmp_path_factory.mktemp("config") / "penstock.toml"
     tables = [f'[[models]]\nmodel = "{folder}"\nname = "{name}"\n' for name, folder in folders.items()]
     file.write_text("\n".join(['dtype = "float32"', 'admin_key = ["admin"]', "num_threads = 1", *tables]))
-    return file
+    server = launch("--config", str(file), "--max-loaded-models", "2", PENSTOCK_MAX_QUEUE_S="0")
+    yield server
+    server.stop()
 
 
 def send(server: Server, name: str) -> dict[str, Any]:
@@ -65,68 +67,60 @@ def states(server: Server) -> dict[str, str]:
     return httpx.get(f"{server.url}/health", timeout=60).json()["engines"]
 
 
-def test_models_answer_as_alone_to_the_bit(launch, folders: dict[str, Path], config: Path) -> None:
-    server = launch("--config", str(config))
-    together = {name: send(server, name) for name in folders}
-    server.stop()
-    for name, folder in folders.items():
-        alone = launch(str(folder), "--served-model-name", name, "--dtype", "float32")
-        assert send(alone, name) == together[name]
-        alone.stop()
+def unload(server: Server, name: str) -> None:
+    response = server.post("/models/unload", {"model": name}, authorization="Bearer admin")
+    assert response.json()["status"]["value"] == "unloaded"
 
 
-def test_unloaded_model_frees_its_memory(launch, config: Path) -> None:
-    server = launch("--config", str(config), "--max-loaded-models", "2")
-
-    def unload() -> None:
-        response = server.post("/models/unload", {"model": "classifier"}, authorization="Bearer admin")
-        assert response.json()["status"]["value"] == "unloaded"
-
-    for name in ("embedder", "classifier"):
-        send(server, name)
-    unload()
-    before = private_bytes(server)
-    for _ in range(3):
-        send(server, "classifier")
-        assert private_bytes(server) > before + 50 * MIB
-        unload()
-    assert private_bytes(server) < before + 50 * MIB
-    # Least recently used models are unloaded.
-    for name in ("classifier", "reranker"):
-        send(server, name)
-    assert states(server) == {"embedder": "unloaded", "classifier": "ready", "reranker": "ready"}
-    assert len(engines_of(server)) == 2
-    server.stop()
+def test_models_answer_as_alone_to_the_bit(launch, folders: dict[str, Path], models: Server, server: Server) -> None:
+    together = {name: send(models, name) for name in folders}
+    # The least recently used model is unloaded.
+    assert states(models) == {"embedder": "unloaded", "classifier": "ready", "reranker": "ready"}
+    assert len(engines_of(models)) == 2
+    path, body = REQUESTS["embedder"]
+    assert server.post(path, body).json()["data"] == together["embedder"]["data"]
+    alone = launch(str(folders["classifier"]), "--served-model-name", "classifier", "--dtype", "float32")
+    assert send(alone, "classifier") == together["classifier"]
+    alone.stop()
 
 
-def test_killed_engine_fails_requests_of_its_model_only(launch, config: Path) -> None:
-    server = launch("--config", str(config), PENSTOCK_MAX_QUEUE_S="0")
+def test_unloaded_model_frees_its_memory(models: Server) -> None:
+    send(models, "classifier")
+    unload(models, "classifier")
+    before = private_bytes(models)
+    for _ in range(2):
+        send(models, "classifier")
+        assert private_bytes(models) > before + 50 * MIB
+        unload(models, "classifier")
+    assert private_bytes(models) < before + 50 * MIB
+
+
+def test_killed_engine_fails_requests_of_its_model_only(models: Server) -> None:
     stop = threading.Event()
-    statuses: dict[str, list[int]] = {name: [] for name in REQUESTS}
+    statuses: dict[str, list[int]] = {"classifier": [], "reranker": []}
 
     def client(name: str) -> None:
         path, body = REQUESTS[name]
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=models.url, timeout=60) as http:
             while not stop.is_set():
                 statuses[name].append(http.post(path, json={**body, "model": name}).status_code)
 
-    assert server.metric('penstock_engine_ready{model="reranker"}') == 1
-    threads = [threading.Thread(target=client, args=(name,)) for name in REQUESTS]
+    send(models, "reranker")
+    others = engines_of(models)
+    send(models, "classifier")
+    (engine,) = set(engines_of(models)) - set(others)
+    assert models.metric('penstock_engine_ready{model="reranker"}') == 1
+    threads = [threading.Thread(target=client, args=(name,)) for name in statuses]
     for thread in threads:
         thread.start()
     wait_until(lambda: 200 in statuses["classifier"])
-    os.kill(engines_of(server)[1], signal.SIGKILL)  # the second model of the file
+    os.kill(engine, signal.SIGKILL)
     wait_until(lambda: 503 in statuses["classifier"])
-    assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
-    wait_until(lambda: states(server)["classifier"] == "ready")
+    assert httpx.get(f"{models.url}/health/ready", timeout=60).status_code == 200
+    wait_until(lambda: states(models)["classifier"] == "ready")
     wait_until(lambda: statuses["classifier"][-1] == 200)
     stop.set()
     for thread in threads:
         thread.join()
-    assert {name: set(found) for name, found in statuses.items()} == {
-        "embedder": {200},
-        "classifier": {200, 503},
-        "reranker": {200},
-    }
+    assert {name: set(found) for name, found in statuses.items()} == {"classifier": {200, 503}, "reranker": {200}}
     assert statuses["classifier"][-1] == 200
-    server.stop()
