@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.kernels.cpu import CpuForward, Machine, Pages, Past
+from penstock.kernels.cpu import BatchPages, CpuForward, Machine, PagedKvCache
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder, ArrayOutput
@@ -71,7 +71,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         self.keeps_order = False
         self.num_lanes = encoder.machine.num_lanes
         self._encoder = encoder
-        self._pages: Pages | None = None
+        self._pages: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
         if encoder.cache_spec is not None and self._keeps_chunks():
@@ -117,7 +117,7 @@ class ArrayRunner(PoolingRunner[Floats]):
             if not in_chunks(chunks):
                 return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
             assert self._pages is not None, "only a runner with pages runs chunks"
-            past = Past(self._pages, *KvSlots.of(chunks, self._pages.page_size))
+            past = BatchPages(self._pages, *KvSlots.of(chunks, self._pages.page_size))
             batch = PackedArrays.build([c.tokens for c in chunks], [c.start for c in chunks], past)
             if chunk_tokens:
                 self._meter.begin()
@@ -173,5 +173,5 @@ class ArrayRunner(PoolingRunner[Floats]):
             return
         layer = spec.kv_layers[0]
         shape = (plan.num_blocks, self._config.cache.kv_block_size, layer.num_kv_heads, layer.head_size)
-        self._pages = Pages.allocate(len(spec.kv_layers), shape, itemsize)
+        self._pages = PagedKvCache.allocate(len(spec.kv_layers), shape, itemsize)
         self.num_lanes = 1

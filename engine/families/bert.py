@@ -239,7 +239,7 @@ def bert_spec(config: BertConfig, info: ModelInfo, relative_bias: RelativeBiasSp
         hidden_size=D,
         prefixes=(config.base_prefix, ""),
         embedding=EmbeddingSpec(
-            words="embeddings.word_embeddings.weight",
+            word_embeddings="embeddings.word_embeddings.weight",
             vocab_size=config.vocab_size,
             size=E,
             positions="embeddings.position_embeddings.weight",

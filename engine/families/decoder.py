@@ -250,7 +250,10 @@ def decoder_spec(config: DecoderConfig, info: ModelInfo) -> ModelSpec:
         hidden_size=D,
         prefixes=("model", ""),
         embedding=EmbeddingSpec(
-            words="embed_tokens.weight", vocab_size=config.vocab_size, size=D, is_scaled=config.has_scaled_embedding
+            word_embeddings="embed_tokens.weight",
+            vocab_size=config.vocab_size,
+            size=D,
+            is_scaled=config.has_scaled_embedding,
         ),
         attention=config.attention(is_causal=info.is_causal),
         kinds={

@@ -146,7 +146,7 @@ def _spec(config: SsmConfig, info: ModelInfo) -> ModelSpec:
     return ModelSpec(
         hidden_size=D,
         prefixes=("backbone", ""),
-        embedding=EmbeddingSpec(words="embeddings.weight", vocab_size=config.vocab_size, size=D),
+        embedding=EmbeddingSpec(word_embeddings="embeddings.weight", vocab_size=config.vocab_size, size=D),
         attention=None,
         kinds={},
         layers=tuple(

@@ -113,7 +113,7 @@ def _spec(info: ModelInfo) -> ModelSpec:
         hidden_size=D,
         prefixes=("model", ""),
         embedding=EmbeddingSpec(
-            words="embeddings.tok_embeddings.weight",
+            word_embeddings="embeddings.tok_embeddings.weight",
             vocab_size=config.vocab_size,
             size=D,
             norm=norm(name="embeddings.norm"),

@@ -137,7 +137,7 @@ def rotary_encoder_spec(
         hidden_size=D,
         prefixes=prefixes,
         embedding=EmbeddingSpec(
-            words="embeddings.word_embeddings.weight",
+            word_embeddings="embeddings.word_embeddings.weight",
             vocab_size=config.vocab_size,
             size=D,
             token_types="embeddings.token_type_embeddings.weight" if config.type_vocab_size else None,

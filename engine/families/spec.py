@@ -98,11 +98,11 @@ class EmbeddingSpec:
     """The first hidden states: projection(norm(word + position + token type)). All names are below the base.
 
     Attributes:
-        words: Name of the table [V, E].
+        word_embeddings: Name of the table [V, E].
         vocab_size: V.
         size: E.
-        is_scaled: Multiply rows of `words` with sqrt(E), rounded to the model's dtype.
-        scale: Factor of the rows of `words`.
+        is_scaled: Multiply rows of `word_embeddings` with sqrt(E), rounded to the model's dtype.
+        scale: Factor of the rows of `word_embeddings`.
         positions: Name of the table of learned positions; None without a table.
         num_positions: Rows of the table.
         token_types: Name of the table of token types; None without a table.
@@ -112,7 +112,7 @@ class EmbeddingSpec:
         projection: Projection from E to D; None if they are equal.
     """
 
-    words: str
+    word_embeddings: str
     vocab_size: int
     size: int
     is_scaled: bool = False

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Format, Machine, Pooling
+from penstock.kernels.cpu import Format, Machine, PoolingCode
 
 from ..checkpoint.views import Floats
 from ..executors.cpu.array_encoder import ArrayEncoder
@@ -24,13 +24,13 @@ from .metadata import IntArray, PickedRows, PoolingMetadata, prefix_sums
 from .model_pooler import ModelPooler, TokenMaps
 
 _POOLINGS: Final = {
-    PoolingType.CLS: Pooling.CLS,
-    PoolingType.LAST: Pooling.LAST,
-    PoolingType.MEAN: Pooling.MEAN,
-    PoolingType.MAX: Pooling.MAX,
-    PoolingType.MEAN_SQRT_LEN: Pooling.MEAN_SQRT_LEN,
-    PoolingType.WEIGHTED_MEAN: Pooling.WEIGHTED_MEAN,
-    PoolingType.ATTENTION: Pooling.WEIGHTED,
+    PoolingType.CLS: PoolingCode.CLS,
+    PoolingType.LAST: PoolingCode.LAST,
+    PoolingType.MEAN: PoolingCode.MEAN,
+    PoolingType.MAX: PoolingCode.MAX,
+    PoolingType.MEAN_SQRT_LEN: PoolingCode.MEAN_SQRT_LEN,
+    PoolingType.WEIGHTED_MEAN: PoolingCode.WEIGHTED_MEAN,
+    PoolingType.ATTENTION: PoolingCode.WEIGHTED,
 }
 
 
@@ -71,7 +71,7 @@ class ArrayOps:
     def transform(self, rows: Floats, transform: VectorTransform) -> Floats:
         """See RowOps."""
         starts = np.arange(len(rows), dtype=np.int32)
-        return self._pool(rows, starts, np.ones_like(starts), Pooling.CLS, transform)
+        return self._pool(rows, starts, np.ones_like(starts), PoolingCode.CLS, transform)
 
     def rows_of(self, values: Any) -> Floats:
         """See RowOps."""
@@ -166,7 +166,7 @@ class ArrayOps:
         rows: Floats,
         starts: NDArray[np.int32],
         lengths: NDArray[np.int32],
-        pooling: Pooling,
+        pooling: PoolingCode,
         transform: VectorTransform,
         skips: NDArray[np.int32] | None = None,
         weights: Floats | None = None,

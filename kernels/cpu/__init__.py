@@ -4,24 +4,24 @@
 """
 
 from .encoder import CpuEncoder, CpuForward
-from .machine import Activation, CpuKernelError, Format, Machine, Pooling, multiplies_right, shared_machine
-from .pages import Pages, Past
-from .specs import EncoderSpec, LayerSpec, MapSpec, NormSpec
+from .encoder_weights import EncoderWeights, LayerWeights, LinearWeights, NormWeights
+from .kv_cache import BatchPages, PagedKvCache
+from .machine import ActivationCode, CpuKernelError, Format, Machine, PoolingCode, multiplies_right, shared_machine
 
 __all__ = [
-    "Activation",
+    "ActivationCode",
+    "BatchPages",
     "CpuEncoder",
     "CpuForward",
     "CpuKernelError",
-    "EncoderSpec",
+    "EncoderWeights",
     "Format",
-    "LayerSpec",
+    "LayerWeights",
+    "LinearWeights",
     "Machine",
-    "MapSpec",
-    "NormSpec",
-    "Pages",
-    "Past",
-    "Pooling",
+    "NormWeights",
+    "PagedKvCache",
+    "PoolingCode",
     "multiplies_right",
     "shared_machine",
 ]

@@ -69,8 +69,8 @@ class Encoder(Structure):
         ("table_is_bf16", c_int32),
         ("attention_dot", c_int32),
         ("is_decoder", c_int32),
-        ("words", c_void_p),
-        ("places", c_void_p),
+        ("word_embeddings", c_void_p),
+        ("position_embeddings", c_void_p),
         ("embedding_width", c_int64),
         ("embedding_norm", Norm),
         ("projection", Product),
@@ -98,7 +98,7 @@ class Batch(Structure):
 
     _fields_ = [
         ("ids", c_void_p),
-        ("places", c_void_p),
+        ("positions", c_void_p),
         ("starts", c_void_p),
         ("visible", c_void_p),
         ("num_seqs", c_int64),
@@ -120,7 +120,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_packed_bytes": (c_long, (_MACHINE, _PRODUCT)),
     "penstock_pack": (None, (_MACHINE, _PRODUCT, *(c_void_p,) * 6)),
     "penstock_free_lanes": (c_int, (_MACHINE,)),
-    "penstock_ring": (None, (_MACHINE, c_int)),
+    "penstock_set_wakeup_fd": (None, (_MACHINE, c_int)),
     "penstock_begin": (c_void_p, (_MACHINE, POINTER(Encoder), POINTER(Batch))),
     "penstock_is_done": (c_int, (c_void_p,)),
     "penstock_end": (c_int, (c_void_p,)),

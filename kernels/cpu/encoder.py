@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _abi
+from .encoder_weights import EncoderWeights, Floats, LayerWeights, LinearWeights, NormWeights
+from .kv_cache import BatchPages
 from .machine import CpuKernelError, Format, Machine, PackedProduct, aligned, at
-from .pages import Past
-from .specs import EncoderSpec, Floats, LayerSpec, MapSpec, NormSpec
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class CpuEncoder:
 
     Args:
         machine: The machine that runs it.
-        spec: The model. Its weights are copied, except `words`, which are read in place.
+        spec: The model. Its weights are copied, except `word_embeddings`, which are read in place.
         form: Format of the products.
         attention: Format of attention, DOT or F32. DOT becomes F32 if the head size is odd. None: DOT if `form` is DOT,
             else F32.
@@ -101,12 +101,14 @@ class CpuEncoder:
         CpuKernelError: The machine does not support these formats.
     """
 
-    def __init__(self, machine: Machine, spec: EncoderSpec, form: Format, *, attention: Format | None = None) -> None:
+    def __init__(
+        self, machine: Machine, spec: EncoderWeights, form: Format, *, attention: Format | None = None
+    ) -> None:
         self._machine = machine
         self._form = form
         self._memory = _Memory()
-        self._num_words = len(spec.words)
-        self._num_positions = None if spec.positions is None else len(spec.positions)
+        self._vocab_size = len(spec.word_embeddings)
+        self._num_positions = None if spec.position_embeddings is None else len(spec.position_embeddings)
         self._num_heads = spec.num_heads
         # Tokens of the longest sequence that the rotary and bias tables support.
         self._max_length: float = math.inf
@@ -127,11 +129,11 @@ class CpuEncoder:
             head_size=head_size,
             pre_norm=spec.pre_norm,
             is_decoder=spec.is_decoder,
-            table_is_bf16=spec.words.dtype == np.uint16,
+            table_is_bf16=spec.word_embeddings.dtype == np.uint16,
             attention_dot=uses_dot,
-            words=self._memory.keep(spec.words),
-            places=self._memory.keep(spec.positions),
-            embedding_width=spec.words.shape[1],
+            word_embeddings=self._memory.keep(spec.word_embeddings),
+            position_embeddings=self._memory.keep(spec.position_embeddings),
+            embedding_width=spec.word_embeddings.shape[1],
             embedding_norm=self._norm(spec.embedding_norm),
             projection=self._product(spec.projection),
             layers=self._layers,
@@ -146,13 +148,13 @@ class CpuEncoder:
         *,
         visible_N: NDArray[np.int32] | None = None,
         need_attention: bool = False,
-        past: Past | None = None,
+        past: BatchPages | None = None,
     ) -> CpuForward:
         """Starts a forward. Several may run at once.
 
         Args:
             ids_T: [T] int64 token ids.
-            positions_T: [T] int64 rows of EncoderSpec.positions.
+            positions_T: [T] int64 rows of EncoderWeights.position_embeddings.
             starts: [N + 1] int32, prefix sums of the lengths.
             visible_N: [N] int32, number of leading tokens of each sequence that attention may read; None: all. Encoders
                 only.
@@ -169,7 +171,7 @@ class CpuEncoder:
         lengths_N = starts[1:] - starts[:-1]
         if num_tokens == 0 or starts[0] != 0 or starts[-1] != num_tokens or lengths_N.min() <= 0:
             raise ValueError("starts must rise from 0 to the number of tokens")
-        _check_rows("ids", ids_T, num_tokens, self._num_words)
+        _check_rows("ids", ids_T, num_tokens, self._vocab_size)
         if self._num_positions is not None:
             _check_rows("positions", positions_T, num_tokens, self._num_positions)
         if past is not None:
@@ -193,7 +195,7 @@ class CpuEncoder:
         pages, page_arrays = (None, ()) if past is None else past.struct()
         batch = _abi.Batch(
             ids=at(arrays[0]),
-            places=at(arrays[1]),
+            positions=at(arrays[1]),
             starts=at(arrays[2]),
             visible=at(arrays[3]),
             num_seqs=len(starts) - 1,
@@ -204,7 +206,7 @@ class CpuEncoder:
         handle = self._machine.begin(self._struct, batch)
         return CpuForward(self._machine, handle, hidden_TD, weights_TH, (self, arrays, pages, page_arrays, past))
 
-    def _layer(self, spec: LayerSpec) -> _abi.Layer:
+    def _layer(self, spec: LayerWeights) -> _abi.Layer:
         left, right = spec.window or (-1, -1)
         if spec.rotary is not None:
             self._max_length = min(self._max_length, len(spec.rotary))
@@ -229,14 +231,14 @@ class CpuEncoder:
             softcap=spec.softcap,
         )
 
-    def _check_past(self, past: Past, num_seqs: int, num_tokens: int) -> None:
+    def _check_past(self, past: BatchPages, num_seqs: int, num_tokens: int) -> None:
         struct, pages = self._struct, past.pages
         expected = (struct.num_layers, struct.num_kv_heads, struct.head_size, self.page_itemsize)
         if not struct.is_decoder or expected != (pages.num_layers, pages.num_kv_heads, pages.head_size, pages.itemsize):
             raise ValueError("the pages do not fit this model")
         past.check(num_seqs, num_tokens)
 
-    def _product(self, spec: MapSpec | None) -> _abi.Product:
+    def _product(self, spec: LinearWeights | None) -> _abi.Product:
         if spec is None:
             return _abi.Product()
         packed: PackedProduct = self._machine.pack(
@@ -245,7 +247,7 @@ class CpuEncoder:
         self._memory.arrays.append(packed)
         return packed.struct
 
-    def _norm(self, spec: NormSpec | None) -> _abi.Norm:
+    def _norm(self, spec: NormWeights | None) -> _abi.Norm:
         if spec is None:
             return _abi.Norm()
         keep = self._memory.keep

@@ -36,8 +36,8 @@ class Format(IntEnum):
     INT8 = 3
 
 
-class Activation(IntEnum):
-    """Activation function after a product; see csrc/compute/functions.h."""
+class ActivationCode(IntEnum):
+    """ActivationCode function after a product; see csrc/compute/functions.h."""
 
     NONE = 0
     GELU = 1
@@ -48,8 +48,8 @@ class Activation(IntEnum):
     TANH = 6
 
 
-class Pooling(IntEnum):
-    """Pooling of the rows of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
+class PoolingCode(IntEnum):
+    """PoolingCode of the rows of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
 
     CLS = 0
     LAST = 1
@@ -147,7 +147,7 @@ class Machine:
         bias_N: Floats | None,
         form: Format,
         *,
-        activation: Activation = Activation.NONE,
+        activation: ActivationCode = ActivationCode.NONE,
         gated: bool = False,
     ) -> PackedProduct:
         """Prepares x W^T + b.
@@ -209,7 +209,7 @@ class Machine:
 
         After this call the library does not write to the previous descriptor.
         """
-        self._library.penstock_ring(self._with_lanes, -1 if fd is None else fd)
+        self._library.penstock_set_wakeup_fd(self._with_lanes, -1 if fd is None else fd)
 
     def begin(self, encoder: _abi.Encoder, batch: _abi.Batch) -> int:
         """Starts a forward; see CpuEncoder. The memory of the structs must stay valid until `end` has returned.
@@ -243,7 +243,7 @@ class Machine:
         hidden_TD: Floats,
         starts_N: Array,
         lengths_N: Array,
-        pooling: Pooling,
+        pooling: PoolingCode,
         *,
         width: int,
         dimensions: Array | None,

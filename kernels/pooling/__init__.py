@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import FLOAT_DTYPES, Backend, choose, describe
 from ..cpu import Machine
 from ._native import pool_native, pool_on_machine
-from ._torch import MAX_TRITON_WIDTH, Pooling, pool_reference, pool_torch
+from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_reference, pool_torch
 
 PoolingKind = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "weighted"]
 
@@ -128,7 +128,7 @@ def pool(
     row_dimensions = dimensions if isinstance(dimensions, Tensor) else None
     if num_seqs == 0:
         return hidden_states.new_empty((0, width), dtype=out_dtype)
-    args = Pooling(
+    args = PoolArguments(
         hidden_states, cu_seqlens, pooling, width, row_dimensions, normalize, skip_tokens, weights, out_dtype
     )
     if backend is None and machine is not None and not hidden_states.is_cuda and hidden_states.dtype == torch.float32:

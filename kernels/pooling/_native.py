@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..backends import choose
-from ..cpu import Machine, Pooling as Kind, shared_machine
-from ._torch import MAX_TRITON_WIDTH, Pooling, pool_torch
+from ..cpu import Machine, PoolingCode, shared_machine
+from ._torch import MAX_TRITON_WIDTH, PoolArguments, pool_torch
 
 Array = NDArray[Any]
 Integers = Tensor | Array | list[int] | tuple[int, ...]
@@ -73,7 +73,7 @@ def pool_native(
         rows_TD,
         starts.astype(np.int32),
         lengths.astype(np.int32),
-        Kind[kind.upper()],
+        PoolingCode[kind.upper()],
         width=rows_TD.shape[1],
         dimensions=None,
         normalize=np.zeros(len(starts), np.uint8),
@@ -83,7 +83,7 @@ def pool_native(
     return torch.from_numpy(pooled) if is_tensor else pooled
 
 
-def pool_on_machine(machine: Machine, args: Pooling) -> Tensor:
+def pool_on_machine(machine: Machine, args: PoolArguments) -> Tensor:
     """Same as `pool` for float32 rows on the CPU, with a C library that the caller has opened. Checks nothing."""
     lengths = args.cu_seqlens.diff()
     normalize = args.normalize if isinstance(args.normalize, Tensor) else torch.full((len(lengths),), args.normalize)
@@ -91,7 +91,7 @@ def pool_on_machine(machine: Machine, args: Pooling) -> Tensor:
         args.hidden_states.numpy(),
         args.cu_seqlens[:-1].contiguous().numpy(),
         lengths.numpy(),
-        Kind[args.pooling.upper()],
+        PoolingCode[args.pooling.upper()],
         width=args.width,
         dimensions=_numpy(args.dimensions),
         normalize=normalize.contiguous().numpy().view(np.uint8),
@@ -173,7 +173,7 @@ def _pool_gathered(rows: Tensor, starts: Array, lengths: Array, kind: str) -> Te
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         rows = rows.float()
     bounds = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(rows.device)
-    args = Pooling(rows, bounds, kind, rows.shape[1], None, False, None, None, torch.float32)
+    args = PoolArguments(rows, bounds, kind, rows.shape[1], None, False, None, None, torch.float32)
     if len(lengths) and rows.shape[1] <= MAX_TRITON_WIDTH and choose(None, rows) == "triton":
         from ._triton import pool_triton
 

@@ -18,7 +18,7 @@ MIN_WEIGHT = 1e-9
 MIN_NORM = 1e-12
 
 
-class Pooling(NamedTuple):
+class PoolArguments(NamedTuple):
     """Arguments of `pool`; `width` is the number of columns of the result."""
 
     hidden_states: Tensor
@@ -32,7 +32,7 @@ class Pooling(NamedTuple):
     out_dtype: torch.dtype
 
 
-def pool_torch(args: Pooling) -> Tensor:
+def pool_torch(args: PoolArguments) -> Tensor:
     """Same as `pool`."""
     hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = args
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
@@ -140,7 +140,7 @@ def finish_rows(rows: Tensor, dimensions: Tensor | None, normalize: bool | Tenso
     return rows.to(out_dtype)
 
 
-def pool_reference(args: Pooling) -> Tensor:
+def pool_reference(args: PoolArguments) -> Tensor:
     """Same as `pool`."""
     hidden_states, cu_seqlens, pooling, width, dimensions, normalize, skip_tokens, weights, out_dtype = args
     bounds = cu_seqlens.tolist()

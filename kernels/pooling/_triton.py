@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import on_device
-from ._torch import MAX_TRITON_WIDTH, Pooling
+from ._torch import MAX_TRITON_WIDTH, PoolArguments
 
 BLOCK_ROWS = 256
 # Maximum number of (sequence, block) programs, some of them empty. Above it sequences are not split.
@@ -286,7 +286,7 @@ def _combine_kernel(
     _finish(out_ptr, normalize_ptr, total, weight, n, start, first, end, columns, limit, width, POOLING, NORMALIZE)
 
 
-def pool_triton(args: Pooling, max_seqlen: int | None) -> Tensor:
+def pool_triton(args: PoolArguments, max_seqlen: int | None) -> Tensor:
     """Same as `pool`. Does not synchronise host and device.
 
     Raises:

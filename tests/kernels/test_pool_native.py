@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.protocol.tasks import PoolingType
-from penstock.kernels.cpu import Pooling, shared_machine
+from penstock.kernels.cpu import PoolingCode, shared_machine
 from penstock.kernels.pooling import _native, pool_native
 
 WIDTH = 20
@@ -120,7 +120,7 @@ def test_indices_may_have_any_integer_type(make: Any) -> None:
         ("Last-Token", "last"),
         (Strategy.FIRST, "cls"),
         (PoolingType.MEAN_SQRT_LEN, "mean_sqrt_len"),
-        (Pooling.WEIGHTED_MEAN, "weighted_mean"),
+        (PoolingCode.WEIGHTED_MEAN, "weighted_mean"),
     ],
 )
 def test_strategy_may_be_a_name_or_enum_member(given: Any, kind: str) -> None:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuKernelError, Format, Machine, MapSpec, multiplies_right
+from penstock.kernels.cpu import CpuKernelError, Format, LinearWeights, Machine, multiplies_right
 
 from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
 from ...checkpoint.views import Array, ArrayFile, ArrayWeights, Floats, holds_arrays
@@ -222,7 +222,7 @@ def _load_map(info: ModelInfo, name: str | None, out_features: int, machine: Mac
     opener = _opener(info, file.suffix == ".safetensors")
     checkpoint = Checkpoint(dict.fromkeys(("weight", "bias"), file), opener)
     weights = ArrayWeights(checkpoint)
-    step = MapSpec(
+    step = LinearWeights(
         weight=weights.floats("weight", out_features, info.hidden_size), bias=weights.floats("bias", out_features)
     )
     head = ArrayHead(machine, (step,))

@@ -10,33 +10,33 @@ from typing import Final
 
 import numpy as np
 
-from penstock.kernels.cpu import Activation, Format, Machine, MapSpec, NormSpec
+from penstock.kernels.cpu import ActivationCode, Format, LinearWeights, Machine, NormWeights
 
 from ...checkpoint.views import ArrayWeights, Floats
 from ...protocol.errors import UnsupportedModelError
 from ...protocol.model_info import DenseSpec
 
-HeadSteps = Sequence[MapSpec | NormSpec | Callable[[Floats], Floats]]
+HeadSteps = Sequence[LinearWeights | NormWeights | Callable[[Floats], Floats]]
 """The steps of a head, in order."""
 
 _SELU_ALPHA: Final = np.float32(1.6732632423543772)
 _SELU_SCALE: Final = np.float32(1.0507009873554805)
 
 # Class names in torch.nn.modules.activation (and Identity) without arguments. The C library has some of them.
-DENSE_ACTIVATIONS: Final[dict[str, Activation | Callable[[Floats], Floats]]] = {
+DENSE_ACTIVATIONS: Final[dict[str, ActivationCode | Callable[[Floats], Floats]]] = {
     "ELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0))),
-    "GELU": Activation.GELU,
-    "Identity": Activation.NONE,
+    "GELU": ActivationCode.GELU,
+    "Identity": ActivationCode.NONE,
     "LeakyReLU": lambda x_RC: np.where(x_RC > 0, x_RC, x_RC * 0.01),
     "Mish": lambda x_RC: x_RC * np.tanh(np.logaddexp(x_RC, 0)),
-    "ReLU": Activation.RELU,
+    "ReLU": ActivationCode.RELU,
     "ReLU6": lambda x_RC: np.clip(x_RC, 0, 6),
     "SELU": lambda x_RC: np.where(x_RC > 0, x_RC, np.expm1(np.minimum(x_RC, 0)) * _SELU_ALPHA) * _SELU_SCALE,
-    "SiLU": Activation.SILU,
+    "SiLU": ActivationCode.SILU,
     "Sigmoid": lambda x_RC: np.exp(-np.logaddexp(-x_RC, 0)),
     "Softplus": lambda x_RC: np.logaddexp(x_RC, 0),
     "Softsign": lambda x_RC: np.divide(x_RC, np.abs(x_RC) + 1, dtype=np.float32),
-    "Tanh": Activation.TANH,
+    "Tanh": ActivationCode.TANH,
 }
 
 
@@ -77,23 +77,25 @@ def read_dense(weights: ArrayWeights, spec: DenseSpec) -> HeadSteps:
     weights = weights.scope("linear")
     weight_CD = weights.floats("weight", spec.out_features, spec.in_features)
     bias_C = weights.floats("bias", spec.out_features) if spec.bias else None
-    if isinstance(activation, Activation):
-        return (MapSpec(weight=weight_CD, bias=bias_C, activation=activation),)
-    return (MapSpec(weight=weight_CD, bias=bias_C), activation)
+    if isinstance(activation, ActivationCode):
+        return (LinearWeights(weight=weight_CD, bias=bias_C, activation=activation),)
+    return (LinearWeights(weight=weight_CD, bias=bias_C), activation)
 
 
-def _step(machine: Machine, step: MapSpec | NormSpec | Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
-    if isinstance(step, MapSpec):
+def _step(
+    machine: Machine, step: LinearWeights | NormWeights | Callable[[Floats], Floats]
+) -> Callable[[Floats], Floats]:
+    if isinstance(step, LinearWeights):
         return _map(machine, step)
-    return _norm(step) if isinstance(step, NormSpec) else step
+    return _norm(step) if isinstance(step, NormWeights) else step
 
 
-def _map(machine: Machine, spec: MapSpec) -> Callable[[Floats], Floats]:
+def _map(machine: Machine, spec: LinearWeights) -> Callable[[Floats], Floats]:
     packed = machine.pack(spec.weight, spec.bias, Format.F32, activation=spec.activation, gated=spec.gated)
     return lambda x_RD: machine.product(packed, x_RD)
 
 
-def _norm(spec: NormSpec) -> Callable[[Floats], Floats]:
+def _norm(spec: NormWeights) -> Callable[[Floats], Floats]:
     def norm(x_RD: Floats) -> Floats:
         centred_RD = x_RD - x_RD.mean(axis=1, keepdims=True)
         variance_R1 = np.square(centred_RD).mean(axis=1, keepdims=True)

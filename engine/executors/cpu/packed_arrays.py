@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Past
+from penstock.kernels.cpu import BatchPages
 
 from ...protocol.request import TokenizedInput
 
@@ -35,11 +35,11 @@ class PackedArrays:
     lengths: NDArray[np.int32]
     skip_tokens: NDArray[np.int32] | None = None
     num_hidden: NDArray[np.int32] | None = None
-    past: Past | None = None
+    past: BatchPages | None = None
 
     @classmethod
     def build(
-        cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None, past: Past | None = None
+        cls, inputs: Sequence[TokenizedInput], starts: Sequence[int] | None = None, past: BatchPages | None = None
     ) -> PackedArrays:
         """Packs `inputs` in their order.
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from penstock.kernels import cpu as library
-from penstock.kernels.cpu import Activation
+from penstock.kernels.cpu import ActivationCode
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
 from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, no_vocabulary_head
@@ -20,16 +20,16 @@ from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
 
 # Names as in executors/torch/layers/linear.py. Models with other activations run on torch.
-_ACTIVATIONS: Final[dict[str, Activation]] = {
-    **dict.fromkeys(("gelu", "gelu_python"), Activation.GELU),
+_ACTIVATIONS: Final[dict[str, ActivationCode]] = {
+    **dict.fromkeys(("gelu", "gelu_python"), ActivationCode.GELU),
     **dict.fromkeys(
-        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), Activation.GELU_TANH
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), ActivationCode.GELU_TANH
     ),
-    "quick_gelu": Activation.QUICK_GELU,
-    "relu": Activation.RELU,
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "tanh": Activation.TANH,
+    "quick_gelu": ActivationCode.QUICK_GELU,
+    "relu": ActivationCode.RELU,
+    "silu": ActivationCode.SILU,
+    "swish": ActivationCode.SILU,
+    "tanh": ActivationCode.TANH,
 }
 _MAX_HEAD_SIZE: Final = 1024
 """Columns. The C library has rows of a head on the stack."""
@@ -62,7 +62,7 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     return not (spec.is_decoder and needs_encoder)
 
 
-def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> library.EncoderSpec:
+def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> library.EncoderWeights:
     """Reads the weights of the base model. Layers are read lazily, one by one.
 
     Args:
@@ -75,18 +75,18 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
     """
     assert spec.attention is not None
     base, embedding = _base(spec, weights), spec.embedding
-    words_VE = cast_table(base.table(embedding.words, embedding.vocab_size, embedding.size), info.dtype)
+    table_VE = cast_table(base.table(embedding.word_embeddings, embedding.vocab_size, embedding.size), info.dtype)
     if embedding.is_scaled:
-        _scale(words_VE, info.dtype)
+        _scale(table_VE, info.dtype)
     tables = {name: kind.rope.table(info.max_model_len) for name, kind in spec.kinds.items() if kind.rope is not None}
     bias = _relative_bias(spec, base, info.max_model_len)
-    return library.EncoderSpec(
+    return library.EncoderWeights(
         num_heads=spec.attention.num_heads,
         num_kv_heads=spec.attention.num_kv_heads,
         pre_norm=spec.is_pre_norm,
         is_decoder=spec.is_decoder,
-        words=words_VE,
-        positions=_position_table(spec, base),
+        word_embeddings=table_VE,
+        position_embeddings=_position_table(spec, base),
         embedding_norm=_norm(base, embedding.norm),
         projection=None if embedding.projection is None else _linear(base, embedding.projection),
         layers=(_layer(spec, layer, base, tables.get(layer.kind), bias) for layer in spec.layers),
@@ -100,7 +100,7 @@ def read_head(spec: ModelSpec, weights: ArrayWeights) -> HeadSteps | None:
     if spec.head is None:
         return None
     if isinstance(spec.head, AnswerSpec):
-        return (_answers(spec.head, spec.embedding.words, base, weights),)
+        return (_answers(spec.head, spec.embedding.word_embeddings, base, weights),)
     return [_step(step, base, weights) for step in spec.head]
 
 
@@ -111,16 +111,16 @@ def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights
         UnsupportedModelError: The checkpoint has no such head.
         WeightError: A tensor has the wrong shape.
     """
-    head, words = spec.vocabulary, spec.embedding.words
+    head = spec.vocabulary
     if head is None or not weights.has(f"{head.dense.names[0]}.weight"):
         raise no_vocabulary_head(info)
     norm = _norm(weights, head.norm)
     assert norm is not None
     view, name = weights, f"{head.decoder}.weight"
     if not weights.has(name):
-        view, name = _base(spec, weights), words
+        view, name = _base(spec, weights), spec.embedding.word_embeddings
     bias = next((bias for bias in head.biases if weights.has(bias)), None)
-    decoder = library.MapSpec(
+    decoder = library.LinearWeights(
         weight=view.floats(name, info.vocab_size, head.norm.size),
         bias=None if bias is None else weights.floats(bias, info.vocab_size),
     )
@@ -128,12 +128,12 @@ def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights
 
 
 def _base(spec: ModelSpec, weights: ArrayWeights) -> ArrayWeights:
-    return weights.scope_of(spec.embedding.words, spec.prefixes)
+    return weights.scope_of(spec.embedding.word_embeddings, spec.prefixes)
 
 
 def _layer(
     spec: ModelSpec, layer: LayerSpec, base: ArrayWeights, rotary: Floats | None, bias: Floats | None
-) -> library.LayerSpec:
+) -> library.LayerWeights:
     attention, scope = spec.attention, base.scope(layer.prefix)
     assert attention is not None
     assert layer.qkv is not None
@@ -150,7 +150,7 @@ def _layer(
     mlp_norm = _norm(scope, layer.mlp_norm)
     assert mlp_norm is not None
     window = spec.kinds[layer.kind].window
-    return library.LayerSpec(
+    return library.LayerWeights(
         attention_norm=_norm(scope, layer.attention_norm),
         qkv=qkv,
         attention_out=_linear(scope, layer.attention_out),
@@ -192,8 +192,8 @@ def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats 
     return np.ascontiguousarray(bias_BH[bias.bucket_of(np.arange(-max_len, max_len + 1))].T)
 
 
-def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
-    """Returns a MapSpec. Its arrays may be views of the file."""
+def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.LinearWeights:
+    """Returns a LinearWeights. Its arrays may be views of the file."""
     parts = list(zip(spec.names, spec.rows, strict=True))
     weights = [scope.floats(f"{name}.weight", rows, spec.in_features) for name, rows in parts]
     has_bias = scope.has(f"{spec.names[0]}.bias") if spec.bias is None else spec.bias
@@ -203,15 +203,15 @@ def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.MapSpec:
     if spec.is_gate_below:
         half = spec.out_features // 2
         weight, bias = np.roll(weight, half, axis=0), None if bias is None else np.roll(bias, half)
-    return library.MapSpec(
+    return library.LinearWeights(
         weight=weight,
         bias=bias,
-        activation=Activation.NONE if spec.activation is None else _ACTIVATIONS[spec.activation],
+        activation=ActivationCode.NONE if spec.activation is None else _ACTIVATIONS[spec.activation],
         gated=spec.is_gated,
     )
 
 
-def _with_scale(qkv: library.MapSpec, width: int, scale: np.float32) -> library.MapSpec:
+def _with_scale(qkv: library.LinearWeights, width: int, scale: np.float32) -> library.LinearWeights:
     """Returns a projection with its first `width` outputs multiplied with `scale`."""
     weight, bias = (None if part is None else part.copy() for part in (qkv.weight, qkv.bias))
     assert weight is not None
@@ -221,16 +221,18 @@ def _with_scale(qkv: library.MapSpec, width: int, scale: np.float32) -> library.
     return replace(qkv, weight=weight, bias=bias)
 
 
-def _norm(scope: ArrayWeights, spec: NormSpec | None) -> library.NormSpec | None:
+def _norm(scope: ArrayWeights, spec: NormSpec | None) -> library.NormWeights | None:
     if spec is None:
         return None
     weight = scope.floats(f"{spec.name}.weight", spec.size) + np.float32(spec.offset)
     has_bias = scope.has(f"{spec.name}.bias") if spec.bias is None else spec.bias
     bias = scope.floats(f"{spec.name}.bias", spec.size).copy() if has_bias else None
-    return library.NormSpec(weight=weight, bias=bias, eps=spec.eps, rms=spec.is_rms)
+    return library.NormWeights(weight=weight, bias=bias, eps=spec.eps, rms=spec.is_rms)
 
 
-def _step(step: LinearSpec | NormSpec, base: ArrayWeights, weights: ArrayWeights) -> library.MapSpec | library.NormSpec:
+def _step(
+    step: LinearSpec | NormSpec, base: ArrayWeights, weights: ArrayWeights
+) -> library.LinearWeights | library.NormWeights:
     if isinstance(step, LinearSpec):
         return _linear(base if step.is_below_base else weights, step)
     norm = _norm(weights, step)
@@ -238,10 +240,12 @@ def _step(step: LinearSpec | NormSpec, base: ArrayWeights, weights: ArrayWeights
     return norm
 
 
-def _answers(spec: AnswerSpec, words: str, base: ArrayWeights, weights: ArrayWeights) -> library.MapSpec:
+def _answers(
+    spec: AnswerSpec, word_embeddings: str, base: ArrayWeights, weights: ArrayWeights
+) -> library.LinearWeights:
     """Returns the rows of the output embedding for the answer tokens, [C, D]."""
     is_tied = not weights.has("lm_head.weight") if spec.is_tied is None else spec.is_tied
-    view, name = (base, words) if is_tied else (weights, "lm_head.weight")
+    view, name = (base, word_embeddings) if is_tied else (weights, "lm_head.weight")
     picked = list(spec.tokens)
     stored_CD = view.table(name, spec.vocab_size, spec.size)[picked]
     view.check_finite(name, stored_CD)
@@ -251,12 +255,12 @@ def _answers(spec: AnswerSpec, words: str, base: ArrayWeights, weights: ArrayWei
     if spec.is_difference:
         rows_CD = rows_CD[1:] - rows_CD[:1]
         bias_C = None if bias_C is None else bias_C[1:] - bias_C[:1]
-    return library.MapSpec(weight=rows_CD * scale, bias=None if bias_C is None else bias_C * scale)
+    return library.LinearWeights(weight=rows_CD * scale, bias=None if bias_C is None else bias_C * scale)
 
 
-def _scale(words_VD: Array, dtype: str) -> None:
+def _scale(table_VD: Array, dtype: str) -> None:
     """Multiplies embeddings with the square root of their width, rounded to the model's dtype as in transformers."""
-    factor = as_floats(cast_table(np.full((1, 1), words_VD.shape[1] ** 0.5, np.float32), dtype))
-    for first in range(0, len(words_VD), _BLOCK_ROWS):
-        rows = words_VD[first : first + _BLOCK_ROWS]
+    factor = as_floats(cast_table(np.full((1, 1), table_VD.shape[1] ** 0.5, np.float32), dtype))
+    for first in range(0, len(table_VD), _BLOCK_ROWS):
+        rows = table_VD[first : first + _BLOCK_ROWS]
         rows[:] = cast_table(as_floats(rows) * factor, dtype)

@@ -46,14 +46,14 @@ _DENSE_ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
 }
 
 
-def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str) -> Head | None:
+def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, word_embeddings: str) -> Head | None:
     """Reads a classification head; None in an embedding model.
 
     Args:
         weights: View of the whole checkpoint.
         base: View of the base model.
         spec: The head.
-        words: Name of the word embedding within `base`.
+        word_embeddings: Name of the word embedding within `base`.
 
     Raises:
         WeightError: A tensor is missing or has the wrong shape.
@@ -61,7 +61,7 @@ def load_head(weights: Weights, base: Weights, spec: HeadSpec | None, words: str
     if spec is None:
         return None
     if isinstance(spec, AnswerSpec):
-        return AnswerHead.load(weights, base, spec, words)
+        return AnswerHead.load(weights, base, spec, word_embeddings)
     return StepsHead(weights, base, spec)
 
 
@@ -97,10 +97,10 @@ class AnswerHead:
         self._spec = spec
 
     @classmethod
-    def load(cls, weights: Weights, base: Weights, spec: AnswerSpec, words: str) -> Self:
+    def load(cls, weights: Weights, base: Weights, spec: AnswerSpec, word_embeddings: str) -> Self:
         """Reads the rows of the answer tokens. For arguments see `load_head`."""
         is_tied = not weights.has(f"{_LM_HEAD}.weight") if spec.is_tied is None else spec.is_tied
-        view, name = (base, words) if is_tied else (weights, f"{_LM_HEAD}.weight")
+        view, name = (base, word_embeddings) if is_tied else (weights, f"{_LM_HEAD}.weight")
         rows_CD = view.rows(name, spec.tokens, spec.vocab_size, spec.size, dtype=torch.float32)
         bias_C = None
         if weights.has(f"{_LM_HEAD}.bias"):
@@ -132,7 +132,7 @@ class VocabularyHead:
     """
 
     def __init__(self, weights: Weights, model: ModelSpec, info: ModelInfo) -> None:
-        spec, words = model.vocabulary, model.embedding.words
+        spec, word_embeddings = model.vocabulary, model.embedding.word_embeddings
         if spec is None or not weights.has(f"{spec.dense.names[0]}.weight"):
             raise no_vocabulary_head(info)
         on_host = weights.device.type == "cpu"
@@ -140,7 +140,7 @@ class VocabularyHead:
         self._norm = load_norm(weights, spec.norm)
         view, name = weights, f"{spec.decoder}.weight"
         if not weights.has(name):
-            view, name = weights.scope_of(words, model.prefixes), words
+            view, name = weights.scope_of(word_embeddings, model.prefixes), word_embeddings
         bias = next((bias for bias in spec.biases if weights.has(bias)), None)
         table_VD = view.tensor(name, info.vocab_size, spec.norm.size)
         bias_V = weights.tensor(bias, info.vocab_size) if bias is not None else None

@@ -48,12 +48,12 @@ class Embedding:
 
     def __init__(self, weights: Weights, spec: EmbeddingSpec) -> None:
         self._spec = spec
-        self.words_VE = weights.table(spec.words, spec.vocab_size, spec.size)
+        self.word_embeddings_VE = weights.table(spec.word_embeddings, spec.vocab_size, spec.size)
         if spec.is_scaled:
             # transformers rounds the factor to the type of the model before it multiplies.
-            self.words_VE *= torch.tensor(spec.size**0.5, dtype=weights.dtype, device=weights.device)
+            self.word_embeddings_VE *= torch.tensor(spec.size**0.5, dtype=weights.dtype, device=weights.device)
         if spec.scale != 1.0:
-            self.words_VE *= spec.scale
+            self.word_embeddings_VE *= spec.scale
         self._positions_QE: Tensor | None = None
         if spec.token_types is not None:
             self._positions_QE = weights.table(spec.token_types, spec.num_token_types, spec.size, dtype=torch.float32)
@@ -66,9 +66,9 @@ class Embedding:
         self._norm = None if spec.norm is None else load_norm(weights, spec.norm, dtype=sum_dtype)
         self._projection = None if spec.projection is None else Linear.load(weights, spec.projection)
         self._tables = (
-            Embeddings(self.words_VE)
+            Embeddings(self.word_embeddings_VE)
             if self._positions_QE is None
-            else Embeddings(self.words_VE, self._positions_QE, spec.num_positions)
+            else Embeddings(self.word_embeddings_VE, self._positions_QE, spec.num_positions)
         )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
@@ -79,7 +79,7 @@ class Embedding:
     def _embed(self, batch: PackedBatch) -> Tensor:
         spec, norm = self._spec, self._norm
         if norm is None:
-            return F.embedding(batch.input_ids, self.words_VE)
+            return F.embedding(batch.input_ids, self.word_embeddings_VE)
         positions_T = None
         types_T = batch.token_type_ids if spec.num_token_types > 1 else None
         if self._positions_QE is not None and spec.positions is None:
@@ -94,7 +94,7 @@ class Embedding:
             norm.norm,
             positions=positions_T,
             token_type_ids=types_T,
-            out_dtype=self.words_VE.dtype,
+            out_dtype=self.word_embeddings_VE.dtype,
             backend=norm.backend,
         )
 
@@ -207,7 +207,7 @@ class SpecModel(PackedModel):
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
         self.is_recordable = not spec.is_decoder
-        base = weights.scope_of(spec.embedding.words, spec.prefixes)
+        base = weights.scope_of(spec.embedding.word_embeddings, spec.prefixes)
         self.embedding = Embedding(base, spec.embedding)
         self.dtype = weights.dtype
         self.sum_dtype = torch.float32 if spec.has_float32_sum else weights.dtype
@@ -232,7 +232,7 @@ class SpecModel(PackedModel):
         sums = replace(base, dtype=self.sum_dtype)
         self.final_norm = None if spec.final_norm is None else load_norm(sums, spec.final_norm)
         self.is_fused = weights.fusion is Fusion.FUSED
-        head = load_head(weights, base, spec.head, spec.embedding.words)
+        head = load_head(weights, base, spec.head, spec.embedding.word_embeddings)
         self.set_head(info.kind, head, scores_rows=spec.scores_rows)
 
     def forward(self, batch: PackedBatch, *, need_attention: bool = False) -> ModelOutput:

@@ -64,7 +64,7 @@ EXPORT void penstock_pack(const Machine *machine, const Product *product, const 
 EXPORT int penstock_free_lanes(Machine *machine) { return lanes_free(machine->lanes); }
 
 /* Sets the file descriptor to write to when a forward ends or a lane becomes idle; -1: none. */
-EXPORT void penstock_ring(Machine *machine, int bell) { lanes_ring(machine->lanes, bell); }
+EXPORT void penstock_set_wakeup_fd(Machine *machine, int fd) { lanes_set_wakeup_fd(machine->lanes, fd); }
 
 /* Starts a forward; see forward_begin. */
 EXPORT Forward *penstock_begin(Machine *machine, const Encoder *encoder, const Batch *batch) {

@@ -59,7 +59,7 @@ static void work(Job *job, int unit, int lane) {
         atomic_store(&forward->lacks_memory, 1);
     else if (is_first)
         lay_out(encoder, part->rows, is_lent ? lent.memory : scratch->memory + own, rows);
-    lanes_meet(job);
+    lanes_barrier(job);
     if (!atomic_load(&forward->lacks_memory)) {
         Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
                      .rows = *rows, .member = together ? unit : 0, .members = job->members, .own = scratch->memory};

@@ -28,7 +28,7 @@ struct Lanes {
     int untaken;          /* number of untaken units */
     int waiting;          /* lanes that wait for work, or that were woken and have not taken any */
     int closing;
-    int bell;
+    int wakeup_fd;       /* written to when a job ends or a lane becomes idle; -1: none */
     _Alignas(CACHE_LINE) atomic_uint begun; /* number of jobs started; lanes_close increments it, too */
     _Alignas(CACHE_LINE) atomic_uint ended; /* number of jobs done */
 };
@@ -68,8 +68,8 @@ static void wait_while(atomic_uint *word, unsigned value) {
 }
 
 /* Writes to the wake-up descriptor. The caller holds the lock. */
-static void ring(const Lanes *lanes) {
-    if (lanes->bell >= 0 && write(lanes->bell, "", 1) < 0) return; /* full: a wake-up is already pending */
+static void notify(const Lanes *lanes) {
+    if (lanes->wakeup_fd >= 0 && write(lanes->wakeup_fd, "", 1) < 0) return; /* full: a wake-up is already pending */
 }
 
 /* Takes the next unit. The caller holds the lock. */
@@ -90,7 +90,7 @@ static void *live(void *argument) {
         if (lanes->first) {
             int unit;
             Job *job = take(lanes, &unit);
-            if (has_news) ring(lanes);
+            if (has_news) notify(lanes);
             has_news = 0;
             pthread_mutex_unlock(&lanes->lock);
             job->run(job, unit, lane->number);
@@ -106,7 +106,7 @@ static void *live(void *argument) {
         } else {
             unsigned begun = atomic_load_explicit(&lanes->begun, memory_order_acquire);
             lanes->waiting++;
-            if (has_news || lanes->waiting == 1) ring(lanes); /* only the first idle lane writes */
+            if (has_news || lanes->waiting == 1) notify(lanes); /* only the first idle lane writes */
             has_news = 0;
             pthread_mutex_unlock(&lanes->lock);
             wait_while(&lanes->begun, begun);
@@ -121,7 +121,7 @@ static void *live(void *argument) {
 Lanes *lanes_open(int count) {
     Lanes *lanes = NULL;
     if (count < 1 || posix_memalign((void **)&lanes, CACHE_LINE, sizeof *lanes)) return NULL;
-    *lanes = (Lanes){.bell = -1};
+    *lanes = (Lanes){.wakeup_fd = -1};
     pthread_mutex_init(&lanes->lock, NULL);
     lanes->lane = calloc((size_t)count, sizeof(Lane));
     /* Threads of the interpreter handle signals. */
@@ -169,9 +169,9 @@ int lanes_free(Lanes *lanes) {
     return free_now;
 }
 
-void lanes_ring(Lanes *lanes, int bell) {
+void lanes_set_wakeup_fd(Lanes *lanes, int fd) {
     pthread_mutex_lock(&lanes->lock);
-    lanes->bell = bell;
+    lanes->wakeup_fd = fd;
     pthread_mutex_unlock(&lanes->lock);
 }
 
@@ -184,7 +184,7 @@ void lanes_begin(Lanes *lanes, Job *job, int units, int most) {
     job->taken = job->ended = 0;
     atomic_init(&job->is_done, 0);
     atomic_init(&job->arrived, 0);
-    atomic_init(&job->meetings, 0);
+    atomic_init(&job->barriers, 0);
     if (lanes->first)
         lanes->last->next = job;
     else
@@ -206,14 +206,14 @@ void lanes_end(Lanes *lanes, Job *job) {
     }
 }
 
-void lanes_meet(Job *job) {
+void lanes_barrier(Job *job) {
     if (job->members == 1) return;
-    unsigned over = atomic_load_explicit(&job->meetings, memory_order_acquire);
+    unsigned over = atomic_load_explicit(&job->barriers, memory_order_acquire);
     if (atomic_fetch_add_explicit(&job->arrived, 1, memory_order_acq_rel) + 1 == (unsigned)job->members) {
         atomic_store_explicit(&job->arrived, 0, memory_order_relaxed);
-        atomic_fetch_add_explicit(&job->meetings, 1, memory_order_acq_rel);
-        wake(&job->meetings, INT_MAX);
+        atomic_fetch_add_explicit(&job->barriers, 1, memory_order_acq_rel);
+        wake(&job->barriers, INT_MAX);
     } else {
-        wait_while(&job->meetings, over);
+        wait_while(&job->barriers, over);
     }
 }

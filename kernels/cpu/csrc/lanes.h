@@ -23,7 +23,7 @@ typedef struct Job {
     struct Job *next;
     int taken, ended;
     atomic_int is_done;
-    atomic_uint arrived, meetings;
+    atomic_uint arrived, barriers;
 } Job;
 
 /* Starts `count` lanes. Returns NULL if threads cannot be started. */
@@ -38,7 +38,7 @@ int lanes_count(const Lanes *lanes);
 int lanes_free(Lanes *lanes);
 
 /* Sets the file descriptor to write to when a job ends or a lane becomes idle; -1: none. */
-void lanes_ring(Lanes *lanes, int bell);
+void lanes_set_wakeup_fd(Lanes *lanes, int fd);
 
 /* Starts a job of `units` units. If at least two lanes are idle and `most` > 1, starts a joint job on at most `most` of
  * them instead, with one unit per lane. */
@@ -51,6 +51,6 @@ int lanes_is_done(const Job *job);
 void lanes_end(Lanes *lanes, Job *job);
 
 /* Barrier for the lanes of a joint job. */
-void lanes_meet(Job *job);
+void lanes_barrier(Job *job);
 
 #endif

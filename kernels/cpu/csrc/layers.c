@@ -23,18 +23,18 @@ long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
     inner = E > inner ? E : inner;
     long sizes[] = {rows * D * 4, rows * D * 4, rows * widest * 4, rows * 4, rows * qkv * 4, rows * heads * 4,
                     rows * inner * 4};
-    void **places[] = {(void **)&out->hidden, (void **)&out->sums, &out->input, (void **)&out->scales, &out->qkv,
+    void **buffers[] = {(void **)&out->hidden, (void **)&out->sums, &out->input, (void **)&out->scales, &out->qkv,
                        &out->attended, &out->inner};
     long total = 0;
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        if (at) *places[i] = at + total;
+        if (at) *buffers[i] = at + total;
         total += round_up(sizes[i]);
     }
     return total;
 }
 
-static void meet(const Team *team) {
-    if (team->members > 1) lanes_meet(team->job);
+static void barrier(const Team *team) {
+    if (team->members > 1) lanes_barrier(team->job);
 }
 
 /* This lane's share of `count` items. */
@@ -52,19 +52,19 @@ static void step_product(Team *team, const Product *product, const void *x, int 
         share(team, rows, &first, &last);
         isa->convert_rows(product->format, (const float *)x + first * product->in, last - first, product->in,
                           (char *)team->rows.input + first * product->in * bytes, team->rows.scales + first);
-        meet(team);
+        barrier(team);
         x = team->rows.input;
     }
     share(team, isa->panels(product), &first, &last);
     isa->run_product(product, x, team->rows.scales, rows, first, last, to, (float *)team->own);
-    meet(team);
+    barrier(team);
 }
 
 static void step_norm(Team *team, const Norm *norm, const float *x, long width, float *y) {
     long first, last;
     share(team, team->part->rows, &first, &last);
     team->isa->run_norm(norm, x + first * width, last - first, width, y + first * width);
-    meet(team);
+    barrier(team);
 }
 
 /* x += norm(y). Overwrites y. */
@@ -73,7 +73,7 @@ static void step_norm_add(Team *team, const Norm *norm, float *y, long width, fl
     share(team, team->part->rows, &first, &last);
     team->isa->run_norm(norm, y + first * width, last - first, width, y + first * width);
     for (long i = first * width; i < last * width; i++) x[i] += y[i];
-    meet(team);
+    barrier(team);
 }
 
 /* Attention of a decoder: prepares the heads of every token, then runs strips of queries over the keys. */
@@ -96,7 +96,7 @@ static void step_decoder_attention(Team *team, AttentionCall *call) {
             if (row >= first && row < last)
                 isa->prepare_row(call, row, past + row - start, pages ? pages->slots[part->start + row] : -1);
     }
-    meet(team);
+    barrier(team);
     for (long s = part->first; s < part->last; s++) {
         Chunk chunk = {.start = batch->starts[s] - part->start, .length = batch->starts[s + 1] - batch->starts[s]};
         if (pages) {
@@ -108,7 +108,7 @@ static void step_decoder_attention(Team *team, AttentionCall *call) {
                 if (unit % team->members == team->member)
                     isa->run_strip(call, &chunk, head, i, chunk.length - i < step ? chunk.length - i : step, team->own);
     }
-    meet(team);
+    barrier(team);
 }
 
 static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16, int is_last) {
@@ -133,7 +133,7 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
             team->isa->run_attention(&call, start - part->start, length,
                                               batch->visible ? batch->visible[s] : length, head, team->own);
         }
-    meet(team);
+    barrier(team);
 }
 
 static void embed(Team *team) {
@@ -146,21 +146,21 @@ static void embed(Team *team) {
         long token = team->part->start + r;
         float *row = to + r * E;
         if (encoder->table_is_bf16) {
-            const uint16_t *word = (const uint16_t *)encoder->words + batch->ids[token] * E;
+            const uint16_t *word = (const uint16_t *)encoder->word_embeddings + batch->ids[token] * E;
             for (long d = 0; d < E; d++) {
                 uint32_t bits = (uint32_t)word[d] << 16;
                 memcpy(row + d, &bits, 4);
             }
         } else {
-            memcpy(row, (const float *)encoder->words + batch->ids[token] * E, (size_t)E * 4);
+            memcpy(row, (const float *)encoder->word_embeddings + batch->ids[token] * E, (size_t)E * 4);
         }
-        if (encoder->places) {
-            const float *place = encoder->places + batch->places[token] * E;
-            for (long d = 0; d < E; d++) row[d] += place[d];
+        if (encoder->position_embeddings) {
+            const float *position = encoder->position_embeddings + batch->positions[token] * E;
+            for (long d = 0; d < E; d++) row[d] += position[d];
         }
     }
     team->isa->run_norm(&encoder->embedding_norm, to + first * E, last - first, E, to + first * E);
-    meet(team);
+    barrier(team);
     if (encoder->projection.in) {
         Target target = {.out = team->rows.hidden, .width = encoder->width};
         step_product(team, &encoder->projection, to, 0, &target);

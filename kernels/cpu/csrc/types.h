@@ -78,11 +78,11 @@ typedef struct {
     int64_t num_kv_heads;
     int64_t head_size;
     int32_t pre_norm;
-    int32_t table_is_bf16; /* type of `words` */
+    int32_t table_is_bf16; /* type of `word_embeddings` */
     int32_t attention_dot; /* attention computes in FORMAT_DOT (even head sizes only), else in float32 */
     int32_t is_decoder;    /* pre-norm, attention by blocks of keys (blocks.h); no bias by distance, no Batch.visible */
-    const void *words;     /* [V, E] float32 or bfloat16 */
-    const float *places;   /* [P, E] float32 sums of position and token type embeddings, or NULL */
+    const void *word_embeddings;      /* [V, E] float32 or bfloat16 */
+    const float *position_embeddings; /* [P, E] float32 sums of position and token type embeddings, or NULL */
     int64_t embedding_width; /* E */
     Norm embedding_norm;
     Product projection;    /* E to D; in = 0: none */
@@ -105,7 +105,7 @@ typedef struct {
 /* Input and output of one forward: T packed tokens of S sequences, or (decoders) of S chunks of sequences. */
 typedef struct {
     const int64_t *ids;       /* [T] */
-    const int64_t *places;    /* [T] rows of Encoder.places */
+    const int64_t *positions; /* [T] rows of Encoder.position_embeddings */
     const int32_t *starts;    /* [S + 1], prefix sums of the lengths */
     const int32_t *visible;   /* [S] leading tokens that attention may read; NULL: all */
     int64_t num_seqs;

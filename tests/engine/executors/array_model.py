@@ -17,7 +17,7 @@ from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import BatchCache, KvCache, PackedBatch
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.cpu import Machine, Pages, Past
+from penstock.kernels.cpu import BatchPages, Machine, PagedKvCache
 
 
 def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: Any) -> PackedModel:
@@ -35,7 +35,7 @@ class ArrayModel(PackedModel):
         self.hidden_size = encoder.hidden_size
         self.cache_spec = encoder.cache_spec
         self.cache_dtype = torch.bfloat16 if encoder.page_itemsize == 2 else torch.float32
-        self._pages: tuple[KvCache, Pages] | None = None
+        self._pages: tuple[KvCache, PagedKvCache] | None = None
         self.sequence_head = _between_tensors(encoder.sequence_head)
         self.token_head = _between_tensors(encoder.token_head)
 
@@ -59,10 +59,10 @@ class ArrayModel(PackedModel):
             past=None if batch.cache is None else self._past(batch.cache, batch.num_tokens),
         )
 
-    def _past(self, cache: BatchCache, num_tokens: int) -> Past:
+    def _past(self, cache: BatchCache, num_tokens: int) -> BatchPages:
         assert cache.kv is not None
         if self._pages is None or self._pages[0] is not cache.kv:
-            self._pages = (cache.kv, Pages(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
+            self._pages = (cache.kv, PagedKvCache(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
         num_seqs, num_new = len(cache.context_lens), cache.num_new_seqs
         known = np.zeros((0, 0), np.int32) if cache.block_tables is None else cache.block_tables.numpy()
         tables_NB = np.zeros((num_seqs, known.shape[1]), np.int32)
@@ -72,7 +72,7 @@ class ArrayModel(PackedModel):
             rows = slice(None) if cache.store_rows is None else cache.store_rows.numpy()
             slots_T[rows] = cache.store_slots.numpy()
         lengths_N = np.array(cache.context_lens, np.int32)
-        return Past(self._pages[1], lengths_N, tables_NB, slots_T)
+        return BatchPages(self._pages[1], lengths_N, tables_NB, slots_T)
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:

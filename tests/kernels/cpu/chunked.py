@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuEncoder, EncoderSpec, Pages, Past
+from penstock.kernels.cpu import BatchPages, CpuEncoder, EncoderWeights, PagedKvCache
 
 from .specs import Floats, Texts
 
@@ -10,7 +10,7 @@ from .specs import Floats, Texts
 class ChunkedDecoder:
     """Runs sequences in chunks with random pages of a memory full of NaN."""
 
-    def __init__(self, decoder: CpuEncoder, spec: EncoderSpec, texts: Texts, page_size: int) -> None:
+    def __init__(self, decoder: CpuEncoder, spec: EncoderWeights, texts: Texts, page_size: int) -> None:
         numbers = np.random.default_rng(2)
         counts = [-(-length // page_size) for length in texts.lengths]
         order = numbers.permutation(sum(counts) + 3).astype(np.int32)
@@ -20,7 +20,7 @@ class ChunkedDecoder:
         dtype, nan = (np.float32, np.nan) if decoder.page_itemsize == 4 else (np.uint16, 0x7FFF)
         memory = [[np.full(shape, nan, dtype) for _ in layers] for _ in range(2)]
         self.decoder, self.texts, self.page_size = decoder, texts, page_size
-        self.pages = Pages(*memory)
+        self.pages = PagedKvCache(*memory)
         self.rows: list[list[Floats]] = [[] for _ in texts.lengths]
 
     def step(self, chunks: list[tuple[int, int, int]]) -> None:
@@ -36,7 +36,7 @@ class ChunkedDecoder:
             slots.append(at * 0 - 1 if is_whole else own[at // self.page_size] * self.page_size + at % self.page_size)
             ids.append(self.texts[number].ids[first:end])
         starts = np.cumsum([0, *map(len, ids)]).astype(np.int32)
-        past = Past(
+        past = BatchPages(
             pages=self.pages,
             lengths=np.array([first for _, first, _ in chunks], np.int32),
             tables=tables,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.kernels.cpu import Activation, CpuEncoder, CpuKernelError, Format, Machine
+from penstock.kernels.cpu import ActivationCode, CpuEncoder, CpuKernelError, Format, Machine
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, LONGEST, SHAPES, format_pairs, make_spec, make_texts
@@ -64,7 +64,7 @@ def encode(library: Path, isa: str, numbers: np.random.Generator) -> None:
 def multiply(machine: Machine, numbers: np.random.Generator) -> None:
     """Products of all formats and activations, with some NaN and inf."""
     for form in machine.formats:
-        for activation in Activation:
+        for activation in ActivationCode:
             for gated in (False, True):
                 num_in, num_out = numbers.integers(1, 130, 2)
                 weight = numbers.standard_normal((2 * num_out if gated else num_out, num_in), np.float32)

@@ -5,30 +5,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cpu import Activation, EncoderSpec, Format, LayerSpec, MapSpec, NormSpec
+from penstock.kernels.cpu import ActivationCode, EncoderWeights, Format, LayerWeights, LinearWeights, NormWeights
 
 from .rounding import to_bfloat16
 from .specs import Texts
 
 FUNCTIONS = {
-    Activation.NONE: lambda x: x,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
-    Activation.RELU: F.relu,
-    Activation.SILU: F.silu,
-    Activation.TANH: torch.tanh,
+    ActivationCode.NONE: lambda x: x,
+    ActivationCode.GELU: F.gelu,
+    ActivationCode.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    ActivationCode.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    ActivationCode.RELU: F.relu,
+    ActivationCode.SILU: F.silu,
+    ActivationCode.TANH: torch.tanh,
 }
 
 
-def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[Tensor, Tensor]:
+def encode(spec: EncoderWeights, texts: Texts, form: Format = Format.F32) -> tuple[Tensor, Tensor]:
     """Results of CpuEncoder in float64. Only the weights are rounded to the format."""
     rows, weights = [], []
     for number, length in enumerate(texts.lengths):
         text = texts[number]
-        hidden_LD = _doubles(spec.words)[torch.from_numpy(text.ids)]
-        if spec.positions is not None:
-            hidden_LD = hidden_LD + _doubles(spec.positions)[torch.from_numpy(text.positions)]
+        hidden_LD = _doubles(spec.word_embeddings)[torch.from_numpy(text.ids)]
+        if spec.position_embeddings is not None:
+            hidden_LD = hidden_LD + _doubles(spec.position_embeddings)[torch.from_numpy(text.positions)]
         hidden_LD = _norm(hidden_LD, spec.embedding_norm)
         if spec.projection is not None:
             hidden_LD = _map(hidden_LD, spec.projection, form)
@@ -40,7 +40,9 @@ def encode(spec: EncoderSpec, texts: Texts, form: Format = Format.F32) -> tuple[
     return torch.cat(rows), torch.cat(weights)
 
 
-def _layer(hidden_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format) -> tuple[Tensor, Tensor]:
+def _layer(
+    hidden_LD: Tensor, layer: LayerWeights, spec: EncoderWeights, visible: int, form: Format
+) -> tuple[Tensor, Tensor]:
     if spec.pre_norm:
         attended_LD, weights_LH = _attend(_norm(hidden_LD, layer.attention_norm), layer, spec, visible, form)
         hidden_LD = hidden_LD + _norm(attended_LD, layer.after_attention)
@@ -50,11 +52,13 @@ def _layer(hidden_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int,
     return _norm(hidden_LD + _mlp(hidden_LD, layer, form), layer.mlp_norm), weights_LH
 
 
-def _mlp(x_LD: Tensor, layer: LayerSpec, form: Format) -> Tensor:
+def _mlp(x_LD: Tensor, layer: LayerWeights, form: Format) -> Tensor:
     return _map(_map(x_LD, layer.mlp_in, form), layer.mlp_out, form)
 
 
-def _attend(x_LD: Tensor, layer: LayerSpec, spec: EncoderSpec, visible: int, form: Format) -> tuple[Tensor, Tensor]:
+def _attend(
+    x_LD: Tensor, layer: LayerWeights, spec: EncoderWeights, visible: int, form: Format
+) -> tuple[Tensor, Tensor]:
     length, num_heads, num_kv_heads = len(x_LD), spec.num_heads, spec.num_kv_heads or spec.num_heads
     heads = _map(x_LD, layer.qkv, form).view(length, num_heads + 2 * num_kv_heads, -1)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
@@ -89,7 +93,7 @@ def _turn(x_LHK: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat([a * cosines - b * sines, b * cosines + a * sines], -1)
 
 
-def _map(x_LD: Tensor, spec: MapSpec, form: Format) -> Tensor:
+def _map(x_LD: Tensor, spec: LinearWeights, form: Format) -> Tensor:
     weight = spec.weight if form is Format.F32 else to_bfloat16(spec.weight)
     y = F.linear(x_LD, _doubles(weight), None if spec.bias is None else _doubles(spec.bias))
     if not spec.gated:
@@ -98,7 +102,7 @@ def _map(x_LD: Tensor, spec: MapSpec, form: Format) -> Tensor:
     return FUNCTIONS[spec.activation](gate) * values
 
 
-def _norm(x_LD: Tensor, spec: NormSpec | None) -> Tensor:
+def _norm(x_LD: Tensor, spec: NormWeights | None) -> Tensor:
     if spec is None:
         return x_LD
     weight_D, bias_D = _doubles(spec.weight), 0.0 if spec.bias is None else _doubles(spec.bias)

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Activation, EncoderSpec, Format, LayerSpec, Machine, MapSpec, NormSpec
+from penstock.kernels.cpu import (
+    ActivationCode,
+    EncoderWeights,
+    Format,
+    LayerWeights,
+    LinearWeights,
+    Machine,
+    NormWeights,
+)
 
 Floats = NDArray[np.float32]
 
@@ -24,7 +32,7 @@ def format_pairs(machine: Machine) -> list[tuple[Format, Format]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes and options of EncoderSpec and LayerSpec."""
+    """Sizes and options of EncoderWeights and LayerWeights."""
 
     name: str
     head_size: int = 32
@@ -35,7 +43,7 @@ class Shape:
     rms: bool = False
     has_bias: bool = True
     gated: bool = False
-    activation: Activation = Activation.GELU
+    activation: ActivationCode = ActivationCode.GELU
     window: tuple[int, int] | None = None
     rotary: bool = False
     distance_bias: bool = False
@@ -57,17 +65,17 @@ class Shape:
 SHAPES = (
     Shape(name="bert"),
     Shape(name="bert_8", head_size=8, num_heads=3, inner=17),
-    Shape(name="minilm_24", head_size=24, num_heads=3, activation=Activation.RELU),
-    Shape(name="bert_80", head_size=80, activation=Activation.GELU_TANH),
-    Shape(name="electra_128", head_size=128, num_heads=1, embedding_width=24, activation=Activation.QUICK_GELU),
+    Shape(name="minilm_24", head_size=24, num_heads=3, activation=ActivationCode.RELU),
+    Shape(name="bert_80", head_size=80, activation=ActivationCode.GELU_TANH),
+    Shape(name="electra_128", head_size=128, num_heads=1, embedding_width=24, activation=ActivationCode.QUICK_GELU),
     Shape(name="wide_embedding", head_size=8, num_heads=2, embedding_width=400, inner=24),
     Shape(name="mpnet_64", head_size=64, distance_bias=True),
     Shape(name="modernbert_64", head_size=64, pre_norm=True, has_bias=False, gated=True, rotary=True, positions=False),
     Shape(name="modernbert_window", pre_norm=True, has_bias=False, gated=True, rotary=True, window=(7, 7)),
     Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
-    Shape(name="causal", window=(-1, 0), rms=True, activation=Activation.SILU),
-    Shape(name="nomic_gated", gated=True, activation=Activation.SILU, rotary=True, has_bias=False, inner=50),
-    Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=Activation.TANH),
+    Shape(name="causal", window=(-1, 0), rms=True, activation=ActivationCode.SILU),
+    Shape(name="nomic_gated", gated=True, activation=ActivationCode.SILU, rotary=True, has_bias=False, inner=50),
+    Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=ActivationCode.TANH),
 )
 
 _DECODER = {
@@ -75,7 +83,7 @@ _DECODER = {
     "rms": True,
     "has_bias": False,
     "gated": True,
-    "activation": Activation.SILU,
+    "activation": ActivationCode.SILU,
     "rotary": True,
     "positions": False,
     "is_decoder": True,
@@ -100,7 +108,7 @@ VOCABULARY = 50
 LONGEST = 513
 
 
-def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
+def make_spec(shape: Shape, seed: int = 0) -> EncoderWeights:
     """The same weights at every call."""
     numbers = np.random.default_rng(seed)
     width, embedding = shape.width, shape.embedding_width or shape.width
@@ -108,23 +116,25 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
     def normal(*sizes: int) -> Floats:
         return numbers.standard_normal(sizes, np.float32)
 
-    def norm(size: int, scale: float = 1.0) -> NormSpec:
+    def norm(size: int, scale: float = 1.0) -> NormWeights:
         bias = None if shape.rms else np.float32(0.1) * normal(size)
         weight = np.float32(scale) * (1 + np.float32(0.1) * normal(size))
-        return NormSpec(weight=weight, bias=bias, eps=1e-5, rms=shape.rms)
+        return NormWeights(weight=weight, bias=bias, eps=1e-5, rms=shape.rms)
 
-    def linear(num_in: int, num_out: int, activation: Activation = Activation.NONE, gated: bool = False) -> MapSpec:
+    def linear(
+        num_in: int, num_out: int, activation: ActivationCode = ActivationCode.NONE, gated: bool = False
+    ) -> LinearWeights:
         weight = normal(num_out, num_in) / np.float32(np.sqrt(num_in))
         bias = normal(num_out) * np.float32(0.1) if shape.has_bias else None
-        return MapSpec(weight=weight, bias=bias, activation=activation, gated=gated)
+        return LinearWeights(weight=weight, bias=bias, activation=activation, gated=gated)
 
-    def layer() -> LayerSpec:
+    def layer() -> LayerWeights:
         heads, kv_heads, size = shape.num_heads, shape.num_kv_heads or shape.num_heads, shape.head_size
         qkv = linear(width, (heads + 2 * kv_heads) * size)
         qkv.weight[: (heads + kv_heads) * size] *= np.float32(1.5 * shape.head_size**-0.25)
         angles = np.outer(np.arange(LONGEST), 100.0 ** -np.linspace(0, 1, shape.head_size // 2))
         rotary = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32) if shape.rotary else None
-        return LayerSpec(
+        return LayerWeights(
             attention_norm=norm(width),
             qkv=qkv,
             attention_out=linear(heads * size, width),
@@ -141,13 +151,13 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderSpec:
             softcap=shape.softcap,
         )
 
-    return EncoderSpec(
+    return EncoderWeights(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         pre_norm=shape.pre_norm,
         is_decoder=shape.is_decoder,
-        words=normal(VOCABULARY, embedding),
-        positions=normal(LONGEST, embedding) if shape.positions else None,
+        word_embeddings=normal(VOCABULARY, embedding),
+        position_embeddings=normal(LONGEST, embedding) if shape.positions else None,
         embedding_norm=None if shape.is_decoder else norm(embedding),
         projection=None if embedding == width else linear(embedding, width),
         layers=[layer() for _ in range(shape.num_layers)],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, Pages, Past
+from penstock.kernels.cpu import BatchPages, CpuEncoder, CpuKernelError, Format, Machine, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -135,7 +135,7 @@ def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
     spec = make_spec(shape)
     texts = make_texts([31, 7, 64, 33])
     texts = replace(texts, ids=np.minimum(texts.ids, 48))
-    spec.words[49] = np.nan
+    spec.word_embeddings[49] = np.nan
     dirty = replace(texts, ids=texts.ids.copy())
     dirty.ids[33] = 49
     for form, attention in format_pairs(machine):
@@ -178,28 +178,28 @@ def test_infinite_scores_equal_torch(machine: Machine, value: float) -> None:
 def test_norms_of_rows_of_any_size_equal_torch(machine: Machine) -> None:
     for rms, size in itertools.product((False, True), (1e-30, 1e-3, 1e3, 1e15)):
         spec = make_spec(replace(SHAPES[0], positions=False, rms=rms))
-        spec.words[3] *= np.float32(size)
+        spec.word_embeddings[3] *= np.float32(size)
         texts = make_texts([1])
         texts.ids[:] = 3
         norm = spec.embedding_norm
-        rows, weight = torch.from_numpy(spec.words[texts.ids]), torch.from_numpy(norm.weight)
+        rows, weight = torch.from_numpy(spec.word_embeddings[texts.ids]), torch.from_numpy(norm.weight)
         if rms:
             scaled = torch.nn.functional.rms_norm(rows, rows.shape[1:], weight, norm.eps)
         else:
             bias = torch.from_numpy(norm.bias)
             scaled = torch.nn.functional.layer_norm(rows, rows.shape[1:], weight, bias, norm.eps)
         # The same encoder without the norm, over a table with the normalised row.
-        without_norm = replace(spec, words=spec.words.copy(), embedding_norm=None)
-        without_norm.words[3] = scaled[0].numpy()
+        without_norm = replace(spec, word_embeddings=spec.word_embeddings.copy(), embedding_norm=None)
+        without_norm.word_embeddings[3] = scaled[0].numpy()
         actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (spec, without_norm))
         assert_close(f"rows of {size}", expected, actual, TOLERANCE)
 
 
 def test_tables_may_be_bfloat16(machine: Machine) -> None:
     spec, texts = make_spec(SHAPES[0]), make_texts([12, 40])
-    words = torch.from_numpy(spec.words).bfloat16()
-    rounded = replace(spec, words=words.float().numpy())
-    in_bfloat16 = replace(spec, words=words.view(torch.int16).numpy().view(np.uint16))
+    words = torch.from_numpy(spec.word_embeddings).bfloat16()
+    rounded = replace(spec, word_embeddings=words.float().numpy())
+    in_bfloat16 = replace(spec, word_embeddings=words.view(torch.int16).numpy().view(np.uint16))
     actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (in_bfloat16, rounded))
     assert torch.equal(actual, expected)
 
@@ -255,7 +255,7 @@ def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
     with pytest.raises(ValueError, match="not supported by decoders"):
         run(decoder, texts, need_attention=True)
     pages = ChunkedDecoder(decoder, spec, make_texts([40, 3]), 16).pages
-    valid = Past(
+    valid = BatchPages(
         pages=pages,
         lengths=np.array([20, 0], np.int32),
         tables=np.array([[1, 0], [-1, -1]], np.int32),
@@ -273,8 +273,8 @@ def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
         ({"slots": np.full(7, 7 * 16)}, "slots must be 7 numbers from -1 to 111"),
         ({"slots": np.full(7, -2)}, "slots must be 7 numbers"),
         ({"slots": np.full(6, 0)}, "slots must be 7 numbers"),
-        ({"pages": Pages(narrow, narrow)}, "do not fit this model"),
-        ({"pages": Pages(halves, halves)}, "do not fit this model"),
+        ({"pages": PagedKvCache(narrow, narrow)}, "do not fit this model"),
+        ({"pages": PagedKvCache(halves, halves)}, "do not fit this model"),
         (
             {"lengths": np.array([LONGEST - 3, 0]), "tables": np.zeros((2, 40), np.int32)},
             "514 tokens; the limit is 513",
@@ -284,4 +284,4 @@ def test_invalid_pages_are_rejected(three_lane_machine: Machine) -> None:
             decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, **changes))
     decoder.begin(texts.ids, texts.positions, texts.starts, past=replace(valid, lengths=np.zeros(2, np.int32))).result()
     with pytest.raises(ValueError, match="contiguous arrays of one shape"):
-        Pages(narrow, halves)
+        PagedKvCache(narrow, halves)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import Activation, CpuKernelError, Format, Machine
+from penstock.kernels.cpu import ActivationCode, CpuKernelError, Format, Machine
 
 from .reference import FUNCTIONS
 from .rounding import product_in_doubles
@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(machine: Machine, num_in: int,
     for form in machine.formats:
         numbers = np.random.default_rng(7)
         x, weight, bias = normal(numbers, 400, num_in), normal(numbers, num_out, num_in), normal(numbers, num_out)
-        packed = machine.pack(weight, bias, form, activation=Activation.GELU)
+        packed = machine.pack(weight, bias, form, activation=ActivationCode.GELU)
         whole = machine.product(packed, x)
         for num_rows in (*range(1, 71), 191, 192, 193, 205, 399):
             begin = int(numbers.integers(0, 401 - num_rows))
@@ -53,8 +53,10 @@ def test_bits_do_not_depend_on_the_number_of_rows(machine: Machine, num_in: int,
             assert np.array_equal(part, whole[begin : begin + num_rows]), f"{form.name}: {num_rows} rows from {begin}"
 
 
-@pytest.mark.parametrize("activation", [Activation.GELU, Activation.SILU], ids=lambda activation: activation.name)
-def test_gated_product_equals_float64(machine: Machine, activation: Activation) -> None:
+@pytest.mark.parametrize(
+    "activation", [ActivationCode.GELU, ActivationCode.SILU], ids=lambda activation: activation.name
+)
+def test_gated_product_equals_float64(machine: Machine, activation: ActivationCode) -> None:
     for form in machine.formats:
         numbers = np.random.default_rng(3)
         for num_in, width in itertools.product((4, 17, 48), WIDTHS):
@@ -76,8 +78,8 @@ def test_gated_product_equals_float64(machine: Machine, activation: Activation) 
             assert (np.abs(actual - (gate * sums[:, width:] + add)) <= limit).all(), f"{form.name}: {num_in} to {width}"
 
 
-@pytest.mark.parametrize("activation", Activation, ids=lambda activation: activation.name)
-def test_activations_equal_torch(machine: Machine, activation: Activation) -> None:
+@pytest.mark.parametrize("activation", ActivationCode, ids=lambda activation: activation.name)
+def test_activations_equal_torch(machine: Machine, activation: ActivationCode) -> None:
     """The error is at most 1e-6 of the function, or of its argument up to 1 if the function is small."""
     sizes = np.geomspace(1e-38, 3e38, 2001, dtype=np.float32)
     fine = np.linspace(-20, 20, 4001, dtype=np.float32)

@@ -37,11 +37,11 @@ static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *str
     long wide = round_to(size, PANEL), rows = strip_tokens(heads, kv_heads) * (heads / kv_heads);
     long sizes[] = {KEYS * size * 4, KEYS * wide * 4, MOST_ROWS * KEYS * 4, MOST_ROWS * KEYS * 2, rows * wide * 4,
                     rows * 4, rows * 4};
-    void **places[] = {&strip->keys, &strip->values, (void **)&strip->scores, (void **)&strip->rounded,
+    void **buffers[] = {&strip->keys, &strip->values, (void **)&strip->scores, (void **)&strip->rounded,
                        (void **)&strip->sums, (void **)&strip->largest, (void **)&strip->totals};
     long total = 0;
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        if (at) *places[i] = at + total;
+        if (at) *buffers[i] = at + total;
         total += round_to(sizes[i], 64);
     }
     return total;
@@ -53,7 +53,7 @@ static long blocks_bytes(long heads, long kv_heads, long size) {
     return lay_strip(heads, kv_heads, size, NULL, &strip);
 }
 
-static void turn(float *head, long size, const float *cosines) {
+static void rotate(float *head, long size, const float *cosines) {
     const float *sines = cosines + size / 2;
     for (long d = 0, half = size / 2; d < half; d += WIDTH) {
         long left = half - d;
@@ -77,7 +77,7 @@ static void prepare_row(const AttentionCall *call, long row, long position, int6
     run_norm(&layer->query_norm, q, call->heads, size, q);
     run_norm(&layer->key_norm, k, call->kv_heads, size, k);
     if (layer->rotary)
-        for (float *head = q; head < k + keys; head += size) turn(head, size, layer->rotary + position * size);
+        for (float *head = q; head < k + keys; head += size) rotate(head, size, layer->rotary + position * size);
     if (call->dot) convert_rows(FORMAT_DOT, q, 1, width, q, NULL);
     if (slot < 0) return;
     const char *kept = (const char *)q + queries * bytes;
@@ -183,14 +183,14 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
             memset(scores + begin, 0, (size_t)(end - begin) * 4);
     }
     for (long column = 0; column < size; column += PANEL) {
-        long place = column * KEYS + begin * PANEL;
+        long offset = column * KEYS + begin * PANEL;
 #if HAS_DOT
         if (call->dot)
-            tile_dot(rows, strip->rounded + begin, KEYS, (const uint16_t *)strip->values + place, end - begin, products,
+            tile_dot(rows, strip->rounded + begin, KEYS, (const uint16_t *)strip->values + offset, end - begin, products,
                      PANEL);
         else
 #endif
-            tile_f32(rows, strip->scores + begin, KEYS, (const float *)strip->values + place, end - begin, products,
+            tile_f32(rows, strip->scores + begin, KEYS, (const float *)strip->values + offset, end - begin, products,
                      PANEL);
         for (int r = 0; r < rows; r++) {
             float *sums = strip->sums + (at + r) * wide + column;

@@ -10,8 +10,8 @@
 /* Rows per partial sum, which keeps float32 accurate for long sequences. */
 #define SUM_BLOCK 64
 
-INLINE float row_weight(int pooling, const float *weights, long row, long place) {
-    return pooling == POOL_WEIGHTED ? weights[row] : pooling == POOL_WEIGHTED_MEAN ? (float)(place + 1) : 1.0f;
+INLINE float row_weight(int pooling, const float *weights, long row, long position) {
+    return pooling == POOL_WEIGHTED ? weights[row] : pooling == POOL_WEIGHTED_MEAN ? (float)(position + 1) : 1.0f;
 }
 
 /* Pools rows `start` to `end` of [T, D], without the first `skip` rows, to `width` floats. */

@@ -19,13 +19,13 @@ INLINE long weight_bytes(int format) { return format == FORMAT_F32 ? 4 : format 
 
 INLINE long num_panels(long out) { return (out + PANEL - 1) / PANEL; }
 
-/* Column of W at a place of the panels; -1 for padding. A gated panel has PANEL / 2 columns of the gate, then PANEL / 2
+/* Column of W at an index of the panels; -1 for padding. A gated panel has PANEL / 2 columns of the gate, then PANEL / 2
  * of the values. */
-INLINE long column_of(const Product *product, long place) {
-    if (!product->gated) return place < product->out ? place : -1;
-    long half = PANEL / 2, width = product->out / 2, column = place / PANEL * half + place % half;
+INLINE long column_of(const Product *product, long index) {
+    if (!product->gated) return index < product->out ? index : -1;
+    long half = PANEL / 2, width = product->out / 2, column = index / PANEL * half + index % half;
     if (column >= width) return -1;
-    return place % PANEL < half ? column : width + column;
+    return index % PANEL < half ? column : width + column;
 }
 
 /* Number of panels of a product. */
@@ -42,20 +42,20 @@ INLINE long packed_bytes(const Product *product) {
 /* Packs W [N, K] float32 into `weights`, bias [N] or NULL into `bias`, and for FORMAT_INT8 scales and sums. */
 static void pack(const Product *product, const float *w, const float *b, void *weights, float *bias, float *scales,
                  int32_t *sums) {
-    long num_in = product->in, num_places = panels_of(product) * PANEL;
-    for (long place = 0; place < num_places; place++) {
-        long column = column_of(product, place), at = place / PANEL * PANEL * num_in, c = place % PANEL;
+    long num_in = product->in, num_columns = panels_of(product) * PANEL;
+    for (long index = 0; index < num_columns; index++) {
+        long column = column_of(product, index), at = index / PANEL * PANEL * num_in, c = index % PANEL;
         const float *row = column < 0 ? NULL : w + column * num_in;
-        bias[place] = row && b ? b[column] : 0.0f;
+        bias[index] = row && b ? b[column] : 0.0f;
         float largest = 0.0f;
         if (product->format == FORMAT_INT8) {
             for (long k = 0; row && k < num_in; k++) {
                 float a = row[k] < 0 ? -row[k] : row[k];
                 largest = a > largest || a != a ? a : largest;
             }
-            scales[place] = largest / 127.0f;
-            if (largest - largest != 0) scales[place] = largest = NAN; /* a column with NaN or inf becomes NaN */
-            sums[place] = 0;
+            scales[index] = largest / 127.0f;
+            if (largest - largest != 0) scales[index] = largest = NAN; /* a column with NaN or inf becomes NaN */
+            sums[index] = 0;
         }
         for (long k = 0; k < num_in; k++) {
             float value = row ? row[k] : 0.0f;
@@ -73,7 +73,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
                     float q = largest > 0 ? value / largest * 127.0f : 0.0f;
                     int whole = (int)(q < 0 ? q - 0.5f : q + 0.5f);
                     ((int8_t *)weights)[at + k / 4 * 4 * PANEL + 4 * c + k % 4] = (int8_t)whole;
-                    sums[place] += 128 * whole;
+                    sums[index] += 128 * whole;
                     break;
                 }
             }

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .machine import Activation
+from .machine import ActivationCode
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NormSpec:
+class NormWeights:
     """A LayerNorm or RMSNorm.
 
     Attributes:
@@ -36,7 +36,7 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MapSpec:
+class LinearWeights:
     """A linear map x W^T + b with an optional activation.
 
     Attributes:
@@ -48,12 +48,12 @@ class MapSpec:
 
     weight: Floats
     bias: Floats | None = None
-    activation: Activation = Activation.NONE
+    activation: ActivationCode = ActivationCode.NONE
     gated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerSpec:
+class LayerWeights:
     """One layer.
 
     Attributes:
@@ -73,24 +73,24 @@ class LayerSpec:
         softcap: c: scores s become c * tanh(s / c). Decoders only. 0: no cap.
     """
 
-    attention_norm: NormSpec | None
-    qkv: MapSpec
-    attention_out: MapSpec
-    mlp_norm: NormSpec
-    mlp_in: MapSpec
-    mlp_out: MapSpec
+    attention_norm: NormWeights | None
+    qkv: LinearWeights
+    attention_out: LinearWeights
+    mlp_norm: NormWeights
+    mlp_in: LinearWeights
+    mlp_out: LinearWeights
     window: tuple[int, int] | None = None
     rotary: Floats | None = None
     bias: Floats | None = None
-    query_norm: NormSpec | None = None
-    key_norm: NormSpec | None = None
-    after_attention: NormSpec | None = None
-    after_mlp: NormSpec | None = None
+    query_norm: NormWeights | None = None
+    key_norm: NormWeights | None = None
+    after_attention: NormWeights | None = None
+    after_mlp: NormWeights | None = None
     softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderSpec:
+class EncoderWeights:
     """An encoder or a decoder with its weights.
 
     Attributes:
@@ -99,8 +99,8 @@ class EncoderSpec:
         pre_norm: The norms are before attention and MLP, not after the residual sums.
         is_decoder: Attention reads keys block by block, and supports pages. Requires `pre_norm` and layers without a
             bias by distance.
-        words: [V, E] word embeddings, float32 or uint16 (bits of bfloat16).
-        positions: [P, E] float32 position embeddings, added to the word embeddings; None: no position embeddings.
+        word_embeddings: [V, E] word embeddings, float32 or uint16 (bits of bfloat16).
+        position_embeddings: [P, E] float32 added to the word embeddings; None: no position embeddings.
         embedding_norm: Norm of the embeddings; None: no norm.
         projection: Embedding projection, E to D; None: no projection.
         layers: The layers, at least one. Iterated once.
@@ -111,9 +111,9 @@ class EncoderSpec:
     num_kv_heads: int | None = None
     pre_norm: bool
     is_decoder: bool = False
-    words: NDArray[Any]
-    positions: Floats | None
-    embedding_norm: NormSpec | None
-    projection: MapSpec | None = None
-    layers: Iterable[LayerSpec]
-    final_norm: NormSpec | None = None
+    word_embeddings: NDArray[Any]
+    position_embeddings: Floats | None
+    embedding_norm: NormWeights | None
+    projection: LinearWeights | None = None
+    layers: Iterable[LayerWeights]
+    final_norm: NormWeights | None = None

@@ -16,7 +16,7 @@ from . import _abi
 from .machine import Array, at
 
 
-class Pages:
+class PagedKvCache:
     """KV cache that the library reads and writes in place.
 
     Args:
@@ -41,7 +41,7 @@ class Pages:
         self.keys, self.values = (np.array([at(a) for a in part], np.uintp) for part in (keys, values))
 
     @classmethod
-    def allocate(cls, num_layers: int, shape: tuple[int, int, int, int], itemsize: int) -> Pages:
+    def allocate(cls, num_layers: int, shape: tuple[int, int, int, int], itemsize: int) -> PagedKvCache:
         """Allocates pages for every layer. Physical memory is used only for pages that have been written.
 
         Args:
@@ -55,8 +55,8 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Past:
-    """Pages that the chunks of a batch read and write.
+class BatchPages:
+    """Pages of the KV cache that the chunks of a batch read and write.
 
     Attributes:
         pages: The KV cache.
@@ -65,7 +65,7 @@ class Past:
         slots: [T] int64, page * page size + row for the keys and values of each token; -1: not stored.
     """
 
-    pages: Pages
+    pages: PagedKvCache
     lengths: NDArray[np.int32]
     tables: NDArray[np.int32]
     slots: NDArray[np.int64]
