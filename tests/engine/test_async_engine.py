@@ -32,7 +32,7 @@ def config(request: pytest.FixtureRequest, minilm_folder: Path) -> EngineConfig:
         in_process=request.param == "in_process",
         num_threads=1,
         dtype="float32",
-        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_queued_tokens=20_000),
+        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_queued_tokens=4_000),
     )
 
 
@@ -63,26 +63,11 @@ async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
     ids = await engine.tokenize(TEXTS)
     as_ids = (await engine.embed(ids, PARAMS)).embeddings
     alone = np.concatenate([(await engine.embed([text], PARAMS)).embeddings for text in TEXTS])
-    crowd = await asyncio.gather(*(engine.embed([text], PARAMS) for text in TEXTS * 5))
-    crowded = np.concatenate([r.embeddings for r in crowd]).reshape(5, len(TEXTS), -1)
+    crowd = await asyncio.gather(*(engine.embed([text], PARAMS) for text in TEXTS * 2))
+    crowded = np.concatenate([r.embeddings for r in crowd]).reshape(2, len(TEXTS), -1)
     assert np.abs(alone - together).max() < 1e-6
     assert np.abs(as_ids - together).max() < 1e-6
     assert np.abs(crowded - together).max() < 1e-6
-
-
-async def test_token_embed_gives_the_rows_of_each_text(engine: AsyncEngine) -> None:
-    tokens = await engine.token_embed(TEXTS[:3], PARAMS)
-    assert [rows.shape for rows in tokens.rows] == [(2, 384), (3, 384), (7, 384)]
-
-
-async def test_one_query_or_equally_many_are_scored(engine: AsyncEngine) -> None:
-    documents = ["Paris is the capital of France.", "Bread is baked.", "France lies in Europe."]
-    one = await engine.score(["What is the capital of France?"], documents, PARAMS)
-    many = await engine.score(["What is the capital of France?"] * 3, documents, PARAMS)
-    assert one.scores.argmax() == 0
-    assert np.abs(one.scores - many.scores).max() < 1e-6
-    with pytest.raises(errors.InvalidRequestError, match="2 texts cannot be paired with 3"):
-        await engine.score(["a", "b"], documents, PARAMS)
 
 
 async def test_labels_and_examples_classify_texts(engine: AsyncEngine) -> None:
@@ -113,7 +98,7 @@ async def test_full_queue_rejects_whole_requests(engine: AsyncEngine, monkeypatc
     settle, held = replica._settle, []
     monkeypatch.setattr(replica, "_settle", lambda *result: held.append(result))  # holds the results back
     num_rejected = engine.stats().num_rejected_total
-    texts = ["word " * 100] * 100  # 10,200 tokens: two fill the queue
+    texts = ["word " * 100] * 20  # 2,040 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
     assert not engine.is_full
     engine.check_room()
@@ -132,7 +117,7 @@ async def test_full_queue_rejects_whole_requests(engine: AsyncEngine, monkeypatc
     assert engine.stats().num_tokens == 0
 
 
-@pytest.mark.parametrize(("texts", "timeout_s"), [(["word " * 100] * 100, 0.01), (["word " * 10_000] * 500, 0.05)])
+@pytest.mark.parametrize(("texts", "timeout_s"), [(["word " * 100] * 35, 0.01), (["word " * 10_000] * 500, 0.05)])
 async def test_deadline_ends_a_request(engine: AsyncEngine, texts: list[str], timeout_s: float) -> None:
     with pytest.raises(errors.DeadlineExceededError):
         await engine.embed(texts, PoolingParams(truncate_prompt_tokens=-1), RequestOptions(timeout_s=timeout_s))
@@ -182,18 +167,6 @@ async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., P
         assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
     finally:
         await engine.close()
-
-
-async def test_missing_device_is_named(minilm_folder: Path) -> None:
-    with pytest.raises(errors.ModelLoadError, match=r"--device is cuda:99, but torch .* finds \d+ CUDA devices"):
-        await AsyncEngine.start(EngineConfig(model=str(minilm_folder), device="cuda:99"))
-
-
-@pytest.mark.parametrize("in_process", [False, True])
-async def test_load_error_names_the_folder(tmp_path: Path, in_process: bool) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(errors.ModelLoadError, match=str(tmp_path)):
-        await AsyncEngine.start(EngineConfig(model=str(tmp_path), in_process=in_process))
 
 
 async def test_stage_times_sum_to_less_than_the_total(engine: AsyncEngine) -> None:

@@ -141,8 +141,3 @@ def test_process_ends_soon_without_a_reader(script: str) -> None:
         assert process.wait(30) == 0
         assert isinstance(process.stderr, TextIOWrapper)
         assert process.stderr.readline().split()[4] == "00000"
-
-
-def test_process_without_stderr_writes_nothing(script: str) -> None:
-    command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-P", "-c", script, "10"]
-    assert subprocess.run(command, capture_output=True, check=True).stdout == b""
