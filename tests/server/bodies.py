@@ -1,5 +1,7 @@
-"""A valid body for each route that runs the model, and ASGI scopes."""
+"""A valid body for each route that runs the model, tables of bodies, and ASGI scopes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 TEXTS: dict[str, Any] = {"texts": ["a"], "input_type": "search_query"}
@@ -15,6 +17,18 @@ FORWARDS: dict[str, dict[str, Any]] = {
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
     "/api/embeddings": {"prompt": "a b"},
 }
+
+
+def table(file: str, name: str) -> list[list[Any]]:
+    """Returns a table of a JSON file in `routes`. `file` is its name without the suffix."""
+    text = (Path(__file__).parent / "routes" / f"{file}.json").read_text("utf-8")
+    return json.loads(text)[name]
+
+
+def client_bodies(name: str) -> dict[str, list[Any]]:
+    """Returns bodies that clients sent as arguments of `pytest.mark.parametrize`. The ids are the clients."""
+    rows = table("client_bodies", name)
+    return {"argvalues": [row[1:] for row in rows], "ids": [row[0] for row in rows]}
 
 
 def http_scope(path: str, headers: dict[str, str], **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
 
+from ..bodies import client_bodies
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     cohere = pytest.importorskip("cohere")
@@ -21,7 +23,6 @@ TEXTS = ["one red gate", "two blue gates and a pipe", "three"]
 WIDTH = 8
 LONG = "word " * 100  # MAX_MODEL_LEN of the engine is 64.
 NUM_TOKENS = sum(len(text.split()) + 2 for text in TEXTS)
-FLOATS = {"embedding_types": ["float"]}
 QUERY = {"input_type": "search_query"}
 ALL_TYPES = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
@@ -139,31 +140,7 @@ async def test_max_tokens_may_exceed_the_model_if_it_takes_chunks(
     assert engine.calls[-1][1][2].priority == 5
 
 
-# (client, path, body, whether the embeddings are grouped by type), captured on the wire.
-CLIENT_BODIES = [
-    ("langchain", "/v1/embed", {"embedding_types": ["float"], "input_type": "search_document", "truncate": None}, True),
-    ("litellm", "/v1/embed", {"input_type": "search_document"}, False),
-    ("litellm, newer path", "/v2/embed", {"input_type": "search_document"}, True),
-    ("cohere-ai npm", "/v2/embed", {**QUERY, "embedding_types": ["float", "ubinary"], "truncate": "NONE"}, True),
-    ("haystack", "/v2/embed", {**FLOATS, "truncate": "END", **QUERY}, True),
-    ("ai sdk", "/v2/embed", {**FLOATS, **QUERY}, True),
-    ("ai sdk, options", "/v2/embed", {**FLOATS, **QUERY, "truncate": "END", "output_dimension": WIDTH}, True),
-    ("weaviate", "/v2/embed", {**FLOATS, "truncate": "END"}, True),
-    ("base with /v1", "/v1/v2/embed", QUERY, True),
-    ("base with /v1, v1", "/v1/v1/embed", {}, False),
-    ("trailing slash", "/v2/embed/", {}, True),
-    ("nulls", "/v1/embed", {"embedding_types": None, "input_type": None, "images": None, "inputs": None}, False),
-    ("unknown fields", "/v2/embed", {"drop_params": True, "output_dimension": None, "images": []}, True),
-    ("one type as text", "/v1/embed", {"embedding_types": "float"}, True),
-    ("no types", "/v1/embed", {"embedding_types": []}, False),
-    ("beside TEI's /embed", "/embed", {"input_type": "search_document"}, False),
-    ("beside TEI's /embed, by type", "/embed", FLOATS, True),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "is_by_type"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
-)
+@pytest.mark.parametrize(("path", "body", "is_by_type"), **client_bodies("cohere"))
 async def test_response_has_the_fields_that_clients_read(client, path: str, body: dict, is_by_type: bool) -> None:
     response = await client.post(path, json={"model": MODEL, "texts": TEXTS, **body})
     assert response.status_code == 200, response.text

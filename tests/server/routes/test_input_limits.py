@@ -9,42 +9,12 @@ from penstock.server.admission import AdmissionController
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
 from .test_tei import SPLADE
 
-EXAMPLES = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}, {"text": "c", "label": "y"}]
-CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 CLASSES = ("negative", "positive")
-# (path, kind of the model, body, list of three entries)
-BODIES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("/v1/embeddings", "embedding", {"input": ["a", "b", "c"]}, "input"),
-    ("/v1/embeddings", "embedding", {"messages": CHAT}, "messages"),
-    ("/pooling", "embedding", {"input": ["a", "b", "c"]}, "input"),
-    ("/pooling", "embedding", {"messages": [CHAT[:1]] * 3}, "messages"),
-    ("/classify", "sequence_classifier", {"input": ["a", "b", "c"]}, "input"),
-    ("/classify", "sequence_classifier", {"inputs": ["a", "b", "c"]}, "inputs"),
-    ("/classify", "embedding", {"input": ["a"], "labels": ["x", "y", "z"]}, "labels"),
-    ("/classify", "embedding", {"inputs": ["a"], "examples": EXAMPLES}, "examples"),
-    ("/score", "embedding", {"text_1": "a", "text_2": ["b", "c", "d"]}, "text_2"),
-    ("/score", "embedding", {"text_1": ["a", "b", "c"], "text_2": ["b", "c", "d"]}, "text_1"),
-    ("/rerank", "embedding", {"query": "a", "documents": ["b", "c", "d"]}, "documents"),
-    ("/v2/embed", "embedding", {"texts": ["a", "b", "c"], "input_type": "classification", "model": "alias"}, "texts"),
-    ("/embed", "embedding", {"inputs": ["a", "b", "c"]}, "inputs"),
-    ("/embed_all", "embedding", {"inputs": ["a", "b", "c"]}, "inputs"),
-    ("/embed_sparse", "splade", {"inputs": ["a", "b", "c"]}, "inputs"),
-    (
-        "/similarity",
-        "embedding",
-        {"inputs": {"source_sentence": "a", "sentences": ["b", "c", "d"]}},
-        "inputs.sentences",
-    ),
-    ("/predict", "sequence_classifier", {"inputs": [["a"], ["b"], ["c"]]}, "inputs"),
-    ("/rerank", "embedding", {"query": "a", "texts": ["b", "c", "d"]}, "texts"),
-    ("/decode", "embedding", {"ids": [[1], [2], [3]]}, "ids"),
-    ("/tokenize", "embedding", {"inputs": ["a", "b", "c"]}, "inputs"),
-    ("/api/embed", "embedding", {"input": ["a", "b", "c"], "model": "alias"}, "input"),
-    ("/invocations", "embedding", {"input": ["a", "b", "c"]}, "input"),
-    ("/invocations", "sequence_classifier", {"input": ["a", "b", "c"]}, "input"),
-]
+# [path, kind of the model, body, list of three entries]
+BODIES = table("three_entries", "bodies")
 
 
 def shortened(body: dict[str, Any], param: str) -> dict[str, Any]:

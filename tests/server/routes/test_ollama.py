@@ -15,6 +15,7 @@ from penstock.server.models import weight_files
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
 from ..conftest import client_of
 
 TEXTS = ["hello", "hello world"]
@@ -117,22 +118,7 @@ async def test_show_describes_a_model(serving, make_engine, tmp_path: Path, fiel
     assert pulled.json() == {"status": "success"}
 
 
-# (path, body, status, part of the message)
-WRONG = [
-    ("/api/embed", {"model": "other", "input": "a"}, 404, "'other' does not exist"),
-    ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
-    ("/api/embed", {"model": "alias"}, 400, "input is missing"),
-    ("/api/embed", {"model": "alias", "input": [1]}, 400, "entry 0 is 1"),
-    ("/api/embed", {"model": "alias", "input": "a", "format": "json"}, 400, "format"),
-    ("/api/embed", {"model": "alias", "input": "a", "dimensions": 3}, 400, "dimensions is 3"),
-    ("/api/embeddings", {"model": "alias", "prompt": ["a"]}, 400, "prompt"),
-    ("/api/generate", {"model": "alias", "prompt": "Why?", "stream": False}, 400, "writes none. It has "),
-    ("/api/chat", {"model": "alias", "messages": [{"role": "user", "content": "Hi"}]}, 400, "/api/embed"),
-    ("/api/blobs", {}, 404, "/api/blobs"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "part"), WRONG)
+@pytest.mark.parametrize(("path", "body", "status", "part"), table("wrong_bodies", "ollama"))
 async def test_errors_are_texts(client: httpx.AsyncClient, path: str, body: dict, status: int, part: str) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == status, response.text

@@ -9,66 +9,10 @@ import pytest
 
 from penstock.server.routes.openai import EmbeddingRequest
 
+from ..bodies import client_bodies
 from ..conftest import FakeEngine, Serving
 
 HELLO = ["hello world", "goodbye"]
-ALIAS = {"model": "alias", "input": HELLO}
-FLOAT = {**ALIAS, "encoding_format": "float"}
-BASE64 = {**ALIAS, "encoding_format": "base64"}
-VOYAGE = {**BASE64, "input_type": None, "truncation": True, "output_dtype": None, "output_dimension": None}
-
-# (client, path, body), captured on the wire.
-CLIENT_BODIES: list[tuple[str, str, dict[str, Any]]] = [
-    ("openai-py default", "/v1/embeddings", {"model": "alias", "input": "hello", "encoding_format": "base64"}),
-    ("openai-npm, llama_index, lightrag, ragflow localai", "/v1/embeddings", BASE64),
-    ("openai-py base without /v1", "/embeddings", BASE64),
-    ("openai-py user and dimensions", "/v1/embeddings", {"model": "alias", "input": "a", "user": "u", "dimensions": 8}),
-    ("langchain token ids", "/v1/embeddings", {**BASE64, "input": [[153, 191], [66]]}),
-    ("langchain empty text", "/v1/embeddings", {**BASE64, "input": ""}),
-    ("flat token ids", "/v1/embeddings", {"input": [15, 19]}),
-    ("pymilvus probe", "/v1/embeddings", {"input": [""]}),
-    ("litellm", "/embeddings", ALIAS),
-    (
-        "infinity_client defaults",
-        "/embeddings",
-        {"input": HELLO, "model": "default/not-specified", "dimensions": 0, "modality": "text"},
-    ),
-    ("mistralai, litellm voyage and jina, langchain jina", "/v1/embeddings", ALIAS),
-    ("mistralai options", "/v1/embeddings", {**FLOAT, "output_dimension": 8, "output_dtype": "float"}),
-    ("haystack, dify, mem0, anythingllm localai", "/v1/embeddings", FLOAT),
-    ("ai sdk", "/v1/embeddings", {**FLOAT, "user": None}),
-    ("open webui", "/v1/embeddings", {"input": ["hello"], "model": "alias", "prefix": "search_query: "}),
-    ("dify tei without model", "/v1/embeddings", {"input": HELLO}),
-    ("dify base class", "/v1/embeddings", {**FLOAT, "user": "somebody"}),
-    ("dify validation and localai", "/v1/embeddings", {"input": "ping", "model": "alias"}),
-    ("ragflow", "/v1/embeddings", {**FLOAT, "drop_params": True}),
-    ("anythingllm", "/v1/embeddings", {**BASE64, "input": ["a"] * 500}),
-    ("elasticsearch", "/v1/embeddings", {**ALIAS, "user": "somebody", "dimensions": 8}),
-    ("pgai", "/v1/embeddings", {**FLOAT, "input": ["a"] * 2048}),
-    ("milvus", "/v1/embeddings", {"input": HELLO, "encoding_format": "float"}),
-    ("vespa", "/v1/embeddings", {**BASE64, "dimensions": 8}),
-    ("mteb", "/v1/embeddings", {**FLOAT, "truncate_prompt_tokens": 64}),
-    ("voyageai defaults", "/v1/embeddings", VOYAGE),
-    ("voyageai query", "/v1/embeddings", {**VOYAGE, "input_type": "query"}),
-    ("voyageai document", "/v1/embeddings", {**VOYAGE, "input_type": "document"}),
-    ("voyageai width", "/v1/embeddings", {**VOYAGE, "output_dimension": 8}),
-    ("haystack jina", "/v1/embeddings", {**ALIAS, "task": None, "late_chunking": None}),
-    (
-        "weaviate jina",
-        "/v1/embeddings",
-        {**ALIAS, "embedding_type": "float", "task": "retrieval.query", "normalized": False},
-    ),
-    (
-        "jina objects",
-        "/v1/embeddings",
-        {"input": [{"text": HELLO[0]}, HELLO[1]], "task": "retrieval.passage", "truncate": True},
-    ),
-    ("jina text matching", "/v1/embeddings", {"input": HELLO, "task": "text-matching", "embedding_type": "base64"}),
-    ("chatwiki", "/v1/embeddings", {**ALIAS, "encoding_type": "float"}),
-    ("nvidia nim", "/v1/embeddings", {**ALIAS, "input_type": "passage", "truncate": "END"}),
-    ("trailing slash", "/v1/embeddings/", {"input": HELLO}),
-    ("doubled version", "/v1/v1/embeddings", {"input": HELLO}),
-]
 
 
 def decoded(embedding: object) -> np.ndarray:
@@ -83,9 +27,7 @@ async def embed(client: httpx.AsyncClient, path: str = "/v1/embeddings", **body:
     return response.json()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
-)
+@pytest.mark.parametrize(("path", "body"), **client_bodies("embeddings"))
 async def test_response_has_the_fields_that_clients_read(client, engine, path: str, body: dict[str, Any]) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text

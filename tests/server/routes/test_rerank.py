@@ -7,62 +7,13 @@ import pytest
 
 from penstock.engine.protocol.errors import InvalidRequestError
 
+from ..bodies import client_bodies
 from ..conftest import FakeEngine
 
 DOCUMENTS = ["one red", "one two three red", "blue", "one two red"]
 QUERY = "one two three red"
 BEST_FIRST = [1, 3, 0, 2]
 BODY = {"query": QUERY, "documents": DOCUMENTS}
-COHERE_NULLS = {"rank_fields": None, "max_chunks_per_doc": None}
-
-# (client, path, body without model, query and documents), captured on the wire.
-CLIENT_BODIES: list[tuple[str, str, dict[str, Any]]] = [
-    ("cohere v1", "/v1/rerank", {"top_n": None, "max_chunks_per_doc": None}),
-    ("cohere v2", "/v2/rerank", {"max_tokens_per_doc": None}),
-    ("cohere v2 base with /v1", "/v1/v2/rerank", {"priority": 0}),
-    ("cohere v2, newer fields", "/v2/rerank", {"relevant_spans": None, "priority": 0}),
-    ("dify cohere", "/v1/rerank", {"top_n": 4, "return_documents": True, **COHERE_NULLS}),
-    ("ragflow vllm, dify jina", "/v1/rerank", {"top_n": 4, "return_documents": False}),
-    ("langchain js", "/v1/rerank", {"top_n": 3, "max_chunks_per_doc": None}),
-    ("langchain", "/v2/rerank", {"top_n": 3, "max_tokens_per_doc": None}),
-    ("top_n above the count", "/rerank", {"top_n": 100}),
-    ("top_n of zero", "/rerank", {"model": None, "top_n": 0}),
-    ("llama_index cohere", "/v2/rerank", {"top_n": 2}),
-    ("llama_index jina, open webui", "/rerank", {"top_n": 2}),
-    ("haystack cohere", "/v2/rerank", {"top_n": 10, "max_tokens_per_doc": 4096}),
-    ("ai sdk", "/v2/rerank", {"top_n": 2, "max_tokens_per_doc": 100, "priority": 1}),
-    ("jina ranker, dify localai", "/rerank", {"top_n": None}),
-    ("litellm, dify openai_api_compatible", "/rerank", {"top_n": 2, "return_documents": True}),
-    ("litellm cohere", "/v2/rerank", {"return_documents": True}),
-    (
-        "litellm hosted_vllm",
-        "/v1/rerank",
-        {
-            "top_n": 2,
-            "return_documents": True,
-            "truncate_prompt_tokens": 32,
-            "truncation_side": "left",
-            "max_tokens_per_query": 16,
-        },
-    ),
-    ("rerankers, litellm jina_ai", "/v1/rerank", {"top_n": 4, "return_documents": True}),
-    ("weaviate jina", "/v1/rerank", {"return_documents": False}),
-    ("ragflow xinference", "/rerank", {"return_documents": "true", "return_len": "true"}),
-    ("weaviate cohere", "/v2/rerank", {"return_documents": False}),
-    ("elasticsearch", "/v1/rerank", {"return_documents": False, "top_n": 2, "max_chunks_per_doc": 1}),
-    ("milvus without model", "/rerank", {"model": None}),
-    (
-        "infinity_client",
-        "/rerank",
-        {"return_documents": False, "raw_scores": False, "model": "default/not-specified", "top_n": None},
-    ),
-    ("mteb", "/v1/rerank", {}),
-    ("trailing slash", "/rerank/", {"model": None}),
-    ("voyageai", "/v1/rerank", {"top_k": None, "truncation": True}),
-    ("voyageai top_k", "/rerank", {"top_k": 2, "truncation": True}),
-    ("voyageai top_k above the count", "/rerank", {"top_k": 100}),
-    ("litellm and rerankers with voyage", "/rerank", {"top_k": 1, "return_documents": True}),
-]
 
 
 async def rerank(client: httpx.AsyncClient, path: str = "/rerank", **body: object) -> dict[str, Any]:
@@ -71,9 +22,7 @@ async def rerank(client: httpx.AsyncClient, path: str = "/rerank", **body: objec
     return response.json()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [case[1:] for case in CLIENT_BODIES], ids=[case[0] for case in CLIENT_BODIES]
-)
+@pytest.mark.parametrize(("path", "body"), **client_bodies("rerank"))
 async def test_response_has_the_fields_that_clients_read(client, path: str, body: dict[str, Any]) -> None:
     body = {"model": "alias", **body}
     answer = await rerank(client, path, **body)

@@ -21,39 +21,15 @@ from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server import penstock_version
 from penstock.server.routes import tei
 
+from ..bodies import client_bodies, table
+
 TEXTS = ["one red", "one two three red", "blue"]
 QUERY = "one two three red"
 BEST_FIRST = [1, 0, 2]
-LONG = "w " * 99
 LABELS = ("joy", "anger", "fear")
-RIGHT = {"truncation_direction": "Right"}
-PAIRS = [["one red"], ["blue", "two"]]
-
-# (client, path, body, number of vectors), captured on the wire.
-EMBED_BODIES = [
-    ("huggingface_hub, a text", "/", {"inputs": "hello"}, 1),
-    ("huggingface_hub, options", "/embed", {"inputs": TEXTS, "normalize": True, "truncate": True, "dimensions": 8}, 3),
-    ("huggingface_hub, direction", "/", {"inputs": "a", "truncation_direction": "left", "encoding_format": "float"}, 1),
-    ("huggingface_hub, prompt", "/", {"inputs": TEXTS, "prompt_name": "query"}, 3),
-    ("huggingface.js", "/", {"inputs": TEXTS, "parameters": {}}, 3),
-    ("llama_index", "/embed", {"inputs": TEXTS, "truncate": True}, 3),
-    ("haystack", "/", {"inputs": TEXTS, "normalize": False, "truncate": True}, 3),
-    ("ragflow", "/embed", {"inputs": "hello"}, 1),
-    ("chromadb", "/embed/", {"inputs": TEXTS}, 3),
-    ("weaviate", "/", {"inputs": TEXTS, "options": {"wait_for_model": True}}, 3),
-    ("nulls", "/embed", {"inputs": ["a"], "truncate": None, "prompt_name": None, "dimensions": None}, 1),
-    ("white space", "/embed", {"inputs": " "}, 1),
-    ("ids of one text", "/embed", {"inputs": [5, 6, 7]}, 1),
-    ("mixed", "/embed", {"inputs": ["a", [5, 6]]}, 2),
-    ("model is an extension", "/embed", {"inputs": "a", "model": "alias"}, 1),
-]
 
 
-def cases(table: list[tuple]) -> dict[str, Any]:
-    return {"argvalues": [case[1:] for case in table], "ids": [case[0] for case in table]}
-
-
-@pytest.mark.parametrize(("path", "body", "count"), **cases(EMBED_BODIES))
+@pytest.mark.parametrize(("path", "body", "count"), **client_bodies("tei embed"))
 async def test_embed_returns_a_bare_list_of_vectors(client: httpx.AsyncClient, path: str, body: dict, count) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -140,21 +116,7 @@ async def test_similarity_uses_the_default_prompt(serving, make_engine, of_model
     assert engine.calls[-1][1][3].prompt_name == expected
 
 
-# (client, path, body, whether the response is a list of lists)
-PREDICT_BODIES = [
-    ("a text", "/predict", {"inputs": "a"}, False),
-    ("a text in a list", "/predict", {"inputs": ["a"]}, False),
-    ("a pair", "/predict", {"inputs": ["a", "b"]}, False),
-    ("a batch", "/predict", {"inputs": [["a"], ["b"]]}, True),
-    ("texts and pairs", "/predict", {"inputs": PAIRS, "truncate": True}, True),
-    ("huggingface_hub", "/", {"inputs": "a", "parameters": {}}, True),
-    ("huggingface_hub at /predict", "/predict", {"inputs": "a", "parameters": {"top_k": 2}}, True),
-    ("huggingface.js", "/", {"inputs": "a"}, True),
-    ("nulls", "/predict", {"inputs": "a", "raw_scores": None, "truncate": None, "parameters": None}, False),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "is_nested"), **cases(PREDICT_BODIES))
+@pytest.mark.parametrize(("path", "body", "is_nested"), **client_bodies("tei predict"))
 async def test_predict_returns_classes_best_first(serving, make_engine, path: str, body: dict, is_nested: bool) -> None:
     async with serving(make_engine("sequence_classifier", LABELS)) as client:
         response = await client.post(path, json=body)
@@ -196,22 +158,7 @@ async def test_predict_returns_logits_on_request(serving, make_engine, option: d
         assert (await client.post("/predict", json=body)).status_code == 200
 
 
-# (client, path, body without query and texts), captured on the wire.
-RERANK_BODIES = [
-    ("llama_index", "/rerank", {}),
-    ("haystack", "/rerank", {"raw_scores": False}),
-    ("haystack, direction", "/rerank", {**RIGHT, "raw_scores": False, "truncate": True}),
-    ("dify and pymilvus", "/rerank", {"return_text": True}),
-    ("ragflow", "/rerank", {"raw_scores": False, "truncate": True}),
-    ("litellm", "/rerank", {**RIGHT, "raw_scores": False, "truncate": False, "top_n": 2, "return_text": True}),
-    ("rerankers", "/rerank", {"model": "alias", "top_n": 3, "return_text": True}),
-    ("milvus", "/rerank/", {"truncate": None, "documents": None}),
-    ("base with /v1", "/v1/rerank", {}),
-    ("root path", "/", {}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), **cases(RERANK_BODIES))
+@pytest.mark.parametrize(("path", "body"), **client_bodies("tei rerank"))
 async def test_rerank_returns_a_bare_list_best_first(client: httpx.AsyncClient, path: str, body: dict) -> None:
     response = await client.post(path, json={"query": QUERY, "texts": TEXTS, **body})
     assert response.status_code == 200, response.text
@@ -323,43 +270,8 @@ def checked(response: httpx.Response) -> dict[str, Any]:
     return body
 
 
-# (path, body, status, error_type, field, part of the message)
-WRONG_BODIES: list[tuple[str, dict[str, Any], int, str, str, str]] = [
-    ("/embed", {}, 422, "Validation", "inputs", "missing"),
-    ("/embed", {"inputs": []}, 400, "Empty", "inputs", "empty list"),
-    ("/embed", {"inputs": ""}, 400, "Empty", "inputs", "empty text"),
-    ("/embed", {"inputs": ["a", ""]}, 400, "Empty", "inputs", "in entry 1"),
-    ("/predict", {"inputs": [["a"], [""]]}, 400, "Empty", "inputs", "in entry 1"),
-    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 400, "Empty", "inputs", "empty text"),
-    ("/embed", {"inputs": 7}, 422, "Validation", "inputs", "7"),
-    ("/embed", {"inputs": "a", "dimensions": 99}, 422, "Validation", "dimensions", "99"),
-    ("/embed", {"inputs": LONG, "truncate": False}, 422, "Validation", "inputs", "64"),
-    ("/embed", {"inputs": [5000]}, 422, "Validation", "inputs", "5000"),
-    ("/embed", {"inputs": "a", "truncation_direction": "up"}, 422, "Validation", "truncation_direction", "up"),
-    ("/embed", {"inputs": "a", "normalize": "perhaps"}, 422, "Validation", "normalize", "perhaps"),
-    ("/", {"inputs": "a", "parameters": {"normalize": "x"}}, 422, "Validation", "normalize", "'x'"),
-    ("/embed", {"inputs": "a", "model": "b"}, 404, "Validation", "model", "this server has"),
-    ("/", {"inputs": "a", "model": 7}, 422, "Validation", "model", "7"),
-    ("/embed_sparse", {"inputs": "a"}, 424, "Backend", "task", "such as SPLADE"),
-    ("/predict", {"inputs": "a"}, 424, "Backend", "task", "a model with classes"),
-    ("/", {"query": "a"}, 422, "Validation", "texts", "missing"),
-    ("/rerank", {"query": "a", "texts": []}, 400, "Empty", "texts", "empty list"),
-    ("/rerank", {"texts": ["a"]}, 422, "Validation", "query", "missing"),
-    ("/rerank", {"query": "a", "texts": ["b", 7]}, 422, "Validation", "texts", "entry 1 is 7"),
-    ("/predict", {"inputs": ["a", "b", "c"]}, 422, "Validation", "inputs", "[[text], [text], ...]"),
-    ("/predict", {"inputs": [["a", "b", "c"]]}, 422, "Validation", "inputs", "entry 0"),
-    ("/predict", {"inputs": []}, 400, "Empty", "inputs", "not empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", "inputs", "sentences"),
-    ("/tokenize", {"inputs": []}, 400, "Empty", "inputs", "empty list"),
-    ("/tokenize", {"inputs": "a", "prompt_name": "x"}, 422, "Validation", "prompt_name", "query"),
-    ("/decode", {"ids": []}, 400, "Empty", "ids", "not empty"),
-    ("/decode", {"ids": [[]]}, 422, "Validation", "ids", "list 0"),
-    ("/decode", {"ids": ["a"]}, 422, "Validation", "ids", "list 0"),
-]
-
-
 async def test_errors_have_the_status_and_body_of_tei(client: httpx.AsyncClient) -> None:
-    for path, body, status, error_type, param, part in WRONG_BODIES:
+    for path, body, status, error_type, param, part in table("wrong_bodies", "tei"):
         response = await client.post(path, json=body)
         error = checked(response)
         assert (response.status_code, error["error_type"], error["param"]) == (status, error_type, param), error
