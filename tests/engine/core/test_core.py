@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,10 +24,8 @@ from penstock.engine.protocol.messages import (
     SubmitRequest,
     first_request_id,
 )
-from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask, PoolingType
-from penstock.engine.scheduling import InputSequence, PrefillChunk, Request, block_keys
+from penstock.engine.scheduling import InputSequence, PrefillChunk
 
 from ...clock import Clock
 from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, fail_above, fail_on, id_of, model, pool
@@ -38,15 +35,6 @@ INPUTS = [TokenizedInput(np.arange(n, dtype=np.int32)) for n in (40, 5)]
 
 
 # Start and stop
-
-
-def test_unused_adapters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    CoreDriver(FakeRunner())
-    assert "adapters" not in caplog.text
-    runner = FakeRunner()
-    runner.info = replace(runner.info, adapters=("query", "passage"), sources={"adapters": "config.json"})
-    CoreDriver(runner)
-    assert "has LoRA adapters (query, passage; config.json). They are not applied" in caplog.text
 
 
 def test_model_ready_is_sent_after_warm_up() -> None:
@@ -111,33 +99,6 @@ def test_stop_ends_the_loop_after_the_running_step() -> None:
 def test_request_has_the_client_of_its_message() -> None:
     builder = RequestBuilder(model(), None, "seed")
     assert builder.build(SubmitRequest(7, PARAMS, INPUTS, client="me"), 0.0).client == "me"
-
-
-def test_block_keys_depend_on_model_and_namespace() -> None:
-    def keys(seed: str, namespace: str = "") -> list[Sequence[bytes]]:
-        submit = SubmitRequest(7, PARAMS, INPUTS, namespace=namespace)
-        return [s.block_keys for s in RequestBuilder(model(), 16, seed).build(submit, 0.0).sequences]
-
-    assert keys("a") == [block_keys(INPUTS[0].token_ids, 16, b"a"), []]
-    assert len(keys("a")[0]) == 2
-    found = [key for args in (("a",), ("b",), ("a", "b"), ("a", "c"), ("ab",)) for key in keys(*args)[0]]
-    assert len(set(found)) == 10
-
-
-@pytest.mark.parametrize(
-    ("pooling", "task", "expected"),
-    [
-        ((PoolingType.LAST,), PoolingTask.EMBED, True),
-        ((PoolingType.LAST,), PoolingTask.TOKEN_EMBED, False),
-        ((PoolingType.LAST,), PoolingTask.TOKEN_CLASSIFY, False),
-        ((PoolingType.LAST, PoolingType.MEAN), PoolingTask.EMBED, False),
-    ],
-)
-def test_only_last_row_pooling_skips_cached_rows(
-    pooling: tuple[PoolingType, ...], task: PoolingTask, expected: bool
-) -> None:
-    builder = RequestBuilder(replace(model(), sequence_pooling=pooling), 16, "a")
-    assert builder.build(SubmitRequest(7, PoolingParams(task=task), INPUTS), 0.0).needs_last_row is expected
 
 
 def test_wrong_frame_size_is_rejected() -> None:
@@ -223,28 +184,6 @@ def test_prefix_cache_cleared_amid_a_prompt_stays_empty() -> None:
     without_cache = CoreDriver(FakeRunner())
     without_cache.send(clears=[1])
     assert without_cache.messages[-1] == PrefixCacheCleared(1, None)
-
-
-def test_ended_requests_are_freed_without_the_collector() -> None:
-    def num_records() -> int:
-        # isinstance would read attributes of objects that other tests have left.
-        return sum(type(each) in (InputSequence, Request) for each in gc.get_objects())
-
-    driver = CoreDriver(FakeRunner())
-    driver.submit(1, 5)
-    driver.run_all()
-    gc.collect()
-    gc.disable()
-    try:
-        before = num_records()
-        for request_id in range(2, 40, 2):
-            driver.submit(request_id, 5, 6, 7)
-            driver.submit(request_id + 1, 8, 9)
-            driver.cancel(request_id)
-            driver.run_all()
-        assert num_records() <= before + 5  # the records of the last step
-    finally:
-        gc.enable()
 
 
 # Times and metrics
@@ -438,18 +377,6 @@ def test_memory_shortage_halves_the_budget(caplog: pytest.LogCaptureFixture) -> 
     driver.run_all()
     assert len(driver.results[1]) == 8
     assert not driver.failures
-
-
-def test_memory_shortage_makes_chunks_smaller() -> None:
-    driver = CoreDriver(FakeRunner(pool()), budget=256)
-    driver.runner.hook = fail_above(20)
-    driver.submit(1, 500, 10, 7)
-    driver.submit(2, 30, token=2)  # whole at first
-    driver.run_all()
-    assert driver.results == {1: {0: [500.0], 1: [10.0], 2: [7.0]}, 2: {0: [60.0]}}
-    assert sum(step.num_tokens for step in driver.steps) == 500 + 10 + 7 + 30
-    assert not driver.failures
-    assert driver.cache_use.usage == 0
 
 
 def test_lasting_memory_shortage_fails_its_requests() -> None:

@@ -6,7 +6,6 @@ a GPU, and leaves NaN in rows outside the sequences.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -42,7 +41,7 @@ from .conftest import SaveFolder
 
 @pytest.mark.parametrize(
     ("max_tokens", "max_model_len", "max_num_seqs"),
-    [(64, 16, 1), (64, 8192, 2048), (1000, 128, 100), (1000, 512, 1), (4096, 8192, 100), (4096, 512, 2048)],
+    [(64, 16, 1), (1000, 128, 100), (4096, 512, 2048)],
 )
 def test_buckets_can_be_filled_and_the_largest_is_first(max_tokens: int, max_model_len: int, max_num_seqs: int) -> None:
     found = Buckets(max_tokens, max_model_len, max_num_seqs).all()
@@ -67,15 +66,10 @@ def test_device_below_the_smallest_bucket_has_none() -> None:
     ("max_model_len", "size", "bucket"),
     [
         (512, (64, 10, 6), Bucket(128, 32, 128)),
-        (512, (200, 60, 5), Bucket(512, 128, 128)),
         (512, (129, 33, 6), Bucket(512, 128, 128)),
-        (512, (900, 200, 6), Bucket(2048, 512, 128)),
         (512, (120, 40, 3), None),  # the bucket would have four times as many tokens as the nearest size
-        (512, (700, 200, 4), None),
-        (8192, (4000, 300, 100), Bucket(4096, 512, 128)),
         (8192, (4096, 512, 128), Bucket(4096, 512, 128)),
         (8192, (4000, 300, 129), None),  # buckets of many sequences have a short longest one
-        (8192, (4000, 100, 500), Bucket(4096, 128, 512)),
         (8192, (4000, 2, 3990), Bucket(4096, 8, 4096)),
         (8192, (4097, 2, 3990), None),
         (8192, (4000, 513, 10), None),
@@ -162,7 +156,7 @@ def batches() -> list[PackedBatch]:
 
 
 @pytest.mark.usefixtures("_on_borders")
-@pytest.mark.parametrize("class_name", FAMILIES)
+@pytest.mark.parametrize("class_name", ["RobertaModel", "MPNetModel", "ModernBertModel"])
 def test_replays_equal_forwards_in_any_order(class_name: str, save_folder: SaveFolder) -> None:
     _, info = saved(save_folder, class_name)
     made = load_model(info)
@@ -253,10 +247,7 @@ def chunks(info: ModelInfo) -> list[PrefillChunk]:
 
 
 @pytest.mark.usefixtures("_on_borders")
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_runner_replays_the_same_results(
-    is_recorded: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_runner_replays_the_same_results(save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     config, info = saved(save_folder, "BertModel")
     tokenizer = load_tokenizer(info, trust_remote_code=False, chat_template=None)
     runner = ModelRunner(info, tokenizer, load_model(info), (), config)
@@ -268,14 +259,11 @@ def test_runner_replays_the_same_results(
         assert graphs.record(make_batch)
         return graphs
 
-    if is_recorded:
-        monkeypatch.setattr(model_runner, "record_forwards", record)
-    with caplog.at_level(logging.INFO, "penstock.engine"):
-        runner.warm_up()
-    assert ("CUDA graphs for small batches in" in caplog.text) is is_recorded
+    monkeypatch.setattr(model_runner, "record_forwards", record)
+    runner.warm_up()
     before = recorder.num_replays
     found = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
-    assert recorder.num_replays - before == is_recorded
+    assert recorder.num_replays - before == 1
     for arrays, wanted in zip(found, expected, strict=True):
         assert arrays.keys() == wanted.keys()
         for name, array in arrays.items():

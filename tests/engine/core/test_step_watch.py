@@ -16,10 +16,8 @@ from penstock.engine.core.step_watch import Step, StepWatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.scheduling import PrefillChunk
 
-from ...hanging import HANGING_TEXT, Where, write_hanging_forwards
-from ..scheduling.records import make_request
+from ...hanging import HANGING_TEXT, write_hanging_forwards
 from .fake_runner import CoreDriver, FakeRunner
 
 PARAMS = PoolingParams()
@@ -34,13 +32,6 @@ def watch() -> StepWatch:
 def num_checks(watch: StepWatch, limit: int = 1000) -> int:
     """Returns the number of looks before a step exceeds its limit."""
     return next(number for number in range(limit + 1) if watch.check() is not None)
-
-
-def test_step_names_the_size_of_its_forward() -> None:
-    chunk = PrefillChunk(make_request(1, [8]).sequences[0], 3, 8)
-    assert str(Step.of([chunk])) == "A forward of 5 tokens in 1 sequence"
-    assert str(Step.of([chunk, chunk])) == "A forward of 10 tokens in 2 sequences"
-    assert str(Step()) == "A step without a forward"
 
 
 def test_step_is_reported_at_its_limit(watch: StepWatch) -> None:
@@ -123,12 +114,9 @@ def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) ->
     assert len(reasons) == 1
     assert f"{reasons[0]} (10 times the longest forward so far" in caplog.text
     assert "in test_thread_reports_a_hanging_step_once" in caplog.text
-    assert "step-watch" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_limit_of_zero_starts_no_thread() -> None:
+    threads = threading.active_count()
     with StepWatch(0, lambda reason: None).running():
-        assert "step-watch" not in {thread.name for thread in threading.enumerate()}
+        assert threading.active_count() == threads
 
 
 def test_core_without_requests_exceeds_no_limit() -> None:
@@ -152,15 +140,13 @@ def test_warm_up_sets_the_first_limit() -> None:
     assert watch.limit_s(Step(1, 5_000)) == 2_000
 
 
-@pytest.mark.parametrize("where", ["begin", "forward"])
 async def test_process_with_a_hanging_forward_is_replaced(
-    where: Where,
     minilm_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write_hanging_forwards(tmp_path, where)
+    write_hanging_forwards(tmp_path, "begin")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = await AsyncEngine.start(EngineConfig(model=str(minilm_folder), num_threads=1, step_timeout_s=2.0))
     try:

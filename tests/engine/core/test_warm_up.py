@@ -63,8 +63,6 @@ class Gauge:
         (1000, 300, 8, [[300, 300, 300, 100], [125] * 8]),
         (1024, 512, 300, [[512, 512], [4] * 124 + [3] * 176]),
         (100, 4096, 512, [[100], [1] * 100]),
-        (1000, 100, 4, [[100] * 4, [100] * 4]),
-        (900, 300, 3, [[300] * 3, [300] * 3]),
     ],
 )
 def test_largest_batches_have_long_sequences_or_many(
@@ -123,7 +121,7 @@ def test_every_kind_of_batch_runs_once(caplog: pytest.LogCaptureFixture) -> None
     assert any(batch[0].start == 0 for batch in with_past)  # beside a whole sequence
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 30])
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
 def test_warm_up_batches_keep_the_limit_of_sequences(max_num_seqs: int) -> None:
     sequence_pool = pool(100)
     runner = FakeRunner(sequence_pool)
@@ -258,24 +256,21 @@ def test_pool_gets_a_share_of_the_remaining_memory(save_folder: SaveFolder) -> N
     ("chunked", "cached", "free", "budget"),
     [
         (True, True, 100 * MIB, 300),
-        (False, True, 100 * MIB, 4096),
-        (False, False, 100 * MIB, 4096),
-        (True, True, 0, 4096),  # no block fits
+        (False, False, 100 * MIB, 700),
+        (True, True, 0, 700),  # no block fits
     ],
 )
 def test_budget_of_whole_inputs_is_the_longest_input(
     chunked: bool, cached: bool, free: int, budget: int, save_folder: SaveFolder
 ) -> None:
     gauge = Gauge(free=free)
-    runner = make_runner(
-        save_folder, gauge, "Qwen2Model", chunked=chunked, positions=4096, enable_prefix_caching=cached
-    )
+    runner = make_runner(save_folder, gauge, "Qwen2Model", chunked=chunked, positions=700, enable_prefix_caching=cached)
     assert runner.sequence_pool.is_empty is not (free > 0 and (chunked or cached))
     assert runner.limits.max_tokens == max(map(sum, gauge.batches)) == budget
     assert runner.take_times() == []
     config = EngineConfig(model="m", scheduler=runner._config.scheduler)
     scheduler, info = make_scheduler(config, runner.info, runner.sequence_pool, device=runner.limits)
-    assert (scheduler.token_budget, info.max_model_len) == (budget, 4096)
+    assert (scheduler.token_budget, info.max_model_len) == (budget, 700)
 
 
 def test_memory_limits_the_largest_forward(save_folder: SaveFolder) -> None:
@@ -293,6 +288,7 @@ def test_memory_is_refilled_after_graphs_are_recorded(
     gauge, recorded_at = Gauge(), []
     runner = make_runner(save_folder, gauge, class_name, positions=100, cuda_graphs=graphs)
     monkeypatch.setattr(model_runner, "record_forwards", lambda *args: recorded_at.append(len(gauge.batches)))
+    monkeypatch.setattr(GpuWarmUp, "compile", lambda *args: None)
     runner.warm_up()
     assert len(recorded_at) == graphs
     after = gauge.batches[recorded_at[0] :] if graphs else []

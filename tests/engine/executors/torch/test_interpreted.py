@@ -1,0 +1,27 @@
+"""Fused models and the tests of hidden waits pass in Triton's interpreter on a machine without a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from ....interpreter import IS_INTERPRETED, needs_triton, num_passed_interpreted
+
+FOLDER = Path(__file__).parent
+FUSED = "float32[bert-cpu] or float32[qwen3-cpu] or gates"
+NO_WAITS = "simulated and (simulated-bert or simulated-qwen3 or steps or mixed or max-False)"
+
+
+@needs_triton
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(IS_INTERPRETED, reason="runs in the other process")
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [
+        (f"{FUSED} or ({NO_WAITS} and not pooling_type) or bert-MEAN_SQRT", 9),
+        pytest.param("fused or simulated", 80, marks=pytest.mark.slow),
+    ],
+    ids=["quick", "all"],
+)
+def test_models_pass_in_the_interpreter(chosen: str, least: int) -> None:
+    files = (FOLDER / f"test_{name}.py" for name in ("fusion", "hidden_syncs"))
+    assert num_passed_interpreted(*files, chosen=chosen) >= least
