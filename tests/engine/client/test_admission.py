@@ -11,7 +11,6 @@ import pytest
 
 from penstock.engine.client.admission import Admission, LookupRateLimit
 from penstock.engine.client.stats import DispatcherStats, DrainRate
-from penstock.engine.protocol.config import SchedulerConfig
 from penstock.engine.protocol.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
@@ -136,16 +135,6 @@ def test_large_requests_leave_half_of_the_queue_to_small_ones() -> None:
     assert admission.stats.num_tokens == 7 * 25_000 + 30_000 + 7 * 500
 
 
-@pytest.mark.parametrize("tokens_per_s", [100, 700])
-def test_default_limits_admit_eight_clients_of_a_slow_model(tokens_per_s: int) -> None:
-    limits = SchedulerConfig()
-    admission = make(limits.max_queued_tokens, limits.max_queue_s, rate=tokens_per_s)
-    admission.stats.token_budget = 512
-    for _ in range(8):
-        admission.check()
-        admission.enter(8 * 300)
-
-
 @pytest.mark.parametrize("is_by_time", [False, True])
 def test_new_client_gets_its_share_of_a_full_queue(is_by_time: bool) -> None:
     admission = make(1_000_000, max_queue_s=10.0, rate=100) if is_by_time else make(rate=100)
@@ -173,43 +162,6 @@ def test_new_client_gets_its_share_of_a_full_queue(is_by_time: bool) -> None:
         admission.leave(50, "b")
     admission.check("a")  # the queue is not full any more
     admission.check("b")
-
-
-def test_large_requests_of_a_client_leave_places_to_another() -> None:
-    admission = make(1_000_000, max_queue_s=8.0, rate=1_000)
-    for client, num_admitted, message in (("a", 8, "hold 8 places"), ("b", 4, r"hold 12 places.* each may hold 4")):
-        for _ in range(num_admitted):
-            admission.enter(25_000, client)
-        with pytest.raises(EngineOverloadedError, match=f"for large requests is full: other requests {message}"):
-            admission.enter(25_000, client)
-
-
-@pytest.mark.parametrize("is_by_time", [False, True])
-@pytest.mark.parametrize(
-    ("num_greedy", "num_other", "client", "leaving", "excess"),
-    [
-        (1_000, 0, "greedy", "greedy", 1),
-        (600, 500, "greedy", "other", 101),
-        (800, 300, "greedy", "greedy", 101),
-        (510, 990, "greedy", "greedy", 11),
-        (990, 510, "other", "other", 11),
-    ],
-)
-def test_client_that_waits_for_retry_after_is_admitted(
-    num_greedy: int, num_other: int, client: str, leaving: str, excess: int, is_by_time: bool
-) -> None:
-    admission = make(1_000_000, max_queue_s=20.0) if is_by_time else make()
-    for i in range(1_500):
-        for name, number in (("greedy", num_greedy), ("other", num_other)):
-            if i < number:
-                add(admission, 1, name)
-    admission._rates[0].record(50, 1.0)  # 1,000 tokens in 20 s
-    assert rejection(admission, client).retry_after_s == pytest.approx(excess / 50.0)
-    for _ in range(excess - 1):
-        admission.leave(1, leaving)
-    rejection(admission, client)
-    admission.leave(1, leaving)
-    admission.check(client)
 
 
 def test_client_is_rejected_only_with_its_share_of_a_full_queue() -> None:

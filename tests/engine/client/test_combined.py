@@ -69,18 +69,6 @@ async def test_tokenization_counts_in_the_deadline(make: Make, monkeypatch: pyte
     assert len(core.sent) == 2
 
 
-async def test_drain_waits_for_running_requests(make: Make) -> None:
-    engine, _ = make()
-    assert await engine.drain(timeout_s=0.0)
-    tasks = [asyncio.create_task(engine.embed(["a"], PARAMS)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert not await engine.drain(timeout_s=0.0)
-    tasks[0].cancel()
-    assert await engine.drain(timeout_s=120.0)
-    assert [task.done() for task in tasks] == [True] * 3
-    assert await engine.drain(timeout_s=0.0)
-
-
 async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
     skips = MultiVector(skips_documents=True, skips_queries=False)
     recipe_tokens = RecipeTokens(skip_ids=tuple(ids("b d")))
@@ -100,22 +88,6 @@ async def test_skipped_tokens_have_no_vectors(make: Make) -> None:
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("b c")]
     engine, _ = make(token_heads=TokenHeads(weights_file="sparse_linear.pt"))
     assert (await engine.token_embed(["a b c"], PARAMS)).token_ids == [ids("a b c")]
-
-
-async def test_several_outputs_take_one_run(make: Make) -> None:
-    engine, core = make(**ALL_AT_ONCE)
-    result = await engine.embed_combined(["a b", "c c"], EVERY[::-1], PoolingParams(normalize=False))
-    assert result.embeddings == pytest.approx(np.stack([TABLE[ids(text)].sum(axis=0) for text in ("a b", "c c")]))
-    assert result.sparse is not None
-    assert [vector.indices.tolist() for vector in result.sparse] == [ids("a b"), ids("c")]
-    assert result.vectors is not None
-    assert all(
-        np.array_equal(rows, TABLE[ids(text)]) for rows, text in zip(result.vectors, ("a b", "c c"), strict=True)
-    )
-    assert (result.token_ids, result.num_tokens) == ([ids("a b"), ids("c c")], [2, 2])
-    (submit, _) = core.sent[0]
-    assert (submit.params.task, submit.params.also) == (EVERY[0], EVERY[1:])
-    assert len(core.sent) == 1
 
 
 async def test_outputs_that_are_not_requested_are_absent(make: Make) -> None:
@@ -151,13 +123,6 @@ async def test_several_outputs_need_whole_texts(make: Make) -> None:
     assert [len(tokens) for tokens in core.sent[0][1]] == [24, 6]
     with pytest.raises(RequestTooLongError, match="is 24 tokens, but input 0 has 30"):
         await engine.embed_combined(["a " * 30], EVERY, PARAMS)
-
-
-async def test_sparse_vectors_count_the_tokens(make: Make) -> None:
-    engine, _ = make(**ALL_AT_ONCE)
-    result = await engine.sparse_embed(["a b b", "c"], PARAMS)
-    assert [v.values.tolist() for v in result.vectors] == [[1, 2], [1]]
-    assert result.num_tokens == [3, 1]
 
 
 async def test_late_chunking_pools_parts_of_the_joined_text(make: Make) -> None:

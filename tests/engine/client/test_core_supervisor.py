@@ -13,10 +13,9 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica_group import ReplicaGroup
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import PrefixCacheCleared, RequestFailed
 
 from ...waiting import loop_iterations
-from .fake_core import run, values
+from .fake_core import run
 from .fake_running_core import FakeRunningCore
 
 Cores = list[FakeRunningCore]
@@ -159,27 +158,6 @@ async def test_engine_rejects_requests_with_its_state(dispatcher: Dispatcher, ru
     group.drain()
     assert group.state is EngineState.DEAD
     assert running_cores[0].is_closed
-
-
-async def test_messages_of_the_core_reach_the_requests(dispatcher: Dispatcher, running_cores: Cores) -> None:
-    group = await started(dispatcher, running_cores)
-    (core,) = running_cores
-    answered, failed, lost = [asyncio.create_task(run(dispatcher, 3)) for _ in range(3)]
-    await loop_iterations()
-    core.waiting = [0]
-    core.answer()
-    core.on_message(RequestFailed(1, "ModelExecutionError", "nan"), [])
-    assert values(await answered) == [1.0]
-    with pytest.raises(errors.ModelExecutionError, match="nan"):
-        await failed
-    clearing = asyncio.create_task(dispatcher.clear_prefixes())
-    await loop_iterations()
-    core.on_message(PrefixCacheCleared(3, 5), [])
-    assert await clearing == 5
-    await group.close()
-    with pytest.raises(errors.EngineUnavailableError, match="the server is shutting down"):
-        await lost
-    await group.close()
 
 
 async def test_close_ends_a_restart_and_its_core(dispatcher: Dispatcher, running_cores: Cores) -> None:

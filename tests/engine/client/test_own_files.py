@@ -68,21 +68,6 @@ def test_secret_is_constant_and_private(folder: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= num_open_files
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o602, 0o644])
-def test_secret_that_others_can_read_or_write_is_rejected(folder: Path, mode: int) -> None:
-    secret_of(folder)
-    (folder / "secret").chmod(mode)
-    with pytest.raises(PermissionError, match="secret is open to every user"):
-        secret_of(folder)
-
-
-def test_secret_of_another_user_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret_of(folder)
-    be_another_user(monkeypatch)
-    with pytest.raises(PermissionError, match="secret belongs to another user"):
-        secret_of(folder)
-
-
 def test_links_and_pipes_are_rejected(folder: Path) -> None:
     secret_of(folder)
     (folder / "secret").rename(folder / "other")

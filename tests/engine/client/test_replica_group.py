@@ -302,19 +302,3 @@ async def test_cache_follows_the_loaded_files(running_cores: list[FakeRunningCor
     assert cache.open.call_args_list == [opened, opened]
     await group.close()
     cache.close.assert_called_once()
-
-
-async def test_drained_replicas_are_not_restarted(running_cores: list[FakeRunningCore]) -> None:
-    cores = running_cores
-    group, dispatcher = await started(cores, 3)
-    cores[2].end("signal 9")
-    group.drain()
-    assert group.state is EngineState.DRAINING
-    with pytest.raises(errors.EngineUnavailableError, match="shutting down"):
-        dispatcher.admission.check()
-    cores[1].end("signal 9")
-    await loop_iterations()
-    assert len(cores) == 3
-    await group.close()
-    await group.close()
-    assert all(core.is_closed for core in cores)

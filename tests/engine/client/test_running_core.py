@@ -147,13 +147,13 @@ async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessC
 
 
 async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., ProcessCore]) -> None:
-    core = make_core("stays", hang_timeout_s=3)
+    core = make_core("stays", hang_timeout_s=0.5)
     await core.start()
     await called(core._on_load)
     core._take_first(READY, [])
     os.kill(core._process.pid, signal.SIGSTOP)
     await called(core._on_exit)
-    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 3 s")
+    core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 0.5 s")
     assert await asyncio.wait_for(core._process.wait(), 120) == -9
     core._kill_hung()
     await core.close()

@@ -10,11 +10,8 @@ import pytest
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.scoring import (
     PairScorer,
-    check_labels,
-    few_shot_classes,
     few_shot_scores,
     paired_cosine,
-    zero_shot_classes,
     zero_shot_scores,
 )
 from penstock.engine.protocol.config import EngineConfig
@@ -23,7 +20,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
-from penstock.engine.protocol.results import EmbeddingResult, ScoreResult
+from penstock.engine.protocol.results import ScoreResult
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.tokenization.input_encoder import InputEncoder
 
@@ -43,31 +40,20 @@ async def score(
     *,
     model: ModelInfo | None = None,
     params: PoolingParams | None = None,
-    auto_truncate: bool = False,
-    fills_queue: bool = False,
     **options: Any,
 ) -> tuple[ScoreResult, WordCore]:
-    """Scores with a new engine; `fills_queue` fills its queue after the first run."""
+    """Scores with a new engine."""
     model = model or info()
     dispatcher = Dispatcher(max_queued_tokens=1_000)
     core = WordCore(dispatcher)
     tokenizer = tokenizer_pool()
-    encoder = InputEncoder(model, tokenizer, EngineConfig(model="/words", auto_truncate=auto_truncate))
-    answer = core._answer
-
-    def fill(*arguments: Any) -> None:
-        core._answer = answer  # type: ignore[method-assign]
-        dispatcher.admission.enter(1_000)
-        answer(*arguments)
-
-    if fills_queue:
-        core._answer = fill  # type: ignore[method-assign]
+    encoder = InputEncoder(model, tokenizer, EngineConfig(model="/words"))
     try:
         scorer = PairScorer(model, encoder, dispatcher)
         return await scorer.score(left, right, params or PoolingParams(), RequestOptions(**options)), core
     finally:
         tokenizer.close()
-        assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == ((1, 1_000) if fills_queue else (0, 0))
+        assert (dispatcher.stats.num_requests, dispatcher.stats.num_tokens) == (0, 0)
 
 
 def vector(text: str) -> np.ndarray:
@@ -110,7 +96,6 @@ async def test_parameters_without_effect_on_scores_are_rejected(params: PoolingP
     ("model", "options", "query", "document"),
     [
         ({"prompts": PROMPTS}, {}, "query: a", "document: b"),
-        ({"prompts": PROMPTS}, {"prompt_name": "document"}, "document: a", "document: b"),
         ({"prompts": PROMPTS}, {"prompt": ""}, "a", "b"),
         (
             {"prompts": {"query": "Instruct: a \nQuery: ", "document": "document: "}},
@@ -159,10 +144,6 @@ async def test_repeated_late_query_runs_and_counts_once() -> None:
     assert first.params.normalize == second.params.normalize
 
 
-async def test_both_runs_of_a_late_request_are_admitted_together() -> None:
-    await score(["a b c"], DOCUMENTS, model=info(**LATE), fills_queue=True)
-
-
 @pytest.mark.parametrize("is_cosine", [False, True])
 async def test_sparse_scores_are_dot_products_or_cosines(is_cosine: bool) -> None:
     model = info(**SPARSE_TASKS, sparse=SparsePooling(kind=SparseKind.TOKEN_WEIGHTS, is_cosine=is_cosine))
@@ -192,47 +173,6 @@ async def test_cross_encoder_reads_each_pair_as_one_text() -> None:
     result, core = await score(["a", "b", "c"], DOCUMENTS, model=model, params=PoolingParams(use_activation=False))
     assert result.scores.tolist() == [1, 2, 3]
     assert core.sent[0][0].params.use_activation is False
-
-
-@pytest.mark.parametrize("changes", [{}, LATE])
-async def test_best_passage_of_a_long_document_counts(changes: dict[str, Any]) -> None:
-    words = ["c", "d", "e", "b"] * 10  # 40 tokens; the model reads 24
-    result, core = await score(["a b", "c"], [" ".join(words), "d"], model=info(**changes), max_passages=3)
-    inputs = [text for place in range(len(core.sent)) for text in core.texts(place)]
-    passages = [text for text in inputs if text not in (ids("a b"), ids("c"))]
-    assert [token for passage in passages for token in passage] == ids(" ".join([*words, "d"]))
-    assert max(map(len, passages)) <= 24
-    scores = []
-    for passage in passages[:-1]:
-        text, words = " ".join(words[: len(passage)]), words[len(passage) :]
-        scores.append(max_sim("a b", text) if changes else vector("a b") @ vector(text))
-    assert result.scores[0] == pytest.approx(max(scores), abs=1e-5)
-    assert result.scores[1] == pytest.approx(max_sim("c", "d") if changes else vector("c") @ vector("d"), abs=1e-5)
-
-
-async def test_document_that_fits_is_one_passage() -> None:
-    document = " ".join(["c"] * 23)  # one token less than the model reads
-    _, core = await score(["a"], [document], max_passages=3)
-    assert core.texts() == [ids("a"), ids(document)]
-    _, core = await score(["a"], [document], model=info(prompts=PROMPTS), max_passages=3)  # the prompt takes tokens
-    assert all(text[0] == ids("document:")[0] and len(text) <= 24 for text in core.texts()[1:])
-    assert len(core.texts()) in (3, 4)
-
-
-async def test_document_beyond_its_passages_is_truncated_or_rejected() -> None:
-    document = " ".join(["c", "d"] * 40)
-    result, core = await score(["a"], [document], max_passages=2)
-    assert sum(map(len, core.texts())) < 80
-    assert result.scores.shape == (1,)
-    assert core.sent[0][0].params.truncate_prompt_tokens == -1
-    with pytest.raises(RequestTooLongError, match="Document 0 has 80 tokens, which do not fit into 2 pieces"):
-        await score(["a"], [document], params=PoolingParams(reject_too_long=True), max_passages=2)
-    _, core = await score(["a"], [document], params=PoolingParams(truncate_prompt_tokens=20), max_passages=2)
-    assert max(map(len, core.texts())) <= 20
-    with pytest.raises(RequestTooLongError, match="maximum context length is 24"):
-        await score(["a"], [document])
-    _, core = await score(["a"], [document], auto_truncate=True)
-    assert max(map(len, core.texts())) == 24
 
 
 @pytest.mark.parametrize(
@@ -268,14 +208,6 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_paired_cosine_takes_one_to_many_and_pairs(rows: int) -> None:
-    left, right = rng.normal(size=(rows, 9)).astype(np.float32), rng.normal(size=(5, 9)).astype(np.float32)
-    expected = [cosine(left[min(i, rows - 1)], right[i]) for i in range(5)]
-    assert paired_cosine(left, right) == pytest.approx(expected, abs=1e-6)
-    assert paired_cosine(np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)) == [0.0]
-
-
 def test_rounding_takes_no_cosine_past_one() -> None:
     vectors = rng.normal(size=(2000, 7)).astype(np.float32)
     for sign in (1, -1):
@@ -295,23 +227,3 @@ def test_class_scores_are_a_softmax_over_scaled_cosines() -> None:
     means = np.stack([units[example_labels == label].mean(axis=0) for label in range(3)])
     scores = few_shot_scores(inputs, examples, example_labels.tolist(), 3)
     assert scores == pytest.approx(zero_shot_scores(inputs, means), abs=1e-6)
-
-
-def test_labels_and_examples_follow_the_inputs() -> None:
-    num_tokens = [3, 4, 5, 6, 7]
-    result = EmbeddingResult(rng.normal(size=(5, 4)).astype(np.float32), num_tokens)
-    inputs, others = result.embeddings[:2], result.embeddings[2:]
-    classes = zero_shot_classes(result, ["x", "y", "z"])
-    assert np.array_equal(classes.scores, zero_shot_scores(inputs, others))
-    assert (classes.labels, classes.num_tokens) == (("x", "y", "z"), [3 + 5 + 6 + 7, 4])
-    classes = few_shot_classes(result, ["y", "x", "y"])
-    assert np.array_equal(classes.scores, few_shot_scores(inputs, others, [0, 1, 0], 2))
-    assert (classes.labels, classes.num_tokens) == (("y", "x"), [3 + 5 + 6 + 7, 4])
-
-
-@pytest.mark.parametrize("labels", [[], ["x"], ["x", "x"], ["x", "y", "x"]])
-def test_fewer_than_two_different_labels_are_rejected(labels: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^field must name at least two different labels") as caught:
-        check_labels(labels, "field")
-    assert caught.value.param == "field"
-    check_labels(["x", "y"], "field")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import random
@@ -143,27 +142,6 @@ def test_write_waits_for_readers_that_hold_the_pages(tmp_path: Path, monkeypatch
     tier.close()
 
 
-@pytest.mark.parametrize("is_full", [True, False])
-def test_failed_write_to_a_full_disk_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
-) -> None:
-    def fail(*_: object) -> None:
-        raise lmdb.Error(os.strerror(errno.EIO))
-
-    def allocate(file: int, start: int, num_bytes: int) -> None:
-        assert num_bytes == MIB // 64
-        if is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    tier = DiskTier(tmp_path, MIB)
-    monkeypatch.setattr(DiskTier, "_put", fail)
-    monkeypatch.setattr(disk.os, "posix_fallocate", allocate)
-    with pytest.raises(DiskError) as caught:
-        tier.write(rows(0, 1))
-    assert isinstance(caught.value, NoRoomError) is is_full
-    tier.close()
-
-
 # Several processes
 
 
@@ -171,10 +149,10 @@ def test_rows_stay_right_while_others_write(tmp_path: Path) -> None:
     command = [sys.executable, "-P", SHARING, str(tmp_path)]
     workers = [
         subprocess.Popen([*command, str(seed), "14", str(4 * MIB)], stdout=subprocess.PIPE, text=True)
-        for seed in range(6)
+        for seed in range(3)
     ]
     ends = [worker.communicate(timeout=280)[0].split() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * 6
+    assert [worker.returncode for worker in workers] == [0] * 3
     found, wrong, evicted = (sum(map(int, column)) for column in zip(*ends, strict=True))
     assert wrong == 0
     assert min(found, evicted) > 0
@@ -199,7 +177,7 @@ def test_killed_process_leaves_no_lock_and_no_wrong_row(tmp_path: Path) -> None:
 # Damage
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4_000, 8_192, 10_000, MIB // 2])
+@pytest.mark.parametrize("num_bytes", [1, 10_000])
 def test_truncated_file_is_rejected(filled: Path, num_bytes: int) -> None:
     os.truncate(filled / "vectors-1" / "data.mdb", num_bytes)
     with pytest.raises(DiskError, match=r"a part of it is missing|MDB_INVALID|not an LMDB file"):
@@ -215,7 +193,7 @@ def test_file_that_is_truncated_while_open_is_not_read(filled: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_damage_gives_an_error_or_misses(filled: Path, seed: int) -> None:
     chance = random.Random(seed)
     file = filled / "vectors-1" / "data.mdb"

@@ -17,7 +17,7 @@ from penstock.engine.client.admission import LookupRateLimit
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.vector_cache import model_cache
 from penstock.engine.client.vector_cache.cache import VectorCache
-from penstock.engine.client.vector_cache.model_cache import ModelCache, cut_embeddings, whole_params
+from penstock.engine.client.vector_cache.model_cache import ModelCache, cut_embeddings
 from penstock.engine.pooling.heads import VectorTransform
 from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.config import EngineConfig
@@ -240,8 +240,6 @@ async def test_hits_are_answered_while_the_queue_is_full(make: Make) -> None:
 async def send_rejected(engine: AsyncEngine, kind: str) -> None:
     if kind == "miss":
         await engine.embed(["c"], PARAMS)
-    elif kind == "without lookup":
-        await engine.token_embed(["a b"], PARAMS)
     elif kind == "invalid":
         await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens show
     else:
@@ -250,7 +248,7 @@ async def send_rejected(engine: AsyncEngine, kind: str) -> None:
                 pytest.fail("the queue is full")
 
 
-@pytest.mark.parametrize("kind", ["miss", "without lookup", "invalid", "cancelled", "admitted as a whole"])
+@pytest.mark.parametrize("kind", ["miss", "invalid", "cancelled", "admitted as a whole"])
 async def test_rejected_requests_use_up_the_lookups_of_a_full_queue(make: Make, kind: str) -> None:
     engine, core, cache = await make(max_queued_tokens=10)
     await engine.embed(["a b"], PARAMS)
@@ -388,7 +386,7 @@ def resolved(**changes: Any) -> PoolingParams:
     return PoolingParams(task=PoolingTask.EMBED, normalize=True, use_activation=True).clone(**changes)
 
 
-@pytest.mark.parametrize("width", [1, 7, 383, 384, None])
+@pytest.mark.parametrize("width", [7, None])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_cut_rows_equal_those_of_the_pooler_head(
     cutting_machine: Machine | None, width: int | None, normalize: bool
@@ -408,28 +406,6 @@ def test_cut_rows_equal_those_of_the_pooler_head(
         (alone,) = cut_embeddings([output], params, cutting_machine)
         assert alone["embedding"].tobytes() == values[place].tobytes()
         assert np.array_equal(output["embedding"], rows[place])
-
-
-@pytest.mark.parametrize(
-    ("params", "is_cut"),
-    [
-        (resolved(), True),
-        (resolved(normalize=False, use_activation=False), False),
-        (resolved(normalize=False, use_activation=False, dimensions=64), True),
-        (resolved(also=(PoolingTask.SPARSE_EMBED,)), True),
-        (resolved(also=(PoolingTask.TOKEN_EMBED,)), False),
-        (resolved(task=PoolingTask.TOKEN_EMBED), False),
-        (PoolingParams(task=PoolingTask.SPARSE_EMBED), False),
-        (PoolingParams(task=PoolingTask.CLASSIFY, use_activation=True), False),
-    ],
-    ids=str,
-)
-def test_only_embeddings_are_cached_whole(params: PoolingParams, is_cut: bool) -> None:
-    whole = whole_params(params)
-    assert (whole is not None) is is_cut
-    if whole is not None:
-        assert (whole.dimensions, whole.normalize, whole.also) == (None, False, params.also)
-        assert whole_params(whole) is None
 
 
 async def test_cached_vectors_equal_those_without_a_cache(minilm_folder: Path, tmp_path: Path) -> None:
