@@ -17,8 +17,8 @@ from penstock.engine.client.vector_cache.cache import VectorCache
 from . import penstock_version
 from .admission import AdmissionController
 from .batches.internal_client import InternalClient
+from .batches.line_limiter import LiveTrafficMiddleware
 from .batches.service import Batches, BatchMetrics
-from .batches.window import LiveTrafficMiddleware
 from .calls.context import ServerContext
 from .dialects import install_error_handlers
 from .http.connection import SHEDDER

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -25,10 +25,10 @@ from penstock.engine.protocol.errors import StorageError, drop_tracebacks
 from .file_store import Files
 from .input_lines import BatchInput, CheckResult, LineSpan
 from .internal_client import RouteResponse
+from .line_limiter import LineLimiter
 from .output_writer import RETRY_S, OutputLine, OutputWriter, error_line, response_line
 from .records import BatchRecord, BatchStatus, LineError, already_ended
 from .store import Crashes, Store
-from .window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,16 @@ RETRY_STATUSES: Final = frozenset({429, 503, 504})
 """Statuses of a server that is full or starting, or has exceeded a deadline. The line runs again later."""
 _KEY_REVOKED: Final = 401
 """Status if the owner's API key is no longer valid. The batch ends."""
-_MOST_LOSSES: Final = 3
+_MAX_LOSSES: Final = 3
 """Attempts of a line that exceeds the server's deadline or loses its engine, before it fails."""
 MOST_CRASHES: Final = 2
 """Number of kills of the server while a line runs alone, or a file is checked, before the line or batch fails."""
 _MAX_REJECTED: Final = 16
 """Maximum number of rejected lines that wait. At this number the batch starts no other lines."""
 _CHECK_LINE: Final = 0
-"""Line number that stands for the check of the input file in the crash counts of the store."""
-_FIRST_WAIT_S: Final = 0.5
-_LONGEST_WAIT_S: Final = 30.0
+"""Line number of the check of the input file in the crash counts of the store."""
+_MIN_WAIT_S: Final = 0.5
+_MAX_WAIT_S: Final = 30.0
 _NOT_RUN: Final = {
     BatchStatus.FAILED: LineError("batch_failed", "The batch failed before this request was answered."),
     BatchStatus.CANCELLED: LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
@@ -62,6 +62,10 @@ _CRASHED: Final = LineError(
 )
 
 
+class _KeyRevokedError(Exception):
+    """The API key of the owner of a batch is not valid any more."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
     """State that all runs share.
@@ -70,11 +74,11 @@ class RunContext:
         store: Records of batches.
         files: Input and output files.
         send: Sends requests to routes.
-        window: Decides when lines run.
+        limiter: Decides when lines run.
         num_lines: Lines with a response ("completed") and with an error ("failed") since the start.
-        checking: Lock that is held while a file is checked or its custom ids are read: one file at a time.
-        suspect: Lock of a line, or of the check of a file, that was running when the engine or the server died. It
-            runs alone: if the engine or the server dies again, it is the cause.
+        reading_file: Lock for checking a file or reading its custom ids: one file at a time.
+        lone_line: Lock of a line, or of the check of a file, that ran when the engine or the server died. It runs alone
+            now: if the engine or the server dies again, this line is the cause.
         now: Unix time.
         retry_s: Seconds between two attempts to use a failing disk.
     """
@@ -82,10 +86,10 @@ class RunContext:
     store: Store
     files: Files
     send: SendRequest
-    window: Window
+    limiter: LineLimiter
     num_lines: Counter[str] = field(default_factory=Counter)
-    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reading_file: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lone_line: asyncio.Lock = field(default_factory=asyncio.Lock)
     now: Callable[[], float] = time.time
     retry_s: float = RETRY_S
 
@@ -109,9 +113,9 @@ class BatchRun:
         paths = context.files.path(batch.output_id), context.files.path(batch.error_id)
         self._output = OutputWriter(batch, context.store, *paths, retry_s=context.retry_s)
         self._crashes = crashes or Crashes(0, {})
-        self._has_passed_suspects = crashes is None
-        self._suspects: set[int] = set()  # running lines that may have killed the server
-        self._num_rejected = 0
+        self._has_passed_crashed_lines = crashes is None
+        self._lone_lines: set[int] = set()  # running lines that may have killed the server
+        self._rejected_lines: set[int] = set()
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._cancelled = asyncio.Event()
@@ -119,9 +123,9 @@ class BatchRun:
             self._cancelled.set()
 
     @property
-    def has_suspects(self) -> bool:
+    def may_have_crashed_server(self) -> bool:
         """Whether a line without a response may have killed the server."""
-        return bool(self._suspects) or not self._has_passed_suspects
+        return bool(self._lone_lines) or not self._has_passed_crashed_lines
 
     async def run(self) -> None:
         """Runs the batch to its end. After a cancellation of this task, another run can continue."""
@@ -161,9 +165,9 @@ class BatchRun:
             batch.errors.append(LineError("server_error", message))
             if batch.num_lines:
                 try:
-                    await self._write_unanswered(_NOT_RUN[BatchStatus.FAILED])
+                    await self._write_missing_lines(_NOT_RUN[BatchStatus.FAILED])
                 except Exception as second_error:
-                    logger.exception("the unanswered lines of %s cannot be listed", batch.id)
+                    logger.exception("the lines of %s without a response cannot be written", batch.id)
                     drop_tracebacks(second_error)
         return BatchStatus.FAILED
 
@@ -184,14 +188,14 @@ class BatchRun:
             ending = await self._run_lines()
             if ending is not BatchStatus.COMPLETED:
                 if batch.num_lines:
-                    await self._write_unanswered(_NOT_RUN[ending])
+                    await self._write_missing_lines(_NOT_RUN[ending])
                 return ending
             self._set_status(BatchStatus.FINALIZING)
             await self._save()
         return BatchStatus.COMPLETED
 
     async def _check(self) -> CheckResult:
-        """Checks the input file. If the server was killed during the check, no suspect line runs beside it.
+        """Checks the input file. If the server was killed during the check, no other such line runs beside it.
 
         Raises OSError or StorageError. Other files are checked before the next try.
         """
@@ -200,7 +204,7 @@ class BatchRun:
         if num_crashes >= MOST_CRASHES:
             message = f"The server was killed {MOST_CRASHES} times while it checked this file; send shorter lines."
             return CheckResult(0, [LineError("server_crashed", message)])
-        async with self._context.suspect if num_crashes else contextlib.nullcontext(), self._context.checking:
+        async with self._context.lone_line if num_crashes else contextlib.nullcontext(), self._context.reading_file:
             await store.begin_lone_line(batch_id, _CHECK_LINE)
             try:
                 return await asyncio.to_thread(self._input.check)
@@ -212,8 +216,8 @@ class BatchRun:
         starting = asyncio.create_task(self._start_lines())
         cancelled = asyncio.create_task(self._cancelled.wait())
         try:
-            left_s = max(self.batch.expires_at - self._context.now(), 0.0)
-            await asyncio.wait({starting, cancelled}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            remaining_s = max(self.batch.expires_at - self._context.now(), 0.0)
+            await asyncio.wait({starting, cancelled}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
             if self._cancelled.is_set():
                 return BatchStatus.CANCELLED
             if not starting.done():
@@ -235,166 +239,163 @@ class BatchRun:
             await self._output.settle()
 
     async def _start_lines(self) -> None:
-        """Starts the lines as the window admits them. Returns when all have a response."""
+        """Starts the lines as the limiter admits them. Returns when all have a response."""
         if self._cancelled.is_set():
             return
         store, batch_id = self._context.store, self.batch.id
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as running, contextlib.aclosing(self._lines_to_run()) as slices:
-                async for places in slices:
-                    last = places[-1].number
+                async for spans in slices:
+                    last = spans[-1].number
                     if last > self._crashes.until:
                         await self._retry_disk(partial(store.begin_lines, batch_id, last))
-                    for place in places:
+                    for span in spans:
                         await self._may_start.wait()
-                        await self._context.window.enter(place.num_bytes)
-                        self._start_line(running, place)
+                        await self._context.limiter.acquire(span.num_bytes)
+                        self._start_line(running, span)
         except ExceptionGroup as group:
             failure = group.exceptions[0]
             drop_tracebacks(group)  # TaskGroup of Python 3.11 leaves a reference cycle with the group
         if failure is not None:  # raised outside the handler: otherwise the group is its context, again a cycle
             raise failure
 
-    def _start_line(self, running: asyncio.TaskGroup, place: LineSpan) -> None:
+    def _start_line(self, running: asyncio.TaskGroup, span: LineSpan) -> None:
         """Starts the task of an admitted line."""
-        is_suspect = place.number <= self._crashes.until or place.number in self._crashes.lines
-        if is_suspect:
-            self._suspects.add(place.number)
+        runs_alone = span.number <= self._crashes.until or span.number in self._crashes.lines
+        if runs_alone:
+            self._lone_lines.add(span.number)
         else:
-            self._has_passed_suspects = True
+            self._has_passed_crashed_lines = True
 
-        def leave(_: asyncio.Task[None]) -> None:
-            self._context.window.leave(place.num_bytes)
+        def release(_: asyncio.Task[None]) -> None:
+            self._context.limiter.release(span.num_bytes)
 
-        running.create_task(self._run_line(place, is_suspect=is_suspect)).add_done_callback(leave)
+        running.create_task(self._run_line(span, runs_alone=runs_alone)).add_done_callback(release)
 
     async def _lines_to_run(self) -> AsyncGenerator[list[LineSpan], None]:
-        """Yields lists of places of lines without a response. Retries if the disk fails."""
+        """Yields lists of spans of lines without a response. Retries if the disk fails."""
         last: LineSpan | None = None
 
         async def read() -> list[LineSpan]:
             return await asyncio.to_thread(self._input.next_spans, self._output.done, last)
 
-        while places := await self._retry_disk(read):
-            last = places[-1]
-            yield places
+        while spans := await self._retry_disk(read):
+            last = spans[-1]
+            yield spans
 
-    async def _run_line(self, place: LineSpan, *, is_suspect: bool) -> None:
+    async def _run_line(self, span: LineSpan, *, runs_alone: bool) -> None:
         """Runs a line until it has a response. Returns when that is on the disk."""
-        if self._crashes.lines.get(place.number, 0) >= MOST_CRASHES:
-            logger.error("line %d of %s is not run: the server was killed with it", place.number, self.batch.id)
-            async with self._context.window.outside(place.num_bytes):
-                ((number, custom_id),) = await self._retry_disk(lambda: self._custom_ids([place]))
-            answer = error_line(self._name(number), number, custom_id, _CRASHED)
+        if self._crashes.lines.get(span.number, 0) >= MOST_CRASHES:
+            logger.error("line %d of %s is not run: the server was killed with it", span.number, self.batch.id)
+            async with self._context.limiter.released(span.num_bytes):
+                ((number, custom_id),) = await self._retry_disk(lambda: self._custom_ids([span]))
+            output = error_line(self._name(number), number, custom_id, _CRASHED)
         else:
-            answer = await self._response_line(place, is_suspect=is_suspect)
-        with self._context.window.hold_response(len(answer.text)):
-            await self._add(answer)
-        self._suspects.discard(place.number)
+            output = await self._response_line(span, runs_alone=runs_alone)
+        with self._context.limiter.count_response(len(output.text)):
+            await self._add(output)
+        self._lone_lines.discard(span.number)
 
-    async def _add(self, answer: OutputLine) -> None:
-        await self._output.add(answer)
-        self._context.num_lines["failed" if answer.is_error else "completed"] += 1
+    async def _add(self, output: OutputLine) -> None:
+        await self._output.add(output)
+        self._context.num_lines["failed" if output.is_error else "completed"] += 1
 
-    async def _response_line(self, place: LineSpan, *, is_suspect: bool) -> OutputLine:
-        """Sends a line, repeatedly if the server is full or starting, and returns the output.
-
-        A waiting line is not in memory.
-        """
-        num_tries, num_losses, may_kill_engine, was_rejected = 0, 0, False, False
-        try:
+    async def _response_line(self, span: LineSpan, *, runs_alone: bool) -> OutputLine:
+        """Sends a line until the response is final, and returns the output. A line that waits is not in memory."""
+        num_responses = num_losses = 0
+        may_kill_engine = False
+        with contextlib.ExitStack() as rejected:
             while True:
-                async with self._context.suspect if is_suspect or may_kill_engine else contextlib.nullcontext():
-                    result = await self._send(place, is_suspect=is_suspect)
-                if result is None:
-                    wait_s = self._context.retry_s
-                else:
-                    custom_id, answer = result
-                    if answer.status == _KEY_REVOKED:
+                async with self._context.lone_line if runs_alone or may_kill_engine else contextlib.nullcontext():
+                    result = await self._send(span, runs_alone=runs_alone)
+                wait_s = self._context.retry_s
+                if result is not None:
+                    custom_id, response = result
+                    if response.status == _KEY_REVOKED:
                         raise _KeyRevokedError
-                    num_tries += 1
-                    was_lost = answer.status == 503 and answer.reached_engine
-                    may_kill_engine = may_kill_engine or was_lost
-                    num_losses += was_lost or answer.status == 504
-                    if answer.status not in RETRY_STATUSES or num_losses == _MOST_LOSSES:
-                        return response_line(self._name(place.number), place.number, custom_id, answer)
-                    self._context.window.reject()
-                    least_s = float(answer.headers.get(b"retry-after", b"1"))
-                    wait_s = min(max(least_s, _FIRST_WAIT_S * 2.0 ** min(num_tries, 10)), _LONGEST_WAIT_S)
-                    wait_s *= random.uniform(1.0, 1.25)  # noqa: S311 - no secret
-                if not was_rejected:
-                    was_rejected = True
-                    self._add_rejected(1)
-                async with self._context.window.outside(place.num_bytes):  # other lines may use another model
+                    num_responses += 1
+                    engine_died = response.status == 503 and response.reached_engine
+                    may_kill_engine = may_kill_engine or engine_died
+                    num_losses += engine_died or response.status == 504
+                    if response.status not in RETRY_STATUSES or num_losses == _MAX_LOSSES:
+                        return response_line(self._name(span.number), span.number, custom_id, response)
+                    self._context.limiter.reject()
+                    wait_s = _retry_delay_s(response, num_responses)
+                if span.number not in self._rejected_lines:
+                    rejected.enter_context(self._rejected_line(span.number))
+                async with self._context.limiter.released(span.num_bytes):  # other lines may use another model
                     await asyncio.sleep(wait_s)
-        finally:
-            if was_rejected:
-                self._add_rejected(-1)
 
-    def _add_rejected(self, change: int) -> None:
-        self._num_rejected += change
-        if self._num_rejected < _MAX_REJECTED:
-            self._may_start.set()
-        else:
+    @contextlib.contextmanager
+    def _rejected_line(self, number: int) -> Iterator[None]:
+        """Starts no other lines while _MAX_REJECTED rejected lines wait."""
+        self._rejected_lines.add(number)
+        if len(self._rejected_lines) >= _MAX_REJECTED:
             self._may_start.clear()
-
-    async def _send(self, place: LineSpan, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
-        """Returns the custom id of a line and the response of the route; None if the disk cannot read the line now."""
         try:
-            return await self._read_and_send(place, is_suspect=is_suspect)
+            yield
+        finally:
+            self._rejected_lines.discard(number)
+            if len(self._rejected_lines) < _MAX_REJECTED:
+                self._may_start.set()
+
+    async def _send(self, span: LineSpan, *, runs_alone: bool) -> tuple[str, RouteResponse] | None:
+        """Returns the custom id of a line and the response of the route; None if the line cannot be read now."""
+        try:
+            return await self._read_and_send(span, runs_alone=runs_alone)
         except Exception as error:
-            logger.exception("line %d of %s failed", place.number, self.batch.id)
+            logger.exception("line %d of %s failed", span.number, self.batch.id)
             drop_tracebacks(error)
             raise
         except asyncio.CancelledError as error:
             drop_tracebacks(error)
             raise
 
-    async def _read_and_send(self, place: LineSpan, *, is_suspect: bool) -> tuple[str, RouteResponse] | None:
-        batch, store, name = self.batch, self._context.store, self._name(place.number)
+    async def _read_and_send(self, span: LineSpan, *, runs_alone: bool) -> tuple[str, RouteResponse] | None:
+        batch, store, name = self.batch, self._context.store, self._name(span.number)
         try:
-            custom_id, content = await _on_thread(lambda: self._input.read(place))
+            custom_id, content = await _on_thread(lambda: self._input.read(span))
         except FileNotFoundError:
             raise
         except OSError as error:
             self._log_disk_error(error)
             return None
-        if is_suspect:
-            await self._retry_disk(lambda: store.begin_lone_line(batch.id, place.number))
-        with self._context.window.run():
-            answer = await self._context.send(batch.endpoint, content, batch.owner, name)
-        if is_suspect and answer.status in RETRY_STATUSES:
-            await self._retry_disk(lambda: store.end_lone_line(batch.id, place.number))
-        return custom_id, answer
+        if runs_alone:
+            await self._retry_disk(lambda: store.begin_lone_line(batch.id, span.number))
+        with self._context.limiter.run():
+            response = await self._context.send(batch.endpoint, content, batch.owner, name)
+        if runs_alone and response.status in RETRY_STATUSES:
+            await self._retry_disk(lambda: store.end_lone_line(batch.id, span.number))
+        return custom_id, response
 
-    async def _write_unanswered(self, error: LineError) -> None:
+    async def _write_missing_lines(self, error: LineError) -> None:
         """Writes an error for each line without a response."""
-        async for places in self._lines_to_run():
-            named = await self._retry_disk(partial(self._custom_ids, places))
-            answers = [error_line(self._name(number), number, custom_id, error) for number, custom_id in named]
-            await asyncio.gather(*map(self._add, answers))
+        async for spans in self._lines_to_run():
+            named = await self._retry_disk(partial(self._custom_ids, spans))
+            outputs = [error_line(self._name(number), number, custom_id, error) for number, custom_id in named]
+            await asyncio.gather(*map(self._add, outputs))
 
-    async def _custom_ids(self, places: list[LineSpan]) -> list[tuple[int, str]]:
+    async def _custom_ids(self, spans: list[LineSpan]) -> list[tuple[int, str]]:
         """Reads numbers and custom ids of lines. Only one line of all batches is in memory at a time."""
-        async with self._context.checking:
-            return await _on_thread(lambda: self._input.custom_ids(places))
+        async with self._context.reading_file:
+            return await _on_thread(lambda: self._input.custom_ids(spans))
 
     async def _finish(self, status: BatchStatus) -> None:
         """Stores the final status and the output files."""
         batch, files = self.batch, self._context.files
-        made = [
+        output_files = [
             files.output_record(file_id, batch.owner, f"{batch.id}_{name}.jsonl", num_bytes, batch.output_expires_s)
             for name, file_id, num_bytes in batch.written
             if num_bytes
         ]
-        await self._retry_disk(self._cut)
+        await self._retry_disk(self._truncate_outputs)
         self._set_status(status)
-        await self._retry_disk(lambda: self._context.store.end(batch, made))
+        await self._retry_disk(lambda: self._context.store.end(batch, output_files))
         counts = batch.num_lines, batch.num_completed, batch.num_failed
         logger.info("%s is %s: %d lines, %d answered, %d with an error", batch.id, status, *counts)
 
-    async def _cut(self) -> None:
+    async def _truncate_outputs(self) -> None:
         for _, file_id, num_bytes in self.batch.written:
             await asyncio.to_thread(self._context.files.cut, file_id, num_bytes)
 
@@ -434,5 +435,8 @@ async def _on_thread(work: Callable[[], Result]) -> Result:
         raise
 
 
-class _KeyRevokedError(Exception):
-    """The API key of the owner of a batch is not valid any more."""
+def _retry_delay_s(response: RouteResponse, num_responses: int) -> float:
+    """Returns the seconds until a rejected line runs again: exponential backoff, at least Retry-After, with jitter."""
+    retry_after_s = float(response.headers.get(b"retry-after", b"1"))
+    delay_s = min(max(retry_after_s, _MIN_WAIT_S * 2.0 ** min(num_responses, 10)), _MAX_WAIT_S)
+    return delay_s * random.uniform(1.0, 1.25)  # noqa: S311 - no secret

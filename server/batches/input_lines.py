@@ -26,7 +26,7 @@ _INPUT_KEYS: Final = ("input", "inputs", "texts")
 _SMALL_BYTES: Final = 64 * 1024
 """Bytes. Values are counted before parsing only in longer lines. Also the size of one read."""
 _SPANS_PER_READ: Final = 100
-"""Number of line places per read."""
+"""Number of line spans per read."""
 _WORK_S: Final = 0.001
 """Seconds of reading after which the thread sleeps for the same time, so that other threads get the GIL."""
 
@@ -83,22 +83,22 @@ class BatchInput:
         errors: list[LineError] = []
         num_lines = num_inputs = 0
         with self._path.open("rb") as file:
-            for place in self._places():
+            for span in self._spans():
                 num_lines += 1
                 if num_lines > MAX_LINES:
                     message = f"The file has more than {MAX_LINES} lines; split it."
-                    return CheckResult(0, [LineError("too_many_lines", message, line=place.number)])
+                    return CheckResult(0, [LineError("too_many_lines", message, line=span.number)])
                 try:
-                    line = self._parsed(self._text(place, file))
+                    line = self._parsed(self._text(span, file))
                     custom_id = line["custom_id"]
-                    if (first := seen.setdefault(custom_id, place.number)) != place.number:
+                    if (first := seen.setdefault(custom_id, span.number)) != span.number:
                         message = f"custom_id is {shown(custom_id)}, as in line {first}; each line needs its own."
                         raise _LineError("duplicate_custom_id", message, "custom_id")
                     if self._counts_inputs:
                         num_inputs += _num_inputs(line["body"])
                     del line  # free the line before the next one is read
                 except _LineError as error:
-                    errors.append(LineError(error.code, error.message, error.param, place.number))
+                    errors.append(LineError(error.code, error.message, error.param, span.number))
                 if len(errors) >= MAX_ERRORS:
                     break
         if not num_lines:
@@ -109,38 +109,38 @@ class BatchInput:
         return CheckResult(num_lines, errors)
 
     def next_spans(self, done: Container[int], after: LineSpan | None = None) -> list[LineSpan]:
-        """Returns the places of the next lines after `after` that are not in `done`, at most 100. Raises OSError."""
-        with contextlib.closing(self._places(after)) as places:
-            return list(itertools.islice((place for place in places if place.number not in done), _SPANS_PER_READ))
+        """Returns the spans of the next lines after `after` that are not in `done`, at most 100. Raises OSError."""
+        with contextlib.closing(self._spans(after)) as spans:
+            return list(itertools.islice((span for span in spans if span.number not in done), _SPANS_PER_READ))
 
-    def read(self, place: LineSpan) -> tuple[str, bytes]:
+    def read(self, span: LineSpan) -> tuple[str, bytes]:
         """Returns the custom id of a line of a checked file, and the JSON body for the route. Raises OSError.
 
         The body has no `priority`: all lines have the lowest.
         """
         with self._path.open("rb") as file:
-            line = self._parsed(self._text(place, file))
+            line = self._parsed(self._text(span, file))
         line["body"].pop("priority", None)
         return line["custom_id"], orjson.dumps(line["body"])
 
-    def custom_ids(self, places: Iterable[LineSpan]) -> list[tuple[int, str]]:
+    def custom_ids(self, spans: Iterable[LineSpan]) -> list[tuple[int, str]]:
         """Returns numbers and custom ids of lines. One line at a time is in memory. Raises OSError."""
         with self._path.open("rb") as file:
-            return [(place.number, self._parsed(self._text(place, file))["custom_id"]) for place in places]
+            return [(span.number, self._parsed(self._text(span, file))["custom_id"]) for span in spans]
 
-    def _text(self, place: LineSpan, file: BinaryIO) -> bytes:
+    def _text(self, span: LineSpan, file: BinaryIO) -> bytes:
         """Returns a line without surrounding white space, or the first bytes of a line that is too long."""
-        file.seek(place.offset)
-        text = file.read(min(place.num_bytes, self._max_line_bytes + 1))
-        num_left = place.num_bytes - len(text)
+        file.seek(span.offset)
+        text = file.read(min(span.num_bytes, self._max_line_bytes + 1))
+        num_left = span.num_bytes - len(text)
         while num_left > 0 and (piece := file.read(min(num_left, _SMALL_BYTES))):
             if piece.strip():
                 return text
             num_left -= len(piece)
-        return _stripped(place.number, text)
+        return _stripped(span.number, text)
 
-    def _places(self, after: LineSpan | None = None) -> Generator[LineSpan]:
-        """Yields the places of the lines that are not empty. Reads a small part of the file at a time."""
+    def _spans(self, after: LineSpan | None = None) -> Generator[LineSpan]:
+        """Yields the spans of the lines that are not empty. Reads a small part of the file at a time."""
         with self._path.open("rb") as file:
             number, offset = (0, 0) if after is None else (after.number, after.offset + after.num_bytes)
             file.seek(offset)

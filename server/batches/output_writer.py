@@ -34,14 +34,14 @@ class OutputLine(NamedTuple):
     """The output for one line.
 
     Attributes:
-        line: Line number.
+        number: Line number.
         text: The line in the output file, with its end.
         is_error: Whether it goes to the error file.
         num_tokens: Tokens of its inputs.
         model: Served name of the model; "" for none.
     """
 
-    line: int
+    number: int
     text: bytes
     is_error: bool
     num_tokens: int = 0
@@ -81,13 +81,13 @@ class OutputWriter:
         """Reads the numbers of the completed lines from the store."""
         self.done = await self._store.answered(self._batch.id)
 
-    async def add(self, answer: OutputLine) -> None:
+    async def add(self, line: OutputLine) -> None:
         """Returns when a line is on the disk. Waits while the disk fails."""
-        safe = asyncio.get_running_loop().create_future()
-        self._waiting.append((answer, safe))
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((line, written))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_waiting())
-        await safe
+        await written
 
     async def settle(self) -> None:
         """Waits until nothing is being written. Discards lines whose `add` was cancelled."""
@@ -116,7 +116,7 @@ class OutputWriter:
         is_logged = False
         while entries := [entry for entry in entries if not entry[1].done()]:  # `add` was cancelled
             try:
-                await self._save([answer for answer, _ in entries])
+                await self._save([line for line, _ in entries])
             except (OSError, StorageError) as error:
                 if not is_logged:
                     logger.error("%s waits: its responses cannot be written: %s", self._batch.id, error)
@@ -134,26 +134,26 @@ class OutputWriter:
             if self._closing.is_set():
                 return
 
-    async def _save(self, answers: Sequence[OutputLine]) -> None:
+    async def _save(self, lines: Sequence[OutputLine]) -> None:
         """Writes lines, then updates the counts. If it raises OSError or StorageError, no line counts."""
         batch = self._batch
-        texts = [b"".join([a.text for a in answers if a.is_error is is_error]) for is_error in (False, True)]
+        texts = [b"".join([line.text for line in lines if line.is_error is is_error]) for is_error in (False, True)]
         await asyncio.to_thread(self._append, texts, (batch.num_output_bytes, batch.num_error_bytes))
-        num_failed = sum(answer.is_error for answer in answers)
-        counted = {
+        num_failed = sum(line.is_error for line in lines)
+        counts = {
             "num_output_bytes": batch.num_output_bytes + len(texts[0]),
             "num_error_bytes": batch.num_error_bytes + len(texts[1]),
             "num_failed": batch.num_failed + num_failed,
-            "num_completed": batch.num_completed + len(answers) - num_failed,
-            "num_tokens": batch.num_tokens + sum(answer.num_tokens for answer in answers),
-            "model": batch.model or next((answer.model for answer in answers if answer.model), None),
+            "num_completed": batch.num_completed + len(lines) - num_failed,
+            "num_tokens": batch.num_tokens + sum(line.num_tokens for line in lines),
+            "model": batch.model or next((line.model for line in lines if line.model), None),
         }
-        lines = [answer.line for answer in answers]
+        numbers = [line.number for line in lines]
         async with self._saving:
-            await self._store.save(msgspec.structs.replace(batch, **counted), lines)
-            for name, value in counted.items():
+            await self._store.save(msgspec.structs.replace(batch, **counts), numbers)
+            for name, value in counts.items():
                 setattr(batch, name, value)
-        self.done.update(lines)
+        self.done.update(numbers)
 
     def _append(self, texts: Sequence[bytes], starts: Sequence[int]) -> None:
         """Writes at the recorded ends of the files and truncates the rest."""
@@ -172,22 +172,22 @@ class OutputWriter:
 
 
 def _resolve(entries: Sequence[tuple[OutputLine, asyncio.Future[None]]], error: Exception | None) -> None:
-    for _, safe in entries:
-        if safe.done():
+    for _, written in entries:
+        if written.done():
             continue
         if error is None:
-            safe.set_result(None)
+            written.set_result(None)
         else:
-            safe.set_exception(error)
+            written.set_exception(error)
 
 
-def response_line(name: str, number: int, custom_id: str, answer: RouteResponse) -> OutputLine:
+def response_line(name: str, number: int, custom_id: str, response: RouteResponse) -> OutputLine:
     """Returns the output line of a response. `name`: id of the line in the output."""
-    is_error = answer.status >= 400
-    head = _as_json({"status_code": answer.status, "request_id": answer.request_id})
-    if answer.is_json:
-        text = _output_line(name, custom_id, b'%b,"body":%b}' % (head[:-1], answer.body), b"null")
-        return OutputLine(number, text, is_error, answer.num_tokens, answer.model)
+    is_error = response.status >= 400
+    head = _as_json({"status_code": response.status, "request_id": response.request_id})
+    if response.is_json:
+        text = _output_line(name, custom_id, b'%b,"body":%b}' % (head[:-1], response.body), b"null")
+        return OutputLine(number, text, is_error, response.num_tokens, response.model)
     error = LineError("unsupported_answer", "The response is not JSON; use float or base64.", "encoding_format")
     return error_line(name, number, custom_id, error)
 

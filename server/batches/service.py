@@ -31,11 +31,11 @@ from .batch_run import BatchRun, RunContext
 from .file_store import DataDir, Files
 from .input_lines import BatchInput
 from .internal_client import InternalClient
+from .line_limiter import LineLimiter, LiveTraffic
 from .output_writer import RETRY_S
 from .records import BatchRecord, FileRecord, already_ended, new_batch_id, new_file_id
 from .store import Crashes, Page, Store
 from .uploads import OVERHEAD_BYTES
-from .window import LiveTraffic, Window
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,16 @@ class Batches:
     @contextlib.asynccontextmanager
     async def running(self, routes: InternalClient) -> AsyncIterator[None]:
         """Runs batches through these routes, starting with the unfinished batches of an earlier server process."""
-        window = Window(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
+        limiter = LineLimiter(self.traffic, self._settings.batch_share, int(self._settings.batch_memory))
         self._batch_uses = routes.batch_uses
         self._context = RunContext(
-            self._store, self.files, routes.send, window, num_lines=self.num_lines, now=self._now, retry_s=self._retry_s
+            self._store,
+            self.files,
+            routes.send,
+            limiter,
+            num_lines=self.num_lines,
+            now=self._now,
+            retry_s=self._retry_s,
         )
         await self.files.remove_orphans()
         crashes = await self._store.take_crashes()
@@ -120,7 +126,7 @@ class Batches:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             try:
-                await self._store.stop_cleanly(run.batch.id for run, _ in runs if not run.has_suspects)
+                await self._store.stop_cleanly(run.batch.id for run, _ in runs if not run.may_have_crashed_server)
             except StorageError as error:
                 logger.error("lines under way will run one at a time after the next start: %s", error)
             await self._store.close()

@@ -22,7 +22,7 @@ def clock() -> Clock:
 def running(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
     """Run the batches of a folder: `async with running(routes) as batches`."""
     # The number of lines at once must not depend on the speed of the machine.
-    monkeypatch.setattr("penstock.server.batches.window.AHEAD_S", float("inf"))
+    monkeypatch.setattr("penstock.server.batches.line_limiter.AHEAD_S", float("inf"))
 
     @asynccontextmanager
     async def run(routes: Routes, folder: Path = tmp_path / "data", **settings: object) -> AsyncIterator[Batches]:

@@ -114,7 +114,7 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
 async def test_rejected_line_is_retried(
     running, monkeypatch, status: int, num_rejections: int, num_failed: int
 ) -> None:
-    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("penstock.server.batches.batch_run._MAX_WAIT_S", 0.01)
     routes = Routes()
     routes.status_of = lambda number: status if routes.received[number] <= num_rejections else 200
     async with running(routes) as batches:
@@ -136,11 +136,11 @@ async def test_rejected_lines_do_not_block_other_batches(running) -> None:
         run, _ = batches._runs[stuck.id]
         await batches.cancel(stuck.id, "me")
         stuck = await until_status(batches, stuck, BatchStatus.CANCELLED)
-        assert (stuck.num_failed, run._context.window.num_lines) == (100, 0)
+        assert (stuck.num_failed, run._context.limiter.num_lines) == (100, 0)
 
 
 async def test_only_the_line_that_kills_its_engine_fails(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("penstock.server.batches.batch_run._MAX_WAIT_S", 0.01)
     routes, num_deaths, lost = Routes(), 0, set()
 
     def status_of(number: int) -> int:
@@ -410,8 +410,8 @@ async def test_suspect_check_waits_for_suspect_lines(running, checks, tmp_path: 
         may_end.set()
     begun.clear()
     async with running(Routes(), folder) as batches:
-        suspect = batches._context.suspect
-        async with suspect:
-            await until(lambda: suspect._waiters or begun.is_set())
+        lone_line = batches._context.lone_line
+        async with lone_line:
+            await until(lambda: lone_line._waiters or begun.is_set())
             assert not begun.is_set()
         await until_status(batches, batch, BatchStatus.COMPLETED)

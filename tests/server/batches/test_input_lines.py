@@ -29,11 +29,11 @@ def codes(file: BatchInput) -> list[tuple[str, int | None]]:
 def test_byte_order_mark_and_empty_lines_are_skipped(read) -> None:
     file = read(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
     assert file.check() == (2, [])
-    places = file.next_spans(set())
-    assert [file.read(place)[0] for place in places] == ["a", "b"]
-    assert file.custom_ids(places) == [(1, "a"), (4, "b")]
-    assert [place.number for place in file.next_spans({1})] == [4]
-    assert [place.number for place in file.next_spans(set(), after=places[0])] == [4]
+    spans = file.next_spans(set())
+    assert [file.read(span)[0] for span in spans] == ["a", "b"]
+    assert file.custom_ids(spans) == [(1, "a"), (4, "b")]
+    assert [span.number for span in file.next_spans({1})] == [4]
+    assert [span.number for span in file.next_spans(set(), after=spans[0])] == [4]
 
 
 def test_unknown_keys_of_a_line_are_ignored(read) -> None:
@@ -74,14 +74,14 @@ def test_next_places_hold_no_lines(read) -> None:
 
 def test_priority_is_removed_from_the_body(read) -> None:
     file = read(line(input="é", priority=-5, dimensions=3))
-    (place,) = file.next_spans(set())
-    assert json.loads(file.read(place)[1]) == {"input": "é", "dimensions": 3}
+    (span,) = file.next_spans(set())
+    assert json.loads(file.read(span)[1]) == {"input": "é", "dimensions": 3}
 
 
 def test_line_after_much_white_space_is_too_long(read) -> None:
     file = read(b" " * 200_000 + line("a") + b"\n" + line("b"), max_line_bytes=1000)
     assert codes(file) == [("line_too_long", 1)]
-    assert [place.number for place in file.next_spans(set())] == [1, 2]
+    assert [span.number for span in file.next_spans(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
 
 

@@ -410,8 +410,8 @@ async def test_large_upload_needs_no_body_memory(serving, engine, tmp_path: Path
 
 
 async def test_line_unloads_no_model_in_use(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.batch_run._LONGEST_WAIT_S", 0.02)
-    monkeypatch.setattr("penstock.server.batches.window.QUIET_S", 0.0)
+    monkeypatch.setattr("penstock.server.batches.batch_run._MAX_WAIT_S", 0.02)
+    monkeypatch.setattr("penstock.server.batches.line_limiter.QUIET_S", 0.0)
     monkeypatch.setattr("penstock.server.models.manager.MIN_LOADED_S", 0.0)
     started: list[str] = []
 

@@ -107,7 +107,7 @@ class LiveTrafficMiddleware:
             end()
 
 
-class Window:
+class LineLimiter:
     """Admits lines of all batches in the order of their arrival. Used by one event loop.
 
     Args:
@@ -139,10 +139,10 @@ class Window:
         self._changed = asyncio.Event()
         self._pause_until_s = 0.0
 
-    async def enter(self, num_bytes: int) -> None:
-        """Waits until a line of `num_bytes` may run, and counts it until `leave`."""
+    async def acquire(self, num_bytes: int) -> None:
+        """Waits until a line of `num_bytes` may run, and counts it until `release`."""
         async with self._entering:
-            while not self.has_room(num_bytes):
+            while not self.has_capacity(num_bytes):
                 self._changed.clear()
                 # NOTE: asyncio.wait_for of Python 3.11 loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
@@ -150,21 +150,21 @@ class Window:
                         await self._changed.wait()
             self._add(num_bytes)
 
-    def leave(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Stops counting a line of `num_bytes`."""
         self.num_lines -= 1
         self.num_bytes -= num_bytes
         self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def outside(self, num_bytes: int) -> AsyncIterator[None]:
-        """Lets other lines run instead of this one. Waits to enter again at the end."""
-        self.leave(num_bytes)
+    async def released(self, num_bytes: int) -> AsyncIterator[None]:
+        """Lets other lines run instead of this one. Waits to acquire again at the end."""
+        self.release(num_bytes)
         try:
             yield
-            await self.enter(num_bytes)
+            await self.acquire(num_bytes)
         except BaseException:
-            self._add(num_bytes)  # the caller calls `leave` in any case
+            self._add(num_bytes)  # the caller calls `release` in any case
             raise
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Window:
                 self._most = min(self._most + _MORE, MOST_LINES)
 
     @contextlib.contextmanager
-    def hold_response(self, num_bytes: int) -> Iterator[None]:
+    def count_response(self, num_bytes: int) -> Iterator[None]:
         """Counts the bytes of a response until it is on the disk."""
         self.num_bytes += num_bytes
         try:
@@ -196,7 +196,7 @@ class Window:
         """Halves the number of lines at once after a full or starting server has rejected a line."""
         self._most = max(self._most / 2, 1.0)
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_capacity(self, num_bytes: int) -> bool:
         """Whether a line of `num_bytes` may run now."""
         if self.num_lines and self.num_bytes + num_bytes > self._max_bytes:
             return False

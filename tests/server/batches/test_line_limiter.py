@@ -1,0 +1,205 @@
+import asyncio
+from contextlib import nullcontext
+from unittest.mock import AsyncMock
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.server.app import create_app
+from penstock.server.batches.line_limiter import (
+    AHEAD_S,
+    LONGEST_PAUSE_S,
+    MOST_LINES,
+    QUIET_S,
+    LineLimiter,
+    LiveTraffic,
+    LiveTrafficMiddleware,
+)
+from penstock.server.settings import ServerSettings
+
+from ...clock import Clock
+
+MAX_BYTES = 1000
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
+
+
+@pytest.fixture
+def traffic(clock: Clock) -> LiveTraffic:
+    return LiveTraffic(clock)
+
+
+@pytest.fixture
+def limiter(traffic: LiveTraffic, clock: Clock) -> LineLimiter:
+    return LineLimiter(traffic, 0.1, MAX_BYTES, clock)
+
+
+async def enter_all(limiter: LineLimiter, num_bytes: int = 1) -> int:
+    """Let lines run until the limiter is full. Returns their number."""
+    count = 0
+    while limiter.has_capacity(num_bytes):
+        await limiter.acquire(num_bytes)
+        count += 1
+    return count
+
+
+def run(limiter: LineLimiter, clock: Clock, seconds: float) -> None:
+    with limiter.run():
+        clock.now_s += seconds
+
+
+async def test_quick_lines_raise_the_number_of_lines(limiter: LineLimiter, clock: Clock) -> None:
+    assert await enter_all(limiter) == 1
+    for _ in range(8):
+        run(limiter, clock, 0.5 * AHEAD_S)
+    assert await enter_all(limiter) == 2
+    for _ in range(1000):
+        run(limiter, clock, 0.5 * AHEAD_S)
+    await enter_all(limiter)
+    assert limiter.num_lines == MOST_LINES
+
+
+async def test_slow_or_rejected_lines_lower_the_number_of_lines(limiter: LineLimiter, clock: Clock) -> None:
+    for _ in range(12):
+        run(limiter, clock, 0.0)
+    run(limiter, clock, 2 * AHEAD_S)
+    limiter.reject()
+    assert await enter_all(limiter) == 1
+    limiter.release(1)
+    for _ in range(20):
+        limiter.reject()
+    assert await enter_all(limiter) == 1, "one line may always run"
+
+
+@pytest.fixture
+def wide_limiter(limiter: LineLimiter, clock: Clock) -> LineLimiter:
+    """A limiter that admits many lines."""
+    for _ in range(100):
+        run(limiter, clock, 0.0)
+    return limiter
+
+
+async def test_lines_run_after_a_pause_of_live_requests(wide_limiter, traffic, clock) -> None:
+    run(wide_limiter, clock, 0.01)
+    traffic.begin()
+    assert not wide_limiter.has_capacity(1)
+    clock.now_s += 0.01
+    traffic.end()
+    clock.now_s += QUIET_S - 1e-6
+    assert not wide_limiter.has_capacity(1)
+    clock.now_s += 2e-6
+    assert await enter_all(wide_limiter) > 1
+
+
+async def test_lines_run_in_their_share_of_a_constant_load(wide_limiter, traffic, clock) -> None:
+    traffic.begin()
+    assert await enter_all(wide_limiter) == 1
+    run(wide_limiter, clock, 2.0)  # a tenth of the time: clients get 18 s
+    wide_limiter.release(1)
+    traffic.end()
+    for _ in range(179):  # the next request always comes within QUIET_S
+        traffic.begin()
+        clock.now_s += 0.1
+        assert not wide_limiter.has_capacity(1)
+        traffic.end()
+    traffic.begin()
+    clock.now_s += 0.2
+    assert await enter_all(wide_limiter) == 1
+    run(wide_limiter, clock, 1000.0)
+    wide_limiter.release(1)
+    clock.now_s += LONGEST_PAUSE_S - 0.1
+    assert not wide_limiter.has_capacity(1)
+    clock.now_s += 0.2
+    assert wide_limiter.has_capacity(1)
+    traffic.end()
+
+
+async def test_bytes_of_running_lines_are_bounded(wide_limiter, clock) -> None:
+    assert await enter_all(wide_limiter, 300) == 3
+    assert wide_limiter.has_capacity(100)
+    wide_limiter.release(300)
+    assert await enter_all(wide_limiter, 300) == 1
+    with wide_limiter.count_response(50):
+        assert not wide_limiter.has_capacity(100), "a response counts until it is on the disk"
+    assert wide_limiter.has_capacity(100)
+
+
+async def test_line_above_the_bound_runs_alone(wide_limiter, clock) -> None:
+    await wide_limiter.acquire(1)
+    assert not wide_limiter.has_capacity(MAX_BYTES + 1)
+    wide_limiter.release(1)
+    await wide_limiter.acquire(MAX_BYTES + 1)
+    assert not wide_limiter.has_capacity(1)
+    wide_limiter.release(MAX_BYTES + 1)
+    assert (wide_limiter.num_lines, wide_limiter.num_bytes) == (0, 0)
+
+
+async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter) -> None:
+    await limiter.acquire(1)
+    waiting = [asyncio.create_task(limiter.acquire(1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    assert not waiting[1].done()
+    limiter.release(1)
+    async with asyncio.timeout(60):
+        await waiting[1]
+    assert waiting[0].cancelled()
+    assert limiter.num_lines == 1
+
+
+async def test_line_outside_the_window_lets_another_enter(limiter: LineLimiter) -> None:
+    await limiter.acquire(7)
+    async with limiter.released(7):
+        assert (limiter.num_lines, limiter.num_bytes) == (0, 0)
+        assert await enter_all(limiter) == 1
+        limiter.release(1)
+    assert (limiter.num_lines, limiter.num_bytes) == (1, 7)
+    with pytest.raises(asyncio.CancelledError):
+        async with limiter.released(7):
+            raise asyncio.CancelledError
+    assert (limiter.num_lines, limiter.num_bytes) == (1, 7), "a cancelled line leaves later, too"
+
+
+async def busy_states(method: str, path: str, body: list[bytes], failure: Exception | None = None) -> list[bool]:
+    """Whether traffic is busy: before the body, after each part of it, and at each message of the response."""
+    clock, states = Clock(1000.0), []
+    traffic = LiveTraffic(clock)
+    parts = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        states.append(traffic.quiet_in_s > 0)
+        for _ in body:
+            await receive()
+            states.append(traffic.quiet_in_s > 0)
+        if failure is not None:
+            raise failure
+        for _ in range(2):
+            await send({"type": "http.response.body"})
+
+    async def send(message: Message) -> None:
+        clock.now_s += 1.0
+        states.append(traffic.quiet_in_s > 0)
+
+    scope: Scope = {"type": "http", "method": method, "path": path}
+    create_app([], ServerSettings()).state.routes.enter(scope)
+    with nullcontext() if failure is None else pytest.raises(type(failure)):
+        await LiveTrafficMiddleware(app, traffic)(scope, AsyncMock(side_effect=parts), send)
+    clock.now_s += 1.0
+    assert traffic.quiet_in_s == 0
+    return states
+
+
+async def test_request_counts_from_its_whole_body_to_its_response() -> None:
+    assert await busy_states("POST", "/v1/embeddings", [b"a", b"b"]) == [False, False, True, False, False]
+    assert await busy_states("POST", "/embed", [b"a"], RuntimeError()) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/health"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("OPTIONS", "/rerank")]
+)
+async def test_requests_without_a_forward_are_not_counted(method: str, path: str) -> None:
+    assert await busy_states(method, path, [b"a"]) == [False] * 4
