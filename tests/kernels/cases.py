@@ -21,12 +21,9 @@ class PoolingCase:
 
 POOLING_CASES = (
     PoolingCase("one_token", (1,), 1, is_quick=True),
-    PoolingCase("one_row_each", (1, 1, 1, 1), 60, is_quick=True),
     PoolingCase("odd_with_empty", (0, 63, 0, 1, 5, 0), 60, is_quick=True),
     PoolingCase("several_blocks", (300, 3, 257), 60),
-    PoolingCase("minilm", (12, 8), 384, is_quick=True),
     PoolingCase("odd_width", (9, 1, 2), 1000, is_quick=True),
-    PoolingCase("thousand", (1000,), 384),
     PoolingCase("one_long_many_short", (1000, *([3] * 200)), 384),
     PoolingCase("all_empty", (0, 0), 60, is_quick=True),
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.maxsim import maxsim
 
 from .assertions import assert_close
-from .parameters import Place
+from .parameters import PLACES, Place, every_pair
 
 TOLERANCE = 2e-6
 
@@ -18,27 +18,19 @@ def make(lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
     return torch.nn.functional.normalize(rows, dim=1).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("width", [1, 72])
-@pytest.mark.parametrize(
-    ("query_lens", "document_lens", "query_of"),
-    [
-        ((1,), (1,), (0,)),
-        ((32,), (1, 150, 0, 65), (0,) * 4),
-        ((3, 70, 17), (5, 64, 66, 7), (2, 0, 0, 1)),
-        ((4, 2), (0, 0), (1, 0)),
-    ],
-    ids=["one", "one_query", "own_queries", "no_rows"],
-)
-def test_backend_equals_reference(
-    place: Place,
-    dtype: torch.dtype,
-    width: int,
-    query_lens: tuple[int, ...],
-    document_lens: tuple[int, ...],
-    query_of: tuple[int, ...],
-) -> None:
+# Rows of the queries and of the documents, and the query of each document.
+BATCHES = {
+    "one": ((1,), (1,), (0,)),
+    "one_query": ((32,), (1, 150, 0, 65), (0,) * 4),
+    "own_queries": ((3, 70, 17), (5, 64, 66, 7), (2, 0, 0, 1)),
+    "no_rows": ((4, 2), (0, 0), (1, 0)),
+}
+
+
+@every_pair(place=PLACES, batch=list(BATCHES), width=[1, 72], dtype=[torch.float32, torch.bfloat16])
+def test_backend_equals_reference(place: Place, batch: str, width: int, dtype: torch.dtype) -> None:
     backend, device = place
+    query_lens, document_lens, query_of = BATCHES[batch]
     queries = make(query_lens, width, dtype, device)
     documents = make(document_lens, width, dtype, device, seed=1)
     lengths = {"query_lens": query_lens, "document_lens": document_lens, "query_of": query_of}

@@ -116,7 +116,7 @@ def test_strides_and_rows_after_the_batch_are_skipped(place: Target, kind: Pooli
 
 
 @ignores_warnings
-@every_place_and(kind=POOLING_KINDS, size=[1e-30, 1e-13, 1e-6, 1e10, 1e19, 1e30])
+@every_place_and(kind=POOLING_KINDS, size=[1e-30, 1e-6, 1e19])
 def test_norms_of_rows_of_any_size_equal_reference(place: Target, kind: PoolingKind, size: float) -> None:
     inputs = make_pooling_inputs(PoolingCase("", (5, 1, 12), 60), device=place.device)
     arguments = (inputs.hidden_states * size, inputs.cu_seqlens, kind)
