@@ -19,7 +19,7 @@ from ..servers import Server, exists
 from ..waiting import wait_until
 from .load import head, request
 
-NUM_WORKERS = 4
+NUM_WORKERS = 3
 SLOW = ("--num-threads", "1", "--max-queue-s", "0")
 """A queue without a time limit."""
 LONG = ["word " * 200] * 32
@@ -81,8 +81,8 @@ def get(connection: socket.socket, path: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def running(launch) -> Server:
-    server = launch("--api-workers", str(NUM_WORKERS), *SLOW)
+def running(launch, small_bert: Path) -> Server:
+    server = launch("--api-workers", str(NUM_WORKERS), *SLOW, model=small_bert)
     server.wait_for_log(READY)
     return server
 
@@ -129,7 +129,7 @@ def test_killed_worker_loses_its_own_requests_only(running: Server, connections:
     (engine,) = processes_of(running, "penstock.engine.core.worker")
     os.kill(engine, signal.SIGSTOP)  # no response before the worker is killed
     for connection in connections.values():
-        connection.sendall(request({"input": LONG * 2}))
+        connection.sendall(request({"input": LONG}))
     wait_until(lambda: running.metric("penstock_engine_requests") >= NUM_WORKERS)
     victim = next(iter(connections))
     os.kill(victim, signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_killed_engine_fails_running_requests_only(running: Server, connections:
     (engine,) = processes_of(running, "penstock.engine.core.worker")
     os.kill(engine, signal.SIGSTOP)
     for connection in connections.values():
-        connection.sendall(request({"input": LONG * 4}))
+        connection.sendall(request({"input": LONG}))
     wait_until(lambda: running.metric("penstock_engine_requests") >= NUM_WORKERS)
     os.kill(engine, signal.SIGKILL)
     assert [receive(connection)[0] for connection in connections.values()] == [503] * NUM_WORKERS
@@ -163,8 +163,10 @@ def test_killed_engine_fails_running_requests_only(running: Server, connections:
 def test_terminated_worker_ends_after_its_request(
     running: Server, connections: dict[int, socket.socket], connect: Connect
 ) -> None:
+    (engine,) = processes_of(running, "penstock.engine.core.worker")
+    os.kill(engine, signal.SIGSTOP)
     victim = next(iter(connections))
-    connections[victim].sendall(request({"input": LONG * 4}))
+    connections[victim].sendall(request({"input": LONG}))
     wait_until(lambda: running.metric("penstock_engine_requests") >= 1)
     os.kill(victim, signal.SIGTERM)
 
@@ -174,6 +176,7 @@ def test_terminated_worker_ends_after_its_request(
             return worker_of(running, connection) != victim
 
     wait_until(lambda: all(reaches_another() for _ in range(20)))
+    os.kill(engine, signal.SIGCONT)
     assert receive(connections[victim])[0] == 200
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
 
@@ -206,8 +209,8 @@ def test_signal_drains_all_workers(launch, connect: Connect, number: int, code: 
         connect(server)
 
 
-def test_killed_supervisor_leaves_no_process_and_no_file(launch, tmp_path: Path) -> None:
-    server = launch("--api-workers", "2", *SLOW, TMPDIR=str(tmp_path))
+def test_killed_supervisor_leaves_no_process_and_no_file(launch, small_bert: Path, tmp_path: Path) -> None:
+    server = launch("--api-workers", "2", *SLOW, model=small_bert, TMPDIR=str(tmp_path))
     children = server.children()
     assert len(children) == 3
     server.process.kill()

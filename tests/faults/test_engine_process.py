@@ -62,7 +62,7 @@ def load(server: Server, num_texts: int) -> Iterator[list[int]]:
 def test_killed_engine_is_replaced_while_the_server_lives(server: Server) -> None:
     num_restarts = server.metric("penstock_engine_restarts_total")
     (worker,) = server.children()
-    with load(server, 16) as found:
+    with load(server, 4) as found:
         os.kill(worker, signal.SIGKILL)
         ready: set[int] = set()
         while ready != {200, 503}:

@@ -165,15 +165,3 @@ def test_large_bodies_are_freed_after_errors(launch: Launch, small_bert: Path) -
     failing = Case("the model fails", 500, make=lambda n: body(input=f"{poison} {text(n)}", **CUT)(n))
     measured.run(launch(*FLAGS, model=small_bert), failing)
     assert not measured.wrong
-
-
-def test_bodies_are_freed_after_errors(server: Server) -> None:
-    too_long, measured = Case("too long", 400), Measurement(6, 6 * MIB)
-    for _ in range(2):  # the process keeps some free memory
-        send(server, too_long, LONG(measured.num_bytes))
-    measured.run(server, too_long)
-    measured.run(server, Case("too long", 422, "/embed", body(inputs=text, truncate=False)))
-    with stopped(server):
-        measured.run(server, CLIENT_DEADLINE)
-        measured.run(server, CLIENT_LEAVES)
-    assert not measured.wrong

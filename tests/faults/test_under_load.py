@@ -22,7 +22,7 @@ from ..servers import MIB, Launch, Server
 from ..waiting import until
 from .load import Load, read_response, request
 
-NUM_HANG_UPS = 1_000
+NUM_HANG_UPS = 400
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST and not FIN
 REQUEST = request({"input": ["word " * 60] * 16})
 QUEUED_TOKENS = 16_384

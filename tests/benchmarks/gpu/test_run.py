@@ -29,6 +29,7 @@ def rows_of(report: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return found["rows"]
 
 
+@pytest.mark.slow
 def test_kernel_phases_run_on_a_cpu(tmp_path: Path) -> None:
     report = run(tmp_path, "--phases", "kernels", "attention")
     assert report["is_tiny"]
