@@ -18,7 +18,6 @@ OF_OTHER_PROJECTS = frozenset({"modules/pooling.py", "mxbai_rerank_v2.py"})
 """Files of other projects in comments."""
 
 MENTION = re.compile(r"(?<![\w.*-])(?:[\w.-]+/)*\w+\.py\b(?![*{])")
-DOTTED = re.compile(r"\bpenstock\.(?:\w+\.)*\w+")
 
 
 def section(text: str, heading: str) -> str:
@@ -98,29 +97,3 @@ def test_every_file_that_prose_names_exists() -> None:
     files = tracked(".py", ".md", ".yaml", ".yml", ".toml", "Makefile", "Dockerfile")
     wrong = wrong_mentions(files, MENTION, is_known)
     assert not wrong, "\n".join(wrong)
-
-
-def test_every_dotted_name_in_prose_exists() -> None:
-    files = tracked(".py", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
-    wrong = wrong_mentions(files, DOTTED, exists_or_is_no_layer)
-    assert not wrong, "\n".join(wrong)
-
-
-@cache
-def exists_or_is_no_layer(name: str) -> bool:
-    names = name.split(".")[1:]
-    return names[0] not in LAYERS or resolves(names)
-
-
-def resolves(names: list[str]) -> bool:
-    """Returns whether a dotted name is a module or a name in a module."""
-    place = ROOT
-    for index, name in enumerate(names):
-        if (place / name).is_dir():
-            place /= name
-            continue
-        module = place / f"{name}.py"
-        rest = names[index + 1 :] if module.is_file() else names[index:]
-        text = (module if module.is_file() else place / "__init__.py").read_text("utf-8")
-        return len(rest) < 2 and all(re.search(rf"\b{word}\b", text) for word in rest)
-    return True

@@ -27,11 +27,3 @@ def test_example_can_be_sent(page: Page, server) -> None:
     assert page.text(f"{OPERATION} .live-responses-table .response .response-col_status").startswith("200")
     assert f"{server.url}/v1/embeddings" in page.text(f"{OPERATION} .curl-command")
     assert not page.errors()
-
-
-def test_docs_follow_the_color_scheme_of_the_system(page: Page, server) -> None:
-    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    page.open(f"{server.url}/docs", SHOWN)
-    assert page.value("document.documentElement.className") == "dark-mode"
-    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
-    page.wait_for("document.documentElement.className === ''")

@@ -66,41 +66,6 @@ def rejected(slim: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     return done.returncode, lines[0]
 
 
-def test_nomic_model_of_the_hub_needs_no_remote_code(launch, slim, random_model) -> None:
-    folder = random_model("NomicBertModel", **SIZES)
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    reference = transformers.AutoModel.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    code = "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"
-    sizes = {"n_embd": 16, "n_head": 2, "n_inner": 24, "n_layer": 1, "n_positions": 8192, "vocab_size": 30_522}
-    rotary = {"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "max_trained_positions": 2048}
-    names = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "auto_map": {"AutoModel": code}}
-    values = {"activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "type_vocab_size": 2}
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
-    (folder / "1_Pooling").mkdir()
-    for file, content in {
-        "config.json": names | sizes | rotary | values,
-        "modules.json": modules,
-        "1_Pooling/config.json": {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True},
-        "sentence_bert_config.json": {"max_seq_length": 8192, "do_lower_case": False},
-        "config_sentence_transformers.json": {"prompts": {"query": "search_query: ", "document": "search_document: "}},
-    }.items():
-        (folder / file).write_text(json.dumps(content))
-    server = launch(
-        str(folder), "--dtype", "float32", "--hf-overrides", json.dumps({"is_matryoshka": True}), command=slim
-    )
-    for purpose in ("query", "document"):
-        body = {"input": ["A dam holds back the water."], "input_type": purpose, "dimensions": 8}
-        data = server.post("/v1/embeddings", body).raise_for_status().json()["data"]
-        inputs = tokenizer(f"search_{purpose}: A dam holds back the water.", return_tensors="pt")
-        with torch.no_grad():
-            expected = reference(**inputs).last_hidden_state[0].mean(0)[:8]
-        expected /= expected.norm()
-        np.testing.assert_allclose(data[0]["embedding"], expected.numpy(), atol=1e-6, err_msg=purpose)
-    assert server.stop() == 0
-
-
 def test_commands_reject_a_model_that_needs_torch(slim, random_model, tmp_path: Path) -> None:
     folder = random_model("AlbertModel", embedding_size=16, **SIZES)
     reason = "AlbertModel needs torch, which is not installed: the C library does not run AlbertModel in float32"

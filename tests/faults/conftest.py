@@ -18,10 +18,6 @@ POISONED_ID = 5_000
 """The token of `small_bert` with weights of NaN."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ends", type=int, default=10, help="how often test_ends starts and ends each command")
-
-
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Launch]:
     """Start a server in float32, by default of the embedded model: `launch("--api-workers", "2", model=folder)`."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import huggingface_hub
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.model_files.model_folder import locate_model
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import ModelLoadError
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
 from penstock.server.settings import ServerSettings
@@ -66,23 +61,3 @@ async def test_failing_tokenizer_fails_one_request(
         assert engine.stats().num_tokens == 0
     assert answers[1].headers["x-request-id"] in caplog.text
     assert SECRET not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/models--owner--name"), os.strerror(errno.ENOSPC)),
-        (OSError("Got: ConnectError: no route to host\nAn error happened"), ": ConnectError: no route to host"),
-    ],
-)
-def test_failed_download_states_model_and_reason(error: OSError, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelLoadError, match=reason) as failed:
-        locate_model("owner/name")
-    assert "owner/name" in failed.value.message
-    assert (error.filename or "") in failed.value.message
-    assert "Got:" not in failed.value.message
-    assert "\n" not in failed.value.message

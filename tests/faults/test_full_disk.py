@@ -36,14 +36,6 @@ def test_server_on_a_full_disk_serves_and_replaces_its_engine(launch: Launch, sm
 
 
 @pytest.mark.slow
-def test_server_without_space_for_its_log_serves(launch: Launch) -> None:
-    server = launch("--access-log", "--log-level", "debug", log=Path("/dev/full"))
-    for _ in range(20):
-        assert server.embed("a").status_code == 200
-    assert server.stop() == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npy", "jsonl", "parquet"])
 def test_embed_on_a_full_disk_continues_later(kind: str, small_bert: Path, small_disk, tmp_path: Path) -> None:
     num_rows = 6_000  # of 256 bytes

@@ -97,22 +97,6 @@ async def test_pipelined_requests_without_a_reader(server: Server) -> None:
 
 
 @pytest.mark.slow
-async def test_clients_at_a_byte_per_second(server: Server) -> None:
-    data = head("Content-Length: 1000") + b" " * 1_000
-    async with Clients() as clients:
-        with others_are_served(server, "200 clients at a byte per second"):
-
-            async def trickle(num_first: int) -> None:
-                writer = await clients.connect(server)
-                writer.write(data[:num_first])
-                for byte in data[num_first : num_first + 3]:
-                    await asyncio.sleep(1)
-                    writer.write(bytes([byte]))
-
-            await asyncio.gather(*(trickle((5, len(data) - 1_000)[i % 2]) for i in range(200)))
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("_many_files")
 async def test_5000_idle_connections(server: Server) -> None:
     async with Clients() as clients:

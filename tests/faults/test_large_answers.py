@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -105,12 +103,6 @@ def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert:
     body = {"inputs": ["a " * 500] * 600}
     with watching(server, "embeddings beside them", "a"):
         check_slow_readers(server, "/embed_all", body, 16, 600 * MIB, rejections={429})
-
-
-def test_slow_readers_of_documents_share_a_limit(launch: Launch, small_bert: Path) -> None:
-    server = launch("--answer-memory", "50MB", "--max-inputs-per-request", "2500", *PATIENT, model=small_bert)
-    body = {"query": "a", "documents": ["\x01" * 1_000] * 2_500}
-    check_slow_readers(server, "/rerank", body, 10, 8 * 10 * len(json.dumps(body)), rejections={429, 503})
 
 
 @pytest.mark.timeout(400)

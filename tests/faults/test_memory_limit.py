@@ -105,9 +105,3 @@ def test_chunks_shrink_at_the_memory_limit(launch_limited: Callable[..., Server]
     assert max(sizes) < CHUNK_SIZE
     assert server.metric("penstock_engine_restarts_total") == 0
     assert server.metric("penstock_engine_chunked_inputs_completed_total") == 1
-
-
-def test_fixed_chunk_size_exceeds_the_memory_limit(launch_limited: Callable[..., Server]) -> None:
-    server = launch_limited("--chunk-size", str(CHUNK_SIZE))
-    assert embed(server, NUM_TOKENS).status_code == 503
-    server.wait_for_log("signal 9")

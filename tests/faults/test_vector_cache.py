@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from ..waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MISSES = "penstock_vector_cache_misses_total"
-MEMORY_HITS = "penstock_vector_cache_memory_hits_total"
 DISK_HITS = "penstock_vector_cache_disk_hits_total"
 
 
@@ -62,16 +59,3 @@ def test_cache_folder_is_shared_by_servers_and_not_by_keys(
     ):
         assert vectors(server, ["a"], key) == first
         assert (server.metric(MISSES), server.metric(DISK_HITS)) == (1 - num_hits, num_hits)
-
-
-def test_new_engine_uses_the_cache_of_the_last_one(launch_cached: Launch) -> None:
-    server = launch_cached("--cache", "1MiB")
-    first = vectors(server, ["a"])
-    (worker,) = server.children()
-    os.kill(worker, signal.SIGKILL)
-    server.wait_for("/health/ready", 503)
-    assert server.embed("b").status_code == 503
-    server.wait_for("/health/ready", 200)
-    wait_until(lambda: server.metric("penstock_vector_cache_open"))
-    assert vectors(server, ["a"]) == first
-    assert server.metric(MEMORY_HITS) == 1

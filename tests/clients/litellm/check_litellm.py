@@ -3,7 +3,7 @@
 import litellm
 import plain_http as http
 import pytest
-from plain_http import DOCUMENTS, MODEL, QUERY, RERANKER, RERANKER_URL, TEXTS, TOO_LONG, URL, assert_close, assert_ranks
+from plain_http import DOCUMENTS, MODEL, QUERY, RERANKER, RERANKER_URL, TEXTS, URL, assert_close, assert_ranks
 
 # litellm asks the hub for the task of a model without this.
 TASK = {"input_type": "feature-extraction"}
@@ -71,21 +71,3 @@ def test_ranks_equal_plain_http(prefix, path):
     assert [row["document"]["text"] for row in answer.results] == [DOCUMENTS[row["index"]] for row in answer.results]
     if prefix != "voyage":
         assert_ranks(ranks(litellm.rerank(f"{prefix}/{RERANKER}", **arguments)), http.rerank())
-
-
-@pytest.mark.parametrize("prefix", ["openai", "hosted_vllm"])
-@pytest.mark.parametrize(
-    ("options", "error", "part"),
-    [
-        ({"model": "unknown"}, litellm.NotFoundError, "unknown"),
-        ({"texts": [TOO_LONG]}, litellm.BadRequestError, "maximum context length is 256 tokens"),
-        ({"url": http.PROTECTED_URL, "key": "wrong"}, litellm.AuthenticationError, "key"),
-    ],
-)
-def test_errors_are_typed(prefix, options, error, part):
-    with pytest.raises(error, match=part):
-        embed(prefix, "/v1", **options)
-
-
-def test_api_key_is_accepted():
-    assert_close(vectors(embed("openai", "/v1", url=http.PROTECTED_URL, key=http.KEY)), http.embed(TEXTS))

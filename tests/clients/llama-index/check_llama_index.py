@@ -1,6 +1,5 @@
 """LlamaIndex: embeddings of OpenAI and TEI, rerankers of Cohere, Jina and TEI, and an index."""
 
-import openai
 import plain_http as http
 import pytest
 from llama_index.core import Document, VectorStoreIndex
@@ -64,25 +63,6 @@ def test_index_ranks_by_cosine():
 )
 def test_ranks_equal_plain_http(reranker):
     assert_ranks(ranks(reranker.postprocess_nodes(NODES, QueryBundle(QUERY))), http.rerank())
-
-
-@pytest.mark.parametrize(
-    ("embedding", "error", "part"),
-    [
-        (openai_like(model="unknown"), openai.NotFoundError, "'unknown'"),
-        (openai_like(dimensions=100), openai.BadRequestError, "dimensions"),
-        (openai_like(url=PROTECTED_URL, key="wrong"), openai.AuthenticationError, "key"),
-    ],
-)
-def test_errors_are_typed(embedding, error, part):
-    with pytest.raises(error, match=part):
-        embedding.get_text_embedding("a")
-
-
-def test_jina_error_has_the_detail():
-    reranker = JinaRerank(base_url=URL, **RERANKING | {"model": "unknown"})
-    with pytest.raises(RuntimeError, match="'unknown'"):
-        reranker.postprocess_nodes(NODES, QueryBundle(QUERY))
 
 
 def test_tei_key_without_bearer_is_accepted():
