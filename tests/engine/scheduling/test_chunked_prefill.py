@@ -85,12 +85,6 @@ def test_sizes_out_of_range_are_rejected(manager: ChunkedPrefillManager) -> None
     assert ChunkedPrefillManager(chunk_size=7).config.chunk_size == 7
 
 
-@pytest.mark.parametrize("field", ["chunk_size", "min_chunk_size", "threshold", "max_retries", "ageing_s"])
-def test_negative_setting_is_rejected(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is -1"):
-        ChunkedPrefillConfig(**{field: -1})
-
-
 def test_only_prompts_above_the_threshold_are_chunked() -> None:
     manager = create_prefill_manager(chunk_size=4, threshold=6)
     assert [n for n in range(10) if manager.should_chunk(n)] == [7, 8, 9]
@@ -109,16 +103,6 @@ def test_planned_chunks_hold_the_tokens_of_the_prompt(manager: ChunkedPrefillMan
     assert manager.requests["a"].chunk is None
     assert chunk_prompt([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
     assert chunk_prompt([], 2) == []
-
-
-def test_planned_chunks_stay_pending(manager: ChunkedPrefillManager) -> None:
-    planned = manager.create_chunks("a", np.arange(20, dtype=np.int32))
-    for plan in planned:
-        chunk = run(manager, output=plan.tokens)
-        assert (chunk.chunk_id, chunk.end) == (plan.chunk_id, plan.end)
-        assert np.array_equal(chunk.tokens, plan.tokens)
-        assert (chunk.state, plan.state) == (ChunkState.COMPLETED, ChunkState.PENDING)
-    assert np.array_equal(manager.merge_chunks("a"), np.arange(20))
 
 
 def test_empty_and_known_prompts_are_rejected(manager: ChunkedPrefillManager) -> None:
@@ -196,15 +180,6 @@ def test_iteration_retries_a_failed_chunk_twice(manager: ChunkedPrefillManager) 
     assert starts == [0, 8, 8, 8]
 
 
-def test_iteration_ends_when_the_prompt_is_removed(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    starts = []
-    for chunk in manager.iterate_chunks("a"):
-        starts.append(chunk.start)
-        manager.remove_request("a")
-    assert starts == [0]
-
-
 # Order and size of chunks
 
 
@@ -229,31 +204,12 @@ def test_prompt_has_one_chunk_in_flight(manager: ChunkedPrefillManager) -> None:
     assert bounds([schedule(manager)]) == [(8, 16)]
 
 
-def test_chunk_is_at_most_max_tokens_long(manager: ChunkedPrefillManager) -> None:
-    manager.create_chunks("a", 20)
-    chunks = [run(manager, max_tokens=5), run(manager), run(manager, max_tokens=8)]
-    assert bounds(chunks) == [(0, 5), (5, 13), (13, 20)]
-    assert [chunk.is_last for chunk in chunks] == [False, False, True]
-    assert manager.requests["a"].is_complete
-
-
 def test_only_the_last_chunk_is_below_the_smallest_size(manager: ChunkedPrefillManager) -> None:
     manager.create_chunks("a", 9)
     for max_tokens in (-1, 0, 1):
         assert manager.schedule_chunk(max_tokens) is None
     assert bounds([run(manager, 2), run(manager, 6)]) == [(0, 2), (2, 8)]
     assert bounds([run(manager, 1)]) == [(8, 9)]
-
-
-def test_pressure_shrinks_planned_and_scheduled_chunks(manager: ChunkedPrefillManager) -> None:
-    planned = manager.create_chunks("a", 20, memory_pressure=0.5)
-    assert bounds(planned) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
-    assert bounds([run(manager) for _ in planned]) == bounds(planned)
-    assert manager.requests["a"].is_complete
-    manager.create_chunks("b", 40, chunk_size=16, memory_pressure=0.5)
-    assert schedule(manager, pressure=0.5).num_tokens == 4
-    manager.create_chunks("c", 60)
-    assert [run(manager, pressure=p).num_tokens for p in (0.0, 0.5, 1.0, 0.25, 0.0)] == [8, 4, 2, 6, 8]
 
 
 @given(

@@ -17,32 +17,6 @@ def num_ranges(blocks: list[int]) -> int:
     return sum(1 for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1)
 
 
-@given(
-    size=st.integers(0, 60),
-    takes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12))),
-    data=st.data(),
-)
-def test_freed_numbers_join_their_neighbours(size: int, takes: list[tuple[int, int]], data: st.DataObject) -> None:
-    ranges = FreeRanges(size)
-    taken: set[int] = set()
-    for count, num_freed in takes:
-        if count <= ranges.num_free:
-            numbers = [number for run in ranges.take(count) for number in run]
-            assert len(numbers) == count
-            assert numbers == sorted(set(numbers) - taken)
-            taken.update(numbers)
-        freed = data.draw(st.permutations(sorted(taken)))[:num_freed]
-        for number in freed:
-            ranges.add(number, number + 1)
-        taken.difference_update(freed)
-        free = sorted(set(range(size)) - taken)
-        assert (ranges.num_free, ranges.num_ranges) == (len(free), num_ranges(free))
-    for number in taken:
-        ranges.add(number, number + 1)
-    assert ranges.num_ranges == min(size, 1)
-    assert not size or ranges.take(size) == [range(size)]
-
-
 def free_ranges(size: int, free: list[range]) -> FreeRanges:
     """Takes all numbers, and frees these ranges in their order."""
     ranges = FreeRanges(size)
@@ -96,15 +70,6 @@ def test_free_block_cannot_be_freed_or_shared() -> None:
         with pytest.raises(InvalidSlot, match=f"block {block} is not in use"):
             call(block)
     assert pool.num_free == 4
-
-
-def test_free_many_frees_the_blocks_before_an_error() -> None:
-    pool = KvCachePool(8, 16)
-    pool.alloc_many(8)
-    with pytest.raises(InvalidSlot):
-        pool.free_many([2, 3, 5, 3, 6])
-    assert [pool.ref_count(b) for b in range(8)] == [1, 1, 0, 0, 1, 0, 1, 1]
-    assert (pool.num_free, pool._free.num_ranges) == (3, 2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "free", "free_many"]), st.integers(0, 9)), max_size=60))

@@ -104,15 +104,6 @@ def test_chunks_leave_half_of_a_batch_to_short_sequences() -> None:
     assert {tokens_of(batch) for batch in checked.run_all()[:-1]} == {32}
 
 
-def test_large_whole_sequences_alternate_with_chunks() -> None:
-    checked = CheckedScheduler()
-    checked.add(150)
-    for _ in range(4):  # a sequence that is larger than the pool runs whole, and fills a batch
-        checked.add(161)
-    kinds = ["chunk" if c.sequence.is_long else "whole" for b in checked.run_all() for c in b.chunks]
-    assert kinds[:8] in (["chunk", "whole"] * 4, ["whole", "chunk"] * 4)
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_short_sequences_run_soon_if_batches_are_small(max_num_seqs: int) -> None:
     checked = CheckedScheduler(Setup(max_num_seqs=max_num_seqs))
@@ -120,13 +111,6 @@ def test_short_sequences_run_soon_if_batches_are_small(max_num_seqs: int) -> Non
         checked.add(num_tokens)
     batches = checked.run_all()
     assert max(place for place, batch in enumerate(batches) if request_ids(batch) & {1, 2}) <= 4
-
-
-def test_small_chunks_of_several_sequences_run_together() -> None:
-    checked = CheckedScheduler(Setup(num_blocks=1_000, chunk_size=8))
-    for token_id in range(4):
-        checked.add(40, token_id=token_id)
-    assert [chunk.num_tokens for chunk in checked.step().chunks] == [8, 8, 8, 8]
 
 
 def test_short_sequences_do_not_wait_for_waiting_long_ones() -> None:
@@ -138,15 +122,6 @@ def test_short_sequences_do_not_wait_for_waiting_long_ones() -> None:
     assert short in request_ids(checked.step())
 
 
-def test_short_prompt_does_not_wait_for_a_very_long_one() -> None:
-    checked = CheckedScheduler(LARGE_POOL)
-    checked.add(3_000)
-    for _ in range(10):
-        checked.step()
-    checked.add(40)
-    assert 1 in ended([checked.step() for _ in range(12)])
-
-
 def test_urgent_prompts_do_not_starve_others() -> None:
     checked = CheckedScheduler(Setup(num_blocks=25))
     checked.add(90, priority=3)
@@ -156,24 +131,6 @@ def test_urgent_prompts_do_not_starve_others() -> None:
         if 0 in ended([checked.step(0.05)]):
             return
     pytest.fail("request 0 did not finish within 400 steps")
-
-
-def test_next_chunk_is_scheduled_before_the_last_one_ends() -> None:
-    checked = CheckedScheduler(Setup(chunk_size=8))
-    checked.add(24)
-    scheduler = checked.scheduler
-    first = scheduler.schedule(0.0)
-    assert not scheduler.has_work
-    assert scheduler.has_long
-    scheduler.allow_next_chunks(first)
-    assert scheduler.has_work
-    assert scheduler.has_large_batch
-    second = scheduler.schedule(0.0)
-    assert spans([first, second], 0) == [(0, 8), (8, 16)]
-    scheduler.cancel(0)
-    scheduler.allow_next_chunks(second)
-    assert scheduler.finish(first) == scheduler.finish(second) == []
-    checked.check()
 
 
 # Memory

@@ -74,11 +74,3 @@ def test_step_costs_the_same_for_a_deep_queue(num_inputs: int, num_clients: int)
     deep_lines, deep_peak_bytes = cost_of_steps(10_000, num_inputs, num_clients)
     assert deep_lines < 1.25 * lines
     assert deep_peak_bytes < peak_bytes + 16_000  # a list of the whole queue has 80,000 bytes
-
-
-def test_cancellation_is_cheap_in_a_deep_queue() -> None:
-    scheduler = Scheduler(SchedulerConfig(), token_budget=64, max_seq_len=64)
-    for number in range(10_000):
-        scheduler.add(make_request(number, [5]))
-    assert num_lines(lambda: [scheduler.cancel(number) for number in range(5_000, 5_200)]) < 200 * 100
-    assert scheduler.waiting.num_seqs == 9_800

@@ -83,20 +83,6 @@ def test_ssm_model_needs_only_a_state_slot() -> None:
     assert sequence_pool.allocate("c", 1) is not None
 
 
-def test_hybrid_takes_blocks_and_a_slot_and_keeps_no_prefixes() -> None:
-    sequence_pool = SequencePool(kv=KvCachePool(4, BLOCK_SIZE), ssm=SsmStatePool(2))
-    assert sequence_pool.prefixes is None
-    first = start(sequence_pool, "a", "xy")
-    assert first.state_slot == 0
-    assert sequence_pool.allocate("b", 8) is None
-    assert sequence_pool.usage == 0.75
-    sequence_pool.commit(first, 9)
-    sequence_pool.free(first)
-    assert start(sequence_pool, "b", "xy").num_cached_tokens == 0
-    assert sequence_pool.allocate("c", 1) is not None
-    assert sequence_pool.allocate("d", 1) is None
-
-
 def test_cached_prefix_is_read_instead_of_computed() -> None:
     sequence_pool = kv_pool()
     first = run(sequence_pool, "a", "xyz")
@@ -122,17 +108,6 @@ def test_cached_tokens_are_limited_to_the_readable_ones(readable: int, cached: i
     assert sequence_pool.find(keys_of_blocks("xy"), max(0, readable)) == cached
     assert start(sequence_pool, "b", "xy", readable=readable).num_cached_tokens == cached
     assert sequence_pool.prefix_query_tokens - queried == min(max(0, readable), 8)
-
-
-def test_only_committed_full_blocks_are_found() -> None:
-    sequence_pool = kv_pool()
-    allocation = start(sequence_pool, "a", "xyz")
-    for num_tokens, cached in ((0, 0), (7, 1), (3, 1), (12, 3)):
-        sequence_pool.commit(allocation, num_tokens)
-        assert num_found(sequence_pool, "xyz") == cached
-    sequence_pool.free(allocation)
-    assert num_found(sequence_pool, "xyz") == 3
-    assert sequence_pool.usage == 0.0
 
 
 def test_free_blocks_are_taken_before_cached_ones() -> None:
@@ -188,17 +163,6 @@ def test_equal_block_that_was_first_stays_for_its_children() -> None:
     sequence_pool.prefixes.evict(1)
     assert sequence_pool.kv is not None
     assert sequence_pool.kv.num_free == 8
-
-
-def test_disabled_prefix_cache_keeps_nothing() -> None:
-    sequence_pool = kv_pool(enable_prefix_caching=False)
-    run(sequence_pool, "a", "xy")
-    second = start(sequence_pool, "b", "xy")
-    assert second.num_cached_tokens == 0
-    assert (sequence_pool.prefixes, sequence_pool.prefix_query_tokens) == (None, 0)
-    assert sequence_pool.find(keys_of_blocks("xy"), 8) == 0
-    sequence_pool.free(second)
-    assert (sequence_pool.usage, sequence_pool.num_evicted_blocks) == (0.0, 0)
 
 
 def test_state_slots_are_taken_and_released() -> None:
