@@ -73,12 +73,6 @@ def test_dense_values_have_a_separate_memory() -> None:
     held_body(admission, scope("b"), 3 * MIB, num_values=3 * MIB)
 
 
-def test_too_large_body_is_rejected_while_it_arrives() -> None:
-    with pytest.raises(LimitError) as rejected:
-        held_body(controller(), scope(), 101)
-    assert (rejected.value.status_code, rejected.value.reason) == (413, ServerRejectionReason.BODY_BYTES)
-
-
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:
     admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", remedy="")
 

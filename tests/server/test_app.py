@@ -19,12 +19,6 @@ STARTING = {path: FORWARDS[path] for path in PATHS}
 STARTING |= {"/tokenize": {"prompt": "a"}, "/reset_prefix_cache": {}, "/v1/models": None, "/info": None}
 
 
-async def test_engine_is_closed_at_shutdown(serving, engine) -> None:
-    async with serving(engine):
-        assert not engine.is_closed
-    assert engine.is_closed
-
-
 async def test_unknown_default_prompt_is_a_load_error(serving, engine) -> None:
     with pytest.raises(ModelLoadError, match=r"--default-prompt-name.*'passage'"):
         async with serving(engine, default_prompt_name="passage"):

@@ -14,11 +14,9 @@ import pytest
 
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
-    EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
     ModelExecutionError,
-    drop_tracebacks,
 )
 from penstock.server.http.connection import CONNECTION_LOST
 
@@ -136,23 +134,3 @@ async def test_expired_or_disconnected_request_is_freed(serving, engine, status,
     engine.gate = asyncio.Event()
     async with serving(engine, **settings) as client:
         await check(status, answer(client._transport.app, EMBED, b'{"input": "a"}', headers, leaves=leaves))
-
-
-def test_drop_tracebacks_reaches_chained_errors() -> None:
-    def failed() -> EngineError:
-        try:
-            try:
-                raise KeyError("a")
-            except KeyError as error:
-                raise ExceptionGroup("many", [error, ValueError("b")]) from error
-        except ExceptionGroup:
-            try:
-                raise EngineError("c")
-            except EngineError as error:
-                return error
-
-    error = failed()
-    group = error.__context__
-    assert isinstance(group, ExceptionGroup)
-    drop_tracebacks(error)
-    assert [each.__traceback__ for each in (error, group, *group.exceptions)] == [None] * 4

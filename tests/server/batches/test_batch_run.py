@@ -5,7 +5,6 @@ import gc
 import logging
 import sqlite3
 import threading
-import tracemalloc
 import weakref
 from contextlib import closing
 from pathlib import Path
@@ -191,47 +190,6 @@ async def test_short_disk_failure_fails_no_batch(running, monkeypatch, owner: ty
         assert (batch.num_completed, routes.received.total(), next(fails, None)) == (250, 250, None)
 
 
-@pytest.mark.parametrize("method", ["check", "read", "custom_ids"])
-async def test_unreadable_input_does_not_block_other_batches(running, monkeypatch, method: str) -> None:
-    original, has_failed, unreadable = getattr(BatchInput, method), threading.Event(), set()
-
-    def fail(file: BatchInput, *arguments: object) -> object:
-        if file._path.name in unreadable:
-            has_failed.set()
-            raise OSError(errno.EIO, "Input/output error")
-        return original(file, *arguments)
-
-    monkeypatch.setattr(BatchInput, method, fail)
-    routes = Routes()
-    async with running(routes) as batches:
-        file_id = await upload(batches, lines(range(40)))
-        unreadable.add(file_id)
-        if method == "custom_ids":  # they are read for the error file of a cancelled batch
-            routes.gate.clear()
-        batch = await create(batches, file_id)
-        if method == "custom_ids":
-            await until_status(batches, batch, BatchStatus.IN_PROGRESS)
-            await batches.cancel(batch.id, "me")
-        await until(has_failed.is_set)
-        routes.gate.set()
-        await until_status(batches, await begin(batches, lines(range(100, 120))), BatchStatus.COMPLETED)
-        unreadable.clear()
-        if method == "custom_ids":
-            assert (await until_status(batches, batch, BatchStatus.CANCELLED)).num_failed == 40
-        else:
-            assert (await until_status(batches, batch, BatchStatus.COMPLETED)).num_completed == 40
-
-
-async def test_failed_batch_lists_every_line(running) -> None:
-    routes = Routes(lambda number: 200 if number < 20 else 1 // 0)
-    async with running(routes) as batches:
-        batch = await until_status(batches, await begin(batches, lines(range(250))), BatchStatus.FAILED)
-        output, errors = written(batches, batch)
-        assert numbers(output + errors) == list(range(250))
-        assert (batch.num_completed + batch.num_failed, "ZeroDivisionError" in batch.errors[0].message) == (250, True)
-        assert errors[-1]["error"]["code"] == "batch_failed"
-
-
 @pytest.mark.parametrize(
     ("cause", "status", "code"),
     [
@@ -270,35 +228,6 @@ async def test_ended_run_is_freed_and_has_its_error(running, monkeypatch, caplog
         finally:
             gc.enable()
         assert [error.code for error in batch.errors] == ([] if code is None else [code])
-
-
-async def test_waiting_and_cancelled_batches_hold_no_lines(running) -> None:
-    routes = Routes()
-    routes.gate.clear()
-    async with running(routes, batch_memory=1_000_000) as batches:
-        file_id = await upload(batches, lines(range(3), text="x" * 400_000))
-        gc.collect()
-        gc.disable()
-        tracemalloc.start()
-        try:
-            created = [await create(batches, file_id) for _ in range(24)]
-            for batch in created:
-                await until_status(batches, batch, BatchStatus.IN_PROGRESS)
-            await until(lambda: routes.received[0])
-            waiting, _ = tracemalloc.get_traced_memory()
-            tracemalloc.reset_peak()
-            for batch in created:
-                await batches.cancel(batch.id, "me")
-            for batch in created:
-                await until_status(batches, batch, BatchStatus.CANCELLED)
-            _, cancelled = tracemalloc.get_traced_memory()
-            await until(lambda: tracemalloc.get_traced_memory()[0] < 900_000)
-        finally:
-            tracemalloc.stop()
-            gc.enable()
-        # orjson reserves eight times the length of the line that runs.
-        assert waiting < 6_000_000, "more than one of 24 batches has read a line"
-        assert cancelled < 22_000_000, "24 batches read their lines at once"
 
 
 async def test_bytes_of_running_lines_are_bounded(running) -> None:
@@ -399,19 +328,3 @@ async def test_file_whose_check_kills_the_server_fails(running, checks, tmp_path
         batch = await until_status(batches, batch, BatchStatus.FAILED)
         assert [error.code for error in batch.errors] == ["server_crashed"]
         assert not begun.is_set()
-
-
-async def test_suspect_check_waits_for_suspect_lines(running, checks, tmp_path: Path) -> None:
-    begun, may_end = checks
-    async with running(Routes()) as batches:
-        batch = await begin(batches, lines(range(3)))
-        await until(begun.is_set)
-        folder = killed(tmp_path / "data", tmp_path / "killed")
-        may_end.set()
-    begun.clear()
-    async with running(Routes(), folder) as batches:
-        lone_line = batches._context.lone_line
-        async with lone_line:
-            await until(lambda: lone_line._waiters or begun.is_set())
-            assert not begun.is_set()
-        await until_status(batches, batch, BatchStatus.COMPLETED)

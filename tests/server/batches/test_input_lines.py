@@ -1,6 +1,4 @@
 import json
-import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -60,18 +58,6 @@ def test_inputs_of_all_lines_are_limited(read) -> None:
     assert codes(read(b"\n".join(ids))) == []
 
 
-def test_next_places_hold_no_lines(read) -> None:
-    file = read(b"\n".join(line(str(i), input="x" * 200_000) for i in range(150)))
-    tracemalloc.start()
-    first = file.next_spans(set())
-    second = file.next_spans(set(), first[-1])
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (len(first), len(second)) == (100, 50)
-    assert peak < 500_000
-    assert file.read(second[49])[0] == "149"
-
-
 def test_priority_is_removed_from_the_body(read) -> None:
     file = read(line(input="é", priority=-5, dimensions=3))
     (span,) = file.next_spans(set())
@@ -83,13 +69,3 @@ def test_line_after_much_white_space_is_too_long(read) -> None:
     assert codes(file) == [("line_too_long", 1)]
     assert [span.number for span in file.next_spans(set())] == [1, 2]
     assert read(b" " * 200_000 + b"\n" + line("b"), max_line_bytes=1000).check() == (1, [])
-
-
-def test_empty_lines_are_skipped_with_pauses(read, monkeypatch) -> None:
-    file, pauses = read(b"\n" * 500_000 + line()), []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    assert file.check() == (1, [])
-    num_pauses = len(pauses)
-    assert num_pauses > 0, "check holds the GIL"
-    assert len(file.next_spans(set())) == 1
-    assert len(pauses) > num_pauses, "next_spans holds the GIL"

@@ -127,16 +127,6 @@ async def test_bytes_of_running_lines_are_bounded(wide_limiter, clock) -> None:
     assert wide_limiter.has_capacity(100)
 
 
-async def test_line_above_the_bound_runs_alone(wide_limiter, clock) -> None:
-    await wide_limiter.acquire(1)
-    assert not wide_limiter.has_capacity(MAX_BYTES + 1)
-    wide_limiter.release(1)
-    await wide_limiter.acquire(MAX_BYTES + 1)
-    assert not wide_limiter.has_capacity(1)
-    wide_limiter.release(MAX_BYTES + 1)
-    assert (wide_limiter.num_lines, wide_limiter.num_bytes) == (0, 0)
-
-
 async def test_waiting_line_enters_when_another_leaves(limiter: LineLimiter) -> None:
     await limiter.acquire(1)
     waiting = [asyncio.create_task(limiter.acquire(1)) for _ in range(2)]

@@ -70,19 +70,6 @@ async def test_uploads_leave_disk_space_for_outputs(running, monkeypatch) -> Non
         await upload(batches, bytes(10))
 
 
-async def test_upload_ends_when_the_disk_becomes_full(running, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.file_store._CHECK_EVERY_BYTES", 10_000)
-    free = iter([2**40] * 3)
-    monkeypatch.setattr(
-        "penstock.server.batches.file_store.shutil.disk_usage",
-        lambda folder: SimpleNamespace(total=2**40, free=next(free, 0)),
-    )
-    async with running(Routes()) as batches:
-        with pytest.raises(StorageError, match="almost full"):
-            await upload(batches, bytes(100_000))
-        assert num_files(batches) == 0
-
-
 async def test_number_of_unfinished_batches_is_limited(running) -> None:
     routes = Routes()
     routes.gate.clear()

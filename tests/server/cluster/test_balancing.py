@@ -45,11 +45,6 @@ def test_removed_replica_is_forgotten() -> None:
     assert loads.order({"a": LoadReport(), "b": LoadReport()}) == ["a", "b"]
 
 
-def test_report_is_read_from_routing_stats() -> None:
-    report = LoadReport(3.0, 7.0, 2.0)
-    assert LoadReport.of({**report._asdict(), "of_others": "x"}) == report
-
-
 @pytest.mark.parametrize(
     ("queue_s", "busy", "current", "wanted"),
     [

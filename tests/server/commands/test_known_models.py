@@ -7,7 +7,7 @@ import pytest
 from penstock.engine.families.registry import FAMILIES
 from penstock.engine.model_files.reranker import find_recipe
 from penstock.server.commands import cli
-from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, as_table, models_for
+from penstock.server.commands.known_models import KNOWN_MODELS, TASKS, models_for
 
 from ...engine.executors.families import CAUSAL, ENCODERS
 
@@ -32,12 +32,6 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert model.licence in {"Apache-2.0", "MIT"}
     has_recipe = model.family.startswith("qwen") and "rerank" in model.tasks
     assert (find_recipe(model.family, [model.name]) is not None) == has_recipe
-
-
-def test_only_the_default_model_is_tested_with_weights() -> None:
-    run = [model.name for model in KNOWN_MODELS if model.tested == "weights"]
-    assert run == ["sentence-transformers/all-MiniLM-L6-v2"]
-    assert "but not the published weights" in as_table(KNOWN_MODELS)
 
 
 def test_models_with_a_main_task_come_first() -> None:

@@ -27,16 +27,6 @@ def write(output: JobFolder, shard: Shard, table: pa.Table = TABLE) -> None:
     output.write(output.path(shard), lambda path: parquet.write_table(table, path))
 
 
-def test_continued_job_has_unfinished_shards_left(output: JobFolder) -> None:
-    output.begin(IDENTITY)
-    assert output.left(SHARDS) == SHARDS
-    for _ in range(2):
-        write(output, SHARDS[1])
-    assert sorted(path.name for path in output.folder.iterdir()) == [MANIFEST, "part-00000001.parquet"]
-    output.begin(IDENTITY)
-    assert output.left(SHARDS) == [SHARDS[0], SHARDS[2]]
-
-
 def test_shard_is_finished_when_its_file_is_whole(output: JobFolder, job: JobFolder) -> None:
     for folder, write_rows in (
         (output, lambda num_rows: write(output, SHARDS[0], TABLE.slice(0, num_rows))),
@@ -64,18 +54,6 @@ def test_failed_write_leaves_no_file(output: JobFolder, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         write(output, SHARDS[0])
     assert [path.name for path in output.folder.iterdir()] == [MANIFEST]
-
-
-def test_another_job_does_not_continue_a_run(output: JobFolder) -> None:
-    output.begin(IDENTITY)
-    write(output, SHARDS[0])
-    with pytest.raises(
-        UsageError,
-        match="another model, dimensions; run the same command again to finish it, or give --overwrite to start over",
-    ):
-        output.begin(IDENTITY | {"model": "n", "dimensions": 8})
-    output.begin(IDENTITY | {"model": "n"}, overwrite=True)
-    assert output.left(SHARDS) == SHARDS
 
 
 def test_finished_job_is_not_overwritten(output: JobFolder) -> None:

@@ -38,22 +38,6 @@ async def test_body_ends_with_the_connection(num_pieces: int, headers: bytes) ->
         assert not server.server_state.connections
 
 
-@pytest.mark.parametrize(
-    ("version", "headers", "expected"),
-    [(b"1.1", [], b"transfer-encoding: chunked"), (b"1.0", [(b"content-length", b"2")], b"\r\ncontent-length: 2\r\n")],
-)
-async def test_chunks_and_lengths_end_other_responses(version: bytes, headers: list, expected: bytes) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"o", "more_body": True})
-        await send({"type": "http.response.body", "body": b"k"})
-
-    async with running(app) as (_, port):
-        answer = await exchange(port, b"GET / HTTP/%b\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
-        assert expected in answer
-        assert answer.endswith(b"\r\n\r\nok" if version == b"1.0" else b"1\r\nk\r\n0\r\n\r\n")
-
-
 async def test_parts_are_sent_before_the_end_of_the_response() -> None:
     gate = asyncio.Event()
     async with running(streaming(2, gate)) as (_, port), asyncio.timeout(60):

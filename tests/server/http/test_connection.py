@@ -204,27 +204,6 @@ def limited(admission: AdmissionController) -> Any:
     return app
 
 
-async def test_bytes_of_all_bodies_are_bounded() -> None:
-    largest = 100_000
-    admission = admission_of(largest)
-    async with running(limited(admission)) as (_, port):
-        most = HEAD + b"Content-Length: %d\r\n\r\n" % largest + b'"' + b"z" * (largest - 2)
-        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-        for _, writer in stalled:
-            writer.write(most)
-            await writer.drain()
-        await until(lambda: admission._bodies.used == 16 * (largest - 1))  # the others were rejected
-        try:
-            answer = await exchange(port, most + b'"')
-        finally:
-            for _, writer in stalled:
-                writer.transport.abort()
-        await until(lambda: admission._bodies.used == 0)
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1" in answer
-        assert (await exchange(port, most + b'"')).startswith(b"HTTP/1.1 200 ")
-
-
 async def all_closed(server: HttpServer) -> None:
     await until(lambda: not server.server_state.connections)
 
@@ -269,30 +248,6 @@ async def test_rest_of_an_unread_body_is_read_for_a_limited_time(head, piece: by
         assert time.monotonic() - start_s > 0.2
         writer.close()
         await all_closed(server)
-
-
-async def test_requests_after_the_last_response_are_ignored() -> None:
-    release, paths = asyncio.Event(), []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        paths.append(scope["path"])
-        await release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
-        await send({"type": "http.response.body"})
-
-    async with running(app) as (server, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for path in (b"/a", b"/b"):
-            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n" % path)
-            writer.write(b"123456789" if path == b"/a" else b"")
-        await asyncio.sleep(0.1)
-        release.set()
-        answer = await asyncio.wait_for(reader.read(), 120)
-        assert answer.count(b"HTTP/1.1 ") == 1
-        writer.write(b"123456789")
-        writer.close()
-        await all_closed(server)
-        assert paths == ["/a"]
 
 
 @pytest.fixture(scope="module")

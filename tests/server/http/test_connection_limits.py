@@ -165,25 +165,6 @@ async def test_body_that_waits_for_100_continue_is_not_slow() -> None:
         writer.close()
 
 
-async def test_body_that_the_application_does_not_read_is_not_slow() -> None:
-    started = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await started.wait()
-        while (await receive()).get("more_body"):
-            pass
-
-    async with running(app) as (server, port):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"z" * 500_000)
-        await until(lambda: any(c.flow.read_paused for c in server.server_state.connections))
-        (connection,) = server.server_state.connections
-        assert connection.pending_transfer() is None
-        started.set()
-        await waiting_for(server, TransferPart.BODY)
-        writer.close()
-
-
 async def test_client_that_stops_reading_is_reset() -> None:
     ended = asyncio.Event()
 

@@ -116,13 +116,6 @@ async def test_large_response_has_the_bytes_of_a_small_one(form, kind: Any, dtyp
     assert headers.get("metadata") == small_headers.get("metadata")
 
 
-async def test_http_1_0_client_gets_parts() -> None:
-    headers, parts = await sent(json_response(np.full((1_000, 1_000), 1.5), incremental=True), version="1.0")
-    assert "content-length" not in headers
-    assert len(parts) > 10
-    assert max(map(len, parts)) < 4 * PART_BYTES
-
-
 async def test_disconnect_ends_the_response() -> None:
     def parts() -> Any:
         for _ in range(1_000):

@@ -1,13 +1,10 @@
 """Request ids, body limits, and disconnects."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
 import orjson
 import pytest
-
-from ..bodies import http_scope
 
 
 async def test_request_id_of_the_client_is_returned(client: httpx.AsyncClient) -> None:
@@ -42,27 +39,3 @@ async def test_body_above_the_limit_gets_413(serving, engine, is_chunked: bool, 
             assert response.json()["error"]["code"] == "request_too_large"
             assert "1000" in response.json()["message"]
             assert not engine.calls
-
-
-async def test_disconnect_cancels_the_request(serving, engine) -> None:
-    engine.gate, disconnected, sent = asyncio.Event(), asyncio.Event(), []
-    messages = [{"type": "http.request", "body": orjson.dumps({"input": "a"})}]
-
-    async def receive() -> dict:
-        if messages:
-            return messages.pop()
-        await disconnected.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict) -> None:
-        sent.append(message)
-
-    async with serving(engine) as client:
-        scope = http_scope("/v1/embeddings", {"content-type": "application/json"})
-        request = asyncio.create_task(client._transport.app(scope, receive, send))
-        await engine.entered.wait()
-        assert not request.done()
-        disconnected.set()
-        await asyncio.wait_for(request, 120)
-        assert engine.was_cancelled
-        assert sent[0]["status"] == 499

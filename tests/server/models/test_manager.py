@@ -106,23 +106,6 @@ async def test_requests_of_one_model_wait_for_one_load(engines: Engines) -> None
     assert engines.closed == ["a"]
 
 
-async def test_request_cancelled_as_its_engine_starts_returns_it(engines: Engines) -> None:
-    manager = engines.manager("a")
-    engines.gates["a"] = asyncio.Event()
-    (entry,) = manager.entries
-    request = asyncio.create_task(manager.acquire(entry))
-    while not entry.waiters:
-        await asyncio.sleep(0)
-    (waiter,) = entry.waiters
-    engines.gates["a"].set()
-    while not waiter.done():
-        await asyncio.sleep(0)
-    request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-    assert entry.is_idle
-
-
 async def test_load_continues_after_a_request_waited_too_long(engines: Engines) -> None:
     manager = engines.manager("a", wait_s=0.05)
     engines.gates["a"] = asyncio.Event()
@@ -201,16 +184,6 @@ async def test_close_ends_a_swap(engines: Engines) -> None:
     await cancel(*tasks)
 
 
-async def test_close_cancels_a_load(engines: Engines) -> None:
-    manager = engines.manager("c")
-    engines.gates["c"] = asyncio.Event()
-    loading = asyncio.create_task(manager.acquire(manager.entries[0]))
-    await until(lambda: "c" in engines.started)
-    await manager.close()
-    assert (engines.cancelled, states(manager)) == (["c"], ["unloaded"])
-    await cancel(loading)
-
-
 async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatch, caplog) -> None:
     manager = engines.manager("a")
     (entry,) = manager.entries
@@ -273,19 +246,6 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     b.leave(time.monotonic())
     await for_a
     assert states(manager) == ["ready", "unloaded"]
-
-
-async def test_long_request_keeps_its_model_loaded(engines: Engines) -> None:
-    manager = engines.manager("a", "b", max_loaded=1, drain_timeout_s=0.05)
-    a, b = manager.entries
-    await manager.acquire(a)
-    for_b = asyncio.create_task(manager.acquire(b))
-    await until(lambda: a.status is ModelStatus.LEAVING)
-    await manager.acquire(a)  # waits until the drain timeout
-    assert not for_b.done()
-    assert engines.closed == []
-    assert a.num_in_use == 2
-    await cancel(for_b)
 
 
 async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:

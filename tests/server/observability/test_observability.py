@@ -145,12 +145,6 @@ async def test_access_log_has_stage_times_without_texts_or_keys(serving, engine,
     assert "/no%0AINFO%20forged 404" in unknown.getMessage()
 
 
-async def test_access_log_is_off_by_default(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "penstock.access")
-    await client.post("/v1/embeddings", json={"input": "a"})
-    assert not [record for record in caplog.records if record.name == "penstock.access"]
-
-
 class Collected:
     """Collects spans."""
 

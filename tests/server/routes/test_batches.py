@@ -12,11 +12,9 @@ from jsonschema import Draft202012Validator
 
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
-from penstock.server.routes.batches import OpenFileResponse
 from penstock.server.settings import ServerSettings, UsageError
 
 from ...waiting import until
-from ..conftest import client_of
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -409,32 +407,6 @@ async def test_large_upload_needs_no_body_memory(serving, engine, tmp_path: Path
         assert len(list((tmp_path / "data" / "files").iterdir())) == 1
 
 
-async def test_line_unloads_no_model_in_use(make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.batches.batch_run._MAX_WAIT_S", 0.02)
-    monkeypatch.setattr("penstock.server.batches.line_limiter.QUIET_S", 0.0)
-    monkeypatch.setattr("penstock.server.models.manager.MIN_LOADED_S", 0.0)
-    started: list[str] = []
-
-    def model(name: str) -> ServedModel:
-        async def start() -> object:
-            started.append(name)
-            return make_engine(name=name)
-
-        return ServedModel((name,), start, is_preloaded=name == "a")
-
-    app = create_app([model("a"), model("b")], ServerSettings(data_dir=tmp_path / "data", max_loaded_models=1))
-    async with client_of(app) as client:
-        await app.state.startup.wait()
-        batch = await start(client, [embedding(i, model="b") for i in range(5)])
-        for _ in range(20):
-            assert (await client.post("/v1/embeddings", json={"input": "x", "model": "a"})).status_code == 200
-            await asyncio.sleep(0.02)
-        assert started == ["a"]
-        monkeypatch.setattr("penstock.server.models.manager.RECENT_USE_S", 0.05)
-        assert (await finished(client, batch))["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-        assert started == ["a", "b"]
-
-
 async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_path: Path) -> None:
     file_id = (await upload(client, b"x" * 100)).json()["id"]
     (body,) = (path for path in (tmp_path / "data").rglob("*") if path.name == file_id)
@@ -442,23 +414,6 @@ async def test_content_of_a_removed_file_is_404(client: httpx.AsyncClient, tmp_p
     response = await client.get(f"/v1/files/{file_id}/content")
     assert response.status_code == 404
     assert file_id in response.json()["error"]["message"]
-
-
-async def test_file_removed_during_a_download_is_sent_whole(client, tmp_path: Path, monkeypatch) -> None:
-    content = bytes(range(256)) * 2_000
-    file_id = (await upload(client, content)).json()["id"]
-    (body,) = (path for path in (tmp_path / "data").rglob("*") if path.name == file_id)
-    send, opened = OpenFileResponse.__call__, []
-
-    async def remove_and_send(self: OpenFileResponse, *arguments: Any) -> None:
-        body.unlink(missing_ok=True)
-        await send(self, *arguments)
-        opened.append(self._file)
-
-    monkeypatch.setattr(OpenFileResponse, "__call__", remove_and_send)
-    response = await client.get(f"/v1/files/{file_id}/content")
-    assert (response.status_code, response.content) == (200, content)
-    assert [file.closed for file in opened] == [True]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -55,11 +54,6 @@ def check_cohere_answer(answer: dict[str, Any], texts: list[str], labels: list[s
         assert (item["prediction"], item["confidence"]) == (max(scores, key=scores.get), max(scores.values()))
         assert item["predictions"][0] == item["prediction"]
         assert item["confidences"] == [scores[name] for name in item["predictions"]]
-
-
-async def test_inputs_get_the_response_of_cohere(classifier: httpx.AsyncClient) -> None:
-    body = {"inputs": ["good", "bad"], "model": "alias", "examples": None, "preset": None, "truncate": None}
-    check_cohere_answer((await classifier.post("/v1/classify", json=body)).json(), ["good", "bad"], list(LABELS))
 
 
 @pytest.mark.parametrize(
@@ -184,12 +178,6 @@ async def test_pair_reranker_refers_single_texts_to_other_routes(serving: Servin
         assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
         assert (await client.post("/rerank", json={"query": "a", "documents": ["a"]})).status_code == 200
     assert [name for name, _ in engine.calls] == ["score"]
-
-
-async def test_pair_reranker_with_embeddings_classifies(serving: Serving, make_engine) -> None:
-    engine = make_engine(tasks=(PoolingTask.SCORE, PoolingTask.EMBED))
-    await classify(serving, engine, input="a", labels=["x", "y"])
-    assert engine.calls[-1][0] == "zero_shot"
 
 
 @pytest.mark.parametrize("kind", ["sequence_classifier", "cross_encoder", "token_classifier"])

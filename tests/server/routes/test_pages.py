@@ -14,24 +14,15 @@ from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes.pages import ETAG, PAGE, prefers_html
 
+from ..bodies import table
+
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
 TAGS = re.findall(r"<\w[^>]*>", re.sub(r"<(script|style)>.*?</\1>", r"<\1>", TEXT, flags=re.DOTALL))
 HTML = {"accept": "text/html"}
 MAX_BYTES = 80_000
-# Bodies of the page's scripts, with every optional field.
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("v1/embeddings", {"input": ["a"], "prompt_name": "query", "dimensions": 8, "truncate": "NONE"}),
-    ("v1/embeddings", {"input": ["a"], "truncate_prompt_tokens": 3, "truncation_side": "left"}),
-    ("v2/rerank", {"query": "a", "documents": ["a", "b"]}),
-    ("v1/score", {"text_1": ["a"], "text_2": ["a", "b"]}),
-    ("v1/classify", {"inputs": ["a"], "labels": ["b", "c"]}),
-    ("v1/encode", {"input": ["a"], "outputs": ["sparse"], "prompt_name": "query"}),
-    ("v1/encode", {"input": ["a"], "outputs": ["multi_vector"], "input_type": "document", "normalize": True}),
-    ("v1/encode", {"input": ["a"], "outputs": ["multi_vector"], "return_token_ids": True, "encoding_format": "base64"}),
-    ("tokenize", {"inputs": ["a"], "add_special_tokens": True, "prompt_name": "query"}),
-    ("decode", {"ids": [[1], [2]], "skip_special_tokens": False}),
-]
+# [path, body] of the page's scripts, with every optional field.
+BODIES = table("valid_bodies", "page")
 
 
 @pytest.mark.parametrize(

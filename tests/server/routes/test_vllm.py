@@ -11,6 +11,8 @@ import pytest
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.routes import vllm
 
+from ..bodies import table
+
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello world"}]
 RENDERED = "<system> Be brief. <user> hello world "
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]}]
@@ -242,17 +244,6 @@ async def test_key_of_the_body_selects_the_dialect_of_tokenize(client: httpx.Asy
     assert "error_type" in (await client.post("/tokenize", json={"inputs": 5})).json()
 
 
-# Bodies of three tokens or words, and the field of their text.
-TOKENIZED = [
-    ("/tokenize", {"prompt": "a b c"}, "prompt"),
-    ("/tokenize", {"prompt": "a b c", "return_token_strs": True}, "prompt"),
-    ("/tokenize", {"messages": CHAT}, "messages"),
-    ("/tokenize", {"text": "a b c"}, "text"),
-    ("/tokenize", {"inputs": ["a", "b c"]}, "inputs"),
-    ("/v1/tokenize", {"text": "a b c"}, "text"),
-]
-
-
 @pytest.mark.parametrize(
     ("limit", "part"),
     [
@@ -262,7 +253,7 @@ TOKENIZED = [
     ],
 )
 async def test_tokenized_text_has_a_size_limit(client, monkeypatch: pytest.MonkeyPatch, limit: str, part: str) -> None:
-    for path, body, param in TOKENIZED:
+    for path, body, param in table("valid_bodies", "tokenized"):
         assert (await client.post(path, json=body)).status_code == 200
         with monkeypatch.context() as patch:
             patch.setattr(f"penstock.server.{limit}", 2)
@@ -298,25 +289,7 @@ async def test_request_id_of_the_body_wins_over_the_header(client: httpx.AsyncCl
     assert response.headers["x-request-id"] == "mine-7"
 
 
-# (kind of the model, body, engine call, key of a row of the route)
-INVOKED = [
-    ("embedding", {"input": ["a"]}, "embed", "embedding"),
-    ("embedding", {"messages": [{"role": "user", "content": "a"}]}, "embed", "embedding"),
-    ("embedding", {"input": ["a"], "task": "embed"}, "embed", "data"),
-    ("embedding", {"input": ["a"], "task": "token_embed"}, "token_embed", "data"),
-    ("sequence_classifier", {"input": ["a"]}, "classify", "probs"),
-    ("sequence_classifier", {"input": ["a"], "task": "classify"}, "classify", "data"),
-    ("token_classifier", {"input": ["a"]}, "token_classify", "data"),
-    ("embedding", {"text_1": "a", "text_2": "b"}, "score", "score"),
-    ("embedding", {"queries": "a", "documents": ["b"]}, "score", "score"),
-    ("embedding", {"query": "a", "documents": ["b"]}, "score", "relevance_score"),
-    ("embedding", {"input": ["a"], "text_1": None}, "embed", "embedding"),
-    ("embedding", {"inputs": ["a", "b"]}, "embed", 7),
-    ("embedding", {"query": "a", "texts": ["b"]}, "score", "index"),
-]
-
-
-@pytest.mark.parametrize(("kind", "body", "call", "key"), INVOKED)
+@pytest.mark.parametrize(("kind", "body", "call", "key"), table("valid_bodies", "invocations"))
 async def test_invocations_calls_the_route_of_its_body(serving, make_engine, kind, body, call: str, key: str) -> None:
     engine = make_engine(kind, ("a", "b") if "classifier" in kind else ())
     async with serving(engine) as client:

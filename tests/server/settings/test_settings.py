@@ -24,15 +24,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(environment_variable(name), raising=False)
 
 
-def test_flag_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(ServerSettings, {}).port == 8000
-    monkeypatch.setenv("PENSTOCK_PORT", "")
-    assert load(ServerSettings, {}).port == 8000
-    monkeypatch.setenv("PENSTOCK_PORT", "9000")
-    assert load(ServerSettings, {}).port == 9000
-    assert load(ServerSettings, {"port": "9001"}).port == 9001
-
-
 def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "key-1, key-2")
     settings = load(ServerSettings, {"served_model_name": ["a,b", "c"]})

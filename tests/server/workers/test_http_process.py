@@ -8,7 +8,7 @@ import pytest
 
 from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import GetMetrics, WorkerListening
+from penstock.server.workers.messages import GetMetrics
 
 from ...waiting import loop_iterations, until
 
@@ -100,13 +100,6 @@ async def test_answer_is_not_sent_to_a_successor(worker: HttpProcess) -> None:
     send(GetMetrics(1))
     first.send.assert_called_once_with(GetMetrics(1))
     second.send.assert_not_called()
-
-
-async def test_listening_process_has_served(worker: HttpProcess) -> None:
-    worker._heartbeat = Mock(run=lambda: asyncio.sleep(0))
-    worker._handle(WorkerListening())
-    assert worker.has_served
-    worker._on_message.assert_called_once_with(worker, WorkerListening())
 
 
 async def test_connections_are_passed_to_a_running_process(worker: HttpProcess) -> None:

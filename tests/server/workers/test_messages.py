@@ -26,7 +26,7 @@ from penstock.server.workers.messages import (
     encode,
 )
 
-from ...waiting import loop_iterations, until
+from ...waiting import until
 
 
 class End:
@@ -64,24 +64,6 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
     one.channel.close()
     await until(other.has_ended.is_set)
     other.channel.send(WorkerListening())  # ignored: the other end has closed
-
-
-async def test_closed_channel_handles_no_further_messages() -> None:
-    class ClosingEnd(End):
-        def receive(self, message: FromWorker) -> None:
-            super().receive(message)
-            self.channel.close()
-
-    ours, theirs = socket.socketpair()
-    end = ClosingEnd(theirs)
-    ours.send(encoded(GetModel(1)) + encoded(GetModel(2)))
-    await until(lambda: end.received)
-    end.channel.close()
-    end.channel.send(WorkerListening())
-    ours.close()
-    await loop_iterations()
-    assert end.received == [GetModel(1)]
-    assert not end.has_ended.is_set()
 
 
 async def test_invalid_message_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
