@@ -154,9 +154,9 @@ class AsyncEngine:
         return self._group.num_restarts
 
     @property
-    def places(self) -> list[str]:
+    def placements(self) -> list[str]:
         """Placement of each replica as text; empty if the only replica uses the whole machine."""
-        return self._group.places
+        return self._group.placements
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
@@ -165,11 +165,11 @@ class AsyncEngine:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue is full, so that `check_room` rejects clients that have used their share.
+        """Whether the queue is full, so that `check_queue` rejects clients that have used their share.
 
         False if requests look up their inputs in a cache before they are rejected.
         """
-        return self._dispatcher.admission.is_full and not self._dispatcher.looks_while_full
+        return self._dispatcher.admission.is_full and not self._dispatcher.allows_lookups
 
     @property
     def queue_s(self) -> float:
@@ -180,7 +180,7 @@ class AsyncEngine:
         """Returns the memory of the engine processes in bytes, without shared files such as libraries; 0 if unknown."""
         return self._group.host_bytes()
 
-    def check_room(self, client: str = "") -> None:
+    def check_queue(self, client: str = "") -> None:
         """Raises an error if the queue has no space for a request of `client`; see Admission.check."""
         self._dispatcher.admission.check(client)
 
@@ -212,7 +212,7 @@ class AsyncEngine:
     ) -> EmbeddingResult:
         """Returns one vector for each input; long-text mode supports inputs of any length (long_text.py)."""
         params = self._resolved(params, PoolingTask.EMBED)
-        async with self._dispatcher.open(options, looks_up=True) as request:
+        async with self._dispatcher.open(options, is_cacheable=True) as request:
             tokenized = await self._encoder.encode(inputs, params, options)
             windows = await self._encoder.windows(inputs, tokenized, options)
             outputs = await request.run(windows.sequences, params)
@@ -292,7 +292,7 @@ class AsyncEngine:
             token_ids = [tokens.token_ids.tolist() for tokens in tokenized]
             if params.step_tag_id is not None:
                 token_ids = [[i for i in ids if i == params.step_tag_id] for ids in token_ids]
-            options.tell_rows(sum(map(len, token_ids)), len(params.returned_token_ids or self.info.labels))
+            options.report_rows(sum(map(len, token_ids)), len(params.returned_token_ids or self.info.labels))
             outputs = await request.run(tokenized, params)
         rows = [output["token_scores"] for output in outputs]
         return TokenResult(rows, token_ids, [len(tokens) for tokens in tokenized], self.info.labels)

@@ -10,7 +10,7 @@ never rejected because of tokens that another key has borrowed. The queue then e
 second key, 1/3 for the third, and so on, until the borrowed tokens have been processed, and by the last request of each
 key.
 
-A full engine still answers texts from the vector cache; LookupRateLimit bounds the cost.
+While the queue is full, cached vectors are still served. LookupRateLimit bounds the cost.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, Inv
 from ..protocol.shared_resource import Rejection, SharedResource
 from .stats import DispatcherStats, DrainRate, total_rate
 
-_LARGE: Final = 1 / 16
+_LARGE_SHARE: Final = 1 / 16
 """One request counts for at most this share of the limit in seconds, because small requests run beside it."""
-_FEW_LARGE: Final = 8
-"""Number of requests above `_LARGE` that are always admitted. They fill half of the queue; small requests use the other
-half."""
+_MIN_LARGE_REQUESTS: Final = 8
+"""Number of requests above `_LARGE_SHARE` that are always admitted. They fill half of the queue, small requests the
+other half."""
 _RATE_CHANGE: Final = 0.02
 """Relative change of the drain rate that triggers a recount of the work and of the large requests in the queue."""
 _LOOKUPS_PER_S: Final = 150.0
@@ -50,10 +50,10 @@ class LookupRateLimit:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._left = _LOOKUPS_PER_S
-        self._at_s = clock_s()
+        self._refilled_s = clock_s()
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether requests must be rejected before their bodies are read."""
         self._refill()
         return self._left < 1
@@ -65,8 +65,8 @@ class LookupRateLimit:
 
     def _refill(self) -> None:
         now_s = self._clock_s()
-        self._left = min(self._left + (now_s - self._at_s) * _LOOKUPS_PER_S, _LOOKUPS_PER_S)
-        self._at_s = now_s
+        self._left = min(self._left + (now_s - self._refilled_s) * _LOOKUPS_PER_S, _LOOKUPS_PER_S)
+        self._refilled_s = now_s
 
 
 class Admission:
@@ -75,15 +75,16 @@ class Admission:
     Args:
         stats: Gets `num_requests`, `num_tokens` and `num_rejected_total`.
         max_tokens: Tokens in the queue at which the queue is full.
-        max_queue_s: Seconds of work in the queue at which the queue is full; see `_LARGE` and `_FEW_LARGE`.
+        max_queue_s: Seconds of work in the queue at which the queue is full. A large request counts in part: see
+            `_LARGE_SHARE` and `_MIN_LARGE_REQUESTS`.
         rates: The drain rate of each replica.
         max_request_tokens: Tokens that one request may have; None: `max_tokens`.
 
     Attributes:
         stats: Metrics of this process.
-        closed_because: Message for every request while the engine is not ready; None while it is.
+        closed_message: Message for every request while the engine is not ready; None while it is ready.
         closed_reason: Reason in metrics while the engine is not ready.
-        lookups: Bounds cache lookups while the queue is full.
+        lookups: Rate limit of cache lookups while the queue is full.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Admission:
         rates: Sequence[DrainRate],
         max_request_tokens: int | None = None,
     ) -> None:
-        self.closed_because: str | None = None
+        self.closed_message: str | None = None
         self.closed_reason = RejectionReason.ENGINE_NOT_READY
         self.stats = stats
         self.lookups = LookupRateLimit()
@@ -111,7 +112,7 @@ class Admission:
         )
         # Requests of more than `_largest` tokens.
         self._large = SharedResource(
-            _FEW_LARGE, "the queue for large requests", "places", flag, full=in_time, share=in_time
+            _MIN_LARGE_REQUESTS, "the queue for large requests", "slots", flag, full=in_time, share=in_time
         )
         self._largest = max_tokens
         self._has_work_limit = False  # whether `max_queue_s` is a smaller limit than `max_tokens`
@@ -121,8 +122,8 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is ready and its queue is full: `check` then rejects clients that hold their share."""
-        if self.closed_because is not None:
+        """Whether the engine is ready and the queue is full: `check` then rejects clients that have used their share."""
+        if self.closed_message is not None:
             return False
         if self._tokens.is_full:
             return True
@@ -135,7 +136,7 @@ class Admission:
         return 0.0 if math.isnan(rate) else self._tokens.used / rate
 
     def check(self, client: str = "") -> None:
-        """Raises an error if a new request of a client cannot be accepted. The client "" stands for all clients.
+        """Raises an error if a new request of a client cannot be accepted. "" means all clients together.
 
         Raises:
             EngineUnavailableError: The engine is not ready.
@@ -146,8 +147,8 @@ class Admission:
 
     def check_open(self) -> None:
         """Raises EngineUnavailableError while the engine is not ready. Does not check the queue."""
-        if self.closed_because is not None:
-            raise EngineUnavailableError(self.closed_because, reason=self.closed_reason)
+        if self.closed_message is not None:
+            raise EngineUnavailableError(self.closed_message, reason=self.closed_reason)
 
     def enter(self, num_tokens: int, client: str = "") -> None:
         """Adds a request to the queue. The state of the engine is not checked again after `check`.
@@ -172,7 +173,7 @@ class Admission:
         self._count(client, num_tokens, -1)
 
     def _check_capacity(self, client: str, num_new: int = 0) -> None:
-        """Raises EngineOverloadedError if the queue is full and the client holds its share."""
+        """Raises EngineOverloadedError if the queue is full and the client has used its share."""
         rejection = self._tokens.rejection(client)
         if rejection is None and self._exceeds_work_limit:
             rejection = self._work.rejection(client)
@@ -213,7 +214,7 @@ class Admission:
         if not self._has_work_limit:
             return
         self._work.limit = math.ceil(in_time)
-        largest = max(math.ceil(self._work.limit * _LARGE), 1)
+        largest = max(math.ceil(self._work.limit * _LARGE_SHARE), 1)
         if abs(largest - self._largest) <= self._largest * _RATE_CHANGE:
             return
         for (client, num_tokens), count in self._sizes.items():

@@ -17,7 +17,7 @@ from ..protocol.tasks import PoolingTask
 from ..tokenization.input_encoder import InputEncoder
 from ..tokenization.late_chunking import JoinedText
 from .dispatcher import Dispatcher
-from .replica import Arrays, Finish
+from .replica import Arrays, OutputTransform
 from .vector_cache.keys import is_cacheable
 
 _TASKS: Final = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
@@ -50,7 +50,7 @@ class CombinedEmbedder:
         params = params.clone(task=None, normalize=False, use_activation=False)
         late = self._encoder.late_chunking(params)
         params = params.resolved(PoolingTask.TOKEN_EMBED, self._info)
-        async with self._dispatcher.open(options, looks_up=True) as request:
+        async with self._dispatcher.open(options, is_cacheable=True) as request:
             text = await self._encoder.join(late, inputs, options)
             (output,) = await request.run([text.tokens], params, _pooled(text, normalize=normalize))
         return EmbeddingResult(output["embeddings"], text.num_tokens)
@@ -69,12 +69,12 @@ class CombinedEmbedder:
             own = params if task is not PoolingTask.SPARSE_EMBED else PoolingParams()
             own.verify(task, self._info)
         params = self._with_side(params.resolved(first, self._info).clone(also=tuple(others)), options)
-        async with self._dispatcher.open(options, looks_up=is_cacheable(params)) as request:
+        async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             whole = params.clone(task=PoolingTask.TOKEN_EMBED)  # no windows: only embeddings can be averaged
             tokenized = await self._encoder.encode(inputs, whole, options)
             token_ids = self._token_ids(tokenized, params) if PoolingTask.TOKEN_EMBED in wanted else None
             if token_ids is not None:
-                options.tell_rows(sum(map(len, token_ids)), params.dimensions or self._width)
+                options.report_rows(sum(map(len, token_ids)), params.dimensions or self._width)
             outputs = await request.run(tokenized, params)
         return CombinedResult(
             num_tokens=[len(tokens) for tokens in tokenized],
@@ -107,10 +107,10 @@ class CombinedEmbedder:
         return [remove_ids(tokens.token_ids, skip_ids).tolist() for tokens in tokenized]
 
 
-def _pooled(text: JoinedText, *, normalize: bool) -> Finish:
-    """Returns a Finish that pools the token rows of a text into one vector for each part."""
+def _pooled(text: JoinedText, *, normalize: bool) -> OutputTransform:
+    """Returns an OutputTransform that pools the token rows of a text into one vector for each part."""
 
     def apply(output: Arrays) -> Arrays:
         return {"embeddings": text.pool(output["token_embeddings"], normalize=normalize)}
 
-    return Finish(f"late {normalize} {text.spans}", apply)
+    return OutputTransform(f"late {normalize} {text.spans}", apply)

@@ -114,7 +114,7 @@ class CoreSupervisor:
         process, self._process = self._process, None
         return ProcessCore(self._start_message, self._core_loaded, self._replica.receive, self._core_ended, process)
 
-    def hold(self, info: ModelInfo) -> None:
+    def pin_model(self, info: ModelInfo) -> None:
         """Pins folder, dtype and arithmetic of the loaded model for later processes, so that vectors do not change.
 
         A hub id or a link may point to other files later.
@@ -169,7 +169,7 @@ class CoreSupervisor:
             return
         if self._core is None or self._is_ending:
             return
-        self.hold(message.info)
+        self.pin_model(message.info)
         self._replica.connect(self._core.send)
         self._enter(EngineState.READY)
         self._ready.set_result(message)

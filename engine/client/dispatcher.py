@@ -1,6 +1,6 @@
 """Admits requests, sends them to the replicas with the fewest tokens, and waits for the results.
 
-All of it runs on one event loop. admission.py accepts or rejects a request as a whole; replica.py sends it to the
+Belongs to one event loop. admission.py accepts or rejects a request as a whole; replica.py sends it to the
 engine and receives its results.
 """
 
@@ -19,7 +19,7 @@ from ..protocol.errors import DeadlineExceededError, EngineOverloadedError
 from ..protocol.params import PoolingParams
 from ..protocol.request import RequestOptions, TokenizedInput
 from .admission import Admission
-from .replica import Arrays, Finish, Replica, ReplicaRouter
+from .replica import Arrays, OutputTransform, Replica, ReplicaRouter
 from .stats import DispatcherStats
 from .vector_cache.model_cache import ModelCache
 
@@ -30,11 +30,11 @@ RunAdmitted = Callable[[Sequence[TokenizedInput], PoolingParams], Awaitable[list
 class OpenRequest:
     """A request with one deadline and one or several runs; create it with `Dispatcher.open`."""
 
-    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, looks_up: bool) -> None:
+    def __init__(self, dispatcher: Dispatcher, options: RequestOptions, *, is_cacheable: bool) -> None:
         self._dispatcher = dispatcher
         self._options = options
         self._deadline = asyncio.timeout(options.timeout_s)
-        self._is_lookup = looks_up and dispatcher.looks_while_full
+        self._is_lookup = is_cacheable and dispatcher.allows_lookups
         self._was_full = False
         self._num_lookup_tokens = 0
 
@@ -66,7 +66,7 @@ class OpenRequest:
     def admitted(self, inputs: Sequence[TokenizedInput]) -> Iterator[RunAdmitted]:
         """Admits the inputs of several runs together; see Admission.enter.
 
-        The context is a function that runs some of them. It never rejects them and does not use the cache.
+        The context value is a function that runs a part of the inputs without another admission and without the cache.
         """
         num_tokens, admission = sum(map(len, inputs)), self._dispatcher.admission
         admission.enter(num_tokens, self._options.client)
@@ -79,7 +79,7 @@ class OpenRequest:
         self,
         inputs: Sequence[TokenizedInput],
         params: PoolingParams,
-        finish: Finish | None = None,
+        transform: OutputTransform | None = None,
         *,
         uses_cache: bool = True,
     ) -> list[Arrays]:
@@ -91,8 +91,8 @@ class OpenRequest:
         Args:
             inputs: Tokenized inputs.
             params: Resolved parameters.
-            finish: Function for the outputs of each input; None for no function.
-            uses_cache: Looks the inputs up in the cache, if there is one.
+            transform: Applied to the outputs of each input; None: outputs are not changed.
+            uses_cache: Whether to look the inputs up in the cache, if there is one.
 
         Raises:
             EngineUnavailableError: The engine is not running or it ended during the request.
@@ -105,12 +105,12 @@ class OpenRequest:
         if cache is not None and uses_cache:
             if self._is_lookup:
                 self._num_lookup_tokens += sum(map(len, inputs))
-            compute = partial(self.run, finish=finish, uses_cache=False)
-            finish_name = "" if finish is None else finish.name
-            return await cache.run(inputs, params, self._options.namespace, compute, finish_name)
+            compute = partial(self.run, transform=transform, uses_cache=False)
+            transform_name = "" if transform is None else transform.name
+            return await cache.run(inputs, params, self._options.namespace, compute, transform_name)
         with self.admitted(inputs):
             outputs = await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
-        return outputs if finish is None else [finish.apply(output) for output in outputs]
+        return outputs if transform is None else [transform.apply(output) for output in outputs]
 
     async def _run_admitted(self, inputs: Sequence[TokenizedInput], params: PoolingParams) -> list[Arrays]:
         return await self._dispatcher.router.run(inputs, params, self._options, self._remaining_s())
@@ -125,8 +125,8 @@ class Dispatcher:
     """Handles requests from arrival to result, for one or several replicas.
 
     Args:
-        max_queued_tokens: Number of tokens in the queue from which requests are rejected.
-        max_queue_s: Seconds of queued work from which requests are rejected.
+        max_queued_tokens: Tokens in the queue at which requests are rejected.
+        max_queue_s: Seconds of queued work at which requests are rejected.
         cache: Cache of vectors; None if there is none.
         num_replicas: Number of replicas of the engine.
         max_request_tokens: Maximum number of tokens of a request; None for `max_queued_tokens`.
@@ -163,25 +163,25 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, options: RequestOptions, *, looks_up: bool = False) -> OpenRequest:
-        """Returns a new request as an async context manager, whose deadline applies to everything inside.
+    def open(self, options: RequestOptions, *, is_cacheable: bool = False) -> OpenRequest:
+        """Returns a new request as an async context manager. Its deadline applies to the whole context.
 
-        Entering it raises the errors of Admission.check, with `looks_up` only after the lookup in the cache. Leaving it
-        raises DeadlineExceededError if the deadline has passed.
+        Entering the context raises the errors of Admission.check; with `is_cacheable` they are raised after the cache
+        lookup. Leaving it raises DeadlineExceededError if the deadline has passed.
         """
-        return OpenRequest(self, options, looks_up=looks_up)
+        return OpenRequest(self, options, is_cacheable=is_cacheable)
 
     @property
-    def looks_while_full(self) -> bool:
+    def allows_lookups(self) -> bool:
         """Whether requests look up their inputs in the cache before they are rejected."""
-        return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_spent
+        return self.cache is not None and self.cache.stats.is_open and not self.admission.lookups.is_exhausted
 
     def check(self, client: str) -> None:
         """Raises the errors of Admission.check and counts a rejection as a lookup, if lookups are possible."""
         try:
             self.admission.check(client)
         except EngineOverloadedError:
-            if self.looks_while_full and self.admission.is_full:
+            if self.allows_lookups and self.admission.is_full:
                 self.admission.lookups.spend(0)
             raise
 
@@ -197,7 +197,7 @@ class Dispatcher:
             self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is open; returns False if there are still some after `timeout_s`."""
+        """Waits until no request is open; returns False after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -66,9 +66,9 @@ def socket_folder() -> Iterator[SocketFolder]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-_KILLED_S: Final = 1.0
+_KILL_TIMEOUT_S: Final = 1.0
 """Seconds to wait for the end of a killed process."""
-_MOST_WAITING: Final = 1024
+_BACKLOG: Final = 1024
 """Connections that the process has not accepted yet."""
 
 
@@ -93,7 +93,7 @@ class EngineProcess:
             self.lifeline.setblocking(False)
             with other_end, socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(self.address)
-                listener.listen(_MOST_WAITING)
+                listener.listen(_BACKLOG)
                 descriptor = listener.fileno()
                 self._process = subprocess.Popen(  # noqa: S603 - no argument comes from a user
                     (sys.executable, "-P", "-m", "penstock.engine.core.worker", self.address, str(descriptor)),
@@ -143,7 +143,7 @@ class EngineProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver blocks its end
-            self._process.wait(_KILLED_S)
+            self._process.wait(_KILL_TIMEOUT_S)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[int]) -> None:
         code = self._process.wait()

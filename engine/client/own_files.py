@@ -16,7 +16,7 @@ from typing import Final
 
 SECRET_BYTES: Final = 32
 _MODE: Final = 0o600
-_ELSEWHERE: Final = "or name another folder"
+_REMEDY: Final = "or name another folder"
 
 
 def check_folder(folder: Path) -> None:
@@ -26,10 +26,10 @@ def check_folder(folder: Path) -> None:
     """
     status = folder.stat()
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise _rejection(folder, f"every user may write to it; chmod o-w it, name a folder inside it, {_ELSEWHERE}")
+        raise _rejection(folder, f"every user may write to it; chmod o-w it, name a folder inside it, {_REMEDY}")
     is_granted = status.st_mode & stat.S_IWGRP and status.st_gid in (os.getegid(), *os.getgroups())
     if status.st_uid not in (os.geteuid(), 0) and not is_granted:
-        raise _rejection(folder, f"it belongs to another user, {status.st_uid}; chown it, {_ELSEWHERE}")
+        raise _rejection(folder, f"it belongs to another user, {status.st_uid}; chown it, {_REMEDY}")
 
 
 def check_own(path: Path) -> None:
@@ -110,9 +110,9 @@ def _check(path: Path, status: os.stat_result, forbidden: int) -> None:
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise _rejection(path, "is neither file nor folder; remove it", path.name)
     if status.st_uid != os.geteuid():
-        raise _rejection(path, f"belongs to another user, {status.st_uid}; remove or chown it, {_ELSEWHERE}", path.name)
+        raise _rejection(path, f"belongs to another user, {status.st_uid}; remove or chown it, {_REMEDY}", path.name)
     if status.st_mode & forbidden:
-        raise _rejection(path, f"is open to every user; remove it, {_ELSEWHERE}", path.name)
+        raise _rejection(path, f"is open to every user; remove it, {_REMEDY}", path.name)
 
 
 def _rejection(path: Path, reason: str, subject: str = "") -> PermissionError:

@@ -50,7 +50,7 @@ _PARTS_PER_BATCH: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Finish:
+class OutputTransform:
     """A function that changes the outputs of an input before they are returned.
 
     Attributes:
@@ -76,21 +76,21 @@ class Timing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Inputs in the engine whose results have not all arrived.
+    """A request in the engine with at least one incomplete input.
 
     Attributes:
         request_id: Number of the request in the engine.
-        answer: Future of the outputs of all inputs.
+        result: Future of the outputs of all inputs.
         outputs: Outputs of each input that have arrived.
         num_left: Number of incomplete inputs.
         sent_s: Time of sending in seconds, from time.perf_counter().
-        num_tokens: Tokens of each incomplete input, and 0 for the others; None if there is only one replica.
-        parts: Incomplete outputs, by input and name.
+        num_tokens: Tokens of each input, 0 for complete inputs; None if there is only one replica.
+        parts: Parts of incomplete outputs, by input and name.
         timing: Times of the run; None before its last row has arrived.
     """
 
     request_id: int
-    answer: asyncio.Future[list[Arrays]]
+    result: asyncio.Future[list[Arrays]]
     outputs: list[Arrays]
     num_left: int
     sent_s: float
@@ -98,8 +98,8 @@ class Run:
     parts: dict[tuple[int, str], list[NDArray[np.float32]]] = field(default_factory=dict)
     timing: Timing | None = None
 
-    def put(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
-        """Stores an array, which is a part of an output or, with `is_last`, completes it.
+    def add_output(self, index: int, name: str, array: NDArray[np.float32], *, is_last: bool) -> None:
+        """Stores a part of an output, or its last part with `is_last`.
 
         Arrays of several rows are copied, because a view would keep the results of the whole batch in memory, which may
         be pinned memory of a GPU. Single rows are not, because they are copied later when they are stacked.
@@ -113,7 +113,7 @@ class Run:
         else:
             self.parts.setdefault((index, name), []).append(own)
 
-    def time(self, times: StageTimes) -> None:
+    def record_times(self, times: StageTimes) -> None:
         """Adds the waiting time and the running time to `times`."""
         if self.timing is not None:
             times.add(Stage.QUEUE, self.sent_s, self.timing.queue_s)
@@ -128,18 +128,18 @@ class Replica:
 
     Args:
         ids: Numbers for new requests.
-        whole: Counters of all replicas together.
-        is_only: Whether this is the only replica, which uses `whole` as its counters.
+        engine_stats: Counters of all replicas together.
+        is_only: Whether this is the only replica. It uses `engine_stats` as its counters.
 
     Attributes:
         stats: Counters of this replica; its tokens and requests if there are several replicas.
         rate: Drain rate of this replica.
     """
 
-    def __init__(self, ids: Iterator[int], whole: DispatcherStats, *, is_only: bool) -> None:
-        self.stats = whole if is_only else DispatcherStats()
+    def __init__(self, ids: Iterator[int], engine_stats: DispatcherStats, *, is_only: bool) -> None:
+        self.stats = engine_stats if is_only else DispatcherStats()
         self.rate = DrainRate()
-        self._count = whole.count if is_only else partial(whole.count_of, self.stats)
+        self._count = engine_stats.count if is_only else partial(engine_stats.count_replica, self.stats)
         self._is_only = is_only
         self._send: Send | None = None
         self._outgoing = ClientMessageBuilder()
@@ -178,9 +178,9 @@ class Replica:
         """Runs admitted inputs as OpenRequest.run does; `remaining_s` is the seconds until the deadline, or None."""
         run = self.begin(inputs, params, options, remaining_s)
         try:
-            outputs = await run.answer
+            outputs = await run.result
             if (times := STAGE_TIMES.get()) is not None:
-                run.time(times)
+                run.record_times(times)
             return outputs
         finally:
             self.end(run)
@@ -232,7 +232,7 @@ class Replica:
             del self._clearings[request_id], clearing  # an error in the future would refer to this frame
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
-        """Handles the results of a step, the failure of a request, or the answer to `clear_prefixes`."""
+        """Handles the results of a step, the failure of a request, or the result of `clear_prefixes`."""
         match message:
             case StepResults():
                 pass
@@ -263,7 +263,7 @@ class Replica:
                 run = self._runs.get(request_id)
                 if run is None:
                     continue
-                run.put(index, name, array, is_last=is_last)
+                run.add_output(index, name, array, is_last=is_last)
                 if not is_last or (request_id, index) in seen:
                     continue
                 if len(blocks) > 1:
@@ -305,12 +305,12 @@ class Replica:
 
     def _settle(self, request_id: int, error: EngineError | None) -> None:
         run = self._runs.pop(request_id, None)
-        if run is None or run.answer.done():
+        if run is None or run.result.done():
             return
         if error is None:
-            run.answer.set_result(run.outputs)
+            run.result.set_result(run.outputs)
         else:
-            run.answer.set_exception(error)
+            run.result.set_exception(error)
 
 
 class ReplicaRouter:
@@ -339,10 +339,10 @@ class ReplicaRouter:
         try:
             for replica, part in self._parts(inputs):
                 runs.append((replica, replica.begin(part, params, options, remaining_s)))
-            answers = await asyncio.gather(*(run.answer for _, run in runs))
+            results = await asyncio.gather(*(run.result for _, run in runs))
             if (times := STAGE_TIMES.get()) is not None:
-                max((run for _, run in runs), key=_seconds).time(times)
-            return [outputs for answer in answers for outputs in answer]
+                max((run for _, run in runs), key=_seconds).record_times(times)
+            return [outputs for result in results for outputs in result]
         finally:
             _end(runs)
             del runs  # the traceback of an error in them refers to this frame

@@ -42,14 +42,14 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     num_usable, nodes = usable_cores(), cores_by_node()
     if len(devices) > num_usable:
         raise ModelLoadError(f"{len(devices)} replicas need {len(devices)} cores; this process may use {num_usable}.")
-    parts = [part for device, count in counts.items() for part in divided(_cores_of(device, nodes, count), count)]
+    parts = [part for device, count in counts.items() for part in split_cores(_cores_of(device, nodes, count), count)]
     num_engines = config.num_engines * len(parts)
     num_threads = config.num_threads or max(min(num_usable // num_engines, *map(len, parts)), 1)
     config = replace(config, device="cpu", num_engines=num_engines, num_threads=num_threads)
     return [replace(config, cores=part) for part in parts]
 
 
-def place_of(config: EngineConfig) -> str:
+def placement_of(config: EngineConfig) -> str:
     """Returns the placement of a replica as text: `cuda:1`, or `cores 0-3,8-11`."""
     if config.cores is None:
         return config.device
@@ -58,7 +58,7 @@ def place_of(config: EngineConfig) -> str:
     return "cores " + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def divided(cores: Sequence[Core], count: int) -> list[tuple[int, ...]]:
+def split_cores(cores: Sequence[Core], count: int) -> list[tuple[int, ...]]:
     """Divides cores into `count` groups of about the same size and returns their CPU numbers.
 
     A group has adjacent cores. The CPU numbers of one core stay together, unless there are fewer cores than groups.
@@ -102,7 +102,7 @@ def _cores_of(device: str, nodes: dict[int, list[Core]], count: int) -> list[Cor
     return cores
 
 
-CLOSED_BECAUSE: Final = {
+CLOSED_MESSAGES: Final = {
     EngineState.READY: None,
     EngineState.STARTING: "The engine is being started again. Please try again in a moment.",
     EngineState.DRAINING: "The server is shutting down. Please try again elsewhere.",
@@ -113,7 +113,7 @@ CLOSED_BECAUSE: Final = {
 
 def close_admission(admission: Admission, state: EngineState) -> None:
     """Makes `admission` reject requests, unless `state` is READY."""
-    admission.closed_because = CLOSED_BECAUSE[state]
+    admission.closed_message = CLOSED_MESSAGES[state]
     is_ending = state is EngineState.DRAINING
     admission.closed_reason = RejectionReason.DRAINING if is_ending else RejectionReason.ENGINE_NOT_READY
 
@@ -122,13 +122,13 @@ class ReplicaStatus(NamedTuple):
     """One of several replicas.
 
     Attributes:
-        place: Its device or cores, such as "cuda:1".
+        placement: Its device or cores, such as "cuda:1".
         state: State of its engine process.
         num_restarts: Number of restarts of its core.
         stats: Its counters, and its numbers of requests and tokens.
     """
 
-    place: str
+    placement: str
     state: EngineState
     num_restarts: int
     stats: DispatcherStats
@@ -165,9 +165,11 @@ class ReplicaGroup:
         for config, replica in zip(configs, dispatcher.replicas, strict=True):
             own, process = process, None
             self._supervisors.append(
-                CoreSupervisor(config, replica, self._follow, log_level=log_level, log_format=log_format, process=own)
+                CoreSupervisor(
+                    config, replica, self._update_state, log_level=log_level, log_format=log_format, process=own
+                )
             )
-        self._follow()
+        self._update_state()
 
     async def start(self) -> ModelReady:
         """Starts all replicas and waits until they are ready. The first one decides the dtype and arithmetic of all.
@@ -178,10 +180,10 @@ class ReplicaGroup:
             ModelLoadError: The model cannot be served. All replicas are stopped then.
         """
         if (cache := self._dispatcher.cache) is not None:
-            cache.expect(self._configs[0].model)
+            cache.record_files(self._configs[0].model)
         ready = await self._start()
         self._loaded = ready.info
-        self._follow()
+        self._update_state()
         return ready
 
     async def _start(self) -> ModelReady:
@@ -191,7 +193,7 @@ class ReplicaGroup:
             return ready
         try:
             for supervisor in others:
-                supervisor.hold(ready.info)
+                supervisor.pin_model(ready.info)
             async with asyncio.TaskGroup() as starting:
                 tasks = [starting.create_task(supervisor.start()) for supervisor in others]
         except BaseException as error:
@@ -207,10 +209,10 @@ class ReplicaGroup:
         return sum(supervisor.num_restarts for supervisor in self._supervisors)
 
     @property
-    def places(self) -> list[str]:
+    def placements(self) -> list[str]:
         """Placement of each replica as text, such as "cores 0-7". Empty if there is one replica on all cores."""
         is_bound = len(self._configs) > 1 or self._configs[0].cores is not None
-        return [place_of(config) for config in self._configs] if is_bound else []
+        return [placement_of(config) for config in self._configs] if is_bound else []
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
@@ -219,7 +221,7 @@ class ReplicaGroup:
         if not stats:
             return []
         return [
-            ReplicaStatus(place_of(config), supervisor.state, supervisor.num_restarts, own)
+            ReplicaStatus(placement_of(config), supervisor.state, supervisor.num_restarts, own)
             for config, supervisor, own in zip(self._configs, self._supervisors, stats, strict=True)
         ]
 
@@ -238,13 +240,13 @@ class ReplicaGroup:
         if (cache := self._dispatcher.cache) is not None:
             cache.close()
 
-    def _follow(self) -> None:
+    def _update_state(self) -> None:
         states = [supervisor.state for supervisor in self._supervisors]
-        self.state = next(state for state in CLOSED_BECAUSE if state in states)
+        self.state = next(state for state in CLOSED_MESSAGES if state in states)
         close_admission(self._dispatcher.admission, self.state)
         if (cache := self._dispatcher.cache) is None or self._loaded is None:
             return
         if EngineState.STARTING in states:
-            cache.expect(self._loaded.folder)
+            cache.record_files(self._loaded.folder)
         elif set(states) == {EngineState.READY}:
             cache.open(self._loaded.folder, self._loaded, has_one_core=len(states) == 1)

@@ -40,11 +40,11 @@ OnExit = Callable[[str], None]
 
 _STOP_TIMEOUT_S: Final = 5.0
 """Seconds until a core that does not finish its step is killed."""
-_MUTE_S: Final = 5.0
+_DISCONNECTED_TIMEOUT_S: Final = 5.0
 """Seconds until a core that has closed its connection but still runs is killed."""
 _KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait for the end of a killed core."""
-_NUM_BEATS: Final = 10
+_MAX_UNANSWERED_PINGS: Final = 10
 """Unanswered pings after which a process counts as hung. Pings are counted instead of seconds, because a suspended
 machine or a stopped client sends no pings, and finds the answers when it continues."""
 
@@ -57,24 +57,24 @@ class Heartbeat:
     Args:
         timeout_s: Seconds without an answer after which the process counts as hung.
         ping: Sends a ping.
-        on_silence: Called once, when the process hangs.
+        on_hang: Called once, when the process hangs.
     """
 
-    def __init__(self, timeout_s: float, ping: Callable[[], None], on_silence: Callable[[], None]) -> None:
-        self._interval_s = timeout_s / _NUM_BEATS
+    def __init__(self, timeout_s: float, ping: Callable[[], None], on_hang: Callable[[], None]) -> None:
+        self._interval_s = timeout_s / _MAX_UNANSWERED_PINGS
         self._ping = ping
-        self._on_silence = on_silence
+        self._on_hang = on_hang
         self._num_unanswered = 0
 
     async def run(self) -> None:
         """Sends pings until the process no longer answers."""
-        while self._num_unanswered < _NUM_BEATS:
+        while self._num_unanswered < _MAX_UNANSWERED_PINGS:
             self._num_unanswered += 1
             self._ping()
             await asyncio.sleep(self._interval_s)
-        self._on_silence()
+        self._on_hang()
 
-    def answered(self) -> None:
+    def record_pong(self) -> None:
         """Resets the count of unanswered pings."""
         self._num_unanswered = 0
 
@@ -116,7 +116,7 @@ class CoreLink:
                     self.on_message(decode_from_core(message), frames)
         except EOFError:  # `_watch` reports the end of the process and closes the link, unless the process still runs
             self._loop.remove_reader(self._descriptor)
-            self._timer = self._timer or self._loop.call_later(_MUTE_S, self._on_unreadable)
+            self._timer = self._timer or self._loop.call_later(_DISCONNECTED_TIMEOUT_S, self._on_unreadable)
         except Exception:
             logger.exception("the engine's messages cannot be read")
             self._loop.remove_reader(self._descriptor)
@@ -167,7 +167,7 @@ class ProcessCore:
         process = self._process = self._process or EngineProcess()
         self._resources.callback(process.close)
         with contextlib.suppress(ConnectionError):  # it has ended already: `_watch` reports why
-            self._link = CoreLink(process.address, self._take_first, self._end_unreadable)
+            self._link = CoreLink(process.address, self._receive_load_result, self._end_unreadable)
             self._resources.callback(self._link.close)
             self._link.send(self._start)
         loop = asyncio.get_running_loop()
@@ -228,8 +228,8 @@ class ProcessCore:
 
     def _receive_pong(self, lifeline: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):
-            if lifeline.recv(_NUM_BEATS):
-                self._heartbeat.answered()
+            if lifeline.recv(_MAX_UNANSWERED_PINGS):
+                self._heartbeat.record_pong()
                 return
         asyncio.get_running_loop().remove_reader(lifeline)  # the process ends
 
@@ -238,7 +238,7 @@ class ProcessCore:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    def _take_first(self, message: FromCore, frames: list[Frame]) -> None:
+    def _receive_load_result(self, message: FromCore, frames: list[Frame]) -> None:
         """Handles ModelReady or LoadFailed. Later messages go to `on_message` directly."""
         if not isinstance(message, LoadResult):
             raise TypeError(f"the first message must be ModelReady or LoadFailed, not {type(message).__name__}")

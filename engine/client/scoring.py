@@ -74,7 +74,7 @@ class PairScorer:
                 )
             params = params.clone(normalize=True if task is PoolingTask.EMBED else None)
         params = params.resolved(task, self._info)
-        async with self._dispatcher.open(options, looks_up=is_cacheable(params)) as request:
+        async with self._dispatcher.open(options, is_cacheable=is_cacheable(params)) as request:
             if options.max_passages == 1:
                 return await score(request, left, right, params, options)
             own = options if task is PoolingTask.SCORE else self._document_options(options)

@@ -47,13 +47,13 @@ class EngineClient:
     Attributes:
         state: State of the engine process.
         num_restarts: Number of reconnections to a new engine process.
-        places: See ReplicaGroup; empty, because the supervising process reports it.
-        replicas: Empty, like places.
+        placements: See ReplicaGroup; empty, because the supervising process reports it.
+        replicas: Empty, like placements.
     """
 
     def __init__(self, number: int, dispatcher: Dispatcher, on_unreadable: Callable[[], None]) -> None:
         self.num_restarts = 0
-        self.places: list[str] = []
+        self.placements: list[str] = []
         self.replicas: list[ReplicaStatus] = []
         self._has_connected = False
         self._number = number
@@ -63,7 +63,7 @@ class EngineClient:
         self._link: CoreLink | None = None
         self._enter(EngineState.STARTING)
 
-    def follow(self, status: EngineStatus) -> None:
+    def apply_status(self, status: EngineStatus) -> None:
         """Applies a status: connects to a new engine process, and fails the requests of one that has ended."""
         if status.address != self._address:
             if self._address is not None:
@@ -129,8 +129,8 @@ class EngineServer:
         ready: The first ModelReady message of the engine.
         status: For the EngineClients of the HTTP processes.
         queue_s: Always 0: the HTTP processes count the queued requests.
-        places: See ReplicaGroup; empty, because there is one replica.
-        replicas: Empty, like places.
+        placements: See ReplicaGroup; empty, because there is one replica.
+        replicas: Empty, like placements.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class EngineServer:
         log_format: str,
         process: EngineProcess | None = None,
     ) -> None:
-        self.places: list[str] = []
+        self.placements: list[str] = []
         self.replicas: list[ReplicaStatus] = []
         self.queue_s = 0.0
         self.ready: ModelReady | None = None

@@ -111,7 +111,7 @@ class DispatcherStats:
             self.step_seqs.observe(load.num_seqs)
             self.step_fill.observe(message.num_tokens / load.token_budget)
 
-    def count_of(self, replica: DispatcherStats, message: StepResults) -> None:
+    def count_replica(self, replica: DispatcherStats, message: StepResults) -> None:
         """Counts a step of one of several replicas, in its own counters and in these."""
         replica.count(message)
         self.count(message)

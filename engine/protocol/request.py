@@ -79,7 +79,7 @@ class RequestOptions:
     is_query: bool | None = None
     on_rows: Callable[[int, int], None] | None = None
 
-    def tell_rows(self, num_rows: int, width: int) -> None:
+    def report_rows(self, num_rows: int, width: int) -> None:
         """Calls `on_rows`, if it is set."""
         if self.on_rows is not None:
             self.on_rows(num_rows, width)

@@ -232,7 +232,7 @@ class LoadShedder:
         except InvalidRequestError:
             return None
         try:
-            engine.check_room(client)
+            engine.check_queue(client)
         except EngineError as error:
             rejection = Rejection(
                 error=error.with_traceback(

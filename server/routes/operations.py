@@ -139,7 +139,7 @@ def _health(request: Request, *, can_serve: bool) -> Response:
     models = context_of(request).models
     body: dict[str, Any] = {"status": "ok" if can_serve else "unavailable", "engines": models.states()}
     replicas = {
-        name: [{"state": replica.state, "place": replica.place} for replica in engine.replicas]
+        name: [{"state": replica.state, "place": replica.placement} for replica in engine.replicas]
         for engine, name in models.named_engines()
         if engine.replicas
     }
@@ -172,7 +172,7 @@ async def server_info(request: Request) -> Response:
         name: {field: {"value": value, "source": source} for field, value, source in resolved_table(engine.info)}
         for engine, name, _ in context.models.engines()
     }
-    places = {name: engine.places for engine, name in context.models.named_engines()}
+    places = {name: engine.placements for engine, name in context.models.named_engines()}
     system = {"python": platform.python_version(), "platform": platform.platform(), "cpu_cores": os.cpu_count()}
     settings = _without_secrets(context.settings)
     return json_response(

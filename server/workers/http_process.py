@@ -203,7 +203,7 @@ class HttpProcess:
                 self._on_message(self, message)
             case MetricsReport():
                 self.metrics = message.families
-                self._heartbeat.answered()
+                self._heartbeat.record_pong()
                 if (answer := self._questions.pop(message.question, None)) is not None and not answer.done():
                     answer.set_result(None)
             case _:

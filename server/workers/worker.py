@@ -232,7 +232,7 @@ class SupervisorLink:
             first_id=first_request_id(self._plan.client),
         )
         client = self._clients[model] = EngineClient(self._plan.client, dispatcher, self._on_end)
-        client.follow(self._statuses[model])
+        client.apply_status(self._statuses[model])
         return AsyncEngine.attached(config, ready, dispatcher, client)
 
     async def gather(self) -> Sequence[Metric]:
@@ -269,7 +269,7 @@ class SupervisorLink:
             case EngineChanged():
                 self._statuses[message.model] = message.status
                 if (client := self._clients.get(message.model)) is not None:
-                    client.follow(message.status)
+                    client.apply_status(message.status)
             case GetMetrics():
                 self._channel.send(MetricsReport(message.question, to_families(self._read_metrics())))
             case MetricsReport():

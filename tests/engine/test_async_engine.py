@@ -101,11 +101,11 @@ async def test_full_queue_rejects_whole_requests(engine: AsyncEngine, monkeypatc
     texts = ["word " * 100] * 20  # 2,040 tokens: two fill the queue
     tasks = [asyncio.create_task(engine.embed(texts, PARAMS)) for _ in range(4)]
     assert not engine.is_full
-    engine.check_room()
+    engine.check_queue()
     await until(lambda: engine.stats().num_rejected_total == num_rejected + 2)
     assert engine.is_full
     with pytest.raises(errors.EngineOverloadedError):
-        engine.check_room()
+        engine.check_queue()
     monkeypatch.setattr(replica, "_settle", settle)
     for result in held:
         settle(*result)

@@ -83,7 +83,7 @@ class FakeEngine:
         self.state = EngineState.READY
         self.num_restarts = 0
         self.replicas: list[ReplicaStatus] = []
-        self.places: list[str] = []
+        self.placements: list[str] = []
         self.queue_s = 2.5
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.chat_template: str | None = CHAT_TEMPLATE
@@ -101,7 +101,7 @@ class FakeEngine:
     def is_full(self) -> bool:
         return isinstance(self.failure, EngineOverloadedError)
 
-    def check_room(self, client: str = "") -> None:
+    def check_queue(self, client: str = "") -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -162,7 +162,7 @@ class FakeEngine:
         params = params.resolved(PoolingTask.TOKEN_CLASSIFY, self.info)
         ids = [[1, *(len(word) for word in text.split()), 2] for text in inputs]
         width = len(self.info.labels)
-        options.tell_rows(sum(map(len, ids)), width)
+        options.report_rows(sum(map(len, ids)), width)
         await self._enter("token_classify", inputs, params, options)
         rows = [np.eye(width, dtype=np.float32)[np.array(row) % width] for row in ids]
         return TokenResult(rows, ids, [len(row) for row in ids], self.info.labels)
@@ -170,7 +170,7 @@ class FakeEngine:
     async def token_embed(self, inputs, params, options=DEFAULTS):
         params = params.resolved(PoolingTask.TOKEN_EMBED, self.info)
         counts = self._counts(inputs, params)
-        options.tell_rows(sum(counts), WIDTH)
+        options.report_rows(sum(counts), WIDTH)
         await self._enter("token_embed", inputs, params, options)
         return TokenResult(self._token_rows(inputs, counts), [[1] * n for n in counts], counts)
 
@@ -184,7 +184,7 @@ class FakeEngine:
             (PoolingParams() if task is PoolingTask.SPARSE_EMBED else params).verify(task, self.info)
         counts = self._counts(inputs, params)
         if PoolingTask.TOKEN_EMBED in tasks:
-            options.tell_rows(sum(counts), WIDTH)
+            options.report_rows(sum(counts), WIDTH)
         await self._enter("embed_combined", inputs, tuple(tasks), params, options)
         fields = {}
         if PoolingTask.EMBED in tasks:

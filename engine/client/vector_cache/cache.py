@@ -92,7 +92,7 @@ class TierStats:
     is_working: bool = True
 
 
-class Found(NamedTuple):
+class CacheHits(NamedTuple):
     """The found outputs by key, and the number of keys that were found in memory."""
 
     arrays: dict[bytes, Arrays]
@@ -124,7 +124,7 @@ class VectorCache:
         """The secret if other processes share it through the folder; None without a folder."""
         return None if self._shared is None else self.secret
 
-    async def find(self, keys: Sequence[bytes]) -> Found:
+    async def find(self, keys: Sequence[bytes]) -> CacheHits:
         """Returns the outputs of the keys that the cache holds."""
         rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
         num_in_memory = len(rows)
@@ -134,9 +134,9 @@ class VectorCache:
                 if row is not None:
                     rows[key] = row
                     self._memory.put(key, row)
-        return Found({key: unpack(row) for key, row in rows.items()}, num_in_memory)
+        return CacheHits({key: unpack(row) for key, row in rows.items()}, num_in_memory)
 
-    def keep(self, key: bytes, arrays: Arrays) -> None:
+    def store(self, key: bytes, arrays: Arrays) -> None:
         """Stores the outputs of one input if all values are finite."""
         row = pack(arrays)
         if row is None:

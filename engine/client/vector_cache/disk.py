@@ -42,9 +42,9 @@ _FOLDER: Final = "vectors-1"
 _MODE: Final = 0o600
 _READERS_BYTES: Final = 64 * 1024
 """Size of the table of readers: a thousand threads of all processes."""
-_FULL: Final = 0.75
+_MAX_USED_SHARE: Final = 0.75
 """Used share of the file at which rows are evicted. LMDB writes every change to free pages."""
-_AT_ONCE: Final = 1 / 64
+_TRANSACTION_SHARE: Final = 1 / 64
 """Share of the file that one transaction writes or frees. Each row may change a page, and a released page can be used
 again two transactions later."""
 _PAUSES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -55,7 +55,7 @@ _MAX_WAITING_BYTES: Final = 64 * 2**20
 """Bytes of rows that may wait to be written; further rows are dropped."""
 _PAUSE_S: Final = 30.0
 """Seconds without writes after the disk was full."""
-_GATHER_S: Final = 0.05
+_WRITE_DELAY_S: Final = 0.05
 """Seconds to collect rows before a write, because each write flushes the disk."""
 _CLOSE_S: Final = 10.0
 
@@ -64,7 +64,7 @@ class DiskError(Exception):
     """The tier cannot be used. The message states the reason."""
 
 
-class NoRoomError(DiskError):
+class DiskFullError(DiskError):
     """The disk, the file or the table of readers is full."""
 
 
@@ -100,7 +100,7 @@ class DiskTier:
         """Returns the row of each key; None if it is missing or damaged.
 
         Raises:
-            NoRoomError: Too many readers.
+            DiskFullError: Too many readers.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -118,7 +118,7 @@ class DiskTier:
         """Writes rows by key and evicts older rows to make room. Skips rows that are too large.
 
         Raises:
-            NoRoomError: The disk or the file is full. Some rows may have been written.
+            DiskFullError: The disk or the file is full. Some rows may have been written.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -130,7 +130,7 @@ class DiskTier:
         """Returns the bytes of the pages that all processes use. Takes microseconds.
 
         Raises:
-            NoRoomError: Too many readers.
+            DiskFullError: Too many readers.
             DiskError: The file is damaged.
         """
         self._check_size()
@@ -175,7 +175,7 @@ class DiskTier:
         """Writes the rows of one transaction. Waits if readers still hold the pages that it needs."""
         for pause_s in (*_PAUSES_S, None):
             try:
-                self._make_room(int(_AT_ONCE * self.max_bytes))
+                self._evict(int(_TRANSACTION_SHARE * self.max_bytes))
                 self._put(batch)
             except lmdb.MapFullError:
                 if pause_s is None:
@@ -184,14 +184,14 @@ class DiskTier:
                 time.sleep(pause_s)
             except lmdb.Error as error:
                 if os.strerror(EIO) in str(error):
-                    self._check_room()
+                    self._check_disk_full()
                 raise
             else:
                 return
 
     def _batches(self, rows: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yields the sealed rows of one transaction at a time."""
-        left = most = int(_AT_ONCE * self.max_bytes)
+        left = most = int(_TRANSACTION_SHARE * self.max_bytes)
         batch: list[tuple[bytes, bytes]] = []
         for key, row in rows:
             sealed = seal(key, row)
@@ -217,9 +217,9 @@ class DiskTier:
                 rows.put(last.to_bytes(_NUMBER_BYTES, "big"), key + sealed, append=True)
                 transaction.put(key, last.to_bytes(_NUMBER_BYTES, "big"), db=self._numbers)
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _evict(self, num_bytes: int) -> None:
         """Evicts the oldest rows until `num_bytes` fit, in transactions of limited size."""
-        most = max(int(_FULL * self.max_bytes) - num_bytes, 0)
+        most = max(int(_MAX_USED_SHARE * self.max_bytes) - num_bytes, 0)
         while (used := self._used_bytes()) > most:
             with self._env.begin(write=True) as transaction:
                 num_rows = transaction.stat(self._rows)["entries"]
@@ -227,17 +227,17 @@ class DiskTier:
                     return
                 rows = transaction.cursor(self._rows)
                 rows.first()
-                for _ in range(math.ceil(num_rows * min((used - most) / used, _AT_ONCE))):
+                for _ in range(math.ceil(num_rows * min((used - most) / used, _TRANSACTION_SHARE))):
                     number, key = rows.key(), rows.value()[:KEY_BYTES]
                     if transaction.get(key, db=self._numbers) == number:
                         transaction.delete(key, db=self._numbers)
                     rows.delete()
                     self.num_evicted += 1
 
-    def _check_room(self) -> None:
+    def _check_disk_full(self) -> None:
         """Raises OSError if the disk is full, because LMDB does not report a full disk after a partial write."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, int(_AT_ONCE * self.max_bytes))
+            os.posix_fallocate(file.fileno(), 0, int(_TRANSACTION_SHARE * self.max_bytes))
 
     def _used_bytes(self) -> int:
         with self._env.begin() as transaction:
@@ -258,8 +258,8 @@ def _errors(folder: Path) -> Iterator[None]:
     except (OSError, lmdb.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         is_full = isinstance(error, lmdb.MapFullError | lmdb.ReadersFullError)
-        has_no_room = is_full or os.strerror(ENOSPC) in reason or os.strerror(EDQUOT) in reason
-        raise (NoRoomError if has_no_room else DiskError)(f"{folder}: {reason}") from error
+        is_disk_full = is_full or os.strerror(ENOSPC) in reason or os.strerror(EDQUOT) in reason
+        raise (DiskFullError if is_disk_full else DiskError)(f"{folder}: {reason}") from error
 
 
 @contextmanager
@@ -297,7 +297,7 @@ class SharedTier:
         self._num_bytes = 0
         self._clock_s = clock_s
         self._is_damaged = False
-        self._resumes_s = 0.0
+        self._paused_until_s = 0.0
         self._waiting: dict[bytes, bytes] = {}
         self._num_waiting_bytes = 0
         self._is_ending = False
@@ -314,7 +314,7 @@ class SharedTier:
                 return self.tier.read(keys)
             return await asyncio.to_thread(self.tier.read, keys)
         except DiskError as error:
-            self._note(error)
+            self._record_error(error)
             return [None] * len(keys)
 
     def num_bytes(self) -> int:
@@ -323,7 +323,7 @@ class SharedTier:
             try:
                 self._num_bytes = self.tier.num_bytes()
             except DiskError as error:
-                self._note(error)
+                self._record_error(error)
         return self._num_bytes
 
     def put(self, key: bytes, row: bytes) -> None:
@@ -354,30 +354,30 @@ class SharedTier:
                 self._wake.wait_for(lambda: self._waiting or self._is_ending)
                 if not self._waiting:
                     return
-                self._wake.wait_for(lambda: self._is_ending, _GATHER_S)
+                self._wake.wait_for(lambda: self._is_ending, _WRITE_DELAY_S)
                 waiting, self._waiting, self._num_waiting_bytes = self._waiting, {}, 0
             self._write_rows(list(waiting.items()))
 
     def _write_rows(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        if self._is_damaged or self._clock_s() < self._resumes_s:
+        if self._is_damaged or self._clock_s() < self._paused_until_s:
             self.num_dropped += len(rows)
             return
         try:
             self.tier.write(rows)
         except DiskError as error:
             self.num_dropped += len(rows)
-            self._note(error)
+            self._record_error(error)
         else:
             if not self.is_working:
                 logger.info("--cache-dir: writing vectors again")
             self.is_working = True
 
-    def _note(self, error: DiskError) -> None:
+    def _record_error(self, error: DiskError) -> None:
         """Logs the error once and stops writing to the disk, or using it if it is damaged."""
-        is_new = self.is_working or (not isinstance(error, NoRoomError) and not self._is_damaged)
+        is_new = self.is_working or (not isinstance(error, DiskFullError) and not self._is_damaged)
         self.is_working = False
-        if isinstance(error, NoRoomError):
-            self._resumes_s = self._clock_s() + _PAUSE_S
+        if isinstance(error, DiskFullError):
+            self._paused_until_s = self._clock_s() + _PAUSE_S
             outcome = "stored vectors are read, and new ones are not written until there is space"
         else:
             self._is_damaged = True

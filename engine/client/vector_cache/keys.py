@@ -50,10 +50,10 @@ CHANGES_NO_VECTOR: Final = frozenset(
 """Fields of ModelInfo that are not part of the identity."""
 _FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.json", "*.py")
 _READ_BYTES: Final = 4 * 2**20
-_ELSEWHERE: Final = "--"
+_REPOSITORY_SEPARATOR: Final = "--"
 """Separates a repository from its class in an auto_map."""
 KEY_BYTES: Final = 32
-IN_THE_IDS: Final = frozenset({"truncate_prompt_tokens", "reject_too_long", "truncation_side", "any_dimensions"})
+UNKEYED_PARAMS: Final = frozenset({"truncate_prompt_tokens", "reject_too_long", "truncation_side", "any_dimensions"})
 """Fields of PoolingParams that are not part of the key, because they change no vector of the same tokens."""
 _CACHED_TASKS: Final = frozenset({PoolingTask.EMBED, PoolingTask.SPARSE_EMBED})
 """Tasks with one vector per input. Rows of token-level tasks would be too large."""
@@ -75,7 +75,7 @@ def identity_of(info: ModelInfo, is_wanted: Callable[[], bool] = lambda: True) -
         UnknownIdentityError: `is_wanted` returned False, the folder is empty, or the model runs code from elsewhere.
         OSError: A file cannot be read.
     """
-    if not info.packed and _ELSEWHERE in str(info.config.get("auto_map")):
+    if not info.packed and _REPOSITORY_SEPARATOR in str(info.config.get("auto_map")):
         raise UnknownIdentityError("it runs code of another repository")
     resolved = {name: value for name, value in dataclasses.asdict(info).items() if name not in CHANGES_NO_VECTOR}
     versions = {name: importlib.metadata.version(name) for name in _libraries(info)}
@@ -135,20 +135,20 @@ class Keys:
 
     def __init__(self, secret: bytes, identity: bytes, embedding_size: int) -> None:
         @lru_cache(_NUM_PREFIXES)
-        def prefix(params: PoolingParams, namespace: str, finish: str) -> blake2b:
-            fields = {name: value for name, value in dataclasses.asdict(params).items() if name not in IN_THE_IDS}
+        def prefix(params: PoolingParams, namespace: str, transform: str) -> blake2b:
+            fields = {name: value for name, value in dataclasses.asdict(params).items() if name not in UNKEYED_PARAMS}
             if fields["dimensions"] == embedding_size:
                 fields["dimensions"] = None
             canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
             digest = blake2b(digest_size=KEY_BYTES, key=secret)
-            for part in (identity, canonical.encode(), namespace.encode(), finish.encode()):
+            for part in (identity, canonical.encode(), namespace.encode(), transform.encode()):
                 digest.update(struct.pack("<Q", len(part)) + part)
             return digest
 
         self._prefix = prefix
 
     def of(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, finish: str = ""
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, transform: str = ""
     ) -> list[bytes]:
         """Returns the key of each input's outputs.
 
@@ -156,9 +156,9 @@ class Keys:
             inputs: Tokenized inputs.
             params: Resolved.
             namespace: Namespace of the client; "" if clients share rows.
-            finish: Name of the function that is applied to the outputs before they are stored; "" for none.
+            transform: Name of the function that is applied to the outputs before they are stored; "" for none.
         """
-        prefix = self._prefix(params, namespace, finish)
+        prefix = self._prefix(params, namespace, transform)
         keys = []
         for tokens in inputs:
             digest = prefix.copy()
@@ -169,6 +169,6 @@ class Keys:
         return keys
 
 
-def is_cacheable(params: PoolingParams, finish: str = "") -> bool:
-    """Whether outputs of such a request are cached: one vector per input, or the result of a Finish."""
-    return bool(finish) or {params.task, *params.also} <= _CACHED_TASKS
+def is_cacheable(params: PoolingParams, transform: str = "") -> bool:
+    """Whether outputs of such a request are cached: one vector per input, or the result of an OutputTransform."""
+    return bool(transform) or {params.task, *params.also} <= _CACHED_TASKS

@@ -90,16 +90,16 @@ class ModelCache:
         self.stats = CacheStats()
         self._cache = cache
         self._keys: Keys | None = None
-        self._stamps: set[bytes | None] = set()
+        self._file_stamps: set[bytes | None] = set()
         self._identity: bytes | None = None
         self._opening: asyncio.Task[None] | None = None
         self._num_opened = 0
         self._whole_params = lru_cache(_NUM_PARAMS)(whole_params)  # equal requests share one object, as in AsyncEngine
         self._machine = shared_machine()
 
-    def expect(self, model: str) -> None:
+    def record_files(self, model: str) -> None:
         """Records the state of a model's files before a core loads them. `model` is a folder or a hub id."""
-        self._stamps.add(_stamp(model))
+        self._file_stamps.add(_stamp(model))
 
     def open(self, model: str, info: ModelInfo, *, has_one_core: bool = True) -> None:
         """Computes the identity of the loaded model in a thread, then enables the cache.
@@ -120,12 +120,12 @@ class ModelCache:
 
     def close(self) -> None:
         """Closes the cache and cancels a running `open`."""
-        self._use(None)
+        self._set_keys(None)
         self._num_opened += 1  # ends the thread of an earlier `open`
         if self._opening is not None:
             self._opening.cancel()
 
-    def _use(self, keys: Keys | None) -> None:
+    def _set_keys(self, keys: Keys | None) -> None:
         self._keys = keys
         self.stats.is_open = keys is not None
 
@@ -135,7 +135,7 @@ class ModelCache:
         params: PoolingParams,
         namespace: str,
         compute: Compute,
-        finish: str = "",
+        transform: str = "",
     ) -> list[Arrays]:
         """Returns the outputs of each input. `compute` runs each missing input once.
 
@@ -147,10 +147,10 @@ class ModelCache:
             params: Resolved parameters.
             namespace: Namespace of the client; see RequestOptions.
             compute: Returns the outputs of inputs for the given parameters.
-            finish: Name of the function that `compute` applies to the outputs; see Keys.of.
+            transform: Name of the function that `compute` applies to the outputs; see Keys.of.
         """
         whole = self._whole_params(params)
-        outputs = await self._find_or_compute(inputs, whole or params, namespace, compute, finish)
+        outputs = await self._find_or_compute(inputs, whole or params, namespace, compute, transform)
         if whole is None or not outputs:
             return outputs
         if sum(output["embedding"].size for output in outputs) > _MANY_NUMBERS:
@@ -158,15 +158,15 @@ class ModelCache:
         return cut_embeddings(outputs, params, self._machine)
 
     async def _find_or_compute(
-        self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, finish: str
+        self, inputs: Sequence[TokenizedInput], params: PoolingParams, namespace: str, compute: Compute, transform: str
     ) -> list[Arrays]:
         keys_of = self._keys
-        if keys_of is None or not is_cacheable(params, finish):
+        if keys_of is None or not is_cacheable(params, transform):
             return list(await compute(list(inputs), params))
         if sum(map(len, inputs)) > _MANY_TOKENS:
-            keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, finish)
+            keys = await asyncio.to_thread(keys_of.of, inputs, params, namespace, transform)
         else:
-            keys = keys_of.of(inputs, params, namespace, finish)
+            keys = keys_of.of(inputs, params, namespace, transform)
         arrays, num_in_memory = await self._cache.find(list(dict.fromkeys(keys)))
         missing: dict[bytes, TokenizedInput] = {}
         for key, tokens in zip(keys, inputs, strict=True):
@@ -181,7 +181,7 @@ class ModelCache:
             for key, output in zip(missing, outputs, strict=True):
                 arrays[key] = output
                 if is_current:
-                    self._cache.keep(key, output)
+                    self._cache.store(key, output)
         return [arrays[key] for key in keys]
 
     async def _open(self, model: str, info: ModelInfo, *, has_one_core: bool) -> None:
@@ -191,13 +191,13 @@ class ModelCache:
         except (UnknownIdentityError, OSError) as error:
             logger.warning("vectors of %s are not cached: %s", info.name, error)
             return
-        stamps, self._stamps = self._stamps, set()
+        stamps, self._file_stamps = self._file_stamps, set()
         has_changed = not has_one_core and self._identity not in (None, identity)
         if stamps - {_stamp(model), None} or has_changed:
             logger.warning("vectors of %s are not cached: its files have changed while it was loaded", info.name)
             return
         self._identity = identity
-        self._use(Keys(self._cache.secret, identity, info.embedding_size))
+        self._set_keys(Keys(self._cache.secret, identity, info.embedding_size))
 
 
 def _stamp(model: str) -> bytes | None:

@@ -194,12 +194,12 @@ def test_client_is_rejected_only_with_its_share_of_a_full_queue() -> None:
 
 def test_closed_engine_rejects_new_requests_only() -> None:
     admission = make()
-    admission.closed_because = "It is down."
+    admission.closed_message = "It is down."
     with pytest.raises(EngineUnavailableError, match=r"^It is down\.$"):
         admission.check()
     admission.enter(1_000)  # it was checked before
     assert not admission.is_full
-    admission.closed_because = None
+    admission.closed_message = None
     assert admission.is_full
     assert admission.stats.num_rejected_total == 0
 
@@ -246,7 +246,7 @@ def test_lookups_are_limited_to_150_a_second() -> None:
     num_lookups = 0
     for _ in range(100_000):  # 10 s
         clock.now_s += 0.0001
-        if not limit.is_spent:
+        if not limit.is_exhausted:
             limit.spend(0)
             num_lookups += 1
     assert 1_645 <= num_lookups <= 1_651  # and 150 at the start
@@ -257,4 +257,4 @@ def test_lookups_of_long_texts_cost_more() -> None:
     limit = LookupRateLimit(clock)
     limit.spend(1_000_000)
     for clock.now_s, is_spent in ((0.0, True), (25.0, True), (30.0, False)):
-        assert limit.is_spent is is_spent
+        assert limit.is_exhausted is is_spent

@@ -265,7 +265,7 @@ async def test_prefixes_of_all_replicas_are_cleared(
     await loop_iterations()
     for core, num_blocks in zip(cores, counts, strict=True):
         assert not clearing.done()
-        for request_id in (core.clears[0], core.clears[0], 99):  # repeated and unknown answers are ignored
+        for request_id in (core.clears[0], core.clears[0], 99):  # repeated and unknown results are ignored
             core.replica.receive(PrefixCacheCleared(request_id, num_blocks), [])
         await loop_iterations()
     assert await clearing == total

@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.client import replica_group
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica_group import ReplicaGroup, divided, place_of, replica_configs
+from penstock.engine.client.replica_group import ReplicaGroup, placement_of, replica_configs, split_cores
 from penstock.engine.core import host
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
@@ -70,7 +70,7 @@ def set_machine(monkeypatch: pytest.MonkeyPatch) -> SetMachine:
 def test_cores_stay_whole_if_there_are_enough(
     cores: list[tuple[int, ...]], count: int, parts: list[tuple[int, ...]]
 ) -> None:
-    assert divided(cores, count) == parts
+    assert split_cores(cores, count) == parts
 
 
 def test_single_engine_has_the_whole_machine() -> None:
@@ -84,7 +84,7 @@ def test_replicas_have_their_own_cores_and_equal_threads(set_machine: SetMachine
     made = configs(data_parallel=3)
     assert cores_of(made) == [(0, 4), (1, 5), (2, 6, 3, 7)]
     assert {config.num_threads for config in made} == {2}
-    assert [place_of(config) for config in made] == ["cores 0,4", "cores 1,5", "cores 2-3,6-7"]
+    assert [placement_of(config) for config in made] == ["cores 0,4", "cores 1,5", "cores 2-3,6-7"]
     assert {(config.device, config.data_parallel, config.devices) for config in made} == {("cpu", None, ())}
     assert {config.num_threads for config in configs(data_parallel=3, num_threads=5)} == {5}
     assert {config.num_engines for config in made} == {3}
@@ -116,7 +116,7 @@ def test_each_cuda_device_has_a_replica(set_machine: SetMachine, fields: dict[st
     set_machine({0: [(0,)]}, gpu=True)
     made = configs(**fields)
     assert [(c.device, c.cores, c.num_threads) for c in made] == [("cuda:0", None, None), ("cuda:1", None, None)]
-    assert [place_of(config) for config in made] == ["cuda:0", "cuda:1"]
+    assert [placement_of(config) for config in made] == ["cuda:0", "cuda:1"]
     assert [config.num_engines for config in made] == [1, 1]
     shared = configs(devices=("cuda:0", "cuda:1", "cuda:0"))
     assert [config.num_engines for config in shared] == [2, 1, 2]
@@ -200,7 +200,7 @@ async def started(cores: list[FakeRunningCore], count: int = 2) -> tuple[Replica
 async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[FakeRunningCore]) -> None:
     cores = running_cores
     single, dispatcher = make_group(1)
-    assert (single.replicas, single.places) == ([], ["cores 0"])
+    assert (single.replicas, single.placements) == ([], ["cores 0"])
     assert dispatcher.replicas[0].stats is dispatcher.stats
     group, _ = make_group(3)
     starting = asyncio.create_task(group.start())
@@ -217,8 +217,8 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     assert not starting.done()
     cores[1].ready(20)
     assert (await starting).info.max_model_len == 16  # the smallest length
-    assert group.places == ["cores 0", "cores 1", "cores 2"]
-    assert [(each.place, each.state) for each in group.replicas] == [(place, "ready") for place in group.places]
+    assert group.placements == ["cores 0", "cores 1", "cores 2"]
+    assert [(each.placement, each.state) for each in group.replicas] == [(place, "ready") for place in group.placements]
     await group.close()
     assert all(core.is_closed for core in cores)
 
@@ -297,7 +297,7 @@ async def test_cache_follows_the_loaded_files(running_cores: list[FakeRunningCor
     await loop_iterations()
     cores[count].ready()
     await loop_iterations()
-    assert [args.args for args in cache.expect.call_args_list] == [("any",), ("/words",)]
+    assert [args.args for args in cache.record_files.call_args_list] == [("any",), ("/words",)]
     opened = call("/words", loaded, has_one_core=count == 1)
     assert cache.open.call_args_list == [opened, opened]
     await group.close()

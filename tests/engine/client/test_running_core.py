@@ -48,7 +48,7 @@ async def test_hang_is_reported_after_ten_unanswered_questions(monkeypatch: pyte
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
         if len(questions) in (9, 18):
-            heartbeat.answered()
+            heartbeat.record_pong()
         await sleep(0)
 
     monkeypatch.setattr(running_core.asyncio, "sleep", pause)
@@ -136,7 +136,7 @@ async def test_process_answers_on_its_lifeline(make_core: Callable[..., ProcessC
     core._heartbeat = Mock()
     for _ in range(2):
         core._ping()
-    await called(core._heartbeat.answered)
+    await called(core._heartbeat.record_pong)
     await called(core._on_load)  # its answer to Start may come later
     core._process.kill()
     await called(core._on_exit)
@@ -150,7 +150,7 @@ async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., Proces
     core = make_core("stays", hang_timeout_s=0.5)
     await core.start()
     await called(core._on_load)
-    core._take_first(READY, [])
+    core._receive_load_result(READY, [])
     os.kill(core._process.pid, signal.SIGSTOP)
     await called(core._on_exit)
     core._on_exit.assert_called_once_with(f"the engine process {core._process.pid} has not answered for 0.5 s")
@@ -163,13 +163,13 @@ async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., Proces
 async def test_close_ends_the_heartbeat(make_core: Callable[..., ProcessCore]) -> None:
     core = make_core("stays")
     await core.start()
-    core._take_first(READY, [])
+    core._receive_load_result(READY, [])
     (heartbeat,) = core._tasks[1:]
     await asyncio.sleep(0)
     await core.close()
     assert heartbeat.cancelled()
     without = make_core("stays", hang_timeout_s=0.0)
-    without._take_first(READY, [])
+    without._receive_load_result(READY, [])
     assert not without._tasks
 
 

@@ -40,13 +40,13 @@ class Shared:
 
     def publish(self, status: EngineStatus) -> None:
         for client in self.clients.values():
-            client.follow(status)
+            client.apply_status(status)
 
     def attach(self, number: int) -> AsyncEngine:
         limits = self.config.scheduler
         dispatcher = Dispatcher(limits.max_queued_tokens, limits.max_queue_s, first_id=first_request_id(number))
         client = EngineClient(number, dispatcher, lambda: self.unreadable.append(number))
-        client.follow(self.server.status)
+        client.apply_status(self.server.status)
         self.clients[number] = client
         assert self.server.ready is not None
         return AsyncEngine.attached(self.config, self.server.ready, dispatcher, client)
@@ -107,12 +107,12 @@ async def test_client_waits_for_the_replacement_of_a_lost_engine(
     shared: Shared, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, client = shared.attach(5), shared.clients[5]
-    client.follow(EngineStatus(EngineState.STARTING, None, "signal 9"))
-    client.follow(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
+    client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    client.apply_status(EngineStatus(EngineState.READY, f"{tmp_path}/gone/engine"))
     assert engine.state is EngineState.STARTING
     assert "before this process could connect" in caplog.text
-    client.follow(EngineStatus(EngineState.STARTING, None, "signal 9"))
-    client.follow(shared.server.status)
+    client.apply_status(EngineStatus(EngineState.STARTING, None, "signal 9"))
+    client.apply_status(shared.server.status)
     assert engine.state is EngineState.READY
     assert (await engine.embed(["hello"], PARAMS)).embeddings.shape == (1, 384)
     assert await engine.clear_prefixes() is None

@@ -19,9 +19,9 @@ def info(make_engine, tmp_path: Path) -> ModelInfo:
     return make_engine(path=str(tmp_path)).info
 
 
-def announced(info: ModelInfo, port: int = 8000, *, places: Sequence[str] = (), **settings: Any) -> list[str]:
+def announced(info: ModelInfo, port: int = 8000, *, placements: Sequence[str] = (), **settings: Any) -> list[str]:
     entry = ModelEntry(ServedModel(("a-model",), None), lambda _: None)
-    entry.loaded(SimpleNamespace(info=info, places=places), 0.1, 0.0)
+    entry.loaded(SimpleNamespace(info=info, placements=placements), 0.1, 0.0)
     return announcement([entry], load(ServerSettings, settings), port).splitlines()
 
 
@@ -38,10 +38,10 @@ def test_models_and_urls_are_announced(info: ModelInfo) -> None:
 
 
 def test_replicas_are_announced_with_their_devices(info: ModelInfo) -> None:
-    lines = announced(info, places=["cores 0-3", "cores 4-7"])
+    lines = announced(info, placements=["cores 0-3", "cores 4-7"])
     assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
-    assert announced(info, places=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
-    assert announced(info, places=["cores 0-3"])[3] == "    1 replica: cores 0-3"
+    assert announced(info, placements=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
+    assert announced(info, placements=["cores 0-3"])[3] == "    1 replica: cores 0-3"
 
 
 @pytest.mark.parametrize(

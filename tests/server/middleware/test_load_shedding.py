@@ -178,11 +178,11 @@ async def test_engine_that_is_not_ready_gets_503(engine: FakeEngine) -> None:
 async def test_wrong_key_gets_401_from_a_full_server(engine: FakeEngine) -> None:
     clients: list[str] = []
 
-    def check_room(client: str = "") -> None:
+    def check_queue(client: str = "") -> None:
         clients.append(client)
         raise FULL
 
-    engine.check_room = check_room
+    engine.check_queue = check_queue
     async with served(engine, api_key=("one", "two")) as (_, port):
         engine.failure = FULL
         statuses = []

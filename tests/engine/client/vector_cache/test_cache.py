@@ -70,7 +70,7 @@ async def test_rows_that_are_not_finite_are_not_kept(value: float) -> None:
     arrays = {"a": np.zeros(3, np.float32), "b": np.array([0.0, value], np.float32)}
     assert pack(arrays) is None
     cache = VectorCache(2**20)
-    cache.keep(bytes(32), arrays)
+    cache.store(bytes(32), arrays)
     assert (await cache.find([bytes(32)])).arrays == {}
 
 

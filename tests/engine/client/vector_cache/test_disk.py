@@ -18,7 +18,7 @@ import lmdb
 import pytest
 
 from penstock.engine.client.vector_cache import disk
-from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, NoRoomError, SharedTier, seal, unseal
+from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, DiskFullError, SharedTier, seal, unseal
 
 from ....clock import Clock
 from ....waiting import wait_until
@@ -137,7 +137,7 @@ def test_write_waits_for_readers_that_hold_the_pages(tmp_path: Path, monkeypatch
     assert numbers_in(tier, 5) == [0]
     assert pauses == [0.01, 0.03, 0.1, 0.3, 1.0]
     num_failures = 11
-    with pytest.raises(NoRoomError):
+    with pytest.raises(DiskFullError):
         tier.write(rows(1, 2))
     tier.close()
 
@@ -271,7 +271,7 @@ async def test_full_disk_is_written_again_after_a_pause(
         nonlocal num_writes
         num_writes += 1
         if not has_room:
-            raise NoRoomError("No space left on device")
+            raise DiskFullError("No space left on device")
         write(tier, rows)
 
     monkeypatch.setattr(DiskTier, "write", fail)

@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.client.vector_cache import keys
 from penstock.engine.client.vector_cache.keys import (
     CHANGES_NO_VECTOR,
-    IN_THE_IDS,
+    UNKEYED_PARAMS,
     KEY_BYTES,
     Keys,
     UnknownIdentityError,
@@ -80,7 +80,7 @@ def test_each_part_changes_the_key(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PoolingParams)])
 def test_each_parameter_that_decides_the_vector_changes_the_key(name: str) -> None:
     changed = PARAMS.clone(**{name: "another value"})
-    assert (key(params=changed) == key()) is (name in IN_THE_IDS)
+    assert (key(params=changed) == key()) is (name in UNKEYED_PARAMS)
 
 
 def test_parts_of_a_key_have_borders() -> None:

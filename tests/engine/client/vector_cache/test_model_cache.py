@@ -77,7 +77,7 @@ async def load(
     cache: ModelCache, expected: Path | str, info: ModelInfo, content: bytes | None = None, **options: Any
 ) -> None:
     """Opens the cache as a core does that loads `expected`; `content` replaces the weights before the end."""
-    cache.expect(str(expected))
+    cache.record_files(str(expected))
     if content is not None:
         (Path(info.path) / "model.safetensors").write_bytes(content)
     cache.open(info.path, info, **options)
@@ -232,7 +232,7 @@ async def test_hits_are_answered_while_the_queue_is_full(make: Make) -> None:
     admission.leave(10)
     assert (await engine.embed(["c"], PARAMS)).num_tokens == [1]
     assert core.num_inputs == 2
-    admission.closed_because = "The engine is being started again."
+    admission.closed_message = "The engine is being started again."
     with pytest.raises(EngineUnavailableError):
         await engine.embed(["a b"], PARAMS)
 
@@ -243,7 +243,7 @@ async def send_rejected(engine: AsyncEngine, kind: str) -> None:
     elif kind == "invalid":
         await engine.embed(["a " * 30], PARAMS)  # too long, which its tokens show
     else:
-        async with engine._dispatcher.open(RequestOptions(), looks_up=True) as request:
+        async with engine._dispatcher.open(RequestOptions(), is_cacheable=True) as request:
             with request.admitted([TokenizedInput(np.zeros(3, np.int32))]):
                 pytest.fail("the queue is full")
 
@@ -281,7 +281,7 @@ async def test_invalid_requests_cost_no_lookups_while_tokens_fit(make: Make) -> 
     for _ in range(300):
         with pytest.raises(InvalidRequestError):
             await engine.embed(["a " * 30], PARAMS)
-    assert engine._dispatcher.looks_while_full
+    assert engine._dispatcher.allows_lookups
 
 
 # Several models, folders and cores
@@ -332,7 +332,7 @@ async def test_next_model_of_an_engine_finds_no_old_vectors(make: Make, folder: 
     engine, core, cache = await make()
     await engine.embed(["a b"], PARAMS)
     (folder / "model.safetensors").write_bytes(b"others")
-    cache.expect(str(folder))
+    cache.record_files(str(folder))
     cache.open(str(folder), engine.info)
     assert not cache.stats.is_open
     await engine.embed(["a b"], PARAMS)
