@@ -2,7 +2,6 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,18 +199,6 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return addresses
 
 
-def test_documented_loop_copies_each_chunk_once(copied: list[int]) -> None:
-    chunks = [part.numpy() for part in rows(95).split(10)]
-    manager = manager_with(95)
-    for chunk, chunk_after in pairwise([*chunks, None]):
-        assert chunk is not None
-        if chunk_after is not None:
-            manager.prefetch("a", chunk_after)
-        manager.process_chunk("a", chunk)
-    assert_close(manager.finalize("a"), rows(95).mean(0))
-    assert sorted(copied) == sorted(map(id, chunks))
-
-
 def test_third_prefetched_chunk_replaces_the_oldest(copied: list[int]) -> None:
     chunks = [part.numpy() for part in rows(40).split(10)]
     manager = manager_with(40)
@@ -256,37 +243,6 @@ def test_threads_may_pool_sequences_at_the_same_time() -> None:
         for seq, pooled in enumerate(threads.map(pool_one, range(32))):
             assert_close(pooled, rows(40, seq).mean(0))
     assert manager.get_pending_count() == 0
-
-
-@pytest.mark.parametrize("strategy", ["last", "all"])
-def test_rows_are_pooled_on_the_device_of_the_manager(strategy: str) -> None:
-    """Operations on the device "meta" fail if a tensor is on another device."""
-    manager = ChunkedPoolingManager(WIDTH, strategy=strategy, device="meta")
-    manager.start_sequence("a", 20)
-    manager.prefetch("a", chunk := rows(15))
-    result = manager.process_chunk("a", chunk)
-    assert result is False or (result.device.type, result.shape) == ("meta", (15, WIDTH))
-    manager.process_chunk("a", rows(5).numpy())
-    assert manager.finalize("a").device.type == "meta"
-
-
-def test_process_batch_equals_process_chunk() -> None:
-    together, alone = (ChunkedPoolingManager(WIDTH, strategy=("mean", "max", "last")) for _ in range(2))
-    hidden = {name: rows(65, seed) for seed, name in enumerate("abc")}
-    for name in hidden:
-        alone.start_sequence(name, 65)
-    for start, end in ((0, 30), (30, 37), (37, 65)):
-        metadata = describe([65] * 3, chunk_sizes=[end - start] * 3, chunk_starts=[start] * 3, seq_ids="abc")
-        together.schedule(metadata)
-        cursor = metadata.cursors[2]
-        assert (cursor.start, cursor.global_start, cursor.global_end) == (start, 2 * (end - start), 3 * (end - start))
-        packed = torch.cat([part[start:end] for part in hidden.values()])
-        done, pooled = together.process_batch(metadata, packed, None, [0, 1, 2])
-        together.commit(metadata)
-        for name, part in hidden.items():
-            alone.process_chunk(name, part[start:end])
-    assert (done, together.get_pending_count()) == ([0, 1, 2], 0)
-    assert torch.equal(pooled, torch.stack([alone.finalize(name) for name in "abc"]))
 
 
 @pytest.mark.parametrize("chunk_size", [16, 512])

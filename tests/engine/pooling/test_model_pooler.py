@@ -11,7 +11,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ChunkedPoolingManager, tensor_ops
+from penstock.engine.pooling import ChunkedPoolingManager
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.errors import UnsupportedTaskError
 from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind
@@ -22,7 +22,6 @@ from .conftest import (
     HIDDEN_SIZE,
     LENGTHS,
     NUM_HEADS,
-    SEQUENCE_TYPES,
     PoolAll,
     TinyModel,
     assert_same,
@@ -106,44 +105,6 @@ def test_dense_modules_equal_sentence_transformers(
 
 
 # One task --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of each call of the pooling kernel."""
-    calls: list[dict[str, Any]] = []
-    real = tensor_ops.pool
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(kwargs)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(tensor_ops, "pool", counted)
-    return calls
-
-
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_batch_of_mixed_params_takes_one_kernel_call(
-    pooling_type: PoolingType, pool_all: PoolAll, kernel_calls: list[dict[str, Any]]
-) -> None:
-    info = make_info(sequence_pooling=(pooling_type,))
-    params = [resolved(info, PoolingTask.EMBED, dimensions=d, normalize=n) for d, n in MIXED_EMBED]
-    output = pool_all(tensor_pooler(info, TinyModel()), params)
-    assert len(kernel_calls) == 1
-    assert kernel_calls[0]["max_seqlen"] == max(LENGTHS)
-    for p, arrays in zip(params, output.to_numpy(), strict=True):
-        vector = arrays["embedding"]
-        assert vector.shape == (p.dimensions or HIDDEN_SIZE,)
-        if p.normalize:
-            assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
-    assert output.batch_size == len(LENGTHS)
-    np.testing.assert_array_equal(output.get_embedding(3), output.to_numpy()[3]["embedding"])
-
-
-def test_equal_params_reach_the_kernel_as_scalars(pool_all: PoolAll, kernel_calls: list[dict[str, Any]]) -> None:
-    info = make_info()
-    pool_all(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED, dimensions=8) for _ in LENGTHS])
-    assert (kernel_calls[0]["dimensions"], kernel_calls[0]["normalize"]) == (8, True)
 
 
 @pytest.mark.parametrize("head", [None, 0, ATTENTION_HEAD])
@@ -288,28 +249,6 @@ def test_results_do_not_depend_on_the_batch(info: ModelInfo, dense: list[torch.n
     together = pool_all(pooler, params, skip_tokens=skip_tokens).to_numpy()
     alone = [pool_all(pooler, params, indices=[i], skip_tokens=skip_tokens).to_numpy()[0] for i in range(len(LENGTHS))]
     assert_same(together, alone)
-
-
-def test_arrays_share_the_memory_of_their_block(pool_all: PoolAll) -> None:
-    info = make_info()
-    tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED] * 3
-    for params in ([resolved(info, task) for task in tasks], [resolved(info, PoolingTask.EMBED)] * len(LENGTHS)):
-        output = pool_all(tensor_pooler(info, TinyModel()), params)
-        blocks = {block.name: block.values.numpy() for block in output.blocks}
-        for arrays in output.to_numpy():
-            assert all(np.shares_memory(array, blocks[name]) for name, array in arrays.items())
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_copied_results_record_which_sequences_are_finite(
-    value: float, pool_all: PoolAll, hidden_states: Tensor
-) -> None:
-    hidden_states[-1, 3] = value
-    info = make_info(normalize=False)
-    output = pool_all(tensor_pooler(info, TinyModel()), [resolved(info, PoolingTask.EMBED)] * len(LENGTHS))
-    copy = output.begin_copy(list).arrived()
-    assert copy.is_finite.tolist() == [True] * (len(LENGTHS) - 1) + [value == 0.0]
-    assert_same(copy.split(), output.to_numpy())
 
 
 @pytest.mark.gpu

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from torch import Tensor
 
 from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import ChunkedPoolingManager, PoolingStates, tensor_ops
+from penstock.engine.pooling import ChunkedPoolingManager
 from penstock.engine.pooling.tensor_ops import tensor_pooler
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
@@ -128,33 +127,11 @@ def test_random_chunks_with_preemption_equal_whole_sequences(schedule: list[list
 # The results of one chunk ----------------------------------------------------------------------------------------
 
 
-def test_token_rows_are_sent_with_their_chunk_and_not_stored() -> None:
-    info = make_info()
-    params = [resolved(info, PoolingTask.TOKEN_EMBED, dimensions=5)] * NUM_SEQS
-    sequences = Sequences(tensor_pooler(info, TinyModel()), params)
-    shapes = [
-        [arrays["token_embeddings"].shape for arrays in sequences.step(batch)]
-        for batch in ([Chunk(3, 0, 20), Chunk(1, 0, 2)], [Chunk(3, 20, 41)])
-    ]
-    assert shapes == [[(20, 5), (2, 5)], [(21, 5)]]
-    sequence = sequences.manager._running[3]
-    assert (sequence.cursor.start, sequence.states) == (41, None)
-
-
 def test_rows_computed_again_are_not_sent_again() -> None:
     sequences = token_sequences()
     batches = [[Chunk(3, 0, 20)], [Chunk(3, 0, 12)], [Chunk(3, 12, 30)], [Chunk(3, 25, 63)]]
     shapes = [sequences.step(batch)[0]["token_scores"].shape for batch in batches]
     assert shapes == [(20, NUM_LABELS), (0, NUM_LABELS), (10, NUM_LABELS), (33, NUM_LABELS)]
-
-
-@pytest.mark.parametrize(("columns", "width"), [(None, NUM_LABELS), ((0, 2), 2)])
-def test_chunk_without_steps_has_no_rows_of_the_right_width(columns: tuple[int, ...] | None, width: int) -> None:
-    sequences = token_sequences(step_tag_id=99, returned_token_ids=columns)
-    for batch in ([Chunk(3, 0, 20), Chunk(2, 0, 7)], [Chunk(3, 20, 63)]):
-        for arrays in sequences.step(batch):
-            assert arrays["token_scores"].shape == (0, width)
-            assert arrays["token_scores"].dtype == np.float32
 
 
 def test_incomplete_embedding_has_no_array() -> None:
@@ -181,25 +158,6 @@ def test_last_pools_chunks_after_a_cached_prefix(with_skip: bool) -> None:
     run(sequences, [first, [Chunk(3, 48, 63), Chunk(1, 0, 2), Chunk(5, 25, 30)]])
 
 
-def test_last_chunks_after_cached_prefixes_need_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences = embedding_sequences(PoolingType.LAST)
-    batch = [Chunk(i, length // 2, length) for i, length in enumerate(LENGTHS)]
-    monkeypatch.setattr(PoolingStates, "initialize", None)
-    run(sequences, [batch])
-
-
-def test_last_chunk_without_rows_gives_the_stored_row() -> None:
-    info = make_info(sequence_pooling=(PoolingType.LAST,), normalize=False)
-    hidden = torch.randn(9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4))
-    manager = ChunkedPoolingManager(HIDDEN_SIZE, strategy="last")
-    manager.start_sequence(0, 5)
-    manager.process_chunk(0, hidden[:5])
-    params = [resolved(info, PoolingTask.EMBED)] * 2
-    metadata = describe([5, 4], params, chunk_sizes=[0, 4], chunk_starts=[5, 0])
-    output = tensor_pooler(info, TinyModel()).pool(ModelOutput(hidden_states=hidden[5:]), metadata, manager)
-    np.testing.assert_allclose([output.get_embedding(0), output.get_embedding(1)], hidden[[4, 8]])
-
-
 @pytest.mark.parametrize(
     "types", [*((t,) for t in SEQUENCE_TYPES if t is not PoolingType.LAST), (PoolingType.LAST, PoolingType.MEAN)]
 )
@@ -209,28 +167,7 @@ def test_other_types_reject_a_gap_before_a_chunk(types: tuple[PoolingType, ...],
         embedding_sequences(*types).step([Chunk(2, 0, 7), Chunk(3, 16, end)])
 
 
-@pytest.mark.parametrize("end", [50, 63])
-def test_token_rows_reject_a_gap_before_a_chunk(end: int) -> None:
-    sequences = token_sequences()
-    sequences.step([Chunk(3, 0, 9)])
-    with pytest.raises(ValueError, match="STEP pooling needs every row, but a chunk starts at 16 and 9 tokens"):
-        sequences.step([Chunk(3, 16, end)])
-
-
 # Whole sequences beside chunks -----------------------------------------------------------------------------------
-
-
-def test_whole_sequences_beside_a_chunk_take_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-    real = tensor_ops.pool
-
-    def counted(hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append((len(hidden_states), len(cu_seqlens) - 1))
-        return real(hidden_states, cu_seqlens, *args, **kwargs)
-
-    monkeypatch.setattr(tensor_ops, "pool", counted)
-    embedding_sequences().step([*(Chunk(i, 0, LENGTHS[i]) for i in (0, 1, 2, 4)), Chunk(3, 0, 40)])
-    assert calls == [(15, 4), (40, 1)]
 
 
 def test_whole_sequence_after_a_chunk_ignores_its_state() -> None:

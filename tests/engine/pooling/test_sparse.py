@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.base import ModelOutput
-from penstock.engine.pooling import TokenMaps, sparse
+from penstock.engine.pooling import sparse
 from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.sparse import SparsePooler
-from penstock.engine.pooling.tensor_ops import TensorOps, tensor_pooler
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling, SparseVector
-from penstock.engine.protocol.tasks import PoolingTask
 
 from ...kernels.parameters import every_pair
-from .conftest import HIDDEN_SIZE, LENGTHS, TinyModel, describe, make_info, resolved
+from .conftest import HIDDEN_SIZE, LENGTHS, describe
 
 VOCAB_SIZE = 11
 UNWEIGHTED_IDS = (3, 7)
@@ -140,22 +138,3 @@ def test_largest_weight_of_each_token_is_its_value(hidden_states: Tensor, kind: 
     check(vectors_of(pairs, counts), expected)
     with pytest.raises(ValueError, match="need the token ids of the batch"):
         pooler.pool(kind.of(hidden_states), describe(LENGTHS))
-
-
-@pytest.mark.parametrize("recipe", [BY_SPLADE, BY_TOKEN], ids=["logits", "weights"])
-def test_pooler_takes_the_head_of_its_recipe(recipe: SparsePooling, hidden_states: Tensor, token_ids: Tensor) -> None:
-    tasks = (PoolingTask.SPARSE_EMBED, PoolingTask.EMBED)
-    info = make_info(sparse=recipe, tasks=tasks, vocab_size=VOCAB_SIZE)
-    model = TinyModel()
-    model.vocabulary_head = to_logits  # type: ignore[assignment]
-    ids = token_ids % VOCAB_SIZE
-    pooler = tensor_pooler(info, model, maps=TokenMaps(weights=to_weights, unweighted_ids=UNWEIGHTED_IDS))
-    params = [resolved(info, PoolingTask.SPARSE_EMBED), resolved(info, PoolingTask.EMBED)] * (len(LENGTHS) // 2)
-    output = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, params, token_ids=ids)).to_numpy()
-    parts = zip(hidden_states.split(LENGTHS), ids.split(LENGTHS), output, strict=True)
-    for n, (rows, own_ids, arrays) in enumerate(parts):
-        assert sorted(arrays) == (["embedding"] if n % 2 else ["sparse"])
-        if not n % 2:
-            expected = of_logits(rows, recipe) if recipe is BY_SPLADE else of_weights(rows, own_ids)
-            pairs = torch.from_numpy(arrays["sparse"])
-            check(vectors_of(pairs, [len(pairs)]), [expected])

@@ -64,26 +64,6 @@ def test_sums_are_accumulated_in_float64(ops: RowOps[Any], strategy: str, expect
     assert states.finalize().tolist() == [expected] * 8
 
 
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_thousand_chunks_of_one_token_equal_the_formula(ops: RowOps[Any], pooling_type: PoolingType) -> None:
-    hidden, weights = rows(1000)
-    hidden += 30
-    states = PoolingStates.initialize(12, [pooling_type], ops)
-    for i in range(1000):
-        states.update(hidden[i : i + 1], weights[: i + 1])
-    places = torch.arange(1, 1001).double()
-    expected = {
-        "CLS": hidden[0],
-        "LAST": hidden[-1],
-        "MAX": hidden.amax(0),
-        "MEAN": hidden.double().mean(0),
-        "MEAN_SQRT_LEN": hidden.double().sum(0) / 1000**0.5,
-        "WEIGHTED_MEAN": places @ hidden.double() / places.sum(),
-        "ATTENTION": weights.double() @ hidden.double() / weights.double().sum(),
-    }[pooling_type]
-    torch.testing.assert_close(as_tensor(states.finalize()), expected.float(), atol=0, rtol=1e-6)
-
-
 def test_nan_in_one_chunk_leaves_other_states_finite(ops: RowOps[Any]) -> None:
     hidden = ops.rows_of(np.repeat(np.array([np.nan, 1.0], np.float32), 24).reshape(4, 12))
     states = [PoolingStates.initialize(12, ["mean", "max"], ops) for _ in range(2)]
@@ -141,22 +121,6 @@ def test_weights_of_the_chunk_alone_change_nothing() -> None:
     assert_close(states.finalize(), pool_whole("attention", hidden, weights))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16])
-@pytest.mark.parametrize("pooling_type", SEQUENCE_TYPES)
-def test_read_only_arrays_are_pooled_like_tensors(pooling_type: PoolingType, dtype: type) -> None:
-    hidden, weights = (values.numpy().astype(dtype) for values in rows())
-    hidden.flags.writeable = False
-    states = PoolingStates.initialize(12, [pooling_type])
-    for start in range(0, 65, 30):
-        end = min(start + 30, 65)
-        states.update(hidden[start:end], weights[:end])
-    expected = pool_whole(pooling_type, *(torch.from_numpy(v.astype(np.float32)) for v in (hidden, weights)))
-    pooler = PoolerFactory.create(pooling_type)
-    assert_close(pooler.pool(hidden, describe([65]), weights)[0], expected)
-    assert_close(pool_whole(pooling_type, hidden, weights), expected)
-    assert_close(states.finalize(), expected)
-
-
 def test_attention_weights_of_wrong_shape_are_rejected() -> None:
     hidden, weights = rows()
     pooler = PoolerFactory.create(PoolingType.ATTENTION)
@@ -211,9 +175,3 @@ def test_every_pooling_type_has_a_pooler() -> None:
 def test_pooler_rejects_chunks(name: str) -> None:
     with pytest.raises(ValueError, match="takes whole sequences"):
         PoolerFactory.create(name).pool(torch.zeros(4, 12), describe([9], chunk_sizes=[4]))
-
-
-@pytest.mark.parametrize("head", [-1, 4])
-def test_attention_head_out_of_range_is_rejected(head: int) -> None:
-    with pytest.raises(ValueError, match=f"attention_head is {head}; the model has 4 heads"):
-        PoolerFactory.create(PoolingType.ATTENTION, attention_head=head, num_heads=4)

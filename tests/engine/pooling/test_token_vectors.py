@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.executors.torch.base import ModelOutput
 from penstock.engine.pooling import ChunkedPoolingManager, ModelPooler, TokenMaps
 from penstock.engine.pooling.heads import RowOps
-from penstock.engine.pooling.tensor_ops import TensorOps, tensor_pooler
+from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.multi_vector import MultiVector, late_score
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
@@ -102,52 +102,3 @@ def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids
     metadata.queries = [None] * NUM_SEQS
     with pytest.raises(ValueError, match="needs the vectors of its query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
-
-
-def test_one_sequence_may_have_several_outputs(hidden_states: Tensor) -> None:
-    info = make_info()
-    pooler = tensor_pooler(info, TinyModel())
-    embed = PoolingParams().resolved(PoolingTask.EMBED, info)
-    both = embed.clone(also=(PoolingTask.TOKEN_EMBED,))
-    alone = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [embed] * NUM_SEQS))
-    for params in ([both] * NUM_SEQS, [both, embed] * (NUM_SEQS // 2)):
-        metadata = describe(LENGTHS, params)
-        arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
-        for i, own in enumerate(arrays):
-            np.testing.assert_allclose(own["embedding"], alone.get_embedding(i), atol=1e-6)
-            assert ("token_embeddings" in own) == (params[i] is both)
-            assert len(own.get("token_embeddings", range(LENGTHS[i]))) == LENGTHS[i]
-
-
-def test_vector_head_leaves_out_the_first_token(hidden_states: Tensor) -> None:
-    info = make_info(normalize=False)
-    pooler = tensor_pooler(info, TinyModel(), maps=TokenMaps(vectors=lambda rows: 2 * rows[:, :7]))
-    params = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
-    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [params] * NUM_SEQS)).to_numpy()
-    for own, rows in zip(arrays, hidden_states.split(LENGTHS), strict=True):
-        np.testing.assert_allclose(own["token_embeddings"], 2 * rows[1:, :7])
-    metadata = describe((2, 0, 3), [params] * 3)  # a sequence without rows has no first one
-    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states[:5]), metadata).to_numpy()
-    assert [len(own["token_embeddings"]) for own in arrays] == [1, 0, 2]
-    np.testing.assert_allclose(arrays[2]["token_embeddings"], 2 * hidden_states[3:5, :7])
-
-
-@pytest.mark.parametrize("skip_ids", [(), (3,), SKIP_IDS])
-@pytest.mark.parametrize("skips_queries", [False, True])
-def test_skip_words_of_documents_have_no_vector(
-    hidden_states: Tensor, token_ids: Tensor, skip_ids: tuple[int, ...], skips_queries: bool
-) -> None:
-    pooler, document = make_pooler(skips_queries=skips_queries, skip_ids=skip_ids)
-    params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
-    metadata = describe(LENGTHS, params, token_ids=token_ids)
-    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
-    filtered, unfiltered = (vectors_without(hidden_states, token_ids, ids) for ids in (skip_ids, ()))
-    for i, own in enumerate(arrays):
-        is_filtered = skips_queries or not params[i].is_query
-        np.testing.assert_allclose(own["token_embeddings"], (filtered if is_filtered else unfiltered)[i], atol=1e-6)
-    bare = describe(LENGTHS, [document] * NUM_SEQS)
-    if skip_ids:
-        with pytest.raises(ValueError, match="needs the token ids of the batch"):
-            pooler.pool(ModelOutput(hidden_states=hidden_states), bare)
-    else:
-        assert len(pooler.pool(ModelOutput(hidden_states=hidden_states), bare).to_numpy()) == NUM_SEQS

@@ -170,15 +170,6 @@ async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEng
     assert ids.num_tokens == [4]
 
 
-async def test_stanford_files_give_the_recipe(tmp_path: Path) -> None:
-    info = resolve_model(EngineConfig(model=str(write_stanford(tmp_path))))
-    assert info.multi_vector is not None
-    assert info.multi_vector.expansion == QueryExpansion(length=12)
-    assert info.sources["multi_vector"] == "artifact.metadata"
-    assert (info.max_model_len, info.embedding_size, info.normalize) == (18, WIDTH, True)
-    assert info.prompts == {"query": "[unused0] ", "document": "[unused1] "}
-
-
 async def test_pylate_files_give_the_recipe(tmp_path: Path) -> None:
     config = EngineConfig(model=str(write_pylate(tmp_path)))
     info = resolve_model(config)

@@ -142,11 +142,6 @@ def test_missing_params_default_to_the_model() -> None:
     assert (params.step_tag_id, params.returned_token_ids) == (0, (0,))
 
 
-def test_resolved_params_can_be_resolved_again() -> None:
-    params = PoolingParams(dimensions=32).resolved(EMBED, LISTED)
-    assert params.resolved(EMBED, LISTED) == params
-
-
 @pytest.mark.parametrize("task", ["embed", EMBED])
 def test_task_may_be_a_string(task: str) -> None:
     params = PoolingParams(task="embed", dimensions=8)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -149,24 +148,6 @@ async def test_m3_gives_three_outputs_of_one_forward(m3: AsyncEngine) -> None:
         assert result.vectors[i].shape == tuple(vectors.shape)
         assert np.abs(result.vectors[i] - vectors.numpy()).max() < 1e-5
         assert len(result.token_ids[i]) == len(vectors)
-
-
-async def test_m3_outputs_do_not_depend_on_each_other(m3: AsyncEngine) -> None:
-    together: Any = await m3.embed_combined(TEXTS, ALL, PARAMS)
-    calls: Any = (
-        m3.embed(TEXTS, PARAMS),
-        m3.sparse_embed(TEXTS, PARAMS),
-        m3.token_embed(TEXTS, PARAMS),
-        m3.embed_combined(TEXTS, ALL[:2], PARAMS),
-    )
-    embedded, sparse, tokens, two = await asyncio.gather(*calls)
-    assert two.vectors is None
-    assert np.abs(embedded.embeddings - together.embeddings).max() < 1e-6
-    assert tokens.token_ids == together.token_ids
-    for i in range(len(TEXTS)):
-        assert together.sparse[i].indices.tolist() == sparse.vectors[i].indices.tolist()
-        assert np.abs(two.sparse[i].values - sparse.vectors[i].values).max(initial=0.0) < 1e-5
-        assert np.abs(together.vectors[i] - tokens.rows[i]).max() < 1e-5
 
 
 async def test_missing_heads_remove_their_tasks(tmp_path: Path, m3: AsyncEngine) -> None:
