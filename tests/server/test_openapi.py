@@ -199,15 +199,6 @@ async def test_allow_names_every_method_of_a_path(client: httpx.AsyncClient) -> 
         assert (response.status_code, response.headers["allow"]) == (405, methods)
 
 
-async def test_document_allows_null_for_absent_fields(client: httpx.AsyncClient) -> None:
-    for path, body in table("openapi", "nulls"):
-        schema = OPERATIONS["post", path]["requestBody"]["content"]["application/json"]["schema"]
-        Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
-        response = await client.post(path, json=body)
-        assert response.status_code == 200
-        check_response("post", path, response)
-
-
 @pytest.mark.parametrize(("name", "is_allowed"), [("allowed", True), ("forbidden", False)])
 async def test_document_allows_accepted_bodies_only(serving, make_engine, name: str, is_allowed: bool) -> None:
     classifier = make_engine("sequence_classifier", ("good", "bad"))

@@ -1,11 +1,7 @@
 import asyncio
-from contextlib import nullcontext
-from unittest.mock import AsyncMock
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
 
-from penstock.server.app import create_app
 from penstock.server.batches.line_limiter import (
     AHEAD_S,
     LONGEST_PAUSE_S,
@@ -13,9 +9,7 @@ from penstock.server.batches.line_limiter import (
     QUIET_S,
     LineLimiter,
     LiveTraffic,
-    LiveTrafficMiddleware,
 )
-from penstock.server.settings import ServerSettings
 
 from ...clock import Clock
 
@@ -152,44 +146,3 @@ async def test_line_outside_the_window_lets_another_enter(limiter: LineLimiter) 
         async with limiter.released(7):
             raise asyncio.CancelledError
     assert (limiter.num_lines, limiter.num_bytes) == (1, 7), "a cancelled line leaves later, too"
-
-
-async def busy_states(method: str, path: str, body: list[bytes], failure: Exception | None = None) -> list[bool]:
-    """Whether traffic is busy: before the body, after each part of it, and at each message of the response."""
-    clock, states = Clock(1000.0), []
-    traffic = LiveTraffic(clock)
-    parts = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        states.append(traffic.quiet_in_s > 0)
-        for _ in body:
-            await receive()
-            states.append(traffic.quiet_in_s > 0)
-        if failure is not None:
-            raise failure
-        for _ in range(2):
-            await send({"type": "http.response.body"})
-
-    async def send(message: Message) -> None:
-        clock.now_s += 1.0
-        states.append(traffic.quiet_in_s > 0)
-
-    scope: Scope = {"type": "http", "method": method, "path": path}
-    create_app([], ServerSettings()).state.routes.enter(scope)
-    with nullcontext() if failure is None else pytest.raises(type(failure)):
-        await LiveTrafficMiddleware(app, traffic)(scope, AsyncMock(side_effect=parts), send)
-    clock.now_s += 1.0
-    assert traffic.quiet_in_s == 0
-    return states
-
-
-async def test_request_counts_from_its_whole_body_to_its_response() -> None:
-    assert await busy_states("POST", "/v1/embeddings", [b"a", b"b"]) == [False, False, True, False, False]
-    assert await busy_states("POST", "/embed", [b"a"], RuntimeError()) == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/health"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("OPTIONS", "/rerank")]
-)
-async def test_requests_without_a_forward_are_not_counted(method: str, path: str) -> None:
-    assert await busy_states(method, path, [b"a"]) == [False] * 4

@@ -18,41 +18,14 @@ from penstock.server.models.table import ModelTable, Target
 from penstock.server.routes.openai import EmbeddingRequest
 from penstock.server.settings import ServerSettings
 
+from ..bodies import table
+
 REQUEST = Request({"type": "http", "headers": [], LIMITS: RequestLimits()})
 PLAIN: dict[str, str] = {}
 E5 = {"query": "query: ", "passage": "passage: "}
 QUERY_ONLY = {"query": "Represent this sentence for searching relevant passages: "}
-NOMIC = {name: f"{name}: " for name in ("search_query", "search_document", "classification", "clustering")}
 JINA_V3 = dict.fromkeys(("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"), "p")
-JINA_CODE = dict.fromkeys(("nl2code_query", "nl2code_document", "qa_query", "qa_document"), "p")
-GEMMA = dict.fromkeys(("query", "document", "Retrieval-query", "Clustering", "Classification", "STS"), "p")
 QWEN = {"query": "Instruct: Find the answer\nQuery:", "document": ""}
-
-# (prompts of the model, value of input_type or task, name of the chosen prompt)
-CASES = [
-    (E5, "search_query", "query"),
-    (E5, "search_document", "passage"),
-    (E5, "document", "passage"),
-    (E5, "retrieval.query", "query"),
-    (E5, "clustering", None),
-    (E5, "code.query", "query"),
-    (NOMIC, "query", "search_query"),
-    (NOMIC, "passage", "search_document"),
-    (NOMIC, "separation", "clustering"),
-    (NOMIC, "text-matching", None),
-    (JINA_V3, "retrieval.passage", "retrieval.passage"),
-    (JINA_V3, "search_query", "retrieval.query"),
-    (JINA_V3, "clustering", "separation"),
-    (JINA_V3, "SEMANTIC_SIMILARITY", "text-matching"),
-    (JINA_CODE, "nl2code.passage", "nl2code_document"),
-    (JINA_CODE, "qa.query", "qa_query"),
-    (JINA_CODE, "query", None),
-    (GEMMA, "Retrieval-query", "Retrieval-query"),
-    (GEMMA, "classification", "Classification"),
-    (GEMMA, "similarity", "STS"),
-    (QWEN, "document", "document"),
-    (PLAIN, "query", None),
-]
 
 
 def body(**fields: str) -> EmbeddingRequest:
@@ -67,7 +40,7 @@ def call(engine: Any, default_prompt_name: str | None = None) -> Call:
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
 def test_purpose_chooses_a_prompt(make_engine, field: str) -> None:
-    for prompts, value, expected in CASES:
+    for prompts, value, expected in table("options", "prompts"):
         options = call(make_engine(prompts=prompts)).embed_options(body(**{field: value}))
         assert (options.prompt_name, options.prompt) == (expected, None), (prompts, value)
 

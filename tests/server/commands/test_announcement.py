@@ -81,14 +81,6 @@ def test_announced_url_can_be_opened(info: ModelInfo, settings: dict[str, Any], 
     assert f"  {url}/ is a playground" in announced(info, 81, **settings)[3]
 
 
-def test_number_of_classes_is_announced(make_engine, tmp_path: Path) -> None:
-    info = make_engine("sequence_classifier", ("a", "b"), path=str(tmp_path), embedding_size=0).info
-    assert announced(info)[1] == "  a-model: fake, 2 classes, inputs of up to 64 tokens"
-    assert (
-        ", 1 class, " in announced(make_engine("cross_encoder", ("a",), path=str(tmp_path), embedding_size=0).info)[1]
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "is_open"),
     [

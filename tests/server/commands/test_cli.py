@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,8 @@ import pytest
 
 from penstock.server.commands import cli
 from penstock.server.commands.default_model import model_and_names
-from penstock.server.settings import ServerSettings, declared_settings, environment_variable
 
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
-
-
-def help_of(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -89,27 +80,6 @@ def test_help_imports_no_heavy_package(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].strip() == "heavy:"
-
-
-def test_help_shows_variables_choices_units_and_defaults(monkeypatch, capsys) -> None:
-    text = help_of("serve", monkeypatch, capsys)
-    for name in declared_settings(ServerSettings):
-        assert environment_variable(name) in text
-        assert name == "model" or f"--{name.replace('_', '-')}" in text
-    for shown in (
-        "--empty-input {embed,error}",
-        "--dtype {auto,float32,bfloat16,float16,int8}",
-        "--device {auto,cpu,cuda,cuda:N}",
-        "--max-queue-s SECONDS",
-        "--pooler-config JSON",
-        "--answer-memory SIZE",
-    ):
-        assert re.search(rf"^  {re.escape(shown)}\s", text, re.MULTILINE), shown
-    for line in re.findall(r"^  --.*(?:\n {4,}.*)*", text, re.MULTILINE):
-        assert "default:" in line.lower(), line
-        assert not re.search(r"default: (None|PoolerConfig|\(|\{)", line), line
-    assert re.search(r"--answer-memory .*\(default: 512MiB\)", text)
-    assert re.search(r"--access-log.*\n? *.*\(default: off\)", text)
 
 
 @pytest.fixture

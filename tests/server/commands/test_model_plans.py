@@ -11,6 +11,8 @@ from penstock.server.commands.model_plans import ModelPlan, read_config
 from penstock.server.commands.settings_text import config_template
 from penstock.server.settings import ServerSettings, UsageError, declared_settings, load, public_values
 
+from ..bodies import table
+
 
 @pytest.fixture
 def planned(tmp_path: Path):
@@ -81,31 +83,7 @@ def test_flag_overrides_variable_overrides_file(planned, monkeypatch: pytest.Mon
     assert planned("port = 1\n", model=["a/b"], port="3")[0].port == 3
 
 
-WRONG = [
-    ("port = 99999999", "penstock.toml: port: "),
-    ("prot = 1", "penstock.toml: prot is not a setting; did you mean port?"),
-    ("model = 'a/b'", "penstock.toml: model is not allowed at the top: write a [[models]] table"),
-    ("port = ", "penstock.toml is not valid TOML: "),
-    ("models = 3", "models must be tables"),
-    ("[[models]]\nname = 'a'", "models[0].model: is missing; name a local folder or a hub id"),
-    ("[[models]]\nmodel = 'a/b'\ndtyp = 'x'", "models[0].dtyp: is not a setting of a model; did you mean dtype?"),
-    ("[[models]]\nmodel = 'a/b'\nhost = 'x'", "models[0].host: is a setting of the server; write it above the tables"),
-    ("[[models]]\nmodel = 'a/b'\nttl = -1", "models[0].ttl: "),
-    ("[[models]]\nmodel = 'a/b'\nttl = 1\npin = true", "models[0].ttl: a pinned model is never unloaded"),
-    ("[[models]]\nmodel = 'a/b'\nserved_model_name = 'x'", "write `name` and `aliases` in the [[models]] table"),
-    ("[[models]]\nmodel = 'a/b'\n[[models]]\nmodel = 'c/d'\nname = 'a/b'", "two models are served as 'a/b'"),
-    (
-        "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npin = true\n[[models]]\nmodel = 'c/d'",
-        "--max-loaded-models: all of these are pinned",
-    ),
-    (
-        "max_loaded_models = 1\n[[models]]\nmodel = 'a/b'\npreload = true\n[[models]]\nmodel = 'c/d'\npreload = true",
-        "--max-loaded-models: at most 1, but 2 models have preload",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), WRONG)
+@pytest.mark.parametrize(("text", "message"), table("wrong_settings", "files"))
 def test_invalid_file_is_rejected_with_the_key(planned, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         planned(text)

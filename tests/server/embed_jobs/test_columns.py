@@ -90,12 +90,6 @@ def test_parquet_to_parquet_keeps_types_and_metadata(run, tmp_path: Path) -> Non
     assert after.schema.metadata[b"made"] == b"by hand"
 
 
-def test_text_lines_are_a_column(run, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("a\n\nb\n")
-    run(tmp_path / "in.txt", tmp_path / "out.parquet", field="body")
-    assert parquet.read_table(tmp_path / "out.parquet")["body"].to_pylist() == ["a", "", "b"]
-
-
 @pytest.mark.parametrize(
     ("rows", "part"),
     [

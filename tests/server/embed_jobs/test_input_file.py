@@ -8,9 +8,7 @@ from pyarrow import parquet
 
 from penstock.server.embed_jobs import input_file as input_module
 from penstock.server.embed_jobs.input_file import (
-    JsonLines,
     ParquetRows,
-    TextLines,
     open_input,
     parquet_inputs,
     stat_digest,
@@ -34,17 +32,6 @@ def shards_of(inputs: list[ParquetRows], most_rows: int) -> list[Shard]:
 
 def read(shard: Shard) -> pa.Table:
     return ParquetRows(Path(shard.path), "text").table(shard)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "content"),
-    [("in.txt", TextLines, "a\nb\n"), ("in.jsonl", JsonLines, '{"text": "a"}\n{"text": "b"}\n')],
-)
-def test_byte_order_mark_is_skipped(name: str, kind: type, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    source = open_input(tmp_path / name, "text")
-    assert isinstance(source, kind)
-    assert [row.text for row in source.rows()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("most_rows", "most_chars"), [(5, 10**6), (1000, 60), (1, 1)])

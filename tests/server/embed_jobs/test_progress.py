@@ -25,14 +25,6 @@ def bar(info, *texts: str) -> Progress:
     return Progress(Counter(map(len, texts)), info, is_terminal=True)
 
 
-def test_first_results_move_the_bar(make_engine, shown) -> None:
-    with bar(make_engine().info, *["a" * 96] * 1000) as progress:
-        assert shown() == (0, "0/1000 rows")
-        progress._bar.last_print_t -= 1  # tqdm draws at most ten times a second
-        progress.update(["a" * 96] * 10)
-        assert shown() == (1, "10/1000 rows")
-
-
 def test_truncated_characters_have_no_weight(make_engine, shown) -> None:
     with bar(make_engine(auto_truncate=True, max_model_len=24).info, "a" * 10_000, "a" * 96) as progress:
         progress.update(["a" * 10_000])

@@ -171,19 +171,6 @@ async def test_pinned_model_is_unloaded_on_request_only(engines: Engines, caplog
     assert engines.started == ["a", "a"]
 
 
-async def test_close_ends_a_swap(engines: Engines) -> None:
-    manager = engines.manager("a", "b", max_loaded=1)
-    a, b = manager.entries
-    await manager.acquire(a)
-    tasks = [asyncio.create_task(manager.acquire(b))]
-    await until(lambda: a.status is ModelStatus.LEAVING)
-    tasks.append(asyncio.create_task(manager.acquire(a)))
-    await loop_iterations()
-    await manager.close()
-    assert engines.closed == ["a"]
-    await cancel(*tasks)
-
-
 async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatch, caplog) -> None:
     manager = engines.manager("a")
     (entry,) = manager.entries

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineOverloadedError
 
-from ..bodies import client_bodies
+from ..bodies import client_bodies, table
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -96,20 +96,7 @@ async def test_input_type_chooses_the_prompt(v2, engine, input_type: str | None,
     assert engine.calls[-1][1][2].prompt_name == prompt_name
 
 
-# (options of the client, limit in tokens, side that is cut; None rejects a long text)
-TRUNCATIONS = [
-    ({}, -1, "right"),
-    ({"truncate": "END"}, -1, "right"),
-    ({"truncate": "START"}, -1, "left"),
-    ({"truncate": "NONE"}, -1, None),
-    ({"max_tokens": 10}, 10, "right"),
-    ({"max_tokens": 0}, -1, "right"),
-    ({"max_tokens": 100_000}, -1, "right"),
-    ({"max_tokens": 10, "truncate": "NONE"}, 10, None),
-]
-
-
-@pytest.mark.parametrize(("options", "limit", "side"), TRUNCATIONS, ids=[str(case[0]) for case in TRUNCATIONS])
+@pytest.mark.parametrize(("options", "limit", "side"), table("options", "cohere truncation"))
 async def test_truncate_and_max_tokens_set_the_limit(v2, engine, options: dict, limit: int, side: str | None) -> None:
     await v2.embed(texts=["short"], model=MODEL, input_type="search_document", **options)
     params = engine.calls[-1][1][1]

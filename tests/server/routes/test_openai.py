@@ -9,7 +9,7 @@ import pytest
 
 from penstock.server.routes.openai import EmbeddingRequest
 
-from ..bodies import client_bodies
+from ..bodies import client_bodies, table
 from ..conftest import FakeEngine, Serving
 
 HELLO = ["hello world", "goodbye"]
@@ -99,22 +99,7 @@ async def test_classifier_rejects_embeddings(serving: Serving, make_engine) -> N
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
 
 
-# Fields of the body, limit in tokens, side that is cut.
-TRUNCATIONS: list[tuple[dict[str, Any], int | None, str | None]] = [
-    ({}, None, None),
-    ({"truncate": True}, -1, None),
-    ({"truncate": False}, None, None),
-    ({"truncate": "START"}, -1, "left"),
-    ({"truncate": "end"}, -1, "right"),
-    ({"truncation": True}, -1, None),
-    ({"truncate": False, "truncation": True}, None, None),
-    ({"truncate": True, "truncate_prompt_tokens": 5}, 5, None),
-    ({"truncate": "START", "truncate_prompt_tokens": 5, "truncation_side": "right"}, 5, "right"),
-    ({"truncate": True, "truncation_side": "left"}, -1, "left"),
-]
-
-
-@pytest.mark.parametrize(("fields", "tokens", "side"), TRUNCATIONS)
+@pytest.mark.parametrize(("fields", "tokens", "side"), table("options", "embeddings truncation"))
 def test_truncation_fields_set_limit_and_side(fields: dict[str, Any], tokens: int | None, side: str | None) -> None:
     params = EmbeddingRequest.model_validate({"input": "a", **fields}).pooling_params()
     assert (params.truncate_prompt_tokens, params.truncation_side) == (tokens, side)

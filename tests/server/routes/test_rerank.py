@@ -52,26 +52,7 @@ async def test_response_has_the_fields_that_clients_read(client, path: str, body
     assert answer["id"].startswith("rerank-")
 
 
-TITLED = {"title": "red", "body": "green", "text": "blue", "year": 1907}
-CONTENTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-# (document, rank_fields, the text that is ranked)
-RANKED = [
-    ("plain", None, "plain"),
-    (TITLED, None, "blue"),
-    (TITLED, ["title"], "red"),
-    (TITLED, ["body", "title"], "green\nred"),
-    (TITLED, ["title", "author"], "red"),
-    (TITLED, ["title", "year"], "red\n1907"),
-    ({"tags": ["a", "b"]}, ["tags"], '["a","b"]'),
-    ("plain", ["title"], "plain"),
-    (TITLED, [], "blue"),
-    ({"content": CONTENTS}, None, "a\nb"),
-    ({"content": "a"}, None, "a"),
-    ({"text": 7, "title": "a"}, ["title"], "a"),
-]
-
-
-@pytest.mark.parametrize(("document", "fields", "text"), RANKED)
+@pytest.mark.parametrize(("document", "fields", "text"), table("options", "rank fields"))
 async def test_rank_fields_choose_the_ranked_text(client, engine, document: Any, fields: Any, text: str) -> None:
     answer = await rerank(client, documents=[document], rank_fields=fields, return_documents=True)
     assert engine.calls[-1][1][1] == [text]
@@ -109,24 +90,9 @@ async def test_equal_scores_keep_the_order_of_the_documents(client: httpx.AsyncC
     assert answer["meta"]["billed_units"]["search_units"] == 2  # one is 100 documents
 
 
-# (fields of the body, place of an engine argument, its attribute, its value)
-OPTIONS: list[tuple[dict[str, Any], int, str, Any]] = [
-    *(({"instruction": value}, 3, "instruction", value) for value in (None, "", "Find the red one.")),
-    ({"instruct": "Find the blue one."}, 3, "instruction", "Find the blue one."),
-    ({"instruct": "blue", "instruction": "red"}, 3, "instruction", "red"),
-    ({"instruct": "blue", "instruction": ""}, 3, "instruction", "blue"),
-    *(({"priority": value}, 3, "priority", value or 0) for value in (None, 0, 7)),
-    *(({"max_chunks_per_doc": value}, 3, "max_passages", value or 1) for value in (None, 0, 1, 10)),
-    *(({"truncation": value}, 2, "truncate_prompt_tokens", -1) for value in (True, None)),
-    ({"truncation": False}, 2, "truncate_prompt_tokens", None),
-    *(({"raw_scores": value}, 2, "use_activation", False if value else None) for value in (True, False, None)),
-    ({"raw_scores": True, "use_activation": True}, 2, "use_activation", True),
-]
-
-
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
-    for fields, place, name, value in OPTIONS:
+    for fields, place, name, value in table("options", "rerank"):
         await rerank(client, path, **fields)
         assert getattr(engine.calls[-1][1][place], name) == value, fields
 

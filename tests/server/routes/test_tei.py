@@ -46,23 +46,10 @@ async def test_embed_returns_a_bare_list_of_vectors(client: httpx.AsyncClient, p
         assert int(response.headers["x-compute-characters"]) == sum(map(len, inputs))
 
 
-# (fields of the body, attribute of the engine's parameters, value)
-OPTIONS: list[tuple[dict[str, Any], str, object]] = [
-    ({}, "normalize", True),  # also if the model does not normalize
-    ({"normalize": False}, "normalize", False),
-    ({"parameters": {"normalize": False}}, "normalize", False),
-    ({"normalize": True, "parameters": {"normalize": False}}, "normalize", True),
-    ({"truncation_direction": "Left"}, "truncation_side", "left"),
-    ({"dimensions": 8}, "dimensions", 8),
-    ({"truncate": False}, "truncate_prompt_tokens", None),
-    ({"truncate": None}, "truncate_prompt_tokens", -1),
-]
-
-
 async def test_options_reach_the_engine(serving, make_engine) -> None:
     engine = make_engine(normalize=False)
     async with serving(engine, default_prompt_name="query") as client:
-        for fields, name, value in OPTIONS:
+        for fields, name, value in table("options", "tei"):
             await client.post("/embed", json={"inputs": "a", **fields})
             _, (inputs, params, options) = engine.calls[-1]
             assert (inputs, options.prompt_name) == (["a"], "query")

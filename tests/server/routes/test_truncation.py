@@ -5,43 +5,17 @@ import pytest
 
 from penstock.engine.protocol.tasks import PoolingTask
 
+from ..bodies import table
 from ..conftest import FakeEngine, Serving
 
 LONG = "word " * 100
-EXAMPLES = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
 SPARSE = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SCORE, PoolingTask.SPARSE_EMBED)
-
-# (path, body, option of the dialect that rejects long inputs)
-REJECTING = [
-    ("/v1/embeddings", {"input": LONG}, {"truncation": False}),  # Voyage
-    ("/v1/embeddings", {"input": LONG}, {"truncate": False}),  # Jina
-    ("/v1/embeddings", {"input": LONG}, {"truncate": "NONE"}),  # NVIDIA
-    ("/v1/embeddings", {"input": LONG, "late_chunking": True}, {"truncate": False}),
-    ("/v1/multi-vector", {"input": LONG}, {"truncate": False}),
-    ("/v1/rerank", {"query": "a", "documents": [LONG]}, {"truncation": False}),
-    ("/v1/embed", {"texts": [LONG]}, {"truncate": "NONE"}),  # Cohere
-    ("/v2/embed", {"texts": ["a b c"]}, {"truncate": "NONE", "max_tokens": 4}),
-    ("/v1/classify", {"inputs": [LONG], "examples": EXAMPLES}, {"truncate": "NONE"}),
-    ("/embed", {"inputs": LONG}, {"truncate": False}),  # TEI
-    ("/embed", {"inputs": LONG}, {"parameters": {"truncate": False}}),
-    ("/embed_all", {"inputs": LONG}, {"truncate": False}),
-    ("/embed_sparse", {"inputs": LONG}, {"truncate": False}),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}}, {"truncate": False}),
-]
-# (path, body) without an option
-SILENT = [
-    ("/v1/embeddings", {"input": LONG}),
-    ("/v1/encode", {"input": LONG}),
-    ("/v1/multi-vector", {"input": LONG}),
-    ("/score", {"text_1": "a", "text_2": LONG}),
-    ("/classify", {"input": [LONG], "labels": ["x", "y"]}),
-]
 
 
 @pytest.mark.parametrize("auto_truncate", [True, False])
 async def test_option_rejects_long_inputs(serving: Serving, make_engine, auto_truncate: bool) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate, tasks=SPARSE)) as client:
-        for path, body, option in REJECTING:
+        for path, body, option in table("options", "rejecting"):
             response = await client.post(path, json={**body, **option})
             assert response.status_code in (400, 413, 422), (path, option)
             assert "maximum context length" in response.text
@@ -52,7 +26,7 @@ async def test_option_rejects_long_inputs(serving: Serving, make_engine, auto_tr
 @pytest.mark.parametrize(("auto_truncate", "status"), [(True, 200), (False, 400)])
 async def test_without_the_option_the_server_decides(serving, make_engine, auto_truncate: bool, status: int) -> None:
     async with serving(make_engine(auto_truncate=auto_truncate)) as client:
-        for path, body in SILENT:
+        for path, body in table("options", "silent"):
             assert (await client.post(path, json=body)).status_code == status, path
 
 

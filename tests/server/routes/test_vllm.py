@@ -15,7 +15,6 @@ from ..bodies import table
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello world"}]
 RENDERED = "<system> Be brief. <user> hello world "
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]}]
 
 
 def pooled(answer: dict[str, Any], num_rows: int) -> list[Any]:
@@ -29,18 +28,8 @@ def pooled(answer: dict[str, Any], num_rows: int) -> list[Any]:
     return [row["data"] for row in answer["data"]]
 
 
-NULLS = ("task", "truncate_prompt_tokens", "dimensions", "mm_processor_kwargs", "padding", "embed_dtype", "endianness")
-# Bodies of clients with the task of the engine.
-POOLING = [
-    ("mteb", {"model": "alias", "input": ["one two", "three"]}, "embed"),
-    ("token embed", {"model": "alias", "input": ["one two", "three"], "task": "token_embed"}, "token_embed"),
-    ("token ids", {"input": [[5, 6, 7], [8]], "task": "embed"}, "embed"),
-    ("nulls", {**dict.fromkeys(NULLS), "input": ["a", "b"], "cache_salt": "s", "request_id": "r"}, "embed"),
-]
-
-
 @pytest.mark.parametrize("path", ["/pooling", "/pooling/", "/v1/pooling"])
-@pytest.mark.parametrize(("body", "task"), [case[1:] for case in POOLING], ids=[case[0] for case in POOLING])
+@pytest.mark.parametrize(("body", "task"), [row[1:] for row in table("valid_bodies", "pooling")])
 async def test_pooling_returns_embeddings(client: httpx.AsyncClient, engine, path: str, body: dict, task: str) -> None:
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -141,21 +130,11 @@ async def test_pooling_options_reach_the_engine(client: httpx.AsyncClient, engin
     assert (options.prompt_name, options.add_special_tokens) == ("query", False)
 
 
-# (messages, texts that are embedded)
-CHATS = [
-    (CHAT, [RENDERED]),
-    ([CHAT, CHAT[1:]], [RENDERED, "<user> hello world "]),
-    (PARTS, ["<user> hello\nworld "]),
-    ([{"role": "user", "content": ["hello"]}], ["<user> hello "]),
-    ([{"role": "user", "content": "hello", "name": "Ann"}], ["<user> hello "]),
-]
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/invocations"])
 @pytest.mark.parametrize("field", ["messages", "input"])
 async def test_chats_are_rendered(serving, engine, path: str, field: str) -> None:
     async with serving(engine, default_prompt_name="query") as client:
-        for chat, texts in CHATS:
+        for chat, texts in table("valid_bodies", "chats"):
             response = await client.post(path, json={"model": "alias", field: chat})
             assert response.status_code == 200, response.text
             assert len(response.json()["data"]) == len(texts)

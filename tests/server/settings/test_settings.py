@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from penstock.engine.protocol.config import CacheConfig
 from penstock.engine.protocol.tasks import PoolingType
 from penstock.server.commands.default_model import NAMES, model_and_names
 from penstock.server.http.connection_limits import TransferLimits
@@ -16,6 +15,8 @@ from penstock.server.settings import (
     load,
     unknown_variables,
 )
+
+from ..bodies import table
 
 
 @pytest.fixture(autouse=True)
@@ -80,40 +81,7 @@ def test_value_reaches_the_engine(field: str, value: object, expected: object) -
     assert config.model == "some/model"
 
 
-def test_cache_of_vectors_leaves_the_cache_of_the_engine() -> None:
-    settings = load(ServerSettings, {"cache": "64MiB"})
-    assert settings.cache == 64 * 1024**2
-    assert settings.engine_config("some/model").cache == CacheConfig()
-
-
-INVALID_VALUES = [
-    ("port", "70000", "65535"),
-    ("devices", "cuda:0,cpu", "all cuda:N, all numa:N or all cpu"),
-    ("devices", "cuda", "such as cuda:0,cuda:1"),
-    ("max_model_len", "0", "at least 1"),
-    ("pooler_config", "{", "not valid JSON"),
-    ("pooler_config", '{"poolingtype": "CLS"}', "poolingtype"),
-    ("pooler_config", '{"pooling_type": "SUM"}', "SUM"),
-    ("hf_overrides", "[1]", "JSON object"),
-    ("request_timeout_s", "-1", "at least 0"),
-    ("request_timeout_s", "nan", "finite"),
-    ("drain_timeout_s", "inf", "finite"),
-    ("api_key", ",", "holds no key"),
-    ("served_model_name", ",", "holds no name"),
-    ("max_body_bytes", "0", "above 0"),
-    ("min_transfer_rate", "-1", "must be a size"),
-    ("transfer_grace_s", "0", "above 0"),
-    ("kv_cache_memory", "foo", "must be a size such as 2GiB or 500MB"),
-    ("kv_cache_memory", "0", "above 0"),
-    ("cache_memory_fraction", "1.5", "at most 1"),
-    ("log_level", "loud", "debug"),
-    ("cors_origins", "example.com", "is not an origin"),
-    ("cors_origins", "https://example.com/", "is not an origin"),
-    ("cors_origins", "*,http://a b", "is not an origin"),
-]
-
-
-@pytest.mark.parametrize(("field", "value", "part"), INVALID_VALUES)
+@pytest.mark.parametrize(("field", "value", "part"), table("wrong_settings", "values"))
 def test_invalid_value_names_its_flag_or_variable(field, value, part, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as from_flag:
         load(ServerSettings, {field: value})
