@@ -122,7 +122,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is ready and the queue is full: `check` then rejects clients that have used their share."""
+        """Whether the engine is ready and the queue is full: `check` then rejects clients at their share."""
         if self.closed_message is not None:
             return False
         if self._tokens.is_full:

@@ -24,7 +24,7 @@ from .device.sequence_memory import KvSlots
 from .loading.cpu_kernels import load_array_dense, load_array_encoder, load_array_maps
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
-from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, in_chunks, num_chunk_tokens
+from .runner import DeviceMemoryError, EndedForward, ForwardTime, PoolingRunner, has_allocation, num_chunk_tokens
 from .warm_up import warm_up
 
 
@@ -74,7 +74,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         self._pages: PagedKvCache | None = None
         self._times: list[ForwardTime] = []
         self._ended_s = 0.0  # end of the last forward
-        if encoder.cache_spec is not None and self._keeps_chunks():
+        if encoder.cache_spec is not None and self._uses_chunks():
             self._reserve_pages()
 
     @classmethod
@@ -114,7 +114,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         began_s = time.perf_counter()
         chunk_tokens = num_chunk_tokens(chunks)
         try:
-            if not in_chunks(chunks):
+            if not has_allocation(chunks):
                 return self._begin(chunks, PackedArrays.build([c.sequence.prompt for c in chunks]), began_s)
             assert self._pages is not None, "only a runner with pages runs chunks"
             past = BatchPages(self._pages, *KvSlots.of(chunks, self._pages.page_size))
@@ -142,7 +142,7 @@ class ArrayRunner(PoolingRunner[Floats]):
         return times
 
     def _begin(self, chunks: Sequence[PrefillChunk], batch: PackedArrays, began_s: float) -> ArrayForward:
-        metadata = self._describe(chunks, batch, in_chunks=batch.past is not None)
+        metadata = self._pooling_metadata(chunks, batch, in_chunks=batch.past is not None)
         running = self._encoder.begin(batch, need_attention=self._pooler.needs_attention(metadata.params))
         chunk_tokens = num_chunk_tokens(chunks)
         whole_tokens = batch.num_tokens - chunk_tokens

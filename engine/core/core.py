@@ -57,7 +57,7 @@ _MAX_BUDGETS_IN_FLIGHT: Final = 2
 """Limit of the tokens of running batches, in token budgets: the next batch starts before the current one has ended."""
 
 Send = Callable[[FromCore, list[Frame]], None]
-Collected = tuple[list[PrefillChunk], BatchOutputs]
+ChunkOutputs = tuple[list[PrefillChunk], BatchOutputs]
 """Chunks that ran together, and their outputs."""
 
 
@@ -117,8 +117,8 @@ class EngineCore:
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
-        self._wants_work = False  # the device thread sleeps and would start a batch for a new request
-        self._has_released = False  # a cancellation freed memory; the next step must report it
+        self._waits_for_requests = False  # the device thread sleeps and would start a batch for a new request
+        self._has_freed_memory = False  # a cancellation freed memory; the next step must report it
         self._blocked_by_running = False  # the last batch was empty: all sequences wait for a running one
 
     def run(self) -> None:
@@ -208,7 +208,7 @@ class EngineCore:
                 self._cancel(request_id)
             for request_id in message.clears:
                 self._clear_prefixes(request_id)
-            is_awaited = self._wants_work or self._has_released
+            is_awaited = self._waits_for_requests or self._has_freed_memory
         if is_awaited:
             self._waker.wake()
 
@@ -233,11 +233,11 @@ class EngineCore:
             with self._lock:
                 if self._stopping or self._should_begin() or any(running.forward.is_done for running in self._running):
                     return
-                self._wants_work = self._fits_another()
+                self._waits_for_requests = self._can_start_another()
             with self._watch.idle():
                 callbacks = self._waker.wait()
             with self._lock:
-                self._wants_work = False
+                self._waits_for_requests = False
 
     def _should_begin(self) -> bool:
         """Whether a batch should be started now. The caller holds the lock.
@@ -248,9 +248,9 @@ class EngineCore:
         would_wait = self._runner.keeps_order and any(not running.forward.is_done for running in self._running)
         has_work = scheduler.has_work and not self._blocked_by_running
         has_batch = has_work and (not would_wait or scheduler.has_large_batch)
-        return (has_batch or self._has_released) and self._fits_another()
+        return (has_batch or self._has_freed_memory) and self._can_start_another()
 
-    def _fits_another(self) -> bool:
+    def _can_start_another(self) -> bool:
         """Whether a batch may be started beside the running ones. The caller holds the lock.
 
         The chunks of a prompt build on each other, so batches with chunks overlap only if the device keeps their order.
@@ -286,7 +286,7 @@ class EngineCore:
                 forward = self._runner.begin(batch.chunks) if batch.chunks else EndedForward(BatchOutputs.of(0, ()))
             except DeviceLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - `_run_parts` finds the sequences that caused it
+            except Exception as error:  # noqa: BLE001 - `_run_halves` finds the sequences that caused it
                 clear_frames(error.__traceback__)  # the frames refer to tensors of the forward
                 forward = EndedForward(error)
         self._running.append(RunningBatch(batch, forward, started_s, step, ran_alone=not self._running))
@@ -303,7 +303,7 @@ class EngineCore:
         self._watch.in_flight.remove(running.step)
         chunks, step = running.batch.chunks, running.step
         self._blocked_by_running &= not chunks
-        finished: list[Collected] = []
+        finished: list[ChunkOutputs] = []
         failure: Exception | None = None
         try:
             with self._watch.during(step):
@@ -311,7 +311,7 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the boundary between requests: none may end the loop
             failure = error
         if failure is not None:
-            finished = self._run_parts(chunks, failure, ran_alone=running.ran_alone)
+            finished = self._run_halves(chunks, failure, ran_alone=running.ran_alone)
         ended_s = time.monotonic()
         if failure is None:
             began_s = max(running.started_s, self._ended_s) if self._runner.keeps_order else running.started_s
@@ -322,7 +322,7 @@ class EngineCore:
         """Ends a request and drops its later results. The caller holds the lock."""
         request = self._scheduler.cancel(request_id, uncache=uncache)
         self._blocked_by_running = False
-        self._has_released |= request is not None and not self._runner.sequence_pool.is_empty
+        self._has_freed_memory |= request is not None and not self._runner.sequence_pool.is_empty
         return request
 
     def _clear_prefixes(self, request_id: int) -> None:
@@ -339,7 +339,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - an error of one request must not end the loop
             self._fail(sequence, error)
 
-    def _run_parts(self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool = True) -> list[Collected]:
+    def _run_halves(
+        self, chunks: list[PrefillChunk], failure: Exception, *, ran_alone: bool = True
+    ) -> list[ChunkOutputs]:
         """Runs the halves of a failed batch, so that only the failing sequences fail. Returns the outputs.
 
         A batch that ran out of memory beside other batches first runs again alone.
@@ -359,7 +361,7 @@ class EngineCore:
                 return self._run_again(chunks)
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             with self._lock:
-                self._scheduler.shrink(num_tokens // 2)
+                self._scheduler.lower_budget(num_tokens // 2)
                 budget = self._scheduler.token_budget
                 if len(chunks) == 1 and self._scheduler.retry(chunks[0], failure):
                     chunks = []
@@ -371,8 +373,8 @@ class EngineCore:
             self._fail(chunk.sequence, failure)
         return []
 
-    def _run_again(self, chunks: list[PrefillChunk]) -> list[Collected]:
-        """Runs chunks of a failed batch again, without those of cancelled sequences; see `_run_parts`."""
+    def _run_again(self, chunks: list[PrefillChunk]) -> list[ChunkOutputs]:
+        """Runs chunks of a failed batch again, without those of cancelled sequences; see `_run_halves`."""
         with self._lock:
             chunks = [chunk for chunk in chunks if chunk.sequence.is_in_flight(chunk)]
         if not chunks:
@@ -382,7 +384,7 @@ class EngineCore:
                 return [(chunks, self._runner.execute(chunks))]
         except Exception as error:  # noqa: BLE001 - as in `_finish`
             failure = error
-        return self._run_parts(chunks, failure)
+        return self._run_halves(chunks, failure)
 
     def _fail(self, sequence: InputSequence, error: Exception) -> None:
         """Ends the request of a sequence with an error."""
@@ -398,17 +400,17 @@ class EngineCore:
         """Sends the error of a request that has ended."""
         self._send(RequestFailed(request.request_id, type(error).__name__, error.message), [])
 
-    def _deliver(self, batch: Batch, collected: list[Collected], started_s: float, ended_s: float) -> None:
+    def _deliver(self, batch: Batch, completed: list[ChunkOutputs], started_s: float, ended_s: float) -> None:
         """Sends the results of a batch in one message. A result with NaN or inf fails its request."""
-        num_tokens = sum(chunk.num_tokens for chunks, _ in collected for chunk in chunks)
-        num_seqs = sum(len(chunks) for chunks, _ in collected)
+        num_tokens = sum(chunk.num_tokens for chunks, _ in completed for chunk in chunks)
+        num_seqs = sum(len(chunks) for chunks, _ in completed)
         with self._lock:
-            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in collected):
+            for sequence in chain.from_iterable(not_finite(chunks, outputs) for chunks, outputs in completed):
                 message = f"The model returned NaN or infinite values for input {sequence.index}."
                 # Also ends the request's other sequences. Their blocks may be wrong: the prefix cache drops them.
                 self._cancel(sequence.request.request_id, uncache=True)
                 self._send_failure(sequence.request, ModelExecutionError(message))
-            blocks = [block for own, outputs in collected for block in results_of(own, outputs, started_s)]
+            blocks = [block for own, outputs in completed for block in results_of(own, outputs, started_s)]
             finished = [
                 (r.request_id, r.started_s - r.arrival_s, ended_s - r.started_s)
                 for r in self._scheduler.finish(batch)
@@ -418,7 +420,7 @@ class EngineCore:
                 self._scheduler.chunk_sizes.record(*forward)
             cache = cache_use(self._scheduler, self._runner.sequence_pool, batch)
             load = step_load(self._scheduler, num_seqs, batch.num_left)
-            self._has_released = False
+            self._has_freed_memory = False
         headers, frames = pack_results(blocks)
         # The time of overlapping batches counts from the end of the previous one, so that the sum is the device's time.
         step_s = 0.0

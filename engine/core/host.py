@@ -93,7 +93,7 @@ def usable_cores() -> int:
 def cores_by_node() -> dict[int, list[Core]]:
     """Returns the cores that this process may use, by NUMA node. All belong to node 0 if the system has no nodes."""
     usable = _usable_processors()
-    nodes = {int(folder.name[4:]): _listed(folder / "cpulist") & usable for folder in _NODES.glob("node[0-9]*")}
+    nodes = {int(folder.name[4:]): _read_cpu_list(folder / "cpulist") & usable for folder in _NODES.glob("node[0-9]*")}
     nodes = {number: nodes[number] for number in sorted(nodes) if nodes[number]} or {0: usable}
     return {number: _cores(own) for number, own in nodes.items()}
 
@@ -119,12 +119,12 @@ def _cores(processors: set[int]) -> list[Core]:
     """Groups processors by core, ordered by the first processor of each core."""
     cores: dict[Core, None] = {}
     for processor in sorted(processors):
-        siblings = _listed(_PROCESSORS / f"cpu{processor}" / "topology" / "thread_siblings_list") & processors
+        siblings = _read_cpu_list(_PROCESSORS / f"cpu{processor}" / "topology" / "thread_siblings_list") & processors
         cores[tuple(sorted(siblings | {processor}))] = None
     return list(cores)
 
 
-def _listed(file: Path) -> set[int]:
+def _read_cpu_list(file: Path) -> set[int]:
     """Reads a list of numbers in the kernel's format, such as `0-3,8`; empty if the file does not exist."""
     text = file.read_text().strip() if file.is_file() else ""
     spans = [part.partition("-") for part in text.split(",") if part]

@@ -33,7 +33,7 @@ def load_runner(config: EngineConfig) -> Runner:
     device, dtype = "cpu", "float32" if config.dtype == "auto" else config.dtype
     why = f"--device {config.device} needs it"
     if config.device != "cpu" and (config.device != "auto" or may_have_gpu()):
-        _let_segments_grow()
+        _enable_expandable_segments()
         os.environ.setdefault(_FUSION_VARIABLE, "1")
         with needs_torch(name, why):
             from .device.device import resolve_device
@@ -49,7 +49,7 @@ def load_runner(config: EngineConfig) -> Runner:
         return ModelRunner.load(info, config)
 
 
-def _let_segments_grow() -> None:
+def _enable_expandable_segments() -> None:
     """Enables expandable segments in torch's CUDA allocator, unless the operator configured the allocator.
 
     Batches differ in size, and fixed segments that are too small for the next batch would waste memory.

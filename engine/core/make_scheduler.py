@@ -9,7 +9,7 @@ from typing import Final
 from ..protocol.config import ChunkedPrefillConfig, EngineConfig
 from ..protocol.model_info import DEVICE_MEMORY_SOURCE, KV_CACHE_SOURCE, ModelInfo
 from ..scheduling import Scheduler, SequencePool
-from ..scheduling.scheduler import MAX_SHRINKAGE
+from ..scheduling.scheduler import MAX_BUDGET_REDUCTION
 from .runner import DeviceLimits
 
 logger = logging.getLogger("penstock.engine")
@@ -39,8 +39,8 @@ def make_scheduler(
     device = device or DeviceLimits()
     limits = replace(config.scheduler, max_num_seqs=config.scheduler.seqs(info.device))
     budget = limits.token_budget(info.device, device.memory)
-    is_cut = limits.enable_chunked_prefill and not sequence_pool.is_empty
-    if not is_cut:
+    uses_chunks = limits.enable_chunked_prefill and not sequence_pool.is_empty
+    if not uses_chunks:
         if limits.max_num_batched_tokens is not None and budget < info.max_model_len:
             logger.warning(
                 "max_num_batched_tokens is %d, but one sequence may have %d tokens; the token budget is raised to it.",
@@ -50,7 +50,7 @@ def make_scheduler(
         budget = max(budget, info.max_model_len)
     if device.max_tokens is not None and device.max_tokens < budget:
         budget = device.max_tokens
-        if not is_cut and budget < info.max_model_len:
+        if not uses_chunks and budget < info.max_model_len:
             logger.warning(
                 "max_model_len is %d, but the memory holds a forward of %d tokens: inputs are limited to it.",
                 info.max_model_len,
@@ -58,15 +58,15 @@ def make_scheduler(
             )
             sources = {**info.sources, "max_model_len": DEVICE_MEMORY_SOURCE}
             info = replace(info, max_model_len=budget, sources=sources)
-    info = _limited(info, sequence_pool.capacity_tokens, budget)
+    info = _limit_model_len(info, sequence_pool.capacity_tokens, budget)
     chunk_size = limits.chunk_size
     if chunk_size is not None and chunk_size > budget:
         logger.warning("chunk_size is %d, but a forward has %d tokens; chunk_size is lowered.", chunk_size, budget)
         chunk_size = budget
     prefill = ChunkedPrefillConfig(
         chunk_size=chunk_size or budget,
-        threshold=None if is_cut else info.max_model_len,
-        min_chunk_size=max(min(_MIN_CHUNK, budget // MAX_SHRINKAGE), 1),  # always fits into a lowered budget
+        threshold=None if uses_chunks else info.max_model_len,
+        min_chunk_size=max(min(_MIN_CHUNK, budget // MAX_BUDGET_REDUCTION), 1),  # always fits into a lowered budget
         is_dynamic=chunk_size is None,
         max_retries=_MAX_RETRIES,
     )
@@ -81,7 +81,7 @@ def make_scheduler(
     return scheduler, info
 
 
-def _limited(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
+def _limit_model_len(info: ModelInfo, capacity: int | None, budget: int) -> ModelInfo:
     """Lowers max_model_len to the sequences that fit into the pool or into one forward."""
     if not capacity or max(capacity, budget) >= info.max_model_len:
         return info

@@ -35,7 +35,7 @@ from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
 from .loading.weights_loader import load_dense, load_model, load_token_maps, torch_dtype
-from .runner import EndedForward, ForwardTime, PoolingRunner, in_chunks, num_chunk_tokens
+from .runner import EndedForward, ForwardTime, PoolingRunner, has_allocation, num_chunk_tokens
 from .warm_up import GpuWarmUp, SampleBatches, warm_up
 
 logger = logging.getLogger("penstock.engine")
@@ -187,7 +187,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[PrefillChunk]) -> EndedForward | DeviceForward:
         cache = None
-        if in_chunks(chunks):
+        if has_allocation(chunks):
             assert self._memory is not None, "only a runner with memory for chunks runs chunks"
             self._memory.restore(chunks)
             cache = self._memory.batch_cache(chunks)
@@ -196,7 +196,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         else:
             starts = [chunk.start for chunk in chunks]
             batch = PackedBatch.build([c.tokens for c in chunks], self._device, starts=starts, cache=cache)
-        metadata = self._describe(chunks, batch, in_chunks=cache is not None)
+        metadata = self._pooling_metadata(chunks, batch, in_chunks=cache is not None)
         chunk_tokens = num_chunk_tokens(chunks)
         if chunk_tokens:
             self._meter.begin()
@@ -225,7 +225,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
             ModelLoadError: `kv_cache_memory` is too small for one sequence.
         """
         config = self._config
-        spec = self._model.cache_spec if self._keeps_chunks() else None
+        spec = self._model.cache_spec if self._uses_chunks() else None
         is_whole = spec is None or not config.scheduler.enable_chunked_prefill
         is_given = config.cache.kv_cache_memory is not None
         if spec is not None and is_given:

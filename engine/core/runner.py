@@ -222,11 +222,11 @@ class PoolingRunner(Runner, Generic[R]):
         plan, self.sequence_pool = made
         return plan
 
-    def _keeps_chunks(self) -> bool:
+    def _uses_chunks(self) -> bool:
         """Whether the operator wants chunks or a prefix cache."""
         return self._config.scheduler.enable_chunked_prefill or self._config.cache.enable_prefix_caching
 
-    def _describe(
+    def _pooling_metadata(
         self, chunks: Sequence[PrefillChunk], batch: PackedBatch | PackedArrays, *, in_chunks: bool
     ) -> PoolingMetadata:
         """Returns the pooling metadata of a batch. `in_chunks`: whether a sequence of the batch has an allocation."""
@@ -246,7 +246,7 @@ class PoolingRunner(Runner, Generic[R]):
         return metadata
 
 
-def in_chunks(chunks: Sequence[PrefillChunk]) -> bool:
+def has_allocation(chunks: Sequence[PrefillChunk]) -> bool:
     """Whether a sequence of a batch has an allocation.
 
     Raises:

@@ -51,15 +51,15 @@ class Step:
 class StepWatch:
     """Measures the running time of the engine thread's current call and of each forward in flight.
 
-    The limit of a forward is 10 times the longest forward so far, and at least `least_s`. It grows in proportion to the
-    tokens for a forward with more tokens than all earlier ones. With several lanes the limit is multiplied by their
+    The limit of a forward is 10 times the longest forward so far, and at least `min_limit_s`. It grows in proportion to
+    the tokens for a forward with more tokens than all earlier ones. With several lanes the limit is multiplied by their
     number: the longest forward may have run on all lanes, and the next one may get a single lane. Time is counted in
     checks of the watching thread, so that a stopped process or a suspended machine exceeds no limit.
 
     All methods but `check` belong to the engine thread.
 
     Args:
-        least_s: Seconds. The smallest limit; 0 disables the watch.
+        min_limit_s: Seconds. The smallest limit; 0 disables the watch.
         on_stuck: Called once, on the watching thread, with a sentence that names the step.
 
     Attributes:
@@ -68,12 +68,12 @@ class StepWatch:
         num_lanes: See Runner.
     """
 
-    def __init__(self, least_s: float, on_stuck: Callable[[str], None]) -> None:
+    def __init__(self, min_limit_s: float, on_stuck: Callable[[str], None]) -> None:
         self.in_flight: list[Step] = []
         self.in_order = True
         self.num_lanes = 1
-        self._least_s = least_s
-        self._interval_s = least_s / _CHECKS_PER_LIMIT
+        self._min_limit_s = min_limit_s
+        self._interval_s = min_limit_s / _CHECKS_PER_LIMIT
         self._on_stuck = on_stuck
         self._current: Step | None = None
         self._longest_s = 0.0
@@ -106,13 +106,13 @@ class StepWatch:
         """Runs the watching thread."""
         self._thread_id = threading.get_ident()
         thread = threading.Thread(target=self._run, name="step-watch", daemon=True)
-        if self._least_s:
+        if self._min_limit_s:
             thread.start()
         try:
             yield
         finally:
             self._ended.set()
-            if self._least_s:
+            if self._min_limit_s:
                 thread.join()
 
     def record(self, step: Step, seconds: float) -> None:
@@ -123,7 +123,7 @@ class StepWatch:
     def limit_s(self, step: Step) -> float:
         """Returns the seconds that a step may take."""
         scale = max(1.0, step.num_tokens / max(self._most_tokens, 1)) if self._longest_s else 1.0
-        return max(self._least_s, self._factor * self._longest_s * scale)
+        return max(self._min_limit_s, self._factor * self._longest_s * scale)
 
     @property
     def _factor(self) -> int:

@@ -62,7 +62,7 @@ class _ClientQueue:
         """Adds the sequences of a new request, after sequences with the same `due`."""
         self._insert(bisect_right(self.dues, sequences[0].request.due), sequences)
 
-    def add_again(self, sequence: InputSequence) -> None:
+    def requeue(self, sequence: InputSequence) -> None:
         """Adds a preempted sequence at its former position."""
         self.delete_removed()
         self._insert(bisect_left(self.sequences, _order(sequence), key=_order), [sequence])
@@ -179,11 +179,11 @@ class FairQueue:
         self.num_seqs += len(request.sequences)
         self.num_tokens += num_tokens
 
-    def add_again(self, sequence: InputSequence) -> None:
+    def requeue(self, sequence: InputSequence) -> None:
         """Queues a long sequence that was preempted, or runs again in chunks, at its former position."""
         client = self._client(sequence.request.client)
         client.short.delete_removed()  # it may still be in that list, and `is_queued` becomes True
-        client.long.add_again(sequence)
+        client.long.requeue(sequence)
         self.num_seqs += 1
         self.num_long += 1
         self.num_tokens += sequence.num_tokens

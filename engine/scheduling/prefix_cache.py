@@ -43,8 +43,8 @@ def block_keys(token_ids: NDArray[np.int32], block_size: int, seed: bytes) -> li
 class PrefixCache:
     """Blocks by key. Not thread-safe: its owner holds a lock.
 
-    The cache holds one reference to each of its blocks. A block with no other reference is parked: it stays until its
-    memory is needed. The block that was parked first is evicted first.
+    The cache has one reference to each of its blocks. A block without another reference is evictable: it stays until
+    its memory is needed. The block that became evictable first is evicted first.
 
     Invariants: a cached block is never written again. A sequence with a reference to a cached block has references to
     the cached blocks before it, and releases them from the last to the first, so that a block is evicted before its
@@ -62,7 +62,7 @@ class PrefixCache:
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._parked: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_cached(self) -> int:
@@ -70,17 +70,17 @@ class PrefixCache:
         return len(self._block_of)
 
     @property
-    def num_parked(self) -> int:
-        """Parked blocks: they can be evicted."""
-        return len(self._parked)
+    def num_evictable(self) -> int:
+        """Blocks that can be evicted."""
+        return len(self._evictable)
 
     def is_cached(self, block: int) -> bool:
         """Whether a block is in the cache."""
         return block in self._key_of
 
-    def is_parked(self, block: int) -> bool:
+    def is_evictable(self, block: int) -> bool:
         """Whether only the cache has a reference to a block."""
-        return block in self._parked
+        return block in self._evictable
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the longest cached prefix. Adds no reference."""
@@ -95,7 +95,7 @@ class PrefixCache:
     def acquire(self, block: int) -> None:
         """Adds a reference to a cached block."""
         self._pool.share(block)
-        self._parked.pop(block, None)
+        self._evictable.pop(block, None)
 
     def register(self, key: bytes, block: int) -> int:
         """Adds a computed full block and returns the cached block of its key.
@@ -122,12 +122,12 @@ class PrefixCache:
             InvalidSlot: `block` is not a block in use.
         """
         if self._pool.free(block) == 1 and block in self._key_of:
-            self._parked[block] = None
+            self._evictable[block] = None
 
     def remove(self, block: int) -> None:
         """Removes a block from the cache and releases the cache's reference."""
         del self._block_of[self._key_of.pop(block)]
-        self._parked.pop(block, None)
+        self._evictable.pop(block, None)
         self._pool.free(block)
 
     def clear(self) -> int:
@@ -138,14 +138,14 @@ class PrefixCache:
         return num_cached
 
     def evict(self, count: int) -> None:
-        """Frees the `count` blocks that were parked first.
+        """Frees the `count` blocks that became evictable first.
 
         Raises:
-            ValueError: Fewer blocks are parked. No block is freed.
+            ValueError: Fewer blocks are evictable. No block is freed.
         """
-        if count > len(self._parked):
-            raise ValueError(f"{count} blocks cannot be evicted: {len(self._parked)} are parked.")
-        blocks = [self._parked.popitem(last=False)[0] for _ in range(count)]
+        if count > len(self._evictable):
+            raise ValueError(f"{count} blocks cannot be evicted: {len(self._evictable)} are evictable.")
+        blocks = [self._evictable.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             del self._block_of[self._key_of.pop(block)]
         self.num_evicted += count

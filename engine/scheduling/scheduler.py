@@ -22,14 +22,14 @@ _FORWARD_S: Final = 1.0
 """Assumed seconds of a full forward before the first measurement."""
 _WINDOW_BATCHES: Final = 4
 """Sequences of similar length are searched within a window of this many batches."""
-MAX_SHRINKAGE: Final = 32
-"""The token budget is never lowered below its full size divided by this, if sequences can run in chunks."""
-_GOOD_STEPS: Final = 32
+MAX_BUDGET_REDUCTION: Final = 32
+"""Divisor. The lowest token budget is the full budget divided by this, if sequences can run in chunks."""
+_STEPS_TO_RECOVER: Final = 32
 """Forwards after which a lowered budget is doubled again."""
-_PART_OF_BATCH: Final = 4
-"""A batch is queued behind a running one if it has at least the full size divided by this."""
+_MIN_QUEUED_PART: Final = 4
+"""Divisor. A batch is queued behind a running one if it has at least a full batch divided by this."""
 _MIN_SHARED_BLOCKS: Final = 2
-"""Minimum of full blocks for a short sequence to use the prefix cache."""
+"""A short sequence uses the prefix cache if it has at least this many full blocks."""
 _POOL_PRESSURE: Final = 0.5
 """Memory pressure of a full pool while a sequence waits for memory: chunks are half as long."""
 
@@ -58,9 +58,9 @@ class Scheduler:
         prefill: Long sequences that have started.
         chunk_sizes: Sizes of forwards and of chunks.
         token_budget: Current limit of the tokens of a batch.
-        memory_pressure: Share of a full chunk that did not fit into memory when chunks were last cut, 0 to 1.
-        needs_idle_device: Whether the next batch must wait until no batch runs, because it will preempt a sequence
-            whose chunk still runs.
+        memory_pressure: Share of a full chunk that did not fit into memory in the last batch, 0 to 1.
+        needs_idle_device: Whether the next batch must wait until no batch runs, because it will preempt a
+            sequence with a running chunk.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Scheduler:
         self._max_num_seqs, self._max_wait_s = config.seqs("cpu"), config.max_wait_s
         self._max_seq_len, self._num_lanes = max_seq_len, num_lanes
         self._full_budget = max(token_budget, max_seq_len) if self._pool.is_empty else token_budget
-        self._num_good_steps = 0
+        self._num_steps_without_oom = 0
         self._finished: list[InputSequence] = []  # long sequences that finished since the last batch
         self._last_num_whole = 0  # whole sequences in the last batch
         self._waits_for_memory = False  # whether the next long sequence waits for memory
@@ -107,8 +107,8 @@ class Scheduler:
 
         Otherwise the waiting sequences run together with sequences that arrive until the device is free.
         """
-        has_tokens = self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _PART_OF_BATCH
-        has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _PART_OF_BATCH
+        has_tokens = self.waiting.num_tokens >= self.chunk_sizes.forward_tokens(self.token_budget) // _MIN_QUEUED_PART
+        has_seqs = self.waiting.num_seqs >= self._max_num_seqs // _MIN_QUEUED_PART
         return has_tokens or has_seqs or self.prefill.peek() is not None
 
     def add(self, request: Request) -> None:
@@ -186,8 +186,8 @@ class Scheduler:
             if sequence.is_complete:
                 self._release(sequence, Status.FINISHED)
                 finished += [] if sequence.request.num_unfinished else [sequence.request]
-        self._num_good_steps = (self._num_good_steps + 1) % _GOOD_STEPS
-        if not self._num_good_steps:
+        self._num_steps_without_oom = (self._num_steps_without_oom + 1) % _STEPS_TO_RECOVER
+        if not self._num_steps_without_oom:
             self.token_budget = min(2 * self.token_budget, self._full_budget)
         return finished
 
@@ -198,14 +198,14 @@ class Scheduler:
             return False
         if sequence.is_long:
             return self.prefill.fail_chunk(chunk.chunk_id, error)
-        self._wait_again(sequence)
+        self._requeue(sequence)
         return True
 
-    def shrink(self, token_budget: int) -> None:
+    def lower_budget(self, token_budget: int) -> None:
         """Lowers the budget after the device ran out of memory, never below a sequence that must run whole."""
-        least = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_SHRINKAGE, 1)
+        least = self._max_seq_len if self._pool.is_empty else max(self._full_budget // MAX_BUDGET_REDUCTION, 1)
         self.token_budget = min(self.token_budget, max(token_budget, least))
-        self._num_good_steps = 0
+        self._num_steps_without_oom = 0
 
     def _short_window(self, now_s: float, batch: Batch) -> list[InputSequence]:
         """Expires and then returns the next short sequences, best first.
@@ -257,17 +257,23 @@ class Scheduler:
             budget.add(chunk.num_tokens)
 
     def _chunk_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
-        """Returns the share of chunks in the next forward."""
+        """Returns the tokens and sequences that chunks may take in the next forward."""
         others_wait = bool(window) or self._last_num_whole > 0
         num_tokens = self.chunk_sizes.chunk_tokens(token_budget, self.prefill.config, others_wait=others_wait)
-        # Waiting short sequences get up to half of the forward. If one does not fit beside a chunk, they alternate.
-        short_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
-        num_short = min(len(window), self._max_num_seqs // 2)
+        short = self._short_budget(window, token_budget)
+        return ForwardBudget(min(num_tokens, token_budget - short.num_tokens), self._max_num_seqs - short.num_seqs)
+
+    def _short_budget(self, window: list[InputSequence], token_budget: int) -> ForwardBudget:
+        """Returns the tokens and sequences that waiting short sequences take from chunks: up to half of the forward.
+
+        A short sequence that does not fit beside the smallest chunk alternates with chunks: it runs first if the last
+        batch had no short sequence.
+        """
+        num_tokens = min(sum([sequence.num_tokens for sequence in window]), token_budget // 2)
+        num_seqs = min(len(window), self._max_num_seqs // 2)
         if window and not self._last_num_whole:
-            short_tokens, num_short = max(short_tokens, window[0].num_tokens), max(num_short, 1)
-        else:
-            short_tokens = min(short_tokens, token_budget - self.prefill.config.min_chunk_size)
-        return ForwardBudget(min(num_tokens, token_budget - short_tokens), self._max_num_seqs - num_short)
+            return ForwardBudget(max(num_tokens, window[0].num_tokens), max(num_seqs, 1))
+        return ForwardBudget(min(num_tokens, token_budget - self.prefill.config.min_chunk_size), num_seqs)
 
     def _should_start(self, sequence: InputSequence, max_tokens: int) -> bool:
         """Whether a long sequence should start: the running ones leave tokens for it, or all run after it."""
@@ -295,10 +301,10 @@ class Scheduler:
         return True
 
     def _preempt_for(self, sequence: InputSequence, batch: Batch) -> bool:
-        """Preempts running long sequences for a waiting one. Returns whether it did.
+        """Preempts running long sequences for a waiting one. Returns whether a sequence was preempted.
 
-        Sets `needs_idle_device` instead while a chunk of them runs. Pooled rows stay pooled. Keys and values stay in
-        the prefix cache until the blocks are needed.
+        While one of them has a running chunk, sets `needs_idle_device` and preempts none. Pooled rows stay pooled. Keys
+        and values stay in the prefix cache until the blocks are needed.
         """
         victims = self._victims(sequence)
         self.needs_idle_device = any(victim.earlier_chunks for victim, _ in victims)
@@ -306,7 +312,7 @@ class Scheduler:
             return False
         for victim, _ in victims:
             self.prefill.preempt(victim.sequence_id)
-            self._wait_again(victim)
+            self._requeue(victim)
         batch.preempted += victims
         return bool(victims)
 
@@ -379,11 +385,11 @@ class Scheduler:
                 self.cancel(request.request_id)
                 batch.expired.append(request)
 
-    def _wait_again(self, sequence: InputSequence) -> None:
+    def _requeue(self, sequence: InputSequence) -> None:
         """Moves a running sequence back to the queue, to run in chunks."""
         self._release(sequence, Status.WAITING)
         sequence.is_long = True
-        self.waiting.add_again(sequence)
+        self.waiting.requeue(sequence)
 
     def _release(self, sequence: InputSequence, status: Status, *, uncache: bool = False) -> None:
         """Ends a sequence, or prepares a running one to wait again. Frees its memory."""

@@ -174,11 +174,11 @@ class ForwardBudget:
 
     num_tokens: int
     num_seqs: int
-    is_unused: bool = True
+    is_empty: bool = True
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits. The first one may exceed the tokens."""
-        return self.num_seqs > 0 and (num_tokens <= self.num_tokens or self.is_unused)
+        return self.num_seqs > 0 and (num_tokens <= self.num_tokens or self.is_empty)
 
     def add(self, num_tokens: int) -> bool:
         """Adds a sequence if it fits. Returns whether it was added."""
@@ -186,7 +186,7 @@ class ForwardBudget:
             return False
         self.num_tokens -= num_tokens
         self.num_seqs -= 1
-        self.is_unused = False
+        self.is_empty = False
         return True
 
 

@@ -152,9 +152,9 @@ class SequencePool:
     def usage(self) -> float:
         """Share of allocated blocks or slots, whichever is higher, 0 to 1."""
         kv, ssm = self.kv, self.ssm
-        num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
+        num_evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
         return max(
-            0.0 if kv is None else (kv.num_used - num_parked) / kv.num_blocks,
+            0.0 if kv is None else (kv.num_used - num_evictable) / kv.num_blocks,
             0.0 if ssm is None else ssm.num_used / ssm.num_slots,
         )
 
@@ -172,11 +172,11 @@ class SequencePool:
             return False
         if kv is None:
             return ssm is not None
-        num_parked = 0 if self.prefixes is None else self.prefixes.num_parked
+        num_evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
         # A block becomes free or can be evicted if only `after` and the prefix cache have references to it.
         counts = Counter(block for each in after for block in (*each.block_ids, *each.cached_duplicates.values()))
         num_freed = sum(count == kv.ref_count(block) - self._is_cached(block) for block, count in counts.items())
-        return kv.num_blocks_for(num_tokens) <= kv.num_free + num_parked + num_freed
+        return kv.num_blocks_for(num_tokens) <= kv.num_free + num_evictable + num_freed
 
     def allocate(
         self, owner: Hashable, num_tokens: int, keys: Sequence[bytes] = (), readable_tokens: int = 0
@@ -210,7 +210,7 @@ class SequencePool:
             cached = [] if prefixes is None else prefixes.find(keys[: readable_tokens // kv.block_size])
             num_new = kv.num_blocks_for(num_tokens) - len(cached)
             if prefixes is not None:
-                num_evictable = prefixes.num_parked - sum(map(prefixes.is_parked, cached))
+                num_evictable = prefixes.num_evictable - sum(map(prefixes.is_evictable, cached))
                 if num_new > kv.num_free + num_evictable:
                     return None
                 for block in cached:

@@ -62,9 +62,9 @@ class ChatRenderer:
             )
         if not conversation:
             raise InvalidRequestError("messages is empty; give at least one message.", param="messages")
-        messages = [self._shaped(message) for message in conversation]
+        messages = [self._adapt_content(message) for message in conversation]
         if options.continue_final_message:
-            return self._continued(messages, options)
+            return self._render_continued(messages, options)
         return self._run(messages, options)
 
     def _run(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -83,7 +83,7 @@ class ChatRenderer:
         except Exception as error:
             raise _rejected(f"{type(error).__name__}: {error}") from error
 
-    def _continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+    def _render_continued(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
         """Returns the chat up to the end of the text of its last message."""
         content = messages[-1].get("content") or ""
         parts = content if isinstance(content, list) else [{"text": content}]
@@ -99,7 +99,7 @@ class ChatRenderer:
             )
         return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
-    def _shaped(self, message: Message) -> dict[str, Any]:
+    def _adapt_content(self, message: Message) -> dict[str, Any]:
         """Converts the content of a message to the template's format: a text or a list of typed parts."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
@@ -111,14 +111,14 @@ class ChatRenderer:
     @cached_property
     def _reads_parts(self) -> bool:
         """Whether the template iterates over the parts of a content. Other templates print the list itself."""
-        return self._shows([{"type": "text", "text": _PROBE}])
+        return self._renders([{"type": "text", "text": _PROBE}])
 
     @cached_property
     def _reads_texts(self) -> bool:
         """Whether the template accepts a text as content. Some accept lists of parts only."""
-        return self._shows(_PROBE * 2)
+        return self._renders(_PROBE * 2)
 
-    def _shows(self, content: Any) -> bool:
+    def _renders(self, content: Any) -> bool:
         try:
             rendered = self._run([{"role": "user", "content": content}], ChatOptions())
         except InvalidRequestError:

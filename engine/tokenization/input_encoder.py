@@ -18,7 +18,7 @@ from ..protocol.request import RequestOptions, Text, TokenizedInput
 from ..protocol.tasks import PoolingTask
 from .late_chunking import JoinedText, LateChunking, verify_late_chunking
 from .long_text import LongText, Passages, Windows
-from .model_tokenizer import Truncation, bounded
+from .model_tokenizer import Truncation, cut_chars
 from .tokenizer import TokenizerPool
 
 _SPARE_TOKENS: Final = 4
@@ -55,7 +55,7 @@ class InputEncoder:
         self, inputs: Sequence[Text], params: PoolingParams, options: RequestOptions, *, param: str | None = "input"
     ) -> list[TokenizedInput]:
         """Returns each input as one sequence. Short multi-vector queries are padded with the expansion token."""
-        self._check_given(inputs)
+        self._check_inputs(inputs)
         tokenized = await self._tokenizer.encode(
             inputs,
             self._truncation(params, param=param),
@@ -90,7 +90,7 @@ class InputEncoder:
         param: str | None,
     ) -> list[TokenizedInput]:
         """Returns each pair, such as a query and a document, as one sequence."""
-        self._check_given(pairs)
+        self._check_inputs(pairs)
         truncation = self._truncation(params, param=param)
         tokenized = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
         return self._replace_empty(tokenized)
@@ -104,37 +104,35 @@ class InputEncoder:
             RequestTooLongError: A document does not fit into its passages and must not be truncated.
         """
         truncation = replace(self._truncation(params, param=None), cut=True)
-        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
-            without_document = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
-        else:
-            pairs = [(query, "a") for query in queries]
-            without_document = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
-        sizes = [truncation.max_num_tokens - len(tokens) for tokens in without_document]
+        sizes = await self._passage_sizes(queries, params, options, truncation)
+        sizes = sizes if len(sizes) > 1 else sizes * len(documents)
         num_chars = replace(truncation, max_num_tokens=options.max_passages * truncation.max_num_tokens).max_chars
-        read = [bounded(document, num_chars, keeps_end=False) for document in documents]
+        read = [cut_chars(document, num_chars, keeps_end=False) for document in documents]
         details = await self._tokenizer.token_details(read, add_special_tokens=False)
         offsets = [detail.offsets for detail in details]
-        sizes = sizes if len(sizes) > 1 else sizes * len(documents)
         spare = _SPARE_TOKENS if params.reject_too_long else 0
         passages = Passages.of(read, offsets, sizes, options.max_passages, spare=spare)
         unread = next((i for i, document in enumerate(documents) if read[i] is not document), None)
         too_long = passages.cut_document if passages.cut_document is not None else unread
         if params.reject_too_long and too_long is not None:
-            num_tokens, size = len(offsets[too_long]), sizes[too_long]
-            at_least = "" if read[too_long] is documents[too_long] else "at least "
-            raise RequestTooLongError(
-                "{found}. Please allow more pieces, or set {cut_to_fit} to cut it.",
-                found=f"Document {too_long} has {at_least}{num_tokens} tokens, which do not fit into "
-                f"{options.max_passages} pieces of up to {size - spare}",
-                cut_to_fit=CUT_TO_FIT,
-                num_tokens=num_tokens,
-                max_num_tokens=options.max_passages * (size - spare),
-                param=None,
-            )
+            is_read = read[too_long] is documents[too_long]
+            num_tokens, size = len(offsets[too_long]), sizes[too_long] - spare
+            raise _document_too_long(too_long, num_tokens, size, options.max_passages, is_read=is_read)
         return passages
 
+    async def _passage_sizes(
+        self, queries: Sequence[str], params: PoolingParams, options: RequestOptions, truncation: Truncation
+    ) -> list[int]:
+        """Returns the tokens left for a passage beside each query or, for embedding tasks, beside the prompt."""
+        if params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
+            without_document = await self._tokenizer.encode(["a"], truncation, prompt=self._prompt(options))
+        else:
+            pairs = [(query, "a") for query in queries]
+            without_document = await self._tokenizer.encode_pairs(pairs, truncation, instruction=options.instruction)
+        return [truncation.max_num_tokens - len(tokens) for tokens in without_document]
+
     def late_chunking(self, params: PoolingParams) -> LateChunking:
-        """Returns how inputs are joined. Raises InvalidRequestError if the model does not support it."""
+        """Returns the settings to join inputs. Raises InvalidRequestError if the model does not support it."""
         verify_late_chunking(self._info)
         special = self._tokenizer.special_tokens
         if special is None:
@@ -150,13 +148,13 @@ class InputEncoder:
 
     async def join(self, late: LateChunking, inputs: Sequence[Text], options: RequestOptions) -> JoinedText:
         """Returns all inputs as one sequence; see LateChunking.join."""
-        self._check_given(inputs)
+        self._check_inputs(inputs)
         prompt = self._prompt(options) if isinstance(inputs[0], str) else ""
         parts, is_whole = await self._tokenizer.encode_parts(inputs, late.truncation, prompt=prompt)
         prompt_ids = await self._prompt_ids(prompt)
         return late.join(parts, [isinstance(i, str) for i in inputs], prompt_ids, is_whole=is_whole)
 
-    def _check_given(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
+    def _check_inputs(self, inputs: Sequence[Text | tuple[str, str]]) -> None:
         """Raises InvalidRequestError if there is no input, or an input is empty or a media file."""
         if not inputs:
             raise InvalidRequestError("Give at least one input.", param="input")
@@ -229,6 +227,22 @@ class InputEncoder:
             is_fixed = params.is_query and recipe.expansion is not None and recipe.expansion.is_fixed
             cut = cut or (is_fixed and not params.reject_too_long)
         return Truncation(max_num_tokens=limit, cut=cut, side=params.truncation_side, param=param, name=name)
+
+
+def _document_too_long(
+    index: int, num_tokens: int, passage_size: int, max_passages: int, *, is_read: bool
+) -> RequestTooLongError:
+    """Returns the error of a document that does not fit into its passages. `is_read`: all of it was tokenized."""
+    at_least = "" if is_read else "at least "
+    return RequestTooLongError(
+        "{found}. Please allow more passages, or set {cut_to_fit} to cut it.",
+        found=f"Document {index} has {at_least}{num_tokens} tokens, which do not fit into {max_passages} passages of "
+        f"up to {passage_size}",
+        cut_to_fit=CUT_TO_FIT,
+        num_tokens=num_tokens,
+        max_num_tokens=max_passages * passage_size,
+        param=None,
+    )
 
 
 def instructed_prompt(info: ModelInfo, names: Iterable[str], instruction: str) -> str:

@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 LONG_JOB: Final = 20_000
 """Characters. A longer job gets its own worker, so that short jobs do not wait for it."""
-_AT_ONCE: Final = 2_000
+_INLINE_CHARS: Final = 2_000
 """Characters to tokenize per iteration of the event loop without a thread, in at most 0.5 ms."""
-_CHARS_PER_TEXT: Final = 50
+_TEXT_COST_CHARS: Final = 50
 """Cost of a text in addition to its characters."""
-_MIN_SHARE: Final = 8
+_MIN_JOBS_PER_WORKER: Final = 8
 """Jobs. Fewer than this are not split between workers."""
 _Result = tuple[asyncio.Future[Any], Any, BaseException | None]
-_RATE_MEMORY: Final = 0.8
+_OLD_RATE_WEIGHT: Final = 0.8
 """Share of the old value in the running mean of the drain rate."""
-_LEAST_MEASURED: Final = 100_000
+_MIN_MEASURED_CHARS: Final = 100_000
 """Minimum of waiting and running characters for a measurement of the drain rate."""
 
 
@@ -76,7 +76,7 @@ class TokenizerJobs:
         self._num_workers = num_workers
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._is_closed = False
-        self._left_at_once = _AT_ONCE  # of this iteration of the event loop
+        self._inline_budget = _INLINE_CHARS  # of this iteration of the event loop
         self._waiting: list[_Job] = []
         self._awaited: set[asyncio.Future[Any]] = set()
 
@@ -104,7 +104,7 @@ class TokenizerJobs:
             )
         began_s = time.perf_counter()
         try:
-            if num_texts is not None and self._spend(num_chars + _CHARS_PER_TEXT * num_texts):
+            if num_texts is not None and self._take_inline_budget(num_chars + _TEXT_COST_CHARS * num_texts):
                 try:
                     return work(_never_cancelled)
                 except (Exception, KeyboardInterrupt, SystemExit):
@@ -136,22 +136,22 @@ class TokenizerJobs:
 
     def _measure(self, num_chars: int, seconds: float) -> None:
         """Updates the drain rate with the characters in the queue at a request's arrival, and its total time."""
-        if num_chars >= _LEAST_MEASURED:
+        if num_chars >= _MIN_MEASURED_CHARS:
             rate = num_chars / max(seconds, 1e-6)
             old_rate = self._chars_per_s or rate
-            self._chars_per_s = _RATE_MEMORY * old_rate + (1 - _RATE_MEMORY) * rate
+            self._chars_per_s = _OLD_RATE_WEIGHT * old_rate + (1 - _OLD_RATE_WEIGHT) * rate
 
-    def _spend(self, cost: int) -> bool:
+    def _take_inline_budget(self, cost: int) -> bool:
         """Spends `cost` of the budget of this iteration of the event loop. Returns False if too little is left."""
-        if cost > self._left_at_once:
+        if cost > self._inline_budget:
             return False
-        if self._left_at_once == _AT_ONCE:
-            asyncio.get_running_loop().call_soon(self._renew)
-        self._left_at_once -= cost
+        if self._inline_budget == _INLINE_CHARS:
+            asyncio.get_running_loop().call_soon(self._reset_inline_budget)
+        self._inline_budget -= cost
         return True
 
-    def _renew(self) -> None:
-        self._left_at_once = _AT_ONCE
+    def _reset_inline_budget(self) -> None:
+        self._inline_budget = _INLINE_CHARS
 
     async def _run_in_thread(self, work: Callable[[IsCancelled], T], num_chars: int) -> T:
         loop = asyncio.get_running_loop()
@@ -172,7 +172,7 @@ class TokenizerJobs:
         if self._is_closed:
             return
         short = [job for job in waiting if job.num_chars <= LONG_JOB]
-        share = max(-(-len(short) // self._num_workers), _MIN_SHARE)
+        share = max(-(-len(short) // self._num_workers), _MIN_JOBS_PER_WORKER)
         for start in range(0, len(short), share):
             self._submit(short[start : start + share], loop)
         for job in waiting:

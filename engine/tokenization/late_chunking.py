@@ -98,7 +98,7 @@ class LateChunking:
         first, end = 0, int(bounds[-1])
         if num_tokens > self.truncation.max_num_tokens:
             at_least = "" if is_whole else "at least "
-            self.truncation.reject_found_unless_cut(
+            self.truncation.reject_unless_truncated(
                 f"the inputs have {at_least}{num_tokens} tokens together, and late_chunking runs them as one text",
                 num_tokens,
                 "Please send fewer or shorter inputs, or set {cut_to_fit} to cut the text.",

@@ -134,9 +134,9 @@ class LongText:
             if len(tokens) <= self.size:
                 parts, shares = [tokens], np.ones(1, np.float32)
             elif is_string and self.mode is ChunkedProcessingMode.WINDOWS:
-                parts, shares = self._framed(tokens, prompt_ids)
+                parts, shares = self._split_text(tokens, prompt_ids)
             else:
-                parts, shares = self._unframed(tokens)
+                parts, shares = self._split_ids(tokens)
             sequences += parts
             counts.append(len(parts))
             weights.append(shares)
@@ -144,7 +144,7 @@ class LongText:
         num_tokens = [len(tokens) for tokens in inputs]
         return Windows(sequences, num_tokens, np.array(counts, np.intp), np.concatenate(weights), renormalizes)
 
-    def _framed(
+    def _split_text(
         self, tokens: TokenizedInput, prompt_ids: Sequence[int]
     ) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
         """Splits a text into windows with special tokens and prompt. Returns windows and weights."""
@@ -169,7 +169,7 @@ class LongText:
             skip = len(head) if num_prompt and skip else 0
         return windows, _shares(spans, self.overlap)
 
-    def _unframed(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
+    def _split_ids(self, tokens: TokenizedInput) -> tuple[list[TokenizedInput], NDArray[np.float32]]:
         """Splits token ids into windows. Returns windows and weights."""
         spans = _spans(len(tokens), self.size, self.overlap)
         windows = [

@@ -89,7 +89,7 @@ class Truncation:
         """Most characters to tokenize of each text of a pair that may be truncated."""
         return min(max(_MANY_CHARS_PER_TOKEN * self.max_num_tokens, _FIRST_CHARS), _MOST_CHARS)
 
-    def reject_unless_cut(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
+    def reject_length_unless_truncated(self, num_tokens: int, index: int, *, is_whole: bool = True) -> None:
         """Raises RequestTooLongError for an input above the limit, unless it may be truncated.
 
         Args:
@@ -98,15 +98,15 @@ class Truncation:
             is_whole: Whether the whole input was tokenized. Otherwise it has more tokens.
         """
         at_least = "" if is_whole else "at least "
-        self.reject_found_unless_cut(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
+        self.reject_unless_truncated(f"input {index} has {at_least}{num_tokens} tokens", num_tokens)
 
-    def reject_unread_unless_cut(self, num_chars: int, num_tokens: int, index: int) -> None:
+    def reject_unread_unless_truncated(self, num_chars: int, num_tokens: int, index: int) -> None:
         """Raises RequestTooLongError for an input that was only partly tokenized, unless it may be truncated."""
-        self.reject_found_unless_cut(
+        self.reject_unless_truncated(
             f"input {index} has {num_chars} characters, of which {self.max_chars} would be read", num_tokens
         )
 
-    def reject_found_unless_cut(
+    def reject_unless_truncated(
         self,
         found: str,
         num_tokens: int,
@@ -123,7 +123,7 @@ class Truncation:
                 param=self.param,
             )
 
-    def no_room(self, reason: str) -> InvalidRequestError:
+    def no_space_error(self, reason: str) -> InvalidRequestError:
         """Returns the error for a limit that leaves no tokens for text. `reason` ends with the cause."""
         return InvalidRequestError(
             "The limit is {limit} tokens, but {reason}; allow more with {truncate_prompt_tokens} or --max-model-len.",
@@ -192,12 +192,12 @@ class ModelTokenizer:
         """Whether truncation removes the beginning of a text."""
         return self.side(truncation) == "left"
 
-    def bounded(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
+    def cut_chars(self, texts: Sequence[str], truncation: Truncation, num_chars: int) -> list[str]:
         """Cuts texts to `num_chars` characters, on the side of the truncation."""
         keeps_end = self.cuts_left(truncation)
-        return [bounded(text, num_chars, keeps_end=keeps_end) for text in texts]
+        return [cut_chars(text, num_chars, keeps_end=keeps_end) for text in texts]
 
-    def room(self, truncation: Truncation, *, is_pair: bool = False) -> int:
+    def max_text_tokens(self, truncation: Truncation, *, is_pair: bool = False) -> int:
         """Returns the number of text tokens that fit beside the special tokens.
 
         Raises:
@@ -205,7 +205,7 @@ class ModelTokenizer:
         """
         num_special = self.backend.num_special_tokens_to_add(is_pair=is_pair)
         if truncation.max_num_tokens < num_special:
-            raise truncation.no_room(f"the model adds {num_special} special tokens")
+            raise truncation.no_space_error(f"the model adds {num_special} special tokens")
         return truncation.max_num_tokens - num_special
 
     def text_ids(self, ids: list[int]) -> NDArray[np.int32]:
@@ -224,7 +224,7 @@ class ModelTokenizer:
             )
         return np.array(ids, np.int32)
 
-    def given_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
+    def checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Returns the token ids of a request as an array.
 
         Raises:
@@ -258,14 +258,14 @@ class ModelTokenizer:
         for first, last in portions(num_chars, is_cancelled):
             part = inputs[first:last]
             texts = self.cased([prompt + item for item in part if isinstance(item, str)])
-            bounded = self.bounded(texts, truncation, first_chars)
+            bounded = self.cut_chars(texts, truncation, first_chars)
             encoded = self.backend.encode_batch_fast(bounded, add_special_tokens=specials)
             encodings = iter(zip(texts, bounded, encoded, strict=True))
             for index, item in enumerate(part, first):
                 if isinstance(item, str):
-                    tokenized.append(self._fit_text(*next(encodings), truncation, skip, specials, index))
+                    tokenized.append(self._truncate_text(*next(encodings), truncation, skip, specials, index))
                 else:
-                    ids = self._fit_ids(self.given_ids(item), truncation, index)
+                    ids = self._truncate_ids(self.checked_ids(item), truncation, index)
                     tokenized.append(TokenizedInput(ids))
         return tokenized
 
@@ -275,7 +275,7 @@ class ModelTokenizer:
         """Returns the ids of each part of one text, and whether they are complete; see TokenizerPool.encode_parts."""
         texts = [prompt * (i == 0) + item for i, item in enumerate(inputs) if isinstance(item, str)]
         texts = self.cased(texts)
-        bounded = self.bounded(texts, truncation, truncation.first_chars)
+        bounded = self.cut_chars(texts, truncation, truncation.first_chars)
         encodings: list[Encoding] = []
         is_whole = True
         for first, last in portions([len(text) for text in bounded], is_cancelled):
@@ -285,14 +285,14 @@ class ModelTokenizer:
                 if read is not texts[i]:
                     is_whole = False
                     if len(encoding) <= truncation.max_num_tokens:
-                        truncation.reject_unread_unless_cut(len(texts[i]), len(encoding), i)
+                        truncation.reject_unread_unless_truncated(len(texts[i]), len(encoding), i)
                 encodings.append(encoding)
         of_texts = iter(encodings)
         return [
-            self.text_ids(next(of_texts).ids) if isinstance(i, str) else self.given_ids(i) for i in inputs
+            self.text_ids(next(of_texts).ids) if isinstance(i, str) else self.checked_ids(i) for i in inputs
         ], is_whole
 
-    def _fit_text(
+    def _truncate_text(
         self,
         text: str,
         bounded: str,
@@ -307,14 +307,14 @@ class ModelTokenizer:
         bounded, encoding = self._encode_more(text, bounded, encoding, truncation, specials=specials)
         if len(encoding) <= limit:
             if bounded is not text:
-                truncation.reject_unread_unless_cut(len(text), len(encoding), index)
+                truncation.reject_unread_unless_truncated(len(text), len(encoding), index)
             ids = self.text_ids(encoding.ids)
             return TokenizedInput(ids, num_prompt_tokens=max(min(skip, len(encoding) - 1), 0))
-        truncation.reject_unless_cut(len(encoding), index, is_whole=bounded is text)
-        room = self.room(truncation) if specials else limit
+        truncation.reject_length_unless_truncated(len(encoding), index, is_whole=bounded is text)
+        max_text = self.max_text_tokens(truncation) if specials else limit
         (bare,) = self.backend.encode_batch([bounded], add_special_tokens=False)
-        num_cut = len(bare) - room
-        bare.truncate(room, direction=self.side(truncation))
+        num_cut = len(bare) - max_text
+        bare.truncate(max_text, direction=self.side(truncation))
         cut_ids = self.backend.post_process(bare).ids if specials else bare.ids
         if skip and self.cuts_left(truncation):
             skip = max(skip - num_cut, 0) if bounded is text else 0
@@ -337,15 +337,15 @@ class ModelTokenizer:
             and num_chars < truncation.max_chars
         ):
             num_chars = min(2 * num_chars, truncation.max_chars)
-            (bounded,) = self.bounded([text], truncation, num_chars)
+            (bounded,) = self.cut_chars([text], truncation, num_chars)
             (encoding,) = self.backend.encode_batch_fast([bounded], add_special_tokens=specials)
         return bounded, encoding
 
-    def _fit_ids(self, ids: NDArray[np.int32], truncation: Truncation, index: int) -> NDArray[np.int32]:
+    def _truncate_ids(self, ids: NDArray[np.int32], truncation: Truncation, index: int) -> NDArray[np.int32]:
         limit = truncation.max_num_tokens
         if len(ids) <= limit:
             return ids
-        truncation.reject_unless_cut(len(ids), index)
+        truncation.reject_length_unless_truncated(len(ids), index)
         return ids[-limit:] if self.cuts_left(truncation) else ids[:limit]
 
     def _count_prefix(self, prompt: str, specials: bool) -> int:
@@ -359,7 +359,7 @@ class ModelTokenizer:
         return len(encoding) - trailing
 
 
-def bounded(text: str, num_chars: int, *, keeps_end: bool) -> str:
+def cut_chars(text: str, num_chars: int, *, keeps_end: bool) -> str:
     """Returns at most `num_chars` characters from the end or beginning of a text, cut between words if possible."""
     if len(text) <= num_chars:
         return text

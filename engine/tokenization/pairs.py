@@ -54,7 +54,7 @@ class PairEncoder:
             else:
                 encodings = self._tokenizer.backend.encode_batch_fast(part)
                 joined = enumerate(zip(part, encodings, strict=True), first)
-                tokenized += [self._fit_joined(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
+                tokenized += [self._truncate_pair(pair, encoding, truncation, i) for i, (pair, encoding) in joined]
         return tokenized
 
     def _bounded(self, pairs: Sequence[Pair], truncation: Truncation) -> list[Pair]:
@@ -63,8 +63,8 @@ class PairEncoder:
         for i, pair in enumerate(pairs):
             longest = max(map(len, pair))
             if longest > num_chars:
-                truncation.reject_unread_unless_cut(longest, 0, i)
-        sides = (self._tokenizer.bounded(side, truncation, num_chars) for side in zip(*pairs, strict=True))
+                truncation.reject_unread_unless_truncated(longest, 0, i)
+        sides = (self._tokenizer.cut_chars(side, truncation, num_chars) for side in zip(*pairs, strict=True))
         return list(zip(*map(self._tokenizer.cased, sides), strict=True))
 
     def _encode_with_template(
@@ -80,22 +80,22 @@ class PairEncoder:
         tokenized = []
         for i, ids in enumerate(encoder.encode(pairs, instruction)):
             if len(ids) > limit:
-                truncation.reject_unless_cut(len(ids), first + i)
+                truncation.reject_length_unless_truncated(len(ids), first + i)
                 cut = encoder.cut(pairs[i], instruction, limit, left=left)
                 if cut is None:
-                    raise _no_room(encoder, instruction, truncation)
+                    raise _no_space_error(encoder, instruction, truncation)
                 ids = cut
             tokenized.append(TokenizedInput(self._tokenizer.text_ids(ids)))
         return tokenized
 
-    def _fit_joined(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
+    def _truncate_pair(self, pair: Pair, encoding: Encoding, truncation: Truncation, index: int) -> TokenizedInput:
         """Truncates a joined pair to the limit and finds the beginning of its second text."""
         if len(encoding) > truncation.max_num_tokens:
-            truncation.reject_unless_cut(len(encoding), index)
+            truncation.reject_length_unless_truncated(len(encoding), index)
             backend, side = self._tokenizer.backend, self._tokenizer.side(truncation)
             first, second = backend.encode_batch(list(pair), add_special_tokens=False)
-            room = self._tokenizer.room(truncation, is_pair=True)
-            keep_first, keep_second = _longest_first(len(first), len(second), room)
+            max_text = self._tokenizer.max_text_tokens(truncation, is_pair=True)
+            keep_first, keep_second = _longest_first(len(first), len(second), max_text)
             first.truncate(keep_first, direction=side)
             second.truncate(keep_second, direction=side)
             encoding = backend.post_process(first, second)
@@ -103,7 +103,9 @@ class PairEncoder:
         return TokenizedInput(self._tokenizer.text_ids(encoding.ids), boundary)
 
 
-def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation) -> InvalidRequestError:
+def _no_space_error(
+    encoder: ScoreTemplateEncoder, instruction: str | None, truncation: Truncation
+) -> InvalidRequestError:
     """Returns the error for a prompt that leaves no tokens for query and document."""
     limit = truncation.max_num_tokens
     if instruction and encoder.cut(("a", "a"), None, limit, left=False) is not None:
@@ -112,7 +114,7 @@ def _no_room(encoder: ScoreTemplateEncoder, instruction: str | None, truncation:
             f"have {limit} tokens together. Please shorten the instruction.",
             param="instruction",
         )
-    return truncation.no_room("the prompt leaves no room for a query and a document")
+    return truncation.no_space_error("the prompt leaves no room for a query and a document")
 
 
 def _longest_first(first: int, second: int, num_tokens: int) -> tuple[int, int]:

@@ -175,7 +175,7 @@ class TokenizerPool:
         """Returns the ids of each text, not truncated; see `token_details`."""
         return await self._jobs.run(
             lambda is_cancelled: [
-                encoding.ids for encoding in self._uncut(texts, add_special_tokens, is_cancelled, on_count)
+                encoding.ids for encoding in self._encode_whole(texts, add_special_tokens, is_cancelled, on_count)
             ],
             sum(map(len, texts)),
         )
@@ -194,7 +194,7 @@ class TokenizerPool:
         def work(is_cancelled: IsCancelled) -> list[TokenizedText]:
             return [
                 TokenizedText(e.ids, e.tokens, e.offsets, [mask == 1 for mask in e.special_tokens_mask])
-                for e in self._uncut(texts, add_special_tokens, is_cancelled, on_count)
+                for e in self._encode_whole(texts, add_special_tokens, is_cancelled, on_count)
             ]
 
         return await self._jobs.run(work, sum(map(len, texts)))
@@ -205,7 +205,7 @@ class TokenizerPool:
         def work(is_cancelled: IsCancelled) -> list[str]:
             texts: list[str] = []
             for first, last in portions([len(ids) for ids in batches], is_cancelled):
-                checked = [self._tokenizer.given_ids(ids).tolist() for ids in batches[first:last]]
+                checked = [self._tokenizer.checked_ids(ids).tolist() for ids in batches[first:last]]
                 # `decode` holds the GIL for seconds if a list is long; `decode_batch` does not.
                 texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
             return texts
@@ -234,7 +234,7 @@ class TokenizerPool:
             self._chat_renderer = ChatRenderer(self._chat_template)
         return self._chat_renderer
 
-    def _uncut(
+    def _encode_whole(
         self, texts: Sequence[str], specials: bool, is_cancelled: IsCancelled, on_count: OnCount | None
     ) -> Iterator[Encoding]:
         """Encodes texts without truncation, in a worker thread."""
@@ -242,14 +242,14 @@ class TokenizerPool:
         for first, last in portions([len(text) for text in texts], is_cancelled):
             cased = self._tokenizer.cased(texts[first:last])
             if on_count is not None and len(cased[0]) > _PROBE_CHARS:
-                self._probe(cased[0], num_tokens, on_count, is_cancelled)
+                self._count_long_text(cased[0], num_tokens, on_count, is_cancelled)
             encodings = self._tokenizer.backend.encode_batch(cased, add_special_tokens=specials)
             num_tokens += sum(map(len, encodings))
             if on_count is not None:
                 on_count(num_tokens)
             yield from encodings
 
-    def _probe(self, text: str, num_tokens: int, on_count: OnCount, is_cancelled: IsCancelled) -> None:
+    def _count_long_text(self, text: str, num_tokens: int, on_count: OnCount, is_cancelled: IsCancelled) -> None:
         """Counts the tokens of a long text in parts, because millions of tokens at once would need a gigabyte."""
         for start in range(0, len(text), _PROBE_CHARS):
             check_cancelled(is_cancelled)

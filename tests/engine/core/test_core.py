@@ -125,7 +125,7 @@ def test_one_message_submits_and_cancels() -> None:
     driver = CoreDriver(FakeRunner())
     driver.submit(1, 3)
     driver.send(SubmitRequest(2, PARAMS, [SEVENS]), SubmitRequest(3, PARAMS, [SEVENS]), cancels=[1, 2])
-    assert not driver.core._has_released  # without a pool no memory was freed
+    assert not driver.core._has_freed_memory  # without a pool no memory was freed
     driver.run_all()
     assert driver.results == {3: {0: [14.0]}}
 
@@ -244,9 +244,9 @@ def test_memory_of_a_cancelled_request_is_reported_at_once() -> None:
     assert driver.cache_use.usage == 0.0
     assert driver.steps[-1].num_tokens == 0
     assert driver.runner.batches == [[(1, 0, 0, 16)]]
-    assert not driver.core._has_released
+    assert not driver.core._has_freed_memory
     driver.cancel(1)
-    assert not driver.core._has_released
+    assert not driver.core._has_freed_memory
 
 
 def test_free_memory_is_read_only_for_chunks() -> None:

@@ -75,7 +75,7 @@ def test_default_chunk_is_a_batch_and_adapts() -> None:
 def test_smallest_chunk_fits_into_the_smallest_budget(budget: int, least: int) -> None:
     scheduler, _ = make(pool(1000), budget=budget)
     assert scheduler.prefill.config.min_chunk_size == least
-    scheduler.shrink(1)
+    scheduler.lower_budget(1)
     assert scheduler.token_budget >= least
 
 

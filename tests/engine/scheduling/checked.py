@@ -131,8 +131,8 @@ class CheckedScheduler:
         assert number not in self.scheduler.requests
         self.check()
 
-    def shrink(self, num_tokens: int) -> None:
-        self.scheduler.shrink(num_tokens)
+    def lower_budget(self, num_tokens: int) -> None:
+        self.scheduler.lower_budget(num_tokens)
         self.check()
 
     def clear_prefixes(self) -> None:

@@ -79,7 +79,7 @@ def test_sequence_that_runs_again_waits_only_once(num_seqs: int) -> None:
         queue.remove(sequence)
     for sequence in window:
         sequence.is_long = True
-        queue.add_again(sequence)
+        queue.requeue(sequence)
     assert [sequence.sequence_id for sequence in queue.window(10**9, 10**9)] == [(1, 0)]
     assert queue.window(10**9, 10**9, is_long=True) == window
 

@@ -46,10 +46,10 @@ def test_invalid_calls_of_the_prefix_cache_are_rejected() -> None:
     assert pool.ref_count(block) == 2
     with pytest.raises(InvalidSlot, match="under another key"):
         cache.register(b"l", block)
-    with pytest.raises(ValueError, match="1 blocks cannot be evicted: 0 are parked"):
+    with pytest.raises(ValueError, match="1 blocks cannot be evicted: 0 are evictable"):
         cache.evict(1)
     cache.release(block)
-    assert cache.is_parked(block)
+    assert cache.is_evictable(block)
     cache.evict(1)
     assert (pool.num_free, cache.num_cached) == (2, 0)
 
@@ -96,7 +96,7 @@ def test_longest_prefix_without_a_gap_is_found(history: list[tuple[str, str | in
             assert sequence_pool.find(keys_of_blocks(text), 99) == len(longest) * BLOCK_SIZE
     for allocation in running:
         sequence_pool.free(allocation)
-    assert (prefixes.num_cached, prefixes.num_parked) == (len(known), len(known))
+    assert (prefixes.num_cached, prefixes.num_evictable) == (len(known), len(known))
     assert sequence_pool.usage == sequence_pool.num_evicted_blocks == 0
     prefixes.evict(len(known))
     assert kv.num_free == kv.num_blocks

@@ -281,7 +281,7 @@ def test_chunk_out_of_memory_runs_again_in_smaller_chunks(num_tokens: int, num_s
         checked.step()
     batch = checked.scheduler.schedule(0.1)
     (failed,) = batch.chunks
-    checked.shrink(4)
+    checked.lower_budget(4)
     assert checked.scheduler.retry(failed, NO_MEMORY)
     checked.scheduler.finish(batch)
     again = spans(checked.run_all(), 0)
@@ -377,7 +377,7 @@ def test_only_uncached_tokens_count_in_the_budget() -> None:
     checked.run_all()
     checked.add(*[16] * 20, last_row=True)  # all but the last block of each is cached
     assert [(chunk.start, chunk.end) for chunk in checked.step().chunks] == [(12, 16)] * 8
-    checked.shrink(14)
+    checked.lower_budget(14)
     assert [(chunk.start, chunk.end) for chunk in checked.step().chunks] == [(12, 16)] * 3
     checked.run_all()
 
@@ -395,7 +395,7 @@ def test_pressure_follows_the_free_memory_of_the_device() -> None:
         pressures.append(checked.scheduler.memory_pressure)
     assert pressures == [0.0, 0.0, 0.0, 0.25, 0.75, 1.0]
     assert sizes == [32, 32, 32, 24, 8, 1]
-    checked.shrink(24)
+    checked.lower_budget(24)
     checked.step(0.0)
     assert checked.scheduler.memory_pressure == 0.25
 
@@ -419,12 +419,12 @@ def test_pool_usage_is_pressure_while_a_sequence_waits() -> None:
 def test_lowered_budget_doubles_after_32_forwards() -> None:
     scheduler = Scheduler(SchedulerConfig(), token_budget=128, max_seq_len=32)
     scheduler.add(make_request(0, [32] * 500))
-    scheduler.shrink(40)
+    scheduler.lower_budget(40)
     budgets = []
     for _ in range(31):
         budgets.append(scheduler.token_budget)
         run(scheduler)
-    scheduler.shrink(100)  # above the budget: only the count of forwards starts again
+    scheduler.lower_budget(100)  # above the budget: only the count of forwards starts again
     for _ in range(70):
         budgets.append(scheduler.token_budget)
         run(scheduler)
@@ -433,11 +433,11 @@ def test_lowered_budget_doubles_after_32_forwards() -> None:
 
 def test_budget_has_a_lower_bound() -> None:
     checked = CheckedScheduler(Setup(budget=128, chunk_size=64))
-    checked.shrink(1)
+    checked.lower_budget(1)
     assert checked.scheduler.token_budget == 4
     whole = make(budget=1)
     assert whole.token_budget == MAX_SEQ_LEN
-    whole.shrink(3)
+    whole.lower_budget(3)
     assert whole.token_budget == MAX_SEQ_LEN
     checked.add(100)
     for _ in range(19):

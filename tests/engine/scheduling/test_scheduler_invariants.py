@@ -76,7 +76,7 @@ steps = call(
 )
 others = st.one_of(
     call("cancel", number=st.integers(0, 20), uncache=st.booleans()),
-    call("shrink", num_tokens=st.integers(1, 40)),
+    call("lower_budget", num_tokens=st.integers(1, 40)),
     call(
         "record",
         chunk_tokens=st.integers(0, 40),

@@ -143,7 +143,7 @@ def test_nothing_is_taken_if_only_the_prefix_fits() -> None:
     start(sequence_pool, "b", "ab")
     assert sequence_pool.prefixes is not None
     assert sequence_pool.allocate("c", 17, keys_of_blocks("xyzw"), 16) is None
-    assert (sequence_pool.prefixes.num_parked, sequence_pool.num_evicted_blocks) == (3, 0)
+    assert (sequence_pool.prefixes.num_evictable, sequence_pool.num_evicted_blocks) == (3, 0)
     assert (sequence_pool.prefix_query_tokens, sequence_pool.prefix_hit_tokens) == (20, 0)
 
 
@@ -155,9 +155,9 @@ def test_equal_block_that_was_first_stays_for_its_children() -> None:
     assert sequence_pool.prefixes is not None
     assert sequence_pool.prefixes.find(keys_of_blocks("xy")) == [first.block_ids[0], second.block_ids[1]]
     sequence_pool.free(first)
-    assert sequence_pool.prefixes.num_parked == 0
+    assert sequence_pool.prefixes.num_evictable == 0
     sequence_pool.free(second)
-    assert (sequence_pool.prefixes.num_parked, sequence_pool.prefixes.num_cached) == (2, 2)
+    assert (sequence_pool.prefixes.num_evictable, sequence_pool.prefixes.num_cached) == (2, 2)
     sequence_pool.prefixes.evict(1)
     assert num_found(sequence_pool, "xy") == 1
     sequence_pool.prefixes.evict(1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from penstock.engine.core.make_scheduler import _limited
+from penstock.engine.core.make_scheduler import _limit_model_len
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
@@ -141,7 +141,7 @@ async def test_queries_of_a_fixed_length_are_cut(
 
 async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> None:
     name = "the size of the server's KV cache, which --kv-cache-memory raises"
-    limited = _limited(INFO, 40, 30)
+    limited = _limit_model_len(INFO, 40, 30)
     assert (INFO.limit_name, limited.limit_name) == (None, name)
     encoder = encoder_of(pool, limited)
     late = encoder.late_chunking(PoolingParams(task=PoolingTask.TOKEN_EMBED))

@@ -118,7 +118,7 @@ async def check_rejections(engine: AsyncEngine, size: int) -> None:
     (alone,) = (await engine.score([QUERY], documents[1:], uncut)).scores
     assert pieces.scores[1] == pytest.approx(alone, abs=1e-6)
     assert sum(pieces.num_tokens) > len(LONG.split())
-    match = f"Document 0 has 209 tokens, which do not fit into 2 pieces of up to {size - 4}"
+    match = f"Document 0 has 209 tokens, which do not fit into 2 passages of up to {size - 4}"
     with pytest.raises(RequestTooLongError, match=match):
         await engine.score([QUERY], documents, uncut, RequestOptions(max_passages=2))
     with pytest.raises(RequestTooLongError, match="maximum context length"):

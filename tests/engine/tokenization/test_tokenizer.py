@@ -20,7 +20,7 @@ from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation, bounded
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation, cut_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
@@ -279,7 +279,7 @@ async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) 
     ],
 )
 def test_bounded_text_ends_at_the_nearest_space(text: str, num_chars: int, keeps_end: bool, expected: str) -> None:
-    assert bounded(text, num_chars, keeps_end=keeps_end) == expected
+    assert cut_chars(text, num_chars, keeps_end=keeps_end) == expected
 
 
 # Templates of decoders, which pool the last token -----------------------------------------------------------------

@@ -18,7 +18,7 @@ import lmdb
 import pytest
 
 from penstock.engine.client.vector_cache import disk
-from penstock.engine.client.vector_cache.disk import DiskError, DiskTier, DiskFullError, SharedTier, seal, unseal
+from penstock.engine.client.vector_cache.disk import DiskError, DiskFullError, DiskTier, SharedTier, seal, unseal
 
 from ....clock import Clock
 from ....waiting import wait_until

@@ -15,8 +15,8 @@ import pytest
 from penstock.engine.client.vector_cache import keys
 from penstock.engine.client.vector_cache.keys import (
     CHANGES_NO_VECTOR,
-    UNKEYED_PARAMS,
     KEY_BYTES,
+    UNKEYED_PARAMS,
     Keys,
     UnknownIdentityError,
     identity_of,
