@@ -61,8 +61,6 @@ def test_names_of_adapters_must_be_a_list(tmp_path: Path) -> None:
     ("places", "expected"),
     [
         (("",), ("adapter_config.json",)),
-        (("lora/",), ("lora",)),
-        (("passage/", "query/"), ("passage", "query")),
         (("adapters/passage/", "adapters/query/"), ("adapters/passage", "adapters/query")),
     ],
 )

@@ -47,7 +47,6 @@ def test_plain_encoder_takes_sentence_transformers_defaults(tmp_path: Path) -> N
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False}, False),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, False),
         ({"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, False),
-        ({"model_type": "unheard-of", "architectures": ["UnheardOfForCausalLM"]}, True),
         ({"is_decoder": True}, True),
         ({"architectures": ["BertForMaskedLM"]}, False),
     ],
@@ -62,12 +61,10 @@ def test_causal_models_pool_the_last_token(tmp_path: Path, change: dict[str, Any
     ("change", "packed"),
     [
         ({}, True),
-        ({"model_type": "xlm-roberta", "pad_token_id": 1}, True),
         ({"is_decoder": True}, False),
         ({"position_embedding_type": "relative_key"}, False),
         ({"model_type": "deberta-v2"}, False),
         ({"model_type": "llama", "is_decoder": True}, True),
-        ({"model_type": "gpt2"}, False),
     ],
 )
 def test_known_families_are_packed(tmp_path: Path, change: dict[str, Any], packed: bool) -> None:
@@ -152,8 +149,7 @@ def classifier(tmp_path: Path, **change: Any) -> ModelInfo:
     ("change", "labels"),
     [
         ({}, ("LABEL_0", "LABEL_1")),
-        ({"num_labels": 3}, ("LABEL_0", "LABEL_1", "LABEL_2")),
-        ({"id2label": {"0": "LABEL_0"}}, ("LABEL_0",)),
+        ({"num_labels": 1}, ("LABEL_0",)),
         (
             {"id2label": {"10": "k", "2": "c", "0": "a"}},
             ("a", "LABEL_1", "c", *(f"LABEL_{i}" for i in range(3, 10)), "k"),
@@ -174,14 +170,12 @@ def test_labels_are_in_column_order(tmp_path: Path, change: dict[str, Any], labe
     [
         ({}, Activation.SOFTMAX, "default of classifiers"),
         ({"problem_type": "multi_label_classification"}, Activation.SIGMOID, "config.json: problem_type"),
-        ({"problem_type": "regression"}, Activation.IDENTITY, "config.json: problem_type"),
         (
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
             Activation.IDENTITY,
             "config.json: sentence_transformers",
         ),
         ({"num_labels": 1}, Activation.SIGMOID, "default of cross-encoders"),
-        ({"num_labels": 1, "problem_type": "regression"}, Activation.IDENTITY, "config.json: problem_type"),
         (
             {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
             Activation.IDENTITY,
@@ -229,7 +223,6 @@ def test_pooler_config_task_leaves_one_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "qwen2"}, PoolingType.LAST),
         ({"model_type": "qwen2", "is_causal": False}, PoolingType.LAST),
         ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "avg"}, PoolingType.MEAN),
         ({"model_type": "llama_bidirec", "is_causal": False, "pooling": "last"}, PoolingType.LAST),
@@ -251,16 +244,9 @@ def test_classifier_pools_the_row_of_its_family(tmp_path: Path, change: dict[str
         ({}, {"model_max_length": 20}, None, 20),
         ({}, {"model_max_length": int(1e30)}, None, 40),
         ({}, {"model_max_length": 20}, {"max_seq_length": 30}, 30),
-        ({}, {"model_max_length": 20}, {"max_seq_length": None}, 20),
         ({}, None, {"max_seq_length": 400}, 40),
         ({}, None, {"max_seq_length": 30, "tokenizer_args": {"model_max_length": 35}}, 35),
         ({"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 42}, None, None, 40),
-        (
-            {"model_type": "mpnet", "pad_token_id": 1, "max_position_embeddings": 42},
-            {"model_max_length": 512},
-            None,
-            40,
-        ),
         ({"model_type": "t5", "max_position_embeddings": None}, {"model_max_length": 128}, None, 128),
         ({"model_type": "xlnet", "max_position_embeddings": -1}, None, None, 512),
     ],
@@ -302,9 +288,7 @@ def test_max_model_len_flag_is_bounded_by_the_positions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scaling", "reach"),
     [
-        ({"type": "dynamic", "factor": 2.0}, 80),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-        ({"rope_type": "yarn", "factor": 1.0}, 40),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
         ({"rope_type": "linear", "factor": 8.0}, 40),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 40}, 40),
     ],
@@ -391,7 +375,6 @@ def test_long_text_mode_comes_from_the_pooler_config(tmp_path: Path) -> None:
         ({"config.json": BERT | {"model_type": None}}, "no model_type"),
         ({"config.json": {"model_type": "bert"}}, "hidden_size None"),
         ({"config.json": None, "modules.json": [TRANSFORMER]}, r"has no config\.json"),
-        ({"modules.json": {}}, "must contain a list of modules"),
         ({"modules.json": [POOLING]}, "needs a Transformer first"),
         ({"modules.json": [TRANSFORMER, CNN]}, r"sentence_transformers\.models\.CNN \(1_CNN\)"),
         ({"modules.json": [TRANSFORMER, DENSE | {"path": "../up"}]}, r"'\.\./up'"),
@@ -427,28 +410,15 @@ def test_unusable_files_are_rejected_with_their_value(tmp_path: Path, files: dic
         resolve(tmp_path)
 
 
-@pytest.mark.parametrize("trust_remote_code", [False, True])
-@pytest.mark.parametrize(
-    "modules",
-    [
-        [TRANSFORMER | {"type": "custom_st.Transformer"}, POOLING],
-        [TRANSFORMER, POOLING | {"type": "my_repo.modeling.Pooling"}],
-        [TRANSFORMER, POOLING, NORMALIZE | {"type": "sentence_transformers_extra.models.Normalize"}],
-        [TRANSFORMER, POOLING, NORMALIZE | {"type": "Normalize"}],
-    ],
-)
-def test_modules_of_other_packages_are_rejected(
-    tmp_path: Path, modules: list[dict[str, Any]], trust_remote_code: bool
-) -> None:
+@pytest.mark.parametrize("foreign", ["custom_st.Normalize", "sentence_transformers_extra.models.Normalize"])
+def test_modules_of_other_packages_are_rejected(tmp_path: Path, foreign: str) -> None:
+    modules = [TRANSFORMER, POOLING, NORMALIZE | {"type": foreign}]
     folder = write(tmp_path, {"config.json": BERT, "modules.json": modules, "1_Pooling/config.json": MEAN})
-    (foreign,) = (m["type"] for m in modules if not m["type"].startswith("sentence_transformers."))
     with pytest.raises(UnsupportedModelError, match=r"modules\.json lists the module " + re.escape(foreign) + ","):
-        resolve(folder, trust_remote_code=trust_remote_code)
+        resolve(folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize(
-    "package", ["sentence_transformers.models", "sentence_transformers.base.models.any", "pylate.models.any"]
-)
+@pytest.mark.parametrize("package", ["sentence_transformers.base.models.any", "pylate.models.any"])
 def test_modules_of_known_packages_are_read(tmp_path: Path, package: str) -> None:
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [{"type": f"{package}.{kind}", "path": f"{i}_{kind}" if i else ""} for i, kind in enumerate(kinds)]
@@ -489,8 +459,6 @@ TEXT_TOWER = {"hidden_size": 32, "vocab_size": 100, "num_attention_heads": 4}
     ("config", "inputs"),
     [
         ({"model_type": "clip", "text_config": TEXT_TOWER, "vision_config": {"image_size": 16}}, "images"),
-        ({"model_type": "siglip", "architectures": ["SiglipModel"], "vision_config": {}}, "images"),
-        ({"model_type": "clap", "text_config": TEXT_TOWER, "audio_config": {}}, "audio"),
         ({"model_type": "flava", "image_config": {}, "audio_config": {}}, "audio and images"),
         ({"model_type": "vit", "hidden_size": 32, "image_size": 16, "patch_size": 8, "num_channels": 3}, "images"),
         ({"model_type": "ast", "hidden_size": 32, "num_mel_bins": 8, "max_source_positions": 30}, "audio"),
@@ -537,16 +505,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "normalize"), [*((mode, True) for mode in MODES), (("lasttoken", "max", "weightedmean"), False)]
-)
+@pytest.mark.parametrize(("modes", "normalize"), [(tuple(MODES), True), (("mean_sqrt_len_tokens",), False)])
 def test_saved_sentence_transformer_is_read(
-    tiny_bert: Path, tmp_path: Path, mode: str | tuple[str, ...], normalize: bool
+    tiny_bert: Path, tmp_path: Path, modes: tuple[str, ...], normalize: bool
 ) -> None:
-    modes = (mode,) if isinstance(mode, str) else mode
     modules = [
         Transformer(str(tiny_bert), max_seq_length=20),
-        Pooling(32, mode, include_prompt=normalize),
+        Pooling(32, modes, include_prompt=normalize),
         Dropout(0.1),
         Dense(32 * len(modes), 24, activation_function=torch.nn.GELU()),
         Dense(24, 12, bias=False, activation_function=torch.nn.Identity()),

@@ -117,11 +117,8 @@ CONTINUED = {"continue_final_message": True}
                 ("{% if %}", "Expected an expression"),
                 ("{{ messages + 1 }}", "TypeError"),
                 ("{{ messages.__class__.__mro__ }}", "unsafe"),
-                ("{{ messages.append(1) }}", "safe"),
-                ("{{ namespace.__init__.__globals__ }}", "unsafe"),
                 ("{% set n = namespace(_x=1) %}", "'_x'"),
                 ("{% set n = namespace() %}{% set n._x = 1 %}", "'_x'"),
-                ("{{ dict.__subclasses__() }}", ""),
                 ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
             ]
         ),

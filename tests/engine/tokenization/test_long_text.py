@@ -59,8 +59,7 @@ def test_overlap_token_counts_half_for_each_window() -> None:
     assert windows.weights == pytest.approx([3 / 7, 2 / 7, 2 / 7])
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 3, 6])
-@pytest.mark.parametrize("length", [9, 10, 11, 40, 41])
+@pytest.mark.parametrize(("length", "overlap"), [(9, 0), (40, 0), (10, 1), (41, 3), (11, 6), (40, 6)])
 def test_windows_cover_every_token_and_weights_sum_to_one(length: int, overlap: int) -> None:
     windows = cutter(9, overlap).cut([tokens(CLS, *range(1, length + 1), SEP)], [True])
     bodies = [w.token_ids[1:-1].tolist() for w in windows.sequences]
@@ -200,8 +199,7 @@ async def test_embedding_is_the_weighted_mean_of_the_windows(tiny: Path, referen
     async with serving(tiny, chunk_overlap=overlap) as engine:
         result = await engine.embed([SHORT, TEXT, SHORT], PARAMS)
         with_prompt = await engine.embed([TEXT], PARAMS, RequestOptions(prompt_name="query"))
-        raw = await engine.embed([TEXT], PoolingParams(normalize=False))
-        as_ids = await engine.embed([[CLS, *body, SEP], short], PARAMS)
+        as_ids = await engine.embed([[CLS, *body, SEP]], PARAMS)
         bare = await engine.embed([TEXT, body], PARAMS, RequestOptions(add_special_tokens=False, prompt=""))
         scores = await engine.score([TEXT], [SHORT, TEXT], PARAMS)
         assert engine.stats().num_tokens == 0
@@ -211,18 +209,16 @@ async def test_embedding_is_the_weighted_mean_of_the_windows(tiny: Path, referen
     assert result.embeddings[1] == pytest.approx(expected, abs=1e-5)
     assert result.embeddings[0] == pytest.approx(short_vector, abs=1e-5)
     assert result.num_tokens == [5, len(body) + 2, 5]
-    assert np.linalg.norm(raw.embeddings) > 1.5
     assert bare.embeddings[0] == pytest.approx(bare.embeddings[1], abs=1e-5)
     assert bare.num_tokens == [len(body), len(body)]
 
+    windows = long_text.cut([tokens(CLS, *body, SEP)], [False])
+    assert as_ids.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
     windows = long_text.cut([tokens(CLS, *prompt, *body, SEP)], [True], prompt)
     assert with_prompt.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
     assert with_prompt.num_tokens == [len(prompt) + len(body) + 2]
     assert scores.scores == pytest.approx(with_prompt.embeddings[0] @ np.stack([short_vector, expected]).T, abs=1e-5)
     assert scores.num_tokens == [5 + with_prompt.num_tokens[0], len(body) + 2]
-
-    windows = long_text.cut([tokens(CLS, *body, SEP)], [False])
-    assert as_ids.embeddings[0] == pytest.approx(reference.mean(windows), abs=1e-5)
 
 
 async def test_long_text_mode_leaves_short_texts_alone(tiny: Path) -> None:

@@ -22,14 +22,12 @@ def offsets_of(text: str, pattern: str = r"\S+") -> list[tuple[int, int]]:
 
 # (text, pattern of a token, room, limit, pieces)
 SPLITS = [
-    ("a b c", r"\S+", 3, 2, ["a b c"]),
     ("a b c d e", r"\S+", 2, 9, ["a b", "c d", "e"]),
     ("a b c d e", r"\S+", 2, 2, ["a b", "c d"]),
     ("", r"\S+", 2, 2, [""]),
     ("abcdefg hijkl", r"\S", 8, 9, ["abcdefg", "hijkl"]),  # 7 and not 8: a word begins there
     ("abcdefghi", r"\S", 4, 9, ["abcd", "efgh", "i"]),
     ("ab cd ef gh", r" ?\S", 4, 9, ["ab cd", " ef gh"]),  # tokens with the space before them
-    ("abc defgh", r"\S", 8, 9, ["abc defgh"]),
 ]
 
 

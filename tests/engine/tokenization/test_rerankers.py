@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,37 +47,23 @@ SMALL = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-QWEN3_BEFORE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-QWEN3_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-QWEN3_TASK = "Given a web search query, retrieve relevant passages that answer the query"
-MXBAI_BEFORE = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-MXBAI_TASK = (
-    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
-    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment (0 "
-    "for not relevant, 1 for relevant).\nRelevance:"
-)
-GEMMA_TASK = (
-    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a "
-    "prediction of either 'Yes' or 'No'."
-)
+PROMPTS: dict[str, str] = json.loads(Path(__file__).with_name("published_prompts.json").read_text())
+"""Prompts in the code of the publishers."""
 CHAT = (
-    QWEN3_BEFORE + "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first "
+    PROMPTS["qwen3_before"]
+    + "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first "
     "| default('Given {a} search') }}\n<Query>: {{ (messages | selectattr('role', 'eq', 'query') | first).content }}\n"
-    "<Document>: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}" + QWEN3_AFTER
+    "<Document>: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}" + PROMPTS["qwen3_after"]
 )
 
 Ids = Callable[[Any, str, str, str | None, int | None], list[int]]
 
 
 def qwen3_ids(tokenizer: Any, query: str, document: str, instruction: str | None, limit: int | None) -> list[int]:
-    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_BEFORE, QWEN3_AFTER))
-    text = f"<Instruct>: {instruction or QWEN3_TASK}\n<Query>: {query}\n<Document>: {document}"
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (PROMPTS["qwen3_before"], PROMPTS["qwen3_after"])
+    )
+    text = f"<Instruct>: {instruction or PROMPTS['qwen3_task']}\n<Query>: {query}\n<Document>: {document}"
     ids = tokenizer.encode(text, add_special_tokens=False)
     return before + ids[: limit - len(before) - len(after) if limit else None] + after
 
@@ -87,7 +72,7 @@ def mxbai_ids(tokenizer: Any, query: str, document: str, instruction: str | None
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    before, separator, task = encode(MXBAI_BEFORE), encode("\n"), encode(MXBAI_TASK)
+    before, separator, task = encode(PROMPTS["mxbai_before"]), encode("\n"), encode(PROMPTS["mxbai_task"])
     after = encode("<|im_end|>\n<|im_start|>assistant\n")
     given = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
     pair = encode(given) + separator + encode(f"document: {document}")
@@ -99,7 +84,7 @@ def gemma_ids(tokenizer: Any, query: str, document: str, instruction: str | None
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    separator, task = encode("\n"), encode(instruction or GEMMA_TASK)
+    separator, task = encode("\n"), encode(instruction or PROMPTS["gemma_task"])
     pair = [tokenizer.bos_token_id, *encode(f"A: {query}"), *separator, *encode(f"B: {document}")]
     return pair[: limit - len(separator) - len(task) if limit else None] + separator + task
 
@@ -154,7 +139,9 @@ def small_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([QWEN3_BEFORE, MXBAI_TASK, GEMMA_TASK, *DOCUMENTS] * 4, trainer)
+    tokenizer.train_from_iterator(
+        [PROMPTS["qwen3_before"], PROMPTS["mxbai_task"], PROMPTS["gemma_task"], *DOCUMENTS] * 4, trainer
+    )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", pad_token="<pad>", model_max_length=640
     )
@@ -241,27 +228,13 @@ async def test_published_checkpoint_scores_as_its_publisher(name: str, published
         assert np.ptp(scored.scores) > 1e-3  # the document and the query reach the model
 
 
-async def test_prompt_stays_whole_beside_a_long_query(published: Publish) -> None:
-    for name, limit in (("mxbai", 160), ("gemma", 120)):
-        async with serving(published(name).folder) as engine:
-            whole = await engine.score(["a"], [""], RAW)
-            cut = PoolingParams(truncate_prompt_tokens=limit)
-            result = await engine.score(["water " * 500], ["a dam " * 500], cut)
-            assert result.num_tokens == [limit]
-            assert whole.num_tokens[0] < limit
-            with pytest.raises(InvalidRequestError, match="the prompt leaves no room for a query and a document"):
-                await engine.score(["a"], ["b"], PoolingParams(truncate_prompt_tokens=20))
-            with pytest.raises(InvalidRequestError, match="maximum context length is 640"):
-                await engine.score(["a"], ["water " * 900], PoolingParams())
-
-
 async def test_overrides_make_a_reranker_of_any_language_model(published: Publish) -> None:
     helium = published("helium")
     overrides = {
         "architectures": ["HeliumForSequenceClassification"],
         "classifier_from_token": ["Yes"],
         "method": "no_post_processing",
-        "score_template": {"parts": ["<bos>", "A: {query}", "\n", "B: {document}", "\n", GEMMA_TASK]},
+        "score_template": {"parts": ["<bos>", "A: {query}", "\n", "B: {document}", "\n", PROMPTS["gemma_task"]]},
     }
     async with serving(helium.folder, hf_overrides=overrides) as engine:
         assert not engine.info.packed
@@ -271,18 +244,6 @@ async def test_overrides_make_a_reranker_of_any_language_model(published: Publis
             await engine.score([QUERY], DOCUMENTS, PoolingParams(), RequestOptions(instruction=INSTRUCTION))
     async with serving(helium.folder) as engine:
         assert engine.info.kind is ModelKind.EMBEDDING
-
-
-@pytest.mark.parametrize("name", ["gemma", "helium"])
-async def test_language_model_classifies_by_several_words(name: str, published: Publish, tmp_path: Path) -> None:
-    model, words = published(name), ["Yes", "0", "1"]
-    folder = shutil.copytree(model.folder, tmp_path / "model")  # its name is not that of a reranker
-    async with serving(folder, hf_overrides={"classifier_from_token": words}) as engine:
-        assert (engine.info.kind, engine.info.labels) == (ModelKind.SEQUENCE_CLASSIFIER, tuple(words))
-        result = await engine.classify(["A dam."], PoolingParams())
-    ids = model.tokenizer("A dam.", return_tensors="pt")["input_ids"]
-    expected = model.model(ids).logits[0, -1, model.tokenizer.convert_tokens_to_ids(words)].softmax(-1)
-    assert np.abs(result.scores[0] - expected.numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("prompt", [None, "Find {it}."])
@@ -310,28 +271,3 @@ async def test_chat_template_reranker_equals_sentence_transformers(
         reference.max_seq_length = 120
         cut = await engine.score([QUERY], ["word and " * 60], PoolingParams(truncate_prompt_tokens=120))
         assert np.abs(cut.scores - reference.predict([(QUERY, "word and " * 60)])).max() < 1e-4
-
-
-async def test_instruction_replaces_that_of_the_query_prompt(save: Callable[..., Path], small_tokenizer: Any) -> None:
-    folder = save("embedding", "Qwen3Model", small_tokenizer)
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ]
-    settings: dict[str, Any] = {"prompts": {"query": "Instruct: Find\nQuery:", "document": ""}}
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    texts = [document for document in DOCUMENTS if document]
-    options = RequestOptions(instruction=INSTRUCTION)
-    async with serving(folder) as engine:
-        own, changed = [await engine.score([QUERY], texts, PoolingParams(), o) for o in (RequestOptions(), options)]
-        queries = await engine.embed([f"Instruct: {INSTRUCTION}\nQuery:{QUERY}"], PoolingParams(normalize=True))
-        documents = await engine.embed(texts, PoolingParams(normalize=True))
-    assert np.abs(changed.scores - documents.embeddings @ queries.embeddings[0]).max() < 1e-5
-    assert np.abs(changed.scores - own.scores).max() > 1e-4
-    (folder / "config_sentence_transformers.json").write_text("{}")
-    async with serving(folder) as engine:
-        with pytest.raises(InvalidRequestError, match="accepts no instruction"):
-            await engine.score([QUERY], DOCUMENTS, PoolingParams(), options)
