@@ -19,7 +19,7 @@ FORWARDS: dict[str, dict[str, Any]] = {
 }
 
 
-def table(file: str, name: str) -> list[list[Any]]:
+def table(file: str, name: str) -> Any:
     """Returns a table of a JSON file in `tables`. `file` is its name without the suffix."""
     text = (Path(__file__).parent / "tables" / f"{file}.json").read_text("utf-8")
     return json.loads(text)[name]

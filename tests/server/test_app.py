@@ -45,18 +45,6 @@ async def test_failed_model_does_not_affect_others(engine) -> None:
     assert engine.is_closed
 
 
-async def test_failed_start_is_reported_to_the_caller() -> None:
-    async def fail():
-        raise ModelLoadError("The folder x is not a model.")
-
-    failures = []
-    app = create_app([ServedModel(("a",), fail)], ServerSettings(), on_failure=failures.append)
-    async with app.router.lifespan_context(app):
-        with pytest.raises(ModelLoadError):
-            await app.state.startup.wait()
-    assert [error.message for error in failures] == ["The folder x is not a model."]
-
-
 async def test_loading_model_gets_503_with_retry_after(engine) -> None:
     may_load = asyncio.Event()
 

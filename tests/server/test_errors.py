@@ -212,11 +212,6 @@ async def test_only_the_first_wrong_entry_of_a_list_is_named(client, path: str, 
     assert " more." not in response.text  # errors for all entries of a large body would take gigabytes
 
 
-async def test_null_fields_are_not_listed_as_given(client: httpx.AsyncClient) -> None:
-    message = (await client.post("/", json={"query": None, "parameters": {}})).json()["message"]
-    assert "query is missing; the body has parameters." in message
-
-
 async def test_openai_client_sends_a_request_past_its_deadline_once(client: httpx.AsyncClient, engine) -> None:
     engine.gate, sent = asyncio.Event(), []
 

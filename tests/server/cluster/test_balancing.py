@@ -32,10 +32,6 @@ def test_sent_requests_count_until_the_next_report() -> None:
     assert loads.order(reports)[0] == "a"
 
 
-def test_new_replicas_without_reports_take_turns() -> None:
-    assert choose(ReplicaLoads(), {"a": LoadReport.of({}), "b": LoadReport.of({})}, 4) == "abab"
-
-
 def test_removed_replica_is_forgotten() -> None:
     loads = ReplicaLoads()
     loads.order({"a": LoadReport(), "b": LoadReport()})

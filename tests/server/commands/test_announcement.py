@@ -37,13 +37,6 @@ def test_models_and_urls_are_announced(info: ModelInfo) -> None:
     )
 
 
-def test_replicas_are_announced_with_their_devices(info: ModelInfo) -> None:
-    lines = announced(info, placements=["cores 0-3", "cores 4-7"])
-    assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
-    assert announced(info, placements=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
-    assert announced(info, placements=["cores 0-3"])[3] == "    1 replica: cores 0-3"
-
-
 @pytest.mark.parametrize(
     ("dtype", "arithmetic", "flag", "expected"),
     [

@@ -47,8 +47,6 @@ def test_invalid_command_line_is_one_line_with_code_2(arguments: str, message: s
     ("arguments", "message"),
     [
         ("embed /nonexistent.txt --output out.npy", "/nonexistent.txt"),
-        ("serve --port 0 /no/such/model", "/no/such/model"),
-        ("serve --port 0 --max-model-len 100000", "--max-model-len"),
         ("serve", "PENSTOCK_PORT: "),
         ("info {folder}", "{folder}"),
     ],
@@ -60,10 +58,6 @@ def test_failed_process_prints_one_line_with_code_2(arguments: str, message: str
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert message.format(folder=tmp_path) in done.stderr
-
-
-def test_version_is_printed() -> None:
-    assert subprocess.run([*COMMAND, "--version"], capture_output=True, text=True).stdout.startswith("penstock ")
 
 
 @pytest.mark.parametrize("command", ["serve", "embed", "info", "models"])
@@ -115,11 +109,10 @@ def test_interruption_names_the_next_step(arguments: str, line: str, monkeypatch
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("arguments", ["models", "info --json"])
-def test_closed_output_pipe_is_no_error(arguments: str) -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*COMMAND, *arguments.split()], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([*COMMAND, "models"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
 

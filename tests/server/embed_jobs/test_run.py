@@ -288,15 +288,6 @@ def test_bad_rows_are_left_out_of_parquet(run, bad_lines: Path, tmp_path: Path) 
     assert rows[0]["reason"] == "the column 'text' has no text"
 
 
-def test_run_that_failed_at_a_bad_row_continues_with_skip(run, fake, tmp_path: Path) -> None:
-    source, output = tmp_path / "in.txt", tmp_path / "out.npy"
-    source.write_text("\n".join(["a", "b", LONG, "c"]))
-    with pytest.raises(CommandError, match=r"in\.txt, line 3: 102 tokens.*--on-bad-row skip"):
-        run(source, output)
-    run(source, output, on_bad_row="skip")
-    assert np.isnan(np.load(output)).all(axis=1).tolist() == [False, False, True, False]
-
-
 @pytest.mark.parametrize("rows", [["{broken"], [json.dumps({"text": LONG})], ["{broken", json.dumps({"text": LONG})]])
 def test_file_without_a_good_row_is_rejected(run, rows: list[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(rows))

@@ -145,14 +145,7 @@ async def test_several_types_are_written_by_name(client: httpx.AsyncClient) -> N
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(row["base64"]), "<f4"), vector)
 
 
-async def test_embedding_type_float_or_base64_sets_the_form(client: httpx.AsyncClient) -> None:
-    assert isinstance((await embeddings(client, embedding_type="float"))[0], list)
-    assert isinstance((await embeddings(client, embedding_type="float", encoding_format="base64"))[0], str)
-    assert isinstance((await embeddings(client, embedding_type="base64"))[0], str)
-    assert isinstance((await embeddings(client, embedding_type=[], output_dtype=None))[0], list)
-
-
-@pytest.mark.parametrize("field", ["encoding_format", "embedding_type", "encoding_type", "output_dtype"])
+@pytest.mark.parametrize("field", ["encoding_format", "embedding_type", "output_dtype"])
 async def test_bits_need_a_width_of_whole_bytes(serving, make_engine, field: str) -> None:
     engine = make_engine(is_matryoshka=True)
     async with serving(engine) as client:

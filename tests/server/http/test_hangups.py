@@ -57,16 +57,6 @@ async def test_disconnect_cancels_pipelined_requests(engine: FakeEngine, gate: a
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("num_bytes", [70_000, 3_000_000])
-async def test_disconnect_after_a_large_body_is_seen(engine: FakeEngine, gate: asyncio.Event, num_bytes: int) -> None:
-    async with served(engine) as (_, port):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request("/v1/embeddings", {"input": "z" * num_bytes}))
-        await engine.entered.wait()
-        reset(writer)
-        await until(lambda: engine.was_cancelled)
-
-
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_half_closed_client_gets_its_response(engine: FakeEngine, gate: asyncio.Event, version: str) -> None:
     async with served(engine) as (server, port):

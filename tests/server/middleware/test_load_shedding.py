@@ -84,16 +84,6 @@ async def test_rejection_equals_the_response_of_the_application(engine: FakeEngi
             assert FULL.message in json.loads(content)["message"]
 
 
-async def test_dialect_is_found_in_a_body_of_small_chunks(engine: FakeEngine) -> None:
-    head, _, body = request("/rerank", {"query": "a", "texts": ["b"]}).partition(b"\r\n\r\n")
-    head = re.sub(rb"Content-Length: \d+", b"Transfer-Encoding: chunked", head, flags=re.IGNORECASE)
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
-    async with served(engine) as (_, port):
-        engine.failure = FULL
-        ((status, _, content),) = await ask(port, head + b"\r\n\r\n" + chunks + b"0\r\n\r\n")
-    assert (status, json.loads(content)["error_type"]) == (429, "Overloaded")
-
-
 async def test_routes_without_a_forward_are_not_rejected(engine: FakeEngine) -> None:
     async with served(engine) as (_, port):
         engine.failure = FULL
@@ -232,17 +222,6 @@ async def test_pipelined_rejections_keep_their_order(engine: FakeEngine) -> None
     for status, received in ((429, rejected), (200, answered)):
         seen = [(answer.status, answer.headers["x-request-id"]) for answer in received]
         assert seen == [(status, id_) for id_ in ids]
-
-
-async def test_large_body_of_a_rejected_request_is_discarded(engine: FakeEngine) -> None:
-    text = "z" * 8_000_000
-    sent = request("/v1/embeddings", {"input": text})
-    chunked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    chunked += b"".join(b"%x\r\n%b\r\n" % (100_000, sent[-100_000:]) for _ in range(50)) + b"0\r\n\r\n"
-    async with served(engine) as (_, port):
-        engine.failure = FULL
-        received = await ask(port, sent, chunked, EMBED)
-    assert [status for status, _, _ in received] == [429, 429, 429]
 
 
 async def test_shutdown_sends_waiting_rejections(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

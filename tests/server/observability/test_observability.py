@@ -1,29 +1,40 @@
-"""Metrics, stage times, access log and traces of requests."""
+"""Metrics, stage times, access log and traces of requests; rejections by their limit; the vector cache."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import httpx
+import numpy as np
 import orjson
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.client.stats import DispatcherStats
+from penstock.engine.client.stats import CacheStats, DispatcherStats
+from penstock.engine.client.vector_cache.cache import VectorCache
 from penstock.engine.logs import JsonFormatter
-from penstock.engine.protocol.errors import EngineOverloadedError
+from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
+from penstock.server.admission import REJECTION_REASONS
+from penstock.server.observability.metrics import VectorCacheMetrics
 from penstock.server.observability.tracing import Tracing
 from penstock.server.settings import UsageError
+
+from ..bodies import table
 
 STAGES = {Stage.TOKENIZATION: 0.25, Stage.QUEUE: 0.5, Stage.INFERENCE: 2.0}
 SECRET = "holds back the water"
@@ -276,26 +287,98 @@ async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient
         stats.step_fill.observe(num_tokens / 2048)
     monkeypatch.setattr(engine, "stats", lambda: stats)
     text = (await client.get("/metrics")).text
-    expected = {
-        "waiting_inputs": 7,
-        "waiting_tokens": 300,
-        "token_budget": 2048,
-        "batch_tokens_sum": 3008,
-        "batch_fill_count": 3,
-        "cache_usage": 0.25,
-        "memory_pressure": 0.5,
-        "chunk_size_tokens": 128,
-        "chunked_inputs": 3,
-        "chunk_tokens_total": 900,
-        "chunk_duration_seconds_total": 1.5,
-        "prefix_queried_tokens_total": 400,
-        "prefix_hit_tokens_total": 96,
-        "preemptions_total": 2,
-        "chunks_total": 31,
-        "prefix_evicted_blocks_total": 7,
-        "requests": 5,
-    }
-    for name, value in expected.items():
+    for name, value in table("responses", "engine metrics").items():
         assert samples(text, f"penstock_engine_{name}") == {("fake-model",): value}, name
     buckets = samples(text, "penstock_engine_batch_tokens_bucket")
     assert {("8.0", "fake-model"): 1, ("1024.0", "fake-model"): 2, ("+Inf", "fake-model"): 3}.items() <= buckets.items()
+
+
+async def rejected(client: httpx.AsyncClient) -> dict[str, float]:
+    """Returns the counts above 0. Every reason has a count."""
+    text = (await client.get("/metrics")).text
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "penstock_rejected_requests"]
+    counts = {sample.labels["reason"]: sample.value for sample in family.samples}
+    assert set(counts) == set(REJECTION_REASONS)
+    return {reason: count for reason, count in counts.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        *((EngineOverloadedError("full", retry_after_s=1.0, reason=r), 429, r) for r in RejectionReason if "q" in r),
+        (EngineUnavailableError("It is down."), 503, RejectionReason.ENGINE_NOT_READY),
+        (EngineUnavailableError("It ends.", reason=RejectionReason.DRAINING), 503, RejectionReason.DRAINING),
+    ],
+)
+async def test_engine_rejections_are_counted(client, engine, error: Exception, status: int, reason: str) -> None:
+    assert await rejected(client) == {}
+    engine.failure = error
+    bodies = {
+        "/v1/embeddings": {"input": "a"},
+        "/embed": {"inputs": "a"},
+        "/rerank": {"query": "a", "texts": ["b"]},
+        "/invocations": {"inputs": "a"},
+    }
+    for path, body in bodies.items():
+        assert (await client.post(path, json=body)).status_code == status, path
+    assert await rejected(client) == {reason: len(bodies)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "content", "reason"),
+    [
+        ({"max_body_bytes": 100}, {"input": "a" * 200}, "body_bytes"),
+        ({"max_json_values": 100}, {"input": ["a"] * 2_000}, "json_values"),
+    ],
+)
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_body_rejections_are_counted(serving, engine, settings, content: object, reason: str, is_chunked) -> None:
+    async def pieces():
+        yield json.dumps(content).encode()
+
+    async with serving(engine, **settings) as client:
+        body = pieces() if is_chunked else json.dumps(content).encode()
+        response = await client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+        assert (await client.post("/nowhere", json={})).status_code == 404
+        assert await rejected(client) == {reason: 1}
+
+
+def lines(cache: VectorCache, *stats: CacheStats | None) -> set[str]:
+    registry = CollectorRegistry()
+    all_stats = [DispatcherStats(vectors=vectors) for vectors in stats]
+    named = [(SimpleNamespace(stats=lambda each=each: each), f"m{i}") for i, each in enumerate(all_stats)]
+    registry.register(VectorCacheMetrics(cache, lambda: named))
+    return set(generate_latest(registry).decode().splitlines())
+
+
+def test_hits_of_models_and_sizes_of_tiers_are_counted(tmp_path: Path) -> None:
+    cache = VectorCache(2**20, tmp_path, 2**20)
+    row = {"embedding": np.zeros(100, np.float32)}
+
+    async def use() -> None:
+        cache.keep(bytes(32), row)
+        await cache.find([bytes(32), bytes([1] * 32)])
+
+    asyncio.run(use())
+    cache.close()
+    cache = VectorCache(2**20, tmp_path, 2**20)
+    cache.keep(bytes(32), row)
+    shown = lines(cache, CacheStats(True, 3, 2, 5), None)
+    assert {
+        'penstock_vector_cache_open{model="m0"} 1.0',
+        'penstock_vector_cache_memory_hits_total{model="m0"} 3.0',
+        'penstock_vector_cache_disk_hits_total{model="m0"} 2.0',
+        'penstock_vector_cache_misses_total{model="m0"} 5.0',
+        'penstock_vector_cache_working{tier="memory"} 1.0',
+        'penstock_vector_cache_working{tier="disk"} 1.0',
+        'penstock_vector_cache_evictions_total{tier="memory"} 0.0',
+        'penstock_vector_cache_damaged_total{tier="disk"} 0.0',
+        'penstock_vector_cache_dropped_total{tier="disk"} 0.0',
+    } <= shown
+    sizes = {line.split(" ")[0]: float(line.split(" ")[1]) for line in shown if "_bytes{" in line}
+    assert sizes['penstock_vector_cache_bytes{tier="memory"}'] > 400
+    assert sizes['penstock_vector_cache_bytes{tier="disk"}'] >= 4096
+    assert not any("m1" in line for line in shown)
+    cache.close()

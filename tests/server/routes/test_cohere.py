@@ -47,16 +47,6 @@ async def floats(client: httpx.AsyncClient) -> np.ndarray:
     return np.array([row["embedding"] for row in rows], np.float32)
 
 
-async def test_v1_returns_plain_lists_by_default(v1, floats) -> None:
-    answer = await v1.embed(texts=TEXTS, model=MODEL, input_type="search_document")
-    assert isinstance(answer, cohere.EmbeddingsFloatsEmbedResponse)
-    np.testing.assert_allclose(answer.embeddings, floats, rtol=1e-6)
-    assert answer.texts == TEXTS
-    assert answer.id.startswith("embed-")
-    assert answer.meta.api_version.version == "1"
-    assert answer.meta.billed_units.input_tokens == NUM_TOKENS
-
-
 async def test_v2_returns_every_type_from_one_call(v2, engine, floats) -> None:
     answer = await v2.embed(texts=TEXTS, model=MODEL, input_type="search_document", embedding_types=ALL_TYPES)
     assert len([call for call in engine.calls if call[0] == "embed"]) == 2  # the other call made `floats`

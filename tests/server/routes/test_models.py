@@ -8,6 +8,7 @@ import pytest
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.server.settings import UsageError
 
+from ..bodies import table
 from ..conftest import FakeEngine, Serving
 
 
@@ -25,32 +26,8 @@ async def test_list_has_a_card_for_each_model(serving: Serving, engine: FakeEngi
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
     created = answer["data"][0]["created"]
     assert type(created) is int
-    card = {  # without tokenizer_url, which the Cohere client would download
-        "id": "owner/name",
-        "object": "model",
-        "created": created,
-        "owned_by": "penstock",
-        "max_model_len": 64,
-        "name": "owner/name",
-        "aliases": ["alias"],
-        "endpoints": ["embed", "rerank", "classify"],
-        "context_length": 64,
-        "status": {"value": "loaded", "state": "ready"},
-        "facts": {
-            "kind": "embedding",
-            "tasks": ["embed", "token_embed", "score"],
-            "outputs": ["dense"],
-            "model_type": "fake",
-            "dtype": "float32",
-            "sequence_pooling": ["MEAN"],
-            "embedding_size": 8,
-            "is_matryoshka": False,
-            "matryoshka_dimensions": [],
-            "prompts": {"query": "query: "},
-            "default_prompt_name": "query",
-            "num_labels": 0,
-        },
-    }
+    # The card has no tokenizer_url, which the Cohere client would download.
+    card = {**table("responses", "model card"), "created": created}
     assert answer == {"object": "list", "data": [card], "models": [card]}
 
 

@@ -65,15 +65,7 @@ async def test_page_has_security_headers_and_an_etag(client: httpx.AsyncClient) 
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy.pop(directive) == f"'sha256-{digest}'"
-    assert policy == {
-        "default-src": "'none'",
-        "img-src": "data:",
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-    }
+    assert policy == table("responses", "page policy")
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"
@@ -126,16 +118,15 @@ async def test_routes_accept_the_bodies_of_the_page(serving, make_engine, path: 
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("path", ["/docs", "/docs/"])
-async def test_documentation_loads_assets_from_this_server(client: httpx.AsyncClient, path: str) -> None:
-    page = await client.get(path)
+async def test_documentation_loads_assets_from_this_server(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
     assert page.status_code == 200
     links = re.findall(r'(?:href|src|data-document)="([^"]+)"', page.text)
     assert len(links) == 4
     types = {".js": "text/javascript", ".css": "text/css", ".png": "image/png", ".json": "application/json"}
     for link in links:
         assert not re.match(r"\w+:|/", link)
-        asset = await client.get(str(httpx.URL(f"http://server{path}").join(link).path))
+        asset = await client.get(str(httpx.URL("http://server/docs").join(link).path))
         assert asset.status_code == 200
         assert asset.content
         assert asset.headers["content-type"].partition(";")[0] == types[Path(link).suffix]

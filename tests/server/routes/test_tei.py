@@ -228,23 +228,8 @@ async def test_info_describes_model_and_limits(serving, make_engine, kind: str, 
     settings = {"max_inputs_per_request": 100, "max_queued_tokens": 640, "tokenizer_workers": 3, "max_num_seqs": 5}
     async with serving(make_engine(kind, labels), ("served",), max_num_batched_tokens=32, **settings) as client:
         info = (await client.get("/info")).json()
-    assert info == {
-        "model_id": "fake-model",
-        "model_sha": None,
-        "model_dtype": "float32",
-        "served_model_name": "served",
-        "model_type": model_type,  # Dify reads the one key
-        "max_concurrent_requests": 10,
-        "max_input_length": 64,
-        "max_batch_tokens": 64,
-        "max_batch_requests": 5,
-        "max_client_batch_size": 100,
-        "auto_truncate": True,
-        "tokenization_workers": 3,
-        "version": penstock_version(),
-        "sha": None,
-        "docker_label": None,
-    }
+    expected = {**table("responses", "tei info"), "model_type": model_type, "version": penstock_version()}
+    assert info == expected  # Dify reads the one key of model_type
 
 
 def checked(response: httpx.Response) -> dict[str, Any]:

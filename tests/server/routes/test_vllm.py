@@ -1,6 +1,5 @@
 """The routes of vLLM: /pooling, chats, tokens, /invocations and /load."""
 
-import base64
 from typing import Any
 
 import httpx
@@ -82,19 +81,6 @@ async def test_unsuitable_encoding_is_rejected_before_the_engine(serving, make_e
         assert (response.status_code, response.json()["error"]["param"]) == (400, "encoding_format")
         assert not engine.calls
         assert (await client.post("/pooling", json={**body, **accepted})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("dtype", "order"), [(None, None), ("float32", "big"), ("float16", "little"), ("float16", "big")]
-)
-async def test_base64_of_token_vectors_is_flat(client: httpx.AsyncClient, dtype: str | None, order: str | None) -> None:
-    body = {"input": ["one two", "three"], "task": "token_embed", "embed_dtype": dtype, "endianness": order}
-    floats = pooled((await client.post("/pooling", json={**body, "encoding_format": "float"})).json(), 2)
-    texts = pooled((await client.post("/pooling", json={**body, "encoding_format": "base64"})).json(), 2)
-    code = (">" if order == "big" else "<") + ("f2" if dtype == "float16" else "f4")
-    for row, text in zip(floats, texts, strict=True):
-        decoded = np.frombuffer(base64.b64decode(text, validate=True), code)
-        np.testing.assert_allclose(decoded, np.ravel(row), rtol=1e-3)
 
 
 async def test_bytes_have_the_shapes_in_a_header(client: httpx.AsyncClient) -> None:
