@@ -136,7 +136,7 @@ class LLM:
         """Returns one vector for each input.
 
         Args:
-            prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of these.
+            prompts: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of such inputs.
             pooling_params: Parameters for all inputs, or a list with those of each input.
             truncate_prompt_tokens: Maximum number of tokens of every input; see PoolingParams.
             prompt_name: Name of the model's prompt that is added before every text.
@@ -209,7 +209,7 @@ class LLM:
         """Returns the arrays of a task: embed, classify, token_embed or token_classify; other arguments as in `embed`.
 
         Raises:
-            InvalidRequestError: `pooling_task` is another task, or it is None and the model supports none of these.
+            InvalidRequestError: `pooling_task` is another task, or it is None and the model has none of the four tasks.
         """
 
         async def call(params: PoolingParams, texts: list[Text]) -> list[PoolingRequestOutput[PoolingOutput]]:

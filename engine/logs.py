@@ -19,7 +19,7 @@ import orjson
 
 _MAX_WAITING: Final = 4096
 """Maximum number of lines in the queue; more lines are lost and counted."""
-_GATHER_S: Final = 0.01
+_WRITE_DELAY_S: Final = 0.01
 """Seconds to collect lines before a write: waking the thread for each line would double the cost of a line."""
 _EXIT_WAIT_S: Final = 1.0
 """Seconds to wait at exit for the reader of the lines."""
@@ -100,7 +100,7 @@ class BackgroundHandler(logging.Handler):
             self._is_writing = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting)
-        time.sleep(_GATHER_S)
+        time.sleep(_WRITE_DELAY_S)
         with self._changed:
             self._is_writing = True
             lines, num_dropped = self._waiting, self._num_dropped

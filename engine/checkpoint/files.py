@@ -32,7 +32,7 @@ _LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor of any library."""
 
     @property
@@ -46,8 +46,8 @@ class Stored(Protocol):
         ...
 
 
-StoredT = TypeVar("StoredT", bound=Stored)
-StoredT_co = TypeVar("StoredT_co", bound=Stored, covariant=True)
+StoredT = TypeVar("StoredT", bound=StoredTensor)
+StoredT_co = TypeVar("StoredT_co", bound=StoredTensor, covariant=True)
 
 
 class TensorFile(Protocol[StoredT_co]):
@@ -58,7 +58,7 @@ class TensorFile(Protocol[StoredT_co]):
         ...
 
     def get_tensor(self, name: str) -> StoredT_co:
-        """Returns a tensor, whose memory may belong to the file; raises KeyError if there is none of that name."""
+        """Returns a tensor. Its memory may belong to the file; raises KeyError if there is none of that name."""
         ...
 
 
@@ -88,7 +88,7 @@ class Checkpoint(Generic[StoredT]):
         return name in self._files
 
     def read(self, name: str) -> StoredT:
-        """Returns the stored tensor, whose memory belongs to the mapped file.
+        """Returns the stored tensor. Its memory belongs to the mapped file.
 
         Raises:
             WeightError: The file is damaged, or does not have a tensor of its index.
@@ -104,7 +104,7 @@ class Checkpoint(Generic[StoredT]):
             self.close()
         return tensor
 
-    def tell_unused(self, name: str) -> None:
+    def log_unused(self, name: str) -> None:
         """Logs the tensors that were not read, with level debug; `name` is the name of the model."""
         if unused := self.unused():
             logger.debug("%s: %d tensors of the checkpoint are not used: %s", name, len(unused), ", ".join(unused))

@@ -46,12 +46,12 @@ class TensorSource(Protocol[StoredT_co]):
         ...
 
     def read(self, name: str) -> StoredT_co:
-        """Returns the stored tensor on the CPU, whose memory may belong to the file."""
+        """Returns the stored tensor on the CPU. Its memory may belong to the file."""
         ...
 
 
 class WeightView(ABC, Generic[StoredT]):
-    """The tensors of a checkpoint whose names begin with a prefix; the base of one dataclass for each library.
+    """The tensors of a checkpoint below a prefix; the base of one dataclass for each library.
 
     Attributes:
         source: The checkpoint.

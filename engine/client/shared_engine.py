@@ -64,7 +64,7 @@ class EngineClient:
         self._enter(EngineState.STARTING)
 
     def apply_status(self, status: EngineStatus) -> None:
-        """Applies a status: connects to a new engine process, and fails the requests of one that has ended."""
+        """Applies a status: connects to a new engine process, and fails the requests of an ended process."""
         if status.address != self._address:
             if self._address is not None:
                 self._disconnect(status.reason)

@@ -22,7 +22,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 Core = tuple[int, ...]
 """The CPU numbers of one core: several with hyper-threading."""
 
-# One of these exists on a machine with a GPU driver that torch supports: NVIDIA, WSL, Tegra or AMD.
+# A machine with a GPU driver that torch supports has one of these paths: NVIDIA, WSL, Tegra or AMD.
 _GPU_PATHS: Final = tuple(
     map(Path, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd"))
 )

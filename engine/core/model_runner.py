@@ -28,9 +28,9 @@ from ..scheduling import (
 )
 from .cuda_graphs import ForwardGraphs, record_forwards
 from .device.chunk_memory import ChunkMemory
-from .device.device import device_errors, gauge_of, multiply_exactly, total_memory
+from .device.device import device_errors, gauge_of, set_exact_products, total_memory
 from .device.memory import MemoryGauge
-from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardClock, make_current, stream_of
+from .device.stream import DeviceEvent, DeviceStream, EventWatcher, ForwardTimer, make_current, stream_of
 from .host import threads_of
 from .loading.load_errors import load_errors
 from .loading.tokenizer_loader import load_tokenizer
@@ -103,7 +103,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         self._model = model
         self._memory: ChunkMemory | None = None
         self._stream = stream or stream_of(self._device)
-        self._clock = ForwardClock(self._stream)
+        self._timer = ForwardTimer(self._stream)
         self._watch = EventWatcher(self._device)
         self._in_flight: deque[DeviceEvent] = deque()  # ends of forwards
         self._samples = SampleBatches(info, tokenizer)
@@ -127,7 +127,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         torch.set_num_threads(threads_of(config))
         make_current(torch.device(info.device))
         if info.device != "cpu":
-            multiply_exactly()
+            set_exact_products()
         with _torch_load_errors(info):
             tokenizer = load_tokenizer(
                 info, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
@@ -167,7 +167,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
 
     def take_times(self) -> list[ForwardTime]:
         """See Runner."""
-        return self._clock.take()
+        return self._timer.take()
 
     def warm_up(self) -> None:
         """See Runner."""
@@ -180,7 +180,7 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
                     self._model, self.info, self._samples, self._device, self._config.scheduler
                 )
                 if self._gpu_warm_up is not None and self._model.is_recordable:
-                    self._gpu_warm_up.refill(self.limits)
+                    self._gpu_warm_up.allocate_again(self.limits)
             if self._gpu_warm_up is not None:
                 self.take_times()  # discards them: they include compilation
 
@@ -200,15 +200,15 @@ class ModelRunner(PoolingRunner[torch.Tensor]):
         chunk_tokens = num_chunk_tokens(chunks)
         if chunk_tokens:
             self._meter.begin()
-        self._clock.begin()
+        self._timer.begin()
         forward = self._model.forward if self._graphs is None else self._graphs.forward
         output = forward(batch, need_attention=self._pooler.needs_attention(metadata.params))
         pooled = self._pooler.pool(output, metadata, self._chunks)
-        result = pooled.begin_copy(self._stream.to_host) if self._stream.is_beside_host else pooled.to_host()
+        result = pooled.begin_copy(self._stream.to_host) if self._stream.is_asynchronous else pooled.to_host()
         if self._memory is not None and cache is not None:
             self._chunks.commit(metadata)
             self._memory.advance(chunks)
-        ended = self._clock.end(chunk_tokens, batch.num_tokens - chunk_tokens)
+        ended = self._timer.end(chunk_tokens, batch.num_tokens - chunk_tokens)
         if chunk_tokens:
             self._meter.end(batch.num_tokens)  # torch counts allocations when they are requested
         if isinstance(result, BatchOutputs):

@@ -116,7 +116,7 @@ class StepWatch:
                 thread.join()
 
     def record(self, step: Step, seconds: float) -> None:
-        """Records the duration of a forward that has ended. Time in which the process was stopped does not count."""
+        """Records the duration of a forward that has ended. Time while the process was stopped does not count."""
         self._longest_s = max(self._longest_s, min(seconds, (step.num_checks + 1) * self._interval_s))
         self._most_tokens = max(self._most_tokens, step.num_tokens)
 

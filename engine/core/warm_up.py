@@ -36,14 +36,14 @@ _MIN_BATCH: Final = 64
 """Tokens. A model cannot be served if memory is too short for a forward of this size."""
 _GRAPH_BATCH: Final = 64
 """Tokens of a batch that replays a CUDA graph, if there is one."""
-_TILES: Final = (16, 32, 64, 128, 256, 512)
+_TILE_ROWS: Final = (16, 32, 64, 128, 256, 512)
 """Tile sizes of kernels in rows."""
-_SPLIT: Final = 256
+_SPLIT_ROWS: Final = 256
 """Rows. Pooling splits longer sequences, with other kernels."""
-_SHORT: Final = 8
+_SHORT_TOKENS: Final = 8
 """Tokens of a short text."""
-_CHUNKS: Final = (_SHORT, 64, 320)
-"""Tokens of chunks. They select the tiles of attention. Chunks above `_SPLIT` are pooled by other kernels."""
+_CHUNK_TOKENS: Final = (_SHORT_TOKENS, 64, 320)
+"""Tokens of chunks. They select the tiles of attention. Chunks above `_SPLIT_ROWS` are pooled by other kernels."""
 _PROGRESS_S: Final = 5.0
 """Seconds between two log lines."""
 
@@ -198,7 +198,7 @@ class GpuWarmUp:
             max_num_seqs=self._config.seqs(self._info.device),
         )
 
-    def refill(self, limits: DeviceLimits) -> None:
+    def allocate_again(self, limits: DeviceLimits) -> None:
         """Runs the largest batches, and two small ones at once, so that torch allocates its memory again.
 
         Before torch captures a CUDA graph, it returns its cached memory, pinned memory too, to the driver. Without this
@@ -280,9 +280,9 @@ def largest_shapes(num_tokens: int, longest: int, max_num_seqs: int) -> list[lis
 
 
 def _peak_bytes(run: Callable[[Sequence[int]], object], gauge: MemoryGauge, lengths: Sequence[int]) -> int:
-    gauge.begin()
+    gauge.reset_peak()
     run(lengths)
-    return gauge.taken() or 0
+    return gauge.peak_bytes() or 0
 
 
 def run_all_kinds(
@@ -327,10 +327,10 @@ def run_all_kinds(
 def _all_kinds(
     samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[PrefillChunk]]:
-    yield from _chunked(samples, sequence_pool, token_budget, longest, max_num_seqs)
+    yield from _chunk_batches(samples, sequence_pool, token_budget, longest, max_num_seqs)
     longest = min(longest, token_budget)
-    edges = [edge + beside for edge in _TILES for beside in (-1, 0, 1)]
-    kinds = [[1], [1, 2, 3, *(n for n in edges if n <= _SPLIT)], [n for n in edges if n > _SPLIT], [longest]]
+    edges = [edge + beside for edge in _TILE_ROWS for beside in (-1, 0, 1)]
+    kinds = [[1], [1, 2, 3, *(n for n in edges if n <= _SPLIT_ROWS)], [n for n in edges if n > _SPLIT_ROWS], [longest]]
     for lengths in kinds:
         fitting = _fit([n for n in lengths if n <= longest], token_budget, max_num_seqs)
         if fitting:
@@ -339,7 +339,7 @@ def _all_kinds(
             yield samples.batch(_fit(fitting * 2, token_budget, max_num_seqs), samples.all_params())
     num_tokens = 1
     while num_tokens <= token_budget:  # matrix products of every size, with long and with short sequences
-        for length in (min(longest, num_tokens), min(_SHORT, longest, num_tokens)):
+        for length in (min(longest, num_tokens), min(_SHORT_TOKENS, longest, num_tokens)):
             lengths = [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
             yield samples.batch(_fit(lengths, token_budget, max_num_seqs), samples.default_params()[:1])
         num_tokens *= 2
@@ -356,11 +356,13 @@ def _fit(lengths: Sequence[int], token_budget: int, max_num_seqs: int) -> list[i
     return taken
 
 
-def _chunked(
+def _chunk_batches(
     samples: SampleBatches, sequence_pool: SequencePool, token_budget: int, longest: int, max_num_seqs: int
 ) -> Iterator[list[PrefillChunk]]:
     """Yields three chunks of a sequence for every task and size, the second one with a whole sequence if it fits."""
-    for size in sorted({min(size, max(token_budget - _SHORT, token_budget // 2), longest // 3) for size in _CHUNKS}):
+    for size in sorted(
+        {min(size, max(token_budget - _SHORT_TOKENS, token_budget // 2), longest // 3) for size in _CHUNK_TOKENS}
+    ):
         if size < 1 or not sequence_pool.can_hold(3 * size):
             continue
         for params in samples.all_params():
@@ -372,7 +374,7 @@ def _chunked(
             first, second, third = (PrefillChunk(sequence, i * size, (i + 1) * size) for i in range(3))
             try:
                 yield [first]
-                yield [*samples.batch([min(_SHORT, size)][: max_num_seqs - 1], [params]), second]
+                yield [*samples.batch([min(_SHORT_TOKENS, size)][: max_num_seqs - 1], [params]), second]
                 yield [third]
             finally:
                 sequence_pool.free(sequence.allocation, uncache=True)

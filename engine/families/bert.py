@@ -209,7 +209,7 @@ class DistilBertConfig(BertConfig):
 
 
 def bert_spec(config: BertConfig, info: ModelInfo, relative_bias: RelativeBiasSpec | None = None) -> ModelSpec:
-    """Returns the spec of a model of these families.
+    """Returns the spec of a model of one of the FAMILIES.
 
     Raises:
         UnsupportedModelError: The model has other positions than a learned table.

@@ -248,7 +248,7 @@ MixerSpec = MambaSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts: gated MLPs, of which each token uses the `top_k` with the highest router scores.
+    """A mixture of experts: gated MLPs. Each token uses the `top_k` experts with the highest router scores.
 
     Attributes:
         router: Name of the router's weight [experts, D], without ".weight".

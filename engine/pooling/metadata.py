@@ -326,6 +326,6 @@ def rows_between(firsts: IntArray, ends: IntArray) -> PickedRows:
 
 
 def selected_rows(is_selected: NDArray[np.bool_], seq_lens: Sequence[int]) -> tuple[IntArray, tuple[int, ...]]:
-    """Returns the rows for which `is_selected` [T] is True, [R], and their number in each sequence."""
+    """Returns the selected rows [R] of `is_selected` [T] bool, and their number in each sequence."""
     num_before = prefix_sums(is_selected)
     return np.flatnonzero(is_selected), tuple(np.diff(num_before[prefix_sums(seq_lens)]).tolist())

@@ -105,7 +105,7 @@ def expanded(tokens: TokenizedInput, expansion: QueryExpansion, token_id: int) -
 
 
 def remove_ids(token_ids: NDArray[np.int32], skip_ids: Sequence[int]) -> NDArray[np.int32]:
-    """Returns the token ids without `skip_ids`: the result has one vector for each of them."""
+    """Returns the token ids without `skip_ids`. The result of the model has one vector per returned id."""
     return token_ids[~np.isin(token_ids, skip_ids)] if skip_ids else token_ids
 
 

@@ -79,7 +79,7 @@ class SharedResource:
         return self.used >= self.limit
 
     def add(self, client: str, amount: int) -> None:
-        """Counts an amount for a client; a negative amount releases it. The client "" stands for all clients."""
+        """Counts an amount for a client; a negative amount releases it. "" means all clients together."""
         self.used += amount
         own = self._by_client.get(client, 0) + amount
         if own:
@@ -91,7 +91,7 @@ class SharedResource:
         """Returns the Rejection of a request, or None if it fits.
 
         Args:
-            client: The client of the request; "" stands for all clients.
+            client: The client of the request; "" means all clients together.
             amount: Total amount that the request needs, including `held`. 0: the size of the request is unknown, and it
                 fits while the total is below the limit.
             held: Amount that the request already holds.

@@ -47,7 +47,7 @@ class _ClientQueue:
     Attributes:
         num_waiting: Number of waiting sequences.
         dues: `due` of each of `sequences`.
-        sequences: The waiting sequences, and removed ones that are not deleted yet.
+        sequences: The waiting sequences, and removed sequences until `delete_removed`.
     """
 
     __slots__ = ("_num_iterated", "dues", "num_waiting", "sequences")
@@ -108,7 +108,7 @@ def _order(sequence: InputSequence) -> tuple[float, int, int]:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A client with waiting sequences, or one that had some a short time ago.
+    """A client with waiting sequences, or an idle client that is not deleted yet.
 
     Attributes:
         start: Virtual start time of its next sequence in tokens.

@@ -6,7 +6,7 @@
 from .encoder import CpuEncoder, CpuForward
 from .encoder_weights import EncoderWeights, LayerWeights, LinearWeights, NormWeights
 from .kv_cache import BatchPages, PagedKvCache
-from .machine import ActivationCode, CpuKernelError, Format, Machine, PoolingCode, multiplies_right, shared_machine
+from .machine import ActivationCode, CpuKernelError, Format, Machine, PoolingCode, has_exact_products, shared_machine
 
 __all__ = [
     "ActivationCode",
@@ -22,6 +22,6 @@ __all__ = [
     "NormWeights",
     "PagedKvCache",
     "PoolingCode",
-    "multiplies_right",
+    "has_exact_products",
     "shared_machine",
 ]

@@ -61,7 +61,7 @@ class BatchPages:
     Attributes:
         pages: The KV cache.
         lengths: [N] int32, tokens of each sequence before its chunk.
-        tables: [N, B] int32, pages of these tokens, `page_size` tokens per page; further entries are ignored.
+        tables: [N, B] int32, pages of the earlier tokens, `page_size` tokens per page; further entries are ignored.
         slots: [T] int64, page * page size + row for the keys and values of each token; -1: not stored.
     """
 

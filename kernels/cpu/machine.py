@@ -37,7 +37,7 @@ class Format(IntEnum):
 
 
 class ActivationCode(IntEnum):
-    """ActivationCode function after a product; see csrc/compute/functions.h."""
+    """Code of the activation after a product; see csrc/compute/functions.h."""
 
     NONE = 0
     GELU = 1
@@ -49,7 +49,7 @@ class ActivationCode(IntEnum):
 
 
 class PoolingCode(IntEnum):
-    """PoolingCode of the rows of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
+    """Code of the pooling of a sequence; see csrc/types.h. The formulas are in penstock.kernels.pooling."""
 
     CLS = 0
     LAST = 1
@@ -85,7 +85,7 @@ class Machine:
         num_lanes: Number of threads for forwards. With 0, forwards are not available. `pack`, `product` and `pool` run
             on the calling thread.
         isa: Instruction set: "plain", "avx2", "avx2vnni", "avx512", "avx512vnni", "avx512bf16", "amx". None selects the
-            last of them that the processor supports.
+            last one that the processor supports.
         library: Path of the shared library.
 
     Raises:
@@ -310,7 +310,7 @@ def shared_machine() -> Machine | None:
         return None
 
 
-def multiplies_right(machine: Machine) -> bool:
+def has_exact_products(machine: Machine) -> bool:
     """Whether products of integers are exact in every format. Takes a few milliseconds.
 
     The sums are below 2^24 and the largest value of each row and column is 127, so no format rounds.

@@ -112,7 +112,7 @@ class ChunkMemory:
             use = self._uses.get(sequence)
             if self._ssm is None or sequence.allocation is None or use is None or use.saved is None:
                 continue
-            self._stream.put_back(use.saved, self._ssm.at(self._state_slot(use, sequence.allocation)))
+            self._stream.restore(use.saved, self._ssm.at(self._state_slot(use, sequence.allocation)))
             use.saved = None
 
     def forget(self, sequence: InputSequence) -> None:

@@ -21,7 +21,7 @@ from .memory import HostMemory, MemoryGauge
 logger = logging.getLogger("penstock.engine")
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_LEAST_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
+_MIN_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
 """The oldest NVIDIA driver for Linux that runs programs of each major version of CUDA."""
 _NO_STATS: Final = {f"{kind}_bytes": {"all": {"current": 0, "peak": 0}} for kind in ("allocated", "reserved")}
 """torch has no statistics before the first allocation."""
@@ -80,7 +80,7 @@ def why_unusable() -> str:
         problem = str(error).partition("\n")[0]
     else:
         problem = "no device is visible"
-    least = _LEAST_DRIVERS.get(cuda.partition(".")[0])
+    least = _MIN_DRIVERS.get(cuda.partition(".")[0])
     needed = f"CUDA {cuda} needs driver {least} or newer" if least else f"Check that the driver supports CUDA {cuda}"
     return (
         f"This machine has NVIDIA driver {driver}, but torch {torch.__version__} can use no GPU: {problem} "
@@ -136,7 +136,7 @@ def has_code_for(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
     return not targets
 
 
-def multiply_exactly() -> None:
+def set_exact_products() -> None:
     """Makes CUDA compute float32 products in float32, and accumulate 16-bit products in float32.
 
     The first setting is torch's default, but other code may have changed it. The second is not the default: cuBLAS may
@@ -194,13 +194,13 @@ class CudaMemory:
         stats = _memory_stats(self._device)
         return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Resets the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = _memory_stats(self._device)["allocated_bytes"]["all"]["current"]
 
-    def taken(self) -> int:
-        """Returns the peak of allocated bytes since `begin`."""
+    def peak_bytes(self) -> int:
+        """Returns the peak of allocated bytes since `reset_peak`."""
         return _memory_stats(self._device)["allocated_bytes"]["all"]["peak"] - self._before
 
 

@@ -27,11 +27,11 @@ class MemoryGauge(Protocol):
         """Returns the bytes that can be allocated now."""
         ...
 
-    def begin(self) -> None:
-        """Starts a measurement."""
+    def reset_peak(self) -> None:
+        """Resets the peak; starts a measurement."""
 
-    def taken(self) -> int | None:
-        """Returns the peak of allocated bytes since `begin`; None if the device does not report it."""
+    def peak_bytes(self) -> int | None:
+        """Returns the peak of allocated bytes since `reset_peak`; None if the device does not report it."""
         ...
 
 
@@ -50,11 +50,11 @@ class MemoryMeter:
 
     def begin(self) -> None:
         """Starts to measure a forward."""
-        self._gauge.begin()
+        self._gauge.reset_peak()
 
     def end(self, num_tokens: int) -> None:
         """Records the memory of a forward of `num_tokens` tokens."""
-        num_bytes = self._gauge.taken()
+        num_bytes = self._gauge.peak_bytes()
         if num_bytes is not None:
             known_tokens, known_bytes = self._taken.get(num_tokens.bit_length(), (0, 0))
             self._taken[num_tokens.bit_length()] = max(known_tokens, num_tokens), max(known_bytes, num_bytes)
@@ -86,14 +86,14 @@ class HostMemory:
         """Returns the bytes that can be allocated now."""
         return available_memory()
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Resets the peak."""
         if self._reports_peak:
             _CLEAR_REFS.write_text(_RESET_PEAK)
             self._before = _resident("VmRSS")
 
-    def taken(self) -> int | None:
-        """Returns the peak of allocated bytes since `begin`; None if the kernel does not report it."""
+    def peak_bytes(self) -> int | None:
+        """Returns the peak of allocated bytes since `reset_peak`; None if the kernel does not report it."""
         return _resident("VmHWM") - self._before if self._reports_peak else None
 
 

@@ -33,7 +33,7 @@ class DeviceEvent(Protocol):
     def wait(self) -> None:
         """Blocks until the event is reached."""
 
-    def at_ms(self, first: DeviceEvent) -> float:
+    def elapsed_ms(self, first: DeviceEvent) -> float:
         """Returns the milliseconds from another event to this one. Both must be reached."""
         ...
 
@@ -42,10 +42,10 @@ class DeviceStream(Protocol):
     """The work queue of one device. Work runs in order (first in, first out).
 
     Attributes:
-        is_beside_host: Whether calls return before the work is done.
+        is_asynchronous: Whether calls return before the work is done.
     """
 
-    is_beside_host: bool
+    is_asynchronous: bool
 
     def record_event(self) -> DeviceEvent:
         """Returns an event after all queued work."""
@@ -56,10 +56,10 @@ class DeviceStream(Protocol):
         ...
 
     def save(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies on the host for `put_back`. Work that is queued later may write to the tensors."""
+        """Returns copies on the host for `restore`. Work that is queued later may write to the tensors."""
         ...
 
-    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Queues copies of saved tensors to tensors of the device."""
 
 
@@ -73,7 +73,7 @@ class HostEvent:
     def wait(self) -> None:
         """See DeviceEvent."""
 
-    def at_ms(self, first: DeviceEvent) -> float:
+    def elapsed_ms(self, first: DeviceEvent) -> float:
         """See DeviceEvent."""
         assert isinstance(first, HostEvent), "both events must belong to one stream"
         return (self.at_s - first.at_s) * 1000
@@ -82,7 +82,7 @@ class HostEvent:
 class HostStream:
     """The DeviceStream of a CPU: work is done when the call returns."""
 
-    is_beside_host = False
+    is_asynchronous = False
 
     def record_event(self) -> HostEvent:
         """See DeviceStream."""
@@ -96,7 +96,7 @@ class HostStream:
         """See DeviceStream."""
         return [tensor.clone() for tensor in tensors]
 
-    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """See DeviceStream."""
         for target, copy in zip(targets, saved, strict=True):
             target.copy_(copy)
@@ -123,7 +123,7 @@ class CudaEvent:
         """See DeviceEvent. Releases the GIL."""
         self._event.synchronize()
 
-    def at_ms(self, first: DeviceEvent) -> float:
+    def elapsed_ms(self, first: DeviceEvent) -> float:
         """See DeviceEvent. Measured on the device."""
         assert isinstance(first, CudaEvent), "both events must belong to one stream"
         return float(first._event.elapsed_time(self._event))
@@ -136,7 +136,7 @@ class CudaStream:
         device: A CUDA device.
     """
 
-    is_beside_host = True
+    is_asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,7 +156,7 @@ class CudaStream:
         """See DeviceStream."""
         return self.to_host(tensors)
 
-    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """See DeviceStream. Earlier copies to the host end first, because all run on one stream."""
         for target, copy in zip(targets, saved, strict=True):
             target.copy_(copy, non_blocking=True)
@@ -178,7 +178,7 @@ def make_current(device: torch.device | None) -> None:
         torch.cuda.set_device(device.index or 0)
 
 
-class ForwardClock:
+class ForwardTimer:
     """Measures forwards with events of their device. Several forwards may run at once. Never waits.
 
     Args:
@@ -205,7 +205,7 @@ class ForwardClock:
         times = []
         while self._under_way and self._under_way[0][1].is_reached:
             began, ended, chunk_tokens, whole_tokens = self._under_way.popleft()
-            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.at_ms(began) / 1000))
+            times.append(ForwardTime(chunk_tokens, whole_tokens, ended.elapsed_ms(began) / 1000))
         return times
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.kernels.cpu import CpuKernelError, Format, LinearWeights, Machine, multiplies_right
+from penstock.kernels.cpu import CpuKernelError, Format, LinearWeights, Machine, has_exact_products
 
 from ...checkpoint.files import Checkpoint, OpenFile, open_checkpoint
 from ...checkpoint.views import Array, ArrayFile, ArrayWeights, Floats, holds_arrays
@@ -27,7 +27,7 @@ from .load_errors import needs_torch
 
 logger = logging.getLogger("penstock.engine")
 
-_WORTH: Final = 1.15
+_MIN_SPEEDUP: Final = 1.15
 """bfloat16 is used if it is at least this many times as fast."""
 
 
@@ -68,12 +68,12 @@ def _with_arithmetic(info: ModelInfo, config: EngineConfig, machine: Machine) ->
         sources["arithmetic"] = "measured at the first start"
         return dataclasses.replace(info, arithmetic=config.arithmetic, sources=sources)
     gain = bfloat16_gain(machine, info.hidden_size)
-    if is_open and gain is not None and gain.over_float32 >= _WORTH:
+    if is_open and gain is not None and gain.over_float32 >= _MIN_SPEEDUP:
         dtype = "bfloat16"
         sources["dtype"] = f"measured: {gain.over_float32:.1f} times as fast as float32 here"
     if dtype == "float32":
         return info
-    arithmetic = "bfloat16" if gain is not None and gain.over_widened >= _WORTH else "float32"
+    arithmetic = "bfloat16" if gain is not None and gain.over_widened >= _MIN_SPEEDUP else "float32"
     sources["arithmetic"] = (
         f"{machine.isa} has no products in bfloat16"
         if gain is None
@@ -93,7 +93,7 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
             )
         return None
     try:
-        return _checked(threads_of(config))
+        return _open_best_isa(threads_of(config))
     except CpuKernelError as error:
         if insists:
             raise MachineError(
@@ -103,10 +103,10 @@ def _open(info: ModelInfo, config: EngineConfig) -> Machine | None:
         return None
 
 
-def _checked(num_lanes: int) -> Machine:
+def _open_best_isa(num_lanes: int) -> Machine:
     """Opens the library with the best instruction set; avx512bf16 instead of AMX if AMX returns wrong products."""
     machine = Machine(num_lanes)
-    if machine.isa != "amx" or multiplies_right(machine):
+    if machine.isa != "amx" or has_exact_products(machine):
         return machine
     machine.close()
     machine = Machine(num_lanes, isa="avx512bf16")
@@ -118,8 +118,8 @@ _ROWS: Final = (8, 96)
 """Rows of a short text, whose time is spent reading the weights, and of a batch."""
 _WEIGHTS: Final = 2**18
 """Weights of the measured product. In bfloat16 they fit into the L2 cache."""
-_LEAST_WIDTH: Final = 64
-_ROUNDS: Final = 5
+_MIN_WIDTH: Final = 64
+_NUM_ROUNDS: Final = 5
 
 
 class Bfloat16Gain(NamedTuple):
@@ -146,7 +146,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
     """
     if Format.DOT not in machine.formats:
         return None
-    width = max(width + width % 2, _LEAST_WIDTH)
+    width = max(width + width % 2, _MIN_WIDTH)
     numbers = np.random.default_rng(0)
     weights = numbers.random((_WEIGHTS // width, width), np.float32)
     products = {form: machine.pack(weights, None, form) for form in (Format.F32, Format.BF16, Format.DOT)}
@@ -154,7 +154,7 @@ def bfloat16_gain(machine: Machine, width: int) -> Bfloat16Gain | None:
     for num_rows in _ROWS:
         rows = numbers.random((num_rows, width), np.float32)
         least = dict.fromkeys(products, math.inf)
-        for _ in range(_ROUNDS):
+        for _ in range(_NUM_ROUNDS):
             for form, product in products.items():
                 began_s = time.thread_time()  # excludes other processes
                 machine.product(product, rows)
@@ -180,7 +180,7 @@ def load_array_encoder(info: ModelInfo, machine: Machine) -> ArrayEncoder:
     with open_checkpoint(folder, _opener(info, holds_arrays(folder))) as checkpoint:
         weights = ArrayWeights(checkpoint)
         encoder = ArrayEncoder(info, spec.with_stored_names(weights.has), weights, machine)
-        checkpoint.tell_unused(info.name)
+        checkpoint.log_unused(info.name)
     return encoder
 
 

@@ -144,7 +144,7 @@ def _load_with_transformers(info: ModelInfo, trust_remote_code: bool) -> LoadedT
 
 
 def _end_id(tokenizer: LoadedTokenizer, vocab_size: int) -> int | None:
-    """Returns the end, padding or start token: the first of them that exists and has an embedding."""
+    """Returns the end, padding or start token: the first one with an embedding."""
     ids = (tokenizer.special_id(name) for name in ("eos_token", "pad_token", "bos_token"))
     return next((token_id for token_id in ids if token_id is not None and 0 <= token_id < vocab_size), None)
 

@@ -98,7 +98,7 @@ def load_model(
             # On a GPU in the model's dtype: float32 products take ten times as long and change the vectors little.
             view = replace(weights, dtype=torch.float32) if device.type == "cpu" else weights
             model.vocabulary_head = VocabularyHead(view, spec, info)
-        checkpoint.tell_unused(info.name)
+        checkpoint.log_unused(info.name)
     return model
 
 

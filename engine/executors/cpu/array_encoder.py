@@ -79,7 +79,7 @@ class ArrayEncoder:
 
     Args:
         info: The resolved model.
-        spec: Spec of the model, for which `has_kernels` is True.
+        spec: Spec of the model. `has_kernels` must be True for it.
         weights: View of the whole checkpoint. Its files may be closed afterwards.
         machine: The C library.
 

@@ -66,7 +66,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
     """Reads the weights of the base model. Layers are read lazily, one by one.
 
     Args:
-        spec: Spec of the model, for which `has_kernels` is True.
+        spec: Spec of the model. `has_kernels` must be True for it.
         info: Maximum length and dtype.
         weights: View of the whole checkpoint.
 

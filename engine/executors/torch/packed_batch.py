@@ -17,7 +17,7 @@ from torch import Tensor
 from ...protocol.request import TokenizedInput
 from ...scheduling import CacheSpec
 from ..cpu.packed_arrays import PackedArrays
-from .staging import put_all
+from .staging import copy_to_device
 
 _ARRAYS: Final = ("input_ids", "positions", "token_type_ids", "cu_seqlens")
 _GROUP: Final = ("rows", "is_visible")
@@ -89,7 +89,7 @@ class SsmStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchCache:
-    """Where the cached rows and states of the N sequences of a batch are, and where to store new ones.
+    """Positions of the cached rows and states of N sequences, and of the rows and states to store.
 
     Sequences without cached tokens come first in the batch, so that attention can treat them as whole sequences.
 
@@ -97,8 +97,8 @@ class BatchCache:
         num_new_seqs: Number of sequences without cached tokens.
         num_new_tokens: Rows of these sequences.
         context_lens: N numbers of cached tokens before the chunk, on the host.
-        prompt_lens: N lengths of the whole sequences, on the host, on which rotary positions may depend; None if every
-            chunk ends its sequence.
+        prompt_lens: N lengths of the whole sequences, on the host, for rotary positions that depend on the length; None
+            if every chunk ends its sequence.
         kv: Keys and values; None in a model without attention.
         block_tables: [N - num_new_seqs, B] int32, the blocks of each sequence with cached tokens, including the blocks
             of its chunk, padded with 0.
@@ -129,13 +129,13 @@ class BatchCache:
 
     @property
     def past_lens(self) -> Sequence[int]:
-        """Numbers of cached tokens of the sequences that have some."""
+        """Number of cached tokens of each sequence with cached tokens."""
         return self.context_lens[self.num_new_seqs :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HiddenTokens:
-    """B sequences of the same length L that end with hidden tokens, to which no token attends.
+    """B sequences of the same length L that end with hidden tokens. No token attends to hidden tokens.
 
     Attributes:
         rows: [B, L] int64, the rows of the sequences in the batch.
@@ -208,7 +208,7 @@ class PackedBatch:
             inputs: Whole sequences or chunks; at least one, none empty.
             device: Device of the tensors, which are copied together.
             starts: Position of each chunk in its sequence; None if all begin at 0.
-            cache: Cache of the chunks, whose tensors may be on the host.
+            cache: Cache of the chunks. Its tensors may be on the host.
         """
         arrays = PackedArrays.build(inputs, starts)
         hidden = [] if arrays.num_hidden is None else HiddenTokens.of(arrays.lengths, arrays.num_hidden)
@@ -217,7 +217,7 @@ class PackedBatch:
         }
         cached: dict[str, Tensor | None] = {name: getattr(cache, name) for name in _CACHE_ARRAYS} if cache else {}
         groups = {(number, name): getattr(group, name) for number, group in enumerate(hidden) for name in _GROUP}
-        put: dict[Any, Any] = put_all({**own, **cached, **groups}, device)
+        put: dict[Any, Any] = copy_to_device({**own, **cached, **groups}, device)
         seq_lens = tuple(arrays.lengths.tolist())
         return cls(
             **{name: put[name] for name in own},

@@ -250,7 +250,7 @@ class SpecModel(PackedModel):
             stream = layer(stream, batch, plans.get(layer.kind), rotation, self.relative_bias)
             if need_attention and layer is self.last_attention and layer.attention is not None:
                 x_TD, _ = layer.attention_input(layer_input)
-                weights_TH = layer.attention.end_weights(x_TD, batch, rotation, self.relative_bias)
+                weights_TH = layer.attention.pooling_weights(x_TD, batch, rotation, self.relative_bias)
         hidden_TD = stream.hidden if self.final_norm is None else stream.normed(self.final_norm)
         return ModelOutput(hidden_states=hidden_TD.to(self.dtype), attention_weights=weights_TH)
 

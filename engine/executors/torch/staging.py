@@ -15,8 +15,8 @@ _ALIGNMENT: Final = 256
 """Alignment in bytes, as torch aligns its own tensors; kernels are compiled for the alignment of their inputs."""
 
 
-def put_all(tensors: Mapping[K, Tensor | None], device: torch.device) -> dict[K, Tensor | None]:
-    """Returns the tensors on a device, under the same names; does not copy those that are already there.
+def copy_to_device(tensors: Mapping[K, Tensor | None], device: torch.device) -> dict[K, Tensor | None]:
+    """Returns the tensors on a device, under the same names. Copies only tensors of another device.
 
     Copies to CUDA use pinned memory, because a copy from other memory may wait for all earlier work of the stream.
     torch does not reuse pinned memory before the copies from it are complete.

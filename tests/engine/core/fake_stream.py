@@ -31,7 +31,7 @@ class FakeEvent:
         assert self.reached.wait(30)
         self.stream.check()
 
-    def at_ms(self, first: DeviceEvent) -> float:
+    def elapsed_ms(self, first: DeviceEvent) -> float:
         assert isinstance(first, FakeEvent)
         assert first.reached.is_set()
         assert self.reached.is_set()
@@ -48,7 +48,7 @@ class FakeStream:
         error: Raised by every call once it is set, as by a lost device.
     """
 
-    is_beside_host = True
+    is_asynchronous = True
 
     def __init__(self, permits: Semaphore | None = None) -> None:
         self.delay_s = 0.0
@@ -100,7 +100,7 @@ class FakeStream:
         self._saved += zip(copies, [tensor.clone() for tensor in tensors], strict=True)
         return copies
 
-    def put_back(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def restore(self, saved: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for copy, place in zip(saved, targets, strict=True):
             place.copy_(next(source for known, source in self._saved if known is copy))
 

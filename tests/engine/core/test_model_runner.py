@@ -92,7 +92,7 @@ def test_device_is_current_before_the_model_loads(
 
     monkeypatch.setattr(torch.cuda, "set_device", events.append)
     monkeypatch.setattr(model_runner, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(model_runner, "multiply_exactly", lambda: events.append("exact"))
+    monkeypatch.setattr(model_runner, "set_exact_products", lambda: events.append("exact"))
     with pytest.raises(ModelLoadError, match="that is enough"):
         ModelRunner.load(replace(INFO, device=device), EngineConfig(model="m"))
     assert events == expected

@@ -41,10 +41,10 @@ class Gauge:
     def available(self) -> int:
         return self.free
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         self.num_tokens = 0
 
-    def taken(self) -> int | None:
+    def peak_bytes(self) -> int | None:
         return self.num_tokens * self.token_bytes
 
     def run(self, lengths: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ def test_refill_runs_large_batches_and_two_small_ones_at_once(caplog: pytest.Log
 
     samples = SampleBatches(model(), TOKENIZER)
     gpu_warm_up = GpuWarmUp(model(), samples, begin, SchedulerConfig(max_num_seqs=4), Gauge(), None)
-    gpu_warm_up.refill(DeviceLimits(max_tokens=1000))
+    gpu_warm_up.allocate_again(DeviceLimits(max_tokens=1000))
     large = [("begin", 1000), ("end", 1000)] * len(samples.default_params())
     assert events == [*large, ("begin", 64), ("begin", 64), ("end", 64), ("end", 64)]
     assert "out of memory beside CUDA graphs with 1000 tokens: the graphs have it" in caplog.text

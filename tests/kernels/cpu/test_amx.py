@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, multiplies_right
+from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, has_exact_products
 
 from .chunked import ChunkedDecoder
 from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts
@@ -114,7 +114,7 @@ def test_every_thread_may_run_forwards(amx: Opener) -> None:
 
 
 def test_self_check_accepts_every_machine(machine: Machine) -> None:
-    assert multiplies_right(machine)
+    assert has_exact_products(machine)
 
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
@@ -129,4 +129,4 @@ def test_self_check_detects_one_wrong_value(form: Format, amx: Opener, monkeypat
 
     monkeypatch.setattr(Machine, "product", wrong)
     with amx(1) as machine:
-        assert not multiplies_right(machine)
+        assert not has_exact_products(machine)

@@ -170,7 +170,7 @@ class Attention:
             self._attend_to_visible(q_THK, k_TGK, v_TGK, attended_THK, hidden, relative_bias)
         return attended_THK.flatten(1)
 
-    def end_weights(
+    def pooling_weights(
         self,
         hidden_TD: Tensor,
         batch: PackedBatch,

@@ -1,4 +1,4 @@
-"""Mixers of Mamba and Mamba-2: a convolution, a recurrence whose step and matrices depend on the token, and a gate.
+"""Mixers of Mamba and Mamba-2: a convolution, a recurrence (step and matrices depend on the token), and a gate.
 
 `LayerStates` reads and writes the states of sequences that are computed in chunks.
 

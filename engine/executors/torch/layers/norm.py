@@ -148,7 +148,7 @@ class AddingMap(Protocol):
 class Residual(NamedTuple):
     """Hidden states between two layers. Its methods return new objects and change no tensor.
 
-    The methods that add a term need one whose own `term` is None.
+    Methods that add a term require `term` to be None.
 
     Attributes:
         hidden: [T, D].
@@ -167,7 +167,7 @@ class Residual(NamedTuple):
         return Residual(mapping(x_TI, add=self.hidden))
 
     def plus_term(self, term_TD: Tensor, *, scale: float = 1.0) -> Residual:
-        """Adds `scale` times [T, D], whose type may have fewer bits than that of the sum."""
+        """Adds `scale` times [T, D]. Its dtype may have fewer bits than the sum."""
         if self.is_fused and scale == 1.0:
             return Residual(self.hidden, term_TD, is_fused=True)
         return Residual(self.hidden.add(term_TD, alpha=scale), is_fused=self.is_fused)

@@ -46,7 +46,7 @@ def are_finite(values: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weights(WeightView[Tensor]):
-    """The tensors of a checkpoint whose names begin with a prefix.
+    """The tensors of a checkpoint below a prefix.
 
     Attributes:
         source: The checkpoint.

@@ -28,15 +28,15 @@ logger = logging.getLogger("penstock.engine")
 
 _TOLERANCE: Final = 1e-4
 _PROBE_LENGTHS: Final = (5, 11)
-# Tokens by which the probe of an attention window is longer than the window.
+# A probe of an attention window has this many tokens more than the window.
 _PAST_WINDOW: Final = 8
 # Longer probes would make the start slow.
 _MAX_PROBE_LENGTH: Final = 1100
 # Lengths of the probes for sharing a forward; models with sparse attention use it for the last one.
 _SHARED_LENGTHS: Final = (10, 60, 250, _MAX_PROBE_LENGTH)
-# Number of parameters up to which the longest probe takes only seconds on a CPU.
+# Models with at most this many parameters run the longest probe in seconds on a CPU.
 _SMALL: Final = 200_000_000
-# Errors of a model that does not support the way that it is called.
+# Errors of a model that does not support the call.
 _CALL_ERRORS: Final = (
     NotPackableError,
     ArithmeticError,
@@ -83,9 +83,9 @@ class TransformersModel(PackedModel):
             elif info.kind in (ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER):
                 self._separate_head(info)
             pools = self._network.gives_logits
-            packing = "its classification head includes pooling" if pools else self._try_packing(info)
+            packing = "its classification head includes pooling" if pools else self._probe_packing(info)
             self._position_offset = packing if isinstance(packing, int) else None
-            sharing = self._try_sharing(info) if self._position_offset is None else ""
+            sharing = self._probe_sharing(info) if self._position_offset is None else ""
         architecture = type(self._network.module).__name__
         if self._position_offset is not None:
             logger.info("%s runs packed through transformers (%s).", info.name, architecture)
@@ -147,7 +147,7 @@ class TransformersModel(PackedModel):
             )
         self.sequence_head = head
 
-    def _try_packing(self, info: ModelInfo) -> int | str:
+    def _probe_packing(self, info: ModelInfo) -> int | str:
         """Probes whether the network can run packed; returns its position offset, or the reason why not."""
         network, module = self._network, self._network.module
         probe = self._probe(self._probe_lengths(info), info)
@@ -166,26 +166,28 @@ class TransformersModel(PackedModel):
                 rows, row = network.run_packed(probe, offset)
                 if row.num_calls == 0:
                     reason = "its attention does not use the interface of transformers"
-                elif _agree(rows, expected) and self._holds_past_window(row.max_window, offset, info, implementation):
+                elif _agree(rows, expected) and self._is_right_past_window(
+                    row.max_window, offset, info, implementation
+                ):
                     return offset
         except _CALL_ERRORS as error:
             reason = str(error).rstrip(".") or repr(error)
         module.set_attn_implementation(implementation)
         return reason
 
-    def _try_sharing(self, info: ModelInfo) -> str:
-        """Probes which sequences can be padded together and sets `sharing`; returns its consequence for the log."""
+    def _probe_sharing(self, info: ModelInfo) -> str:
+        """Probes which sequences can be padded together and sets `sharing`; returns its log message."""
         try:
-            while not self._run_as_if_alone(info):
+            while not self._is_independent_of_batch(info):
                 # Convolutions read the padding after a text; experts with a size limit drop tokens of full batches.
                 is_equal = self._network.sharing is Sharing.EQUAL
                 self._network.sharing = Sharing.NONE if is_equal else Sharing.EQUAL
         except _CALL_ERRORS as error:
             raise _cannot_run(info, error, self._network.module) from error
-        return self._network.sharing.consequence
+        return self._network.sharing.log_message
 
-    def _run_as_if_alone(self, info: ModelInfo) -> bool:
-        """Whether sequences have the same results together and alone."""
+    def _is_independent_of_batch(self, info: ModelInfo) -> bool:
+        """Whether sequences have the same results in a batch and alone."""
         network, sharing = self._network, self._network.sharing
         if sharing is Sharing.NONE:
             return True
@@ -194,7 +196,7 @@ class TransformersModel(PackedModel):
         for length in lengths:
             if length > info.max_model_len:
                 break
-            shortest = math.ceil(length / sharing.stretch)
+            shortest = math.ceil(length / sharing.max_length_ratio)
             probe = self._probe((shortest, (shortest + length) // 2, length), info)
             together = network.run_padded(probe)
             network.sharing = Sharing.NONE
@@ -204,8 +206,8 @@ class TransformersModel(PackedModel):
                 return False
         return True
 
-    def _holds_past_window(self, window: int, offset: int, info: ModelInfo, implementation: str) -> bool:
-        """Whether packed results are right for a sequence that is longer than the attention window."""
+    def _is_right_past_window(self, window: int, offset: int, info: ModelInfo, implementation: str) -> bool:
+        """Whether packed results are equal for a sequence that is longer than the attention window."""
         length = window + _PAST_WINDOW
         if not window or length > min(_MAX_PROBE_LENGTH, info.max_model_len):
             return True

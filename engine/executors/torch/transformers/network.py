@@ -20,17 +20,17 @@ class Sharing(Enum):
     """Sequences that may share a padded forward without changing the results of each other.
 
     Attributes:
-        stretch: Largest ratio of the longest to the shortest length; 0 if no sequences may share a forward.
-        consequence: Explanation for the log.
+        max_length_ratio: Largest ratio of the longest to the shortest length; 0 if no sequences may share a forward.
+        log_message: Explanation for the log.
     """
 
     LIKE = 1.25, ""
     EQUAL = 1.0, "; padding changes its results, so only sequences of equal length share a forward"
     NONE = 0.0, "; other sequences in a batch change its results, so each sequence runs alone"
 
-    def __init__(self, stretch: float, consequence: str) -> None:
-        self.stretch = stretch
-        self.consequence = consequence
+    def __init__(self, max_length_ratio: float, log_message: str) -> None:
+        self.max_length_ratio = max_length_ratio
+        self.log_message = log_message
 
 
 class Network:
@@ -99,7 +99,7 @@ class Network:
         first = 0
         for last in range(1, len(seq_lens) + 1):
             members = seq_lens[first : last + 1]
-            if last == len(seq_lens) or max(members) > self.sharing.stretch * min(members):
+            if last == len(seq_lens) or max(members) > self.sharing.max_length_ratio * min(members):
                 yield first, last
                 first = last
 

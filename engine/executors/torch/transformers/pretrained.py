@@ -105,7 +105,7 @@ def other_inputs(model_class: Any) -> str:
 
 
 def _reject_other_inputs(info: ModelInfo, auto_class: Any, config: Any) -> None:
-    """Raises UnsupportedModelError for a model whose main input is not text, before its weights are read."""
+    """Raises UnsupportedModelError for a model with a main input other than text, before its weights are read."""
     model_class = auto_class._model_mapping.get(type(config), None)
     if isinstance(model_class, tuple | list):
         model_class = model_class[0]

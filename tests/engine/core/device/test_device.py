@@ -14,8 +14,8 @@ from penstock.engine.core.device.device import (
     device_errors,
     has_code_for,
     is_out_of_memory,
-    multiply_exactly,
     resolve_device,
+    set_exact_products,
 )
 from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.config import EngineConfig
@@ -44,13 +44,13 @@ def cuda_stats(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, dict[str,
 def test_gpu_memory_includes_the_cache_of_torch(cuda_stats: dict[str, dict[str, dict[str, int]]]) -> None:
     memory = CudaMemory(CUDA)
     assert memory.available() == 200 * MIB
-    memory.begin()
-    assert memory.taken() == 0
+    memory.reset_peak()
+    assert memory.peak_bytes() == 0
     cuda_stats["allocated_bytes"] = {"all": {"current": 30 * MIB, "peak": 900 * MIB}}
     cuda_stats["reserved_bytes"] = {"all": {"current": 50 * MIB, "peak": 60 * MIB}}
     assert memory.available() == (200 + 50 - 30) * MIB
-    memory.begin()
-    assert memory.taken() == 70 * MIB
+    memory.reset_peak()
+    assert memory.peak_bytes() == 70 * MIB
 
 
 def test_cuda_products_are_summed_in_float32() -> None:
@@ -60,7 +60,7 @@ def test_cuda_products_are_summed_in_float32() -> None:
     try:
         torch.set_float32_matmul_precision("high")
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
-        multiply_exactly()
+        set_exact_products()
         assert torch.get_float32_matmul_precision() == "highest"
         assert not products.allow_tf32
         assert not products.allow_bf16_reduced_precision_reduction

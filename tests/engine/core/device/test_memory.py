@@ -26,10 +26,10 @@ class Gauge:
     def available(self) -> int:
         return self.free
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         self.is_measuring = True
 
-    def taken(self) -> int | None:
+    def peak_bytes(self) -> int | None:
         assert self.is_measuring
         self.is_measuring = False
         return self.peak
@@ -120,18 +120,18 @@ def test_allowed_chunk_fits_if_bytes_are_linear_in_tokens(
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel reports no peak")
 def test_host_reports_the_peak_after_memory_was_freed() -> None:
     memory = HostMemory()
-    memory.begin()
-    before = memory.taken()
+    memory.reset_peak()
+    before = memory.peak_bytes()
     assert before is not None
     assert before < 32 * MIB
     for _ in range(2):
         block = np.ones(64 * MIB, np.uint8)
         del block
-    taken = memory.taken()
+    taken = memory.peak_bytes()
     assert taken is not None
     assert 60 * MIB <= taken < 96 * MIB  # the kernel counts pages of a thread in batches
-    memory.begin()
-    taken = memory.taken()
+    memory.reset_peak()
+    taken = memory.peak_bytes()
     assert taken is not None
     assert taken < 32 * MIB
 
@@ -139,8 +139,8 @@ def test_host_reports_the_peak_after_memory_was_freed() -> None:
 def test_host_without_peak_reports_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "no folder" / "none")
     memory = HostMemory()
-    memory.begin()
-    assert memory.taken() is None
+    memory.reset_peak()
+    assert memory.peak_bytes() is None
 
 
 def test_host_reports_its_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:

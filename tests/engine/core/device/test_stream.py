@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 import torch
 
-from penstock.engine.core.device.stream import EventWatcher, ForwardClock, HostEvent, HostStream, stream_of
+from penstock.engine.core.device.stream import EventWatcher, ForwardTimer, HostEvent, HostStream, stream_of
 from penstock.engine.core.runner import DeviceLostError, ForwardTime
 from penstock.engine.core.waker import Waker
 from penstock.engine.pooling.output import OutputBlock, PoolerOutput
@@ -35,8 +35,8 @@ def test_host_stream_is_done_at_once() -> None:
     first, second = stream.record_event(), stream.record_event()
     assert first.is_reached
     first.wait()
-    assert 0 <= second.at_ms(first) < 10_000
-    assert HostEvent(3.5).at_ms(HostEvent(1.0)) == 2500
+    assert 0 <= second.elapsed_ms(first) < 10_000
+    assert HostEvent(3.5).elapsed_ms(HostEvent(1.0)) == 2500
     tensor = torch.ones(3)
     assert stream.to_host([tensor])[0] is tensor
 
@@ -45,7 +45,7 @@ def test_host_stream_is_done_at_once() -> None:
 
 
 def test_clock_of_a_cpu_returns_each_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = ForwardClock(HostStream())
+    clock = ForwardTimer(HostStream())
     times = iter([1.0, 1.5, 4.0, 6.0, 8.0])
     monkeypatch.setattr(HostStream, "record_event", lambda stream: HostEvent(next(times)))
     clock.begin()  # a failed forward, which has no end
@@ -58,7 +58,7 @@ def test_clock_of_a_cpu_returns_each_forward_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_clock_times_overlapping_forwards_of_a_device(stream: FakeStream) -> None:
-    clock = ForwardClock(stream)
+    clock = ForwardTimer(stream)
     stream.gate.clear()
     stream.delay_s = 0.02
     ends = []
@@ -79,7 +79,7 @@ def test_clock_times_overlapping_forwards_of_a_device(stream: FakeStream) -> Non
 
 
 def test_clock_does_not_wait_for_later_forwards(stream: FakeStream) -> None:
-    clock = ForwardClock(stream)
+    clock = ForwardTimer(stream)
     clock.begin()
     clock.end(1, 0).wait()
     stream.gate.clear()
@@ -216,7 +216,7 @@ def test_gpu_copies_do_not_block_the_host() -> None:
         torch.cuda.set_sync_debug_mode("default")
     second.wait()
     assert first.is_reached
-    assert second.at_ms(first) > 1
+    assert second.elapsed_ms(first) > 1
     for copy, value in zip(copies, values, strict=True):
         assert copy.is_pinned() or not copy.numel()
         assert torch.equal(copy, value.cpu())

@@ -130,7 +130,7 @@ def test_amx_with_wrong_products_is_not_used(
 
     open_isa("avx512bf16").close()
     monkeypatch.setattr(cpu_kernels, "Machine", open_as_amx)
-    monkeypatch.setattr(cpu_kernels, "multiplies_right", lambda machine: is_right)
+    monkeypatch.setattr(cpu_kernels, "has_exact_products", lambda machine: is_right)
     info, _ = choose(save_folder(), num_threads=2)
     assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
     messages = [record.getMessage() for record in caplog.records]

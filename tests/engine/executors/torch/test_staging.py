@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.staging import packed, put_all, views
+from penstock.engine.executors.torch.staging import copy_to_device, packed, views
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_views_of_packed_buffer_equal_tensors(seed: int) -> None:
 
 def test_tensor_on_the_device_is_not_copied() -> None:
     tensor = torch.arange(3)
-    put = put_all({"a": tensor, "b": None}, CPU)
+    put = copy_to_device({"a": tensor, "b": None}, CPU)
     assert put == {"a": tensor, "b": None}
     assert put["a"] is tensor
 
@@ -58,7 +58,7 @@ def test_other_tensors_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Tensor, "to", spy)
     there = torch.empty(2, device="meta")
-    put = put_all({"a": torch.arange(3), 1: there, "none": None, "b": torch.ones(2, 2)}, torch.device("meta"))
+    put = copy_to_device({"a": torch.arange(3), 1: there, "none": None, "b": torch.ones(2, 2)}, torch.device("meta"))
     assert copies == [(torch.uint8, 1)]
     assert put[1] is there
     assert put["none"] is None
