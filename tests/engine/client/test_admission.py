@@ -164,34 +164,6 @@ def test_new_client_gets_its_share_of_a_full_queue(is_by_time: bool) -> None:
     admission.check("b")
 
 
-def test_client_is_rejected_only_with_its_share_of_a_full_queue() -> None:
-    chance = random.Random(3)
-    admission = make()
-    queued: list[tuple[int, str]] = []
-    for _ in range(5_000):
-        if queued and chance.random() < 0.5:
-            admission.leave(*queued.pop(chance.randrange(len(queued))))
-            assert admission._sizes == Counter((client, num_tokens) for num_tokens, client in queued)
-            assert admission._tokens.used == sum(num_tokens for num_tokens, _ in queued)
-            continue
-        entry = chance.randrange(1, 80), chance.choice("aaaaabc")
-        num_own = sum(size for size, client in queued if client == entry[1])
-        num_clients = len({client for _, client in queued} | {entry[1]})
-        try:
-            admission.enter(*entry)
-        except EngineOverloadedError:
-            assert admission.stats.num_tokens >= 1_000
-            assert num_own >= 1_000 // num_clients
-        else:
-            queued.append(entry)
-        assert admission.stats.num_tokens < 1_000 * (1 + 1 / 2 + 1 / 3) + 3 * 80
-    for entry in queued:
-        admission.leave(*entry)
-    admission.check("new")
-    assert not admission._sizes
-    assert not any(resource._by_client for resource in (admission._tokens, admission._work, admission._large))
-
-
 def test_closed_engine_rejects_new_requests_only() -> None:
     admission = make()
     admission.closed_message = "It is down."

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.engine.client import engine_process
-from penstock.engine.client.engine_process import SOCKET, EngineProcess, socket_folder
+from penstock.engine.client.engine_process import SOCKET, socket_folder
 
 CONNECT = """
 import socket, sys
@@ -51,19 +50,3 @@ def test_long_path_without_proc_is_rejected_with_a_remedy(tmp_path: Path, monkey
     with pytest.raises(OSError, match="set TMPDIR to a shorter folder"), socket_folder():
         pass
     assert not list(parent.iterdir())
-
-
-def test_process_is_killed_at_the_end_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = subprocess.Popen
-
-    def sleep(_: object, **options: Any) -> subprocess.Popen[bytes]:
-        return create((sys.executable, "-P", "-c", "import time; time.sleep(600)"), **options)
-
-    monkeypatch.setattr(engine_process.subprocess, "Popen", sleep)
-    with EngineProcess() as process:
-        folder = Path(process.address).parent
-        assert folder.exists()
-        assert process.returncode is None
-    assert process._process.returncode == -9
-    assert process.host_bytes() == 0
-    assert not folder.exists()

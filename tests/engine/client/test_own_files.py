@@ -21,12 +21,6 @@ def be_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o750, 0o770, 0o2770, 0o1777])
-def test_folder_of_this_user_is_accepted(folder: Path, mode: int) -> None:
-    folder.chmod(mode)
-    check_folder(folder)
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o2777])
 def test_world_writable_folder_is_rejected(folder: Path, mode: int) -> None:
     folder.chmod(mode)

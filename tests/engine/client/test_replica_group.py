@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.client import replica_group
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica_group import ReplicaGroup, placement_of, replica_configs, split_cores
+from penstock.engine.client.replica_group import ReplicaGroup, placement_of, replica_configs
 from penstock.engine.core import host
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
@@ -55,22 +55,6 @@ def set_machine(monkeypatch: pytest.MonkeyPatch) -> SetMachine:
         monkeypatch.setattr(replica_group, "may_have_gpu", lambda: gpu)
 
     return set_nodes
-
-
-@pytest.mark.parametrize(
-    ("cores", "count", "parts"),
-    [
-        (FOUR_PAIRS, 1, [(0, 4, 1, 5, 2, 6, 3, 7)]),
-        (FOUR_PAIRS, 3, [(0, 4), (1, 5), (2, 6, 3, 7)]),
-        (FOUR_PAIRS, 4, FOUR_PAIRS),
-        (FOUR_PAIRS[:2], 4, [(0,), (4,), (1,), (5,)]),
-        ([(0,), (1,), (2,)], 2, [(0,), (1, 2)]),
-    ],
-)
-def test_cores_stay_whole_if_there_are_enough(
-    cores: list[tuple[int, ...]], count: int, parts: list[tuple[int, ...]]
-) -> None:
-    assert split_cores(cores, count) == parts
 
 
 def test_single_engine_has_the_whole_machine() -> None:
@@ -221,32 +205,6 @@ async def test_first_replica_decides_the_arithmetic_of_all(running_cores: list[F
     assert [(each.placement, each.state) for each in group.replicas] == [(place, "ready") for place in group.placements]
     await group.close()
     assert all(core.is_closed for core in cores)
-
-
-async def test_replica_that_cannot_load_ends_them_all(running_cores: list[FakeRunningCore]) -> None:
-    group, dispatcher = make_group(3)
-    starting = asyncio.create_task(group.start())
-    await loop_iterations()
-    running_cores[0].ready()
-    await loop_iterations()
-    running_cores[1].fail("no such device")
-    with pytest.raises(errors.WeightError, match="no such device"):
-        await starting
-    assert all(core.is_closed for core in running_cores)
-    with pytest.raises(errors.EngineUnavailableError, match="is down"):
-        dispatcher.admission.check()
-
-
-async def test_cancelled_start_closes_all_replicas(running_cores: list[FakeRunningCore]) -> None:
-    group, _ = make_group(2)
-    starting = asyncio.create_task(group.start())
-    await loop_iterations()
-    running_cores[0].ready()
-    await loop_iterations()
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert all(core.is_closed for core in running_cores)
 
 
 async def test_engine_is_ready_while_one_replica_is(running_cores: list[FakeRunningCore]) -> None:

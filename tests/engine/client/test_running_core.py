@@ -96,18 +96,6 @@ async def called(mock: Any, num_calls: int = 1) -> None:
     await until(lambda: mock.call_count >= num_calls)
 
 
-async def test_end_is_reported_once_and_not_after_close() -> None:
-    for is_closing in (False, True):
-        on_exit = Mock()
-        core = ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock(), on_exit)
-        if is_closing:
-            await core.close()
-        core._report_end("it ended")
-        core._report_end("it does not answer")
-        assert [call.args for call in on_exit.call_args_list] == ([] if is_closing else [("it ended",)])
-        assert (core.address, core.host_bytes()) == (None, 0)
-
-
 async def test_process_receives_messages_and_stops(make_core: Callable[..., ProcessCore]) -> None:
     core = make_core("stays")
     await core.start()
@@ -158,19 +146,6 @@ async def test_stopped_process_is_killed_as_hung(make_core: Callable[..., Proces
     core._kill_hung()
     await core.close()
     core._on_exit.assert_called_once()
-
-
-async def test_close_ends_the_heartbeat(make_core: Callable[..., ProcessCore]) -> None:
-    core = make_core("stays")
-    await core.start()
-    core._receive_load_result(READY, [])
-    (heartbeat,) = core._tasks[1:]
-    await asyncio.sleep(0)
-    await core.close()
-    assert heartbeat.cancelled()
-    without = make_core("stays", hang_timeout_s=0.0)
-    without._receive_load_result(READY, [])
-    assert not without._tasks
 
 
 @pytest.mark.parametrize(
@@ -321,14 +296,3 @@ async def test_stuck_thread_is_left_behind() -> None:
     await asyncio.sleep(0)
     assert len(owner.messages) == num_messages
     owner.on_exit.assert_called_once()
-
-
-async def test_thread_that_is_stuck_during_close_is_left_behind() -> None:
-    owner, core, _ = await Owner.started("stuck")
-    closing = asyncio.create_task(owner.core.close())
-    await asyncio.sleep(0.01)
-    assert not closing.done()
-    core.on_stuck("A forward has not ended.")
-    await asyncio.wait_for(closing, 120)
-    owner.on_exit.assert_not_called()
-    core.released.set()

@@ -144,20 +144,6 @@ async def test_repeated_late_query_runs_and_counts_once() -> None:
     assert first.params.normalize == second.params.normalize
 
 
-@pytest.mark.parametrize("is_cosine", [False, True])
-async def test_sparse_scores_are_dot_products_or_cosines(is_cosine: bool) -> None:
-    model = info(**SPARSE_TASKS, sparse=SparsePooling(kind=SparseKind.TOKEN_WEIGHTS, is_cosine=is_cosine))
-    result, core = await score(["a a b"], DOCUMENTS, model=model)
-    lengths = (5 * 2) ** 0.5, (5 * 5) ** 0.5
-    expected = [1 / lengths[0], 4 / lengths[1], 0] if is_cosine else [1, 4, 0]
-    assert result.scores == pytest.approx(expected, abs=1e-6)
-    assert result.num_tokens == [2 + 3, 3, 1]
-    assert len(core.sent) == 1
-    result, _ = await score(["a", "b", "e e"], DOCUMENTS, model=model)
-    assert result.scores == pytest.approx([0, 0, 1 if is_cosine else 2], abs=1e-6)
-    assert result.num_tokens == [3, 4, 3]
-
-
 async def test_dense_vectors_are_preferred_to_sparse_ones() -> None:
     tasks = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
     _, core = await score(["a"], ["b"], model=info(**{**SPARSE, "tasks": tasks}))
@@ -173,21 +159,6 @@ async def test_cross_encoder_reads_each_pair_as_one_text() -> None:
     result, core = await score(["a", "b", "c"], DOCUMENTS, model=model, params=PoolingParams(use_activation=False))
     assert result.scores.tolist() == [1, 2, 3]
     assert core.sent[0][0].params.use_activation is False
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "param", "message"),
-    [
-        ([], ["a"], "text_1", "at least one text on each side"),
-        (["a"], [], "text_2", "at least one text on each side"),
-        (["a", "b"], ["a"], "text_2", "2 texts cannot be paired with 1"),
-        (["a", "b"], ["a", "b", "c"], "text_2", "2 texts cannot be paired with 3"),
-    ],
-)
-async def test_sides_of_other_lengths_are_rejected(left: list[str], right: list[str], param: str, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        await score(left, right)
-    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

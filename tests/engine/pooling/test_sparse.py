@@ -20,7 +20,6 @@ from .conftest import HIDDEN_SIZE, LENGTHS, describe
 
 VOCAB_SIZE = 11
 UNWEIGHTED_IDS = (3, 7)
-BY_SPLADE = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)
 BY_TOKEN = SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)
 
 

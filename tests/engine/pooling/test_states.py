@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.pooling import PoolerFactory, PoolingStates, SequencePooler
+from penstock.engine.pooling import PoolerFactory, PoolingStates
 from penstock.engine.pooling.array_ops import ArrayOps
 from penstock.engine.pooling.heads import RowOps
 from penstock.engine.pooling.states import update_states
@@ -130,17 +130,6 @@ def test_attention_weights_of_wrong_shape_are_rejected() -> None:
         pooler.pool(hidden, describe([65]), weights[:60])
 
 
-def test_copy_is_updated_without_the_original() -> None:
-    hidden, weights = rows()
-    states = PoolingStates.initialize(12, [PoolingType.MAX, PoolingType.MEAN, PoolingType.ATTENTION])
-    states.update(hidden[:40])
-    copy = states.copy()
-    copy.update(torch.full((25, 12), 9.0), weights)
-    states.update(hidden[40:], weights)
-    torch.testing.assert_close(states.finalize()[:24], torch.cat([hidden.amax(0), hidden.mean(0)]))
-    assert copy.finalize()[0] == 9
-
-
 @pytest.mark.parametrize("strategy", ["Mean", PoolingType.MEAN, ["MEAN"], (PoolingType.MEAN,)])
 def test_strategy_is_one_name_or_a_list(strategy: str | list[str]) -> None:
     assert PoolingStates.initialize(12, strategy).pooling_types == (PoolingType.MEAN,)
@@ -160,15 +149,6 @@ def test_strategy_is_one_name_or_a_list(strategy: str | list[str]) -> None:
 def test_types_that_cannot_be_combined_are_rejected(types: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolingStates.initialize(12, types)
-
-
-def test_every_pooling_type_has_a_pooler() -> None:
-    for pooling_type in PoolingType:
-        pooler = PoolerFactory.create(pooling_type)
-        assert pooler.pooling_type is pooling_type
-        assert isinstance(pooler, SequencePooler) is not pooling_type.is_token_level
-    hidden, _ = rows()
-    assert torch.equal(PoolerFactory.create("all").pool(hidden.numpy(), describe([60, 5])), hidden)
 
 
 @pytest.mark.parametrize("name", ["mean", "attention", "all"])

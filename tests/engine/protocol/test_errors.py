@@ -28,14 +28,6 @@ def test_message_without_values_is_no_template(message: str) -> None:
     assert (error.message, error.param) == (message, None)
 
 
-def test_value_is_never_replaced_by_a_field_name() -> None:
-    model = ModelInfo.__new__(ModelInfo)
-    object.__setattr__(model, "name", "dimensions/{model}")
-    error = InvalidRequestError("{dimensions} is 1 for {model.name}.", model=model)
-    error.name_fields(COHERE)
-    assert error.message == "output_dimension is 1 for dimensions/{model}."
-
-
 def test_too_long_error_names_the_setting_of_the_dialect() -> None:
     limit = Truncation(max_num_tokens=4, cut=False, side=None, param="input", name="{truncate_prompt_tokens}")
     with pytest.raises(RequestTooLongError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from penstock.engine.async_engine import AsyncEngine, RequestOptions
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.tasks import PoolingTask
 
@@ -170,23 +168,6 @@ async def test_long_queries_are_cut_and_long_documents_rejected(engine: AsyncEng
     assert ids.num_tokens == [4]
 
 
-async def test_pylate_files_give_the_recipe(tmp_path: Path) -> None:
-    config = EngineConfig(model=str(write_pylate(tmp_path)))
-    info = resolve_model(config)
-    assert info.multi_vector == MultiVector(
-        query_length=16,
-        document_length=24,
-        expansion=QueryExpansion(length=16, attends=True),
-        skip_words=(".", "!"),
-        markers=("[unused0]", "[unused1]"),
-    )
-    assert info.max_model_len == 24
-    change_json(tmp_path / "config.json", {"architectures": ["HF_ColBERT"]})  # Stanford's, saved by PyLate
-    assert resolve_model(config).multi_vector == info.multi_vector
-    with pytest.raises(errors.ModelLoadError, match="pads queries to 16 tokens"):
-        resolve_model(dataclasses.replace(config, max_model_len=10))
-
-
 SETTINGS = "config_sentence_transformers.json"
 
 
@@ -194,7 +175,6 @@ SETTINGS = "config_sentence_transformers.json"
     ("name", "change", "error", "message"),
     [
         (SETTINGS, {"query_length": 0}, errors.ModelLoadError, "query_length is 0"),
-        (SETTINGS, {"document_length": "x"}, errors.ModelLoadError, "document_length is 'x'"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "odd"}},

@@ -28,14 +28,11 @@ Messages = list[dict[str, Any]]
     [
         (("{query}",), "{document} 0 times"),
         (("{query} {document}", "{query}"), "{query} 2 times"),
-        (("{query} {document} {x}",), "the field {x}"),
-        (("{query!r} {document}",), "the field {query}"),
         (("{query:>9} {document}",), "the field {query}"),
         (("{query.real} {document}",), "the field {query.real}"),
         (("{query} {document} {instruction} {instruction}",), "{instruction} 2 times"),
         (("{query} {document",), "'{query} {document' has a brace that begins or ends no field"),
         (("{query} {document}", 'json: {"a"'), "known are {instruction}, {query}, {document}. Write {{ and }} for"),
-        (("{query} {document} }",), "has a brace that begins or ends no field (Single '}'"),
     ],
 )
 def test_wrong_fields_of_a_score_template_are_rejected(parts: tuple[str, ...], message: str) -> None:
@@ -48,7 +45,6 @@ def test_wrong_fields_of_a_score_template_are_rejected(parts: tuple[str, ...], m
     ("values", "message"),
     [
         ({}, "parts is None"),
-        ({"parts": "{query}{document}"}, "must be a list of texts"),
         ({"parts": ["{query}{document}", 3]}, "must be a list of texts"),
         ({"parts": ["{query}{document}"], "instruction": 3}, "instruction is 3"),
         ({"parts": ["{query}{document}"], "instruction_format": "x"}, "must hold {instruction} once"),
@@ -99,17 +95,10 @@ def trimmed(messages: Messages) -> str:
     return f"{(content(messages, 'document') or '').strip()}?{content(messages, 'query')}"
 
 
-def after_the_pair(messages: Messages) -> str:
-    return "".join(f"<{m['role']}>{content([m], m['role'])}" for m in reversed(messages))
-
-
-@pytest.mark.parametrize("render", [with_default, with_optional_line, trimmed, after_the_pair])
+@pytest.mark.parametrize("render", [with_default, with_optional_line, trimmed])
 @pytest.mark.parametrize("prompt", [None, "own {prompt}"])
-@pytest.mark.parametrize("is_structured", [False, True])
-def test_chat_template_becomes_a_score_template(
-    render: Callable[[Messages], str], prompt: str | None, is_structured: bool
-) -> None:
-    template = chat_score_template(render, PairChat(is_structured=is_structured), prompt, "model")
+def test_chat_template_becomes_a_score_template(render: Callable[[Messages], str], prompt: str | None) -> None:
+    template = chat_score_template(render, PairChat(is_structured=prompt is None), prompt, "model")
     assert template.takes_instruction is (render is not trimmed)
     for instruction in (None, "given {now}") if template.takes_instruction else (None,):
         messages: Messages = [{"role": "query", "content": "a {q}"}, {"role": "document", "content": " b\n"}]

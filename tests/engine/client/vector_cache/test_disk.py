@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 
-from penstock.engine.client.vector_cache import disk
 from penstock.engine.client.vector_cache.disk import DiskError, DiskFullError, DiskTier, SharedTier, seal, unseal
 
 from ....clock import Clock
@@ -122,26 +120,6 @@ def test_oldest_rows_are_evicted(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_write_waits_for_readers_that_hold_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, put, pauses = DiskTier(tmp_path, MIB), DiskTier._put, list[float]()
-    monkeypatch.setattr(disk.time, "sleep", pauses.append)
-
-    def fail(tier: DiskTier, batch: list[tuple[bytes, bytes]]) -> None:
-        if len(pauses) < num_failures:
-            raise lmdb.MapFullError
-        put(tier, batch)
-
-    monkeypatch.setattr(DiskTier, "_put", fail)
-    num_failures = 5
-    tier.write(rows(0, 1))
-    assert numbers_in(tier, 5) == [0]
-    assert pauses == [0.01, 0.03, 0.1, 0.3, 1.0]
-    num_failures = 11
-    with pytest.raises(DiskFullError):
-        tier.write(rows(1, 2))
-    tier.close()
-
-
 # Several processes
 
 
@@ -182,15 +160,6 @@ def test_truncated_file_is_rejected(filled: Path, num_bytes: int) -> None:
     os.truncate(filled / "vectors-1" / "data.mdb", num_bytes)
     with pytest.raises(DiskError, match=r"a part of it is missing|MDB_INVALID|not an LMDB file"):
         DiskTier(filled, 4 * MIB)
-
-
-def test_file_that_is_truncated_while_open_is_not_read(filled: Path) -> None:
-    tier = DiskTier(filled, 4 * MIB)
-    os.truncate(filled / "vectors-1" / "data.mdb", 8_192)
-    for use in (lambda: tier.read([key_of(1)]), lambda: tier.write(rows(0, 1)), tier.num_bytes):
-        with pytest.raises(DiskError, match="a part of the file is missing"):
-            use()
-    tier.close()
 
 
 @pytest.mark.parametrize("seed", range(2))

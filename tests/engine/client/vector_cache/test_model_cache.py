@@ -32,7 +32,7 @@ from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions, TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.tasks import PoolingTask
 from penstock.kernels.cpu import Machine, shared_machine
 
 from ....clock import Clock
@@ -276,56 +276,7 @@ async def test_rejected_requests_use_up_the_lookups_of_a_full_queue(make: Make, 
     assert core.num_inputs == 1
 
 
-async def test_invalid_requests_cost_no_lookups_while_tokens_fit(make: Make) -> None:
-    engine, _, _ = await make(max_queued_tokens=10)
-    for _ in range(300):
-        with pytest.raises(InvalidRequestError):
-            await engine.embed(["a " * 30], PARAMS)
-    assert engine._dispatcher.allows_lookups
-
-
 # Several models, folders and cores
-
-
-async def test_models_share_the_memory_but_not_the_vectors(make: Make, folder: Path) -> None:
-    rows = VectorCache(2**20)
-    for changes, content, num_inputs in (
-        ({}, b"words", 1),
-        ({"name": "another name", "max_model_len": 20}, b"words", 0),
-        ({"sequence_pooling": (PoolingType.CLS,)}, b"words", 1),
-        ({}, b"other", 1),
-    ):
-        (folder / "model.safetensors").write_bytes(content)
-        engine, core, _ = await make(rows, **changes)
-        await engine.embed(["a b"], PARAMS)
-        assert core.num_inputs == num_inputs
-
-
-async def test_rows_on_disk_are_found_by_the_next_server(make: Make, tmp_path: Path) -> None:
-    rows = VectorCache(0, tmp_path / "cache", 2**20)
-    engine, _, _ = await make(rows)
-    first = await engine.embed(["a b", "c d e"], PARAMS)
-    rows.close()
-    again = VectorCache(2**20, tmp_path / "cache", 2**20)
-    engine, core, cache = await make(again)
-    for _ in range(2):
-        assert (await engine.embed(["a b", "c d e"], PARAMS)).embeddings.tobytes() == first.embeddings.tobytes()
-    assert core.num_inputs == 0
-    assert (cache.stats.num_disk_hits, cache.stats.num_memory_hits) == (2, 2)
-    assert [tier.name for tier in again.stats()] == ["memory", "disk"]
-    assert all(tier.num_bytes > 0 and tier.is_working for tier in again.stats())
-    again.close()
-
-
-async def test_unusable_folder_leaves_the_memory_cache(make: Make, tmp_path: Path, caplog: Any) -> None:
-    (tmp_path / "file").write_text("")
-    rows = VectorCache(2**20, tmp_path / "file", 2**20)
-    engine, core, _ = await make(rows)
-    for _ in range(2):
-        await engine.embed(["a b"], PARAMS)
-    assert core.num_inputs == 1
-    assert [(tier.name, tier.is_working) for tier in rows.stats()] == [("memory", True), ("disk", False)]
-    assert len(caplog.records) == 1
 
 
 async def test_next_model_of_an_engine_finds_no_old_vectors(make: Make, folder: Path) -> None:
@@ -406,32 +357,3 @@ def test_cut_rows_equal_those_of_the_pooler_head(
         (alone,) = cut_embeddings([output], params, cutting_machine)
         assert alone["embedding"].tobytes() == values[place].tobytes()
         assert np.array_equal(output["embedding"], rows[place])
-
-
-async def test_cached_vectors_equal_those_without_a_cache(minilm_folder: Path, tmp_path: Path) -> None:
-    texts = ["Follow the white rabbit.", "short", "a much longer text " * 20]
-    requests = [PoolingParams(dimensions=width, normalize=norm) for width in (64, 384, None) for norm in (True, False)]
-    config = EngineConfig(
-        model=str(minilm_folder),
-        in_process=True,
-        num_threads=1,
-        dtype="float32",
-        hf_overrides={"matryoshka_dimensions": [64]},
-    )
-    cached = await AsyncEngine.start(config, cache=VectorCache(2**20))
-    plain = await AsyncEngine.start(config)
-    try:
-        await cached.wait_for_cache()
-        for params in requests:
-            expected = (await plain.embed(texts, params)).embeddings
-            vectors = (await cached.embed(texts, params)).embeddings
-            assert vectors.shape == (len(texts), params.dimensions or 384)
-            sizes = np.linalg.norm(expected, axis=1, keepdims=True)
-            assert np.abs((vectors - expected) / sizes).max() <= 1e-6
-            assert vectors.tobytes() == expected.tobytes() or not cached.info.kernels.startswith("native")
-        stats = cached.stats().vectors
-        assert stats is not None
-        assert (stats.num_misses, stats.num_memory_hits) == (len(texts), len(texts) * (len(requests) - 1))
-    finally:
-        await cached.close()
-        await plain.close()
