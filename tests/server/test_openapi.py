@@ -7,12 +7,6 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from penstock.engine.protocol.errors import (
-    DeadlineExceededError,
-    EngineOverloadedError,
-    EngineUnavailableError,
-    ModelExecutionError,
-)
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.server.app import create_app
 from penstock.server.models.served_model import ServedModel
@@ -105,26 +99,6 @@ async def test_get_responses_fit_the_document(serving, engine) -> None:
             check_response("get", path, response)
     parameters = OPERATIONS["get", "/v1/models/{name}"]["parameters"]
     assert parameters[0]["example"] == "served"
-
-
-ERRORS = [
-    (EngineOverloadedError("full", retry_after_s=2.0, reason="queue_tokens"), {}, 429),
-    (EngineUnavailableError("starting"), {}, 503),
-    (ModelExecutionError("broken"), {}, 500),
-    (DeadlineExceededError("late"), {}, 504),
-    (DeadlineExceededError("late"), {"x-request-timeout": "1.5"}, 408),
-]
-
-
-async def test_engine_errors_fit_the_document(suited) -> None:
-    engine, client, paths = suited
-    for path in paths:
-        for failure, headers, status in ERRORS if path not in WITHOUT_FORWARD else ():
-            engine.failure = failure
-            example = with_known_tokens(examples_of(path)[0])
-            response = await client.post(path, json=example, headers=headers)
-            assert response.status_code == status, (path, response.text)
-            check_response("post", path, response)
 
 
 WRONG = [

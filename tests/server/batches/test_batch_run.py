@@ -3,10 +3,8 @@
 import errno
 import gc
 import logging
-import sqlite3
 import threading
 import weakref
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -282,21 +280,6 @@ async def test_suspect_lines_run_one_at_a_time_after_a_kill(running, tmp_path: P
             batch = await until_status(batches, batch, BatchStatus.COMPLETED)
             assert (batch.num_completed, batch.num_failed) == (60, 0)
     assert routes.most_at_once == 1
-
-
-async def test_clean_stop_leaves_no_suspect_lines(running, tmp_path: Path) -> None:
-    routes = Routes()
-    async with running(routes) as batches:
-        routes.gate.clear()
-        batch = await begin(batches, lines(range(200)))
-        await until(lambda: routes.received[0])
-    with closing(sqlite3.connect(tmp_path / "data" / "penstock.db")) as database:
-        counts = "SELECT (SELECT count(*) FROM begun), (SELECT count(*) FROM suspects)"
-        assert database.execute(counts).fetchone() == (0, 0)
-    routes.gate.set()
-    async with running(routes) as batches:
-        await until_status(batches, batch, BatchStatus.COMPLETED)
-    assert routes.most_at_once > 1
 
 
 @pytest.fixture

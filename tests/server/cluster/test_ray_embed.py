@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -97,21 +96,3 @@ def test_killed_run_continues(nodes: Starting, source: Path, tmp_path: Path, mod
         once_more = subprocess.run(command(source, out, cluster), capture_output=True, text=True, cwd="/", timeout=60)
         assert once_more.returncode == 2
         assert "is finished; give --overwrite" in once_more.stderr
-
-
-def test_bad_row_and_broken_model_are_named(nodes: Starting, tmp_path: Path, model: str) -> None:
-    texts, broken, out = tmp_path / "in.parquet", tmp_path / "broken", tmp_path / "out"
-    parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), texts)
-    shutil.copytree(model, broken)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100_000])
-    with nodes(1) as cluster:
-        for flags, message in (
-            ((), f"{texts}, row 3: the column 'text' has no text"),
-            (("--model", str(broken), "--overwrite"), f"{weights} cannot be read"),
-        ):
-            done = subprocess.run(
-                command(texts, out, cluster, *flags), capture_output=True, text=True, cwd="/", timeout=200
-            )
-            assert done.returncode == 1
-            assert message in done.stderr.splitlines()[-1]

@@ -139,35 +139,6 @@ def reference(texts: Sequence[str]) -> np.ndarray:
         return np.array([answer.outputs.embedding for answer in llm.embed(texts, use_tqdm=False)])
 
 
-def test_several_models_are_served_below_their_names(nodes: Starting, model: str, tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "serve.log"
-    file = tmp_path / "penstock.toml"
-    models = {"owner/first": "float32", "second": "bfloat16"}
-    tables = [f'[[models]]\nmodel = "{model}"\nname = "{name}"\ndtype = "{models[name]}"\n' for name in models]
-    file.write_text("".join(tables))
-    url = f"http://{HOST}:{port}"
-    with nodes(2) as cluster:
-        program = (sys.executable, "-P", "-m", "penstock.server", "ray", "serve", "--address", cluster.address)
-        place = ("--host", HOST, "--proxy-location", "HeadOnly", "--config", str(file))
-        with ended((*program, *place, "--port", str(port)), log, stdout=subprocess.DEVNULL) as process:
-            for name in NAMES:
-                wait_until_ready(f"{url}/{name}", process, log)
-            body = {"input": [TEXT]}
-            first, second = (httpx.post(f"{url}/{name}/v1/embeddings", json=body).json() for name in NAMES)
-            assert (first["model"], second["model"]) == ("owner/first", "second")
-            assert np.allclose(first["data"][0]["embedding"], second["data"][0]["embedding"], atol=0.02)
-            assert first["data"] != second["data"]  # of another dtype
-            assert httpx.post(f"{url}/v1/embeddings", json=body).status_code == 404
-            elsewhere = subprocess.run(
-                (*program, *place, "--port", str(free_port())), capture_output=True, text=True, cwd="/", timeout=120
-            )
-            assert elsewhere.returncode == 2
-            assert f"--port: Ray Serve runs on this cluster with another value: {port}" in elsewhere.stderr
-            assert httpx.get(f"{url}/first/health").status_code == 200
-            process.terminate()
-            assert process.wait(60) == 0, log.read_text()
-
-
 def test_full_queue_is_rejected_with_429(nodes: Starting, model: str, tmp_path: Path) -> None:
     """Ray's proxy would answer 503."""
     flags = ("--max-ongoing-requests", "1", "--max-queued-requests", "2")

@@ -12,28 +12,12 @@ import pytest
 from penstock.server.commands import cli
 from penstock.server.commands.default_model import model_and_names
 
+from ..bodies import table
+
 COMMAND = (sys.executable, "-P", "-m", "penstock.server")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("serve --port x", "--port: must be a whole number (got 'x')"),
-        ("serve --max-model-len 0", "--max-model-len: must be at least 1 (got '0')"),
-        ("serve --dtype fp8", "--dtype: must be auto, float32, bfloat16, float16 or int8 (got 'fp8')"),
-        ("info --device tpu", "--device: must be auto, cpu, cuda or cuda:N, such as cuda:1 (got 'tpu')"),
-        ("serve --otlp-traces-endpoint a", "--otlp-traces-endpoint: must begin with http:// or https:// and name a"),
-        ("serve --pooler-config {}}", "--pooler-config: "),
-        ("bogus", "bogus"),
-        ("", "COMMAND"),
-        ("embed x.txt", "--output is required"),
-        ("models --task translate", "--task: invalid choice: 'translate'"),
-        ("serve --prot 80", "unrecognized argument: --prot; did you mean --port?"),
-        ("embed a.txt --outptu b.npy", "--outptu; did you mean --output?"),
-        ("ray serve --min-replica-s 2", "--min-replica-s; did you mean --min-replicas?"),
-        ("serve --quite-another", "unrecognized arguments: --quite-another"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table("wrong_settings", "command lines"))
 def test_invalid_command_line_is_one_line_with_code_2(arguments: str, message: str, capsys) -> None:
     assert cli.main(arguments.split()) == 2
     shown = capsys.readouterr()

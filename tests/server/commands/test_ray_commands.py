@@ -13,6 +13,8 @@ from penstock.server.cluster.ray_settings import RayEmbedSettings, RayServeSetti
 from penstock.server.commands import cli, ray_commands
 from penstock.server.settings import load
 
+from ..bodies import table
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -34,24 +36,7 @@ def test_missing_ray_names_the_package(run, monkeypatch: pytest.MonkeyPatch, wor
     assert run(*words.split()) == (2, message)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("serve --in-process", "--in-process: not on Ray: an engine on a cluster always has its own process"),
-        ("serve a/b c/d --max-loaded-models 1", "--max-loaded-models: not on Ray: --min-replicas"),
-        ("serve --admin-key k", "--admin-key: not on Ray: deploy and delete models with the command"),
-        ("serve --data-dir batches", "--data-dir: not on Ray: a batch folder belongs to one server"),
-        ("serve --api-workers 2", "--api-workers: not on Ray: Ray's proxies accept the connections"),
-        ("serve --cache 1GiB", "--cache: not on Ray: each replica would have its own cache"),
-        ("serve --port 0", "--port: must not be 0"),
-        ("serve --min-replicas 3 --max-replicas 2", "--max-replicas: must be at least --min-replicas (3)"),
-        ("serve --target-queue-s 0", "--target-queue-s: must be above 0"),
-        ("serve a/b c/d --served-model-name x", "--served-model-name: there are several models"),
-        ("serve --ssl-certfile /no/file.pem", "--ssl-certfile: /no/file.pem cannot be read"),
-        ("embed in", "OUTPUT is required"),
-        ("embed in out --in-process", "--in-process: not on Ray"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), table("wrong_settings", "ray command lines"))
 def test_flag_without_effect_on_a_cluster_is_rejected(run, words: str, message: str) -> None:
     code, error = run(*words.split())
     assert code == 2

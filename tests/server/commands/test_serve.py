@@ -17,6 +17,8 @@ from penstock.server.commands.model_plans import ModelPlan
 from penstock.server.commands.serve import served_models
 from penstock.server.settings import ServerSettings, UsageError, load
 
+from ..bodies import table
+
 CONFIG = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -61,19 +63,7 @@ def test_failed_engine_start_is_one_line_and_a_code(model, failure, line: str, c
     assert caplog.records[-1] is record  # the last line is the cause
 
 
-@pytest.mark.parametrize(
-    ("config", "plan", "settings", "message"),
-    [
-        ({"in_process": True}, {}, {}, "--in-process"),
-        ({"data_parallel": 2}, {}, {}, "leave --data-parallel out"),
-        ({}, {}, {"data_dir": "/data"}, "leave --data-dir out"),
-        ({}, {"is_preloaded": False}, {}, "every model is loaded at the start and never unloaded; a is not"),
-        ({}, {"ttl_s": 60.0}, {}, "and never unloaded; a is not"),
-        ({}, {}, {"admin_key": "key"}, "leave --admin-key out"),
-        ({}, {}, {"admin_key_file": "/keys"}, "leave --admin-key-file out"),
-        ({}, {}, {"model_memory": "1GiB"}, "leave --model-memory out"),
-    ],
-)
+@pytest.mark.parametrize(("config", "plan", "settings", "message"), table("wrong_settings", "several processes"))
 def test_settings_unsupported_by_several_processes_are_rejected(config, plan, settings, message: str) -> None:
     plans = [ModelPlan(("b",), EngineConfig(model="b"), is_pinned=True, ttl_s=math.inf)]
     serve.check_workers(ServerSettings(api_workers=2), plans)

@@ -80,7 +80,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     path = tmp_path / "in.txt"
-    path.write_text("\n".join(TEXTS) + "\n")
+    path.write_text("\n".join(TEXTS) + "\n", encoding="utf-8-sig")  # a byte order mark is skipped
     return path
 
 
@@ -107,7 +107,8 @@ def unfinished(run, lines: Path, fake, small_shards: None, tmp_path: Path) -> Pa
 def test_every_input_to_every_output(run, source: str, suffix: str, lines: Path, fake, tmp_path: Path) -> None:
     path, output = tmp_path / source, tmp_path / f"out{suffix}"
     if source == "in.jsonl":
-        path.write_text("".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS)) + "\n")
+        rows = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS))
+        path.write_text(rows + "\n", encoding="utf-8-sig")  # a byte order mark is skipped
     if source == "in.parquet":
         parquet.write_table(pa.table({"id": range(len(TEXTS)), "body": TEXTS}), path, row_group_size=10)
     run(path, output, field="body")

@@ -81,14 +81,13 @@ async def test_long_bodies_and_many_requests_are_accepted() -> None:
             assert (await exchange(port, request * 3_000)).count(b"HTTP/1.1 200 ") == 3_000
 
 
-@pytest.mark.parametrize("size", [10_000, 7])
-async def test_offer_of_http_2_is_ignored_with_its_body(size: int) -> None:
+async def test_offer_of_http_2_is_ignored_with_its_body() -> None:
     # The request of java.net.http.HttpClient.
     request = (
         HEAD.replace(b"Host", b"Connection: Upgrade, HTTP2-Settings\r\nContent-Length: 4\r\nHost")
         + b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\nX-A: b\r\n\r\nbody"
     )
-    pieces = [request[i : i + size] for i in range(0, len(request), size)]
+    pieces = [request[i : i + 7] for i in range(0, len(request), 7)]
     async with running(echo) as (_, port):
         answer = await exchange(port, *pieces, b"GET /again HTTP/1.1\r\nHost: x\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
@@ -129,11 +128,12 @@ async def test_request_with_a_wrong_host_gets_400(head: bytes, reason: bytes) ->
         assert not server.server_state.connections
 
 
-@pytest.mark.parametrize("host", [b"", b" [::1]:8000", b" my_host.example \t", b" %2Frun%2Fpenstock.sock"])
-async def test_request_with_a_valid_host_is_answered(host: bytes) -> None:
+async def test_request_with_a_valid_host_is_answered() -> None:
+    hosts = (b"", b" [::1]:8000", b" my_host.example \t", b" %2Frun%2Fpenstock.sock")
+    heads = [b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host for host in hosts]
     async with running(echo) as (_, port):
-        for head in (b"GET / HTTP/1.1\r\nHost:%b\r\n\r\n" % host, b"GET / HTTP/1.0\r\n\r\n"):
-            assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
+        answer = await exchange(port, *heads, b"GET / HTTP/1.0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 ") == 5
 
 
 async def test_invalid_http_gets_400() -> None:
@@ -310,15 +310,3 @@ async def test_body_ends_with_the_connection(num_pieces: int, headers: bytes) ->
         assert b"content-length" not in head
         assert body == num_pieces * PIECE + b"end"
         assert not server.server_state.connections
-
-
-async def test_parts_are_sent_before_the_end_of_the_response() -> None:
-    gate = asyncio.Event()
-    async with running(streaming(2, gate)) as (_, port), asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(GET + b"\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        assert await reader.readexactly(len(PIECE)) == PIECE
-        gate.set()
-        assert await reader.read() == PIECE + b"end"
-        writer.close()

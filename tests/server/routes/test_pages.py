@@ -18,9 +18,7 @@ from ..bodies import table
 
 TEXT = PAGE.decode()
 SCRIPT = TEXT.partition("<script>")[2].partition("</script>")[0]
-TAGS = re.findall(r"<\w[^>]*>", re.sub(r"<(script|style)>.*?</\1>", r"<\1>", TEXT, flags=re.DOTALL))
 HTML = {"accept": "text/html"}
-MAX_BYTES = 80_000
 # [path, body] of the page's scripts, with every optional field.
 BODIES = table("valid_bodies", "page")
 
@@ -78,22 +76,6 @@ async def test_browser_with_a_cached_page_gets_304(client: httpx.AsyncClient) ->
         assert (response.status_code, response.content) == (304, b"")
         assert response.headers["etag"] == ETAG
     assert (await client.get("/", headers={**HTML, "if-none-match": '"other"'})).content == PAGE
-
-
-def test_page_loads_nothing_from_other_hosts() -> None:
-    assert re.findall(r"(?:\w+:)?//[\w[].*", TEXT) == []
-    assert "url(" not in TEXT.partition("<style>")[2].partition("</style>")[0]
-    assert re.findall(r"@import|\bimport\b\s*[({*\"']", TEXT) == []
-    links = [link for tag in TAGS for link in re.findall(r'\s(?:href|src)="([^"]*)"', tag)]
-    assert [link.split(",")[0] for link in links] == ["data:image/svg+xml", "docs", "openapi.json", "metrics"]
-    assert len(PAGE) < MAX_BYTES
-
-
-def test_page_has_no_inline_handlers_or_html_writes() -> None:
-    names = [re.match(r"<(\w+)", tag)[1] for tag in TAGS]
-    assert [name for name in names if name in ("script", "style", "link")] == ["link", "style", "script"]
-    assert [tag for tag in TAGS if re.search(r"\s(?:style|on\w+)\s*=", tag, re.IGNORECASE)] == []
-    assert re.findall(r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|\beval\b|new Function", SCRIPT) == []
 
 
 async def test_page_calls_documented_routes(client: httpx.AsyncClient) -> None:
