@@ -28,9 +28,7 @@ from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.engine.protocol.messages import (
-    SubmitRequest,
-)
+from penstock.engine.protocol.messages import SubmitRequest
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -83,11 +81,13 @@ class Case(NamedTuple):
     model: str  # key of MODELS
     device: str = "cpu"
     uses_c_library: bool = False
+    dtype: str = "float32"
 
 
 CASES = [
     *(pytest.param(Case(name), id=name) for name in MODELS),
     *(pytest.param(Case(name, uses_c_library=True), id=f"{name}, C library") for name in ("llama", "gemma2")),
+    pytest.param(Case("llama", uses_c_library=True, dtype="bfloat16"), id="llama, C library, bfloat16"),
     *(pytest.param(Case(name, device="cuda"), id=f"{name}, cuda", marks=pytest.mark.gpu) for name in MODELS),
 ]
 POOLING = [t for t in PoolingType if not t.is_token_level]
@@ -145,7 +145,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.manual_seed(0)
     model_class = getattr(transformers, class_name)
     model_class(model_class.config_class(**sizes)).save_pretrained(folder)
-    info = with_device(resolve_model(EngineConfig(model=str(folder))), case.device, "float32")
+    info = with_device(resolve_model(EngineConfig(model=str(folder))), case.device, case.dtype)
+    info = dataclasses.replace(info, arithmetic=None if case.dtype == "float32" else case.dtype)
     assert info.packed
     with contextlib.ExitStack() as stack:
         if case.uses_c_library:
@@ -245,11 +246,6 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
         assert np.abs(a - b).max() <= TOLERANCE * max(1.0, float(np.abs(b).max()))
 
 
-def skip_without_heads(loaded: Loaded, pooling: PoolingType) -> None:
-    if pooling is PoolingType.ATTENTION and (loaded.is_array_model or not loaded.info.num_attention_heads):
-        pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
-
-
 CHUNK_SIZES = ((1, 64), (7, None))
 
 
@@ -259,7 +255,8 @@ CHUNK_SIZES = ((1, 64), (7, None))
 def test_chunked_results_equal_whole_results(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, chunk_sizes: tuple[int | None, ...]
 ) -> None:
-    skip_without_heads(loaded, pooling)
+    if pooling is PoolingType.ATTENTION and (loaded.is_array_model or not loaded.info.num_attention_heads):
+        pytest.skip("the model has no attention heads, or the native kernels do not give their weights")
     inputs = texts([*SHORT, *LONG])
     expected = run(client(pooling, chunking=False), inputs)
     for chunk_size in chunk_sizes:
@@ -269,14 +266,6 @@ def test_chunked_results_equal_whole_results(
             length / (chunk_size or 32) for length in (LONG if chunk_size != 64 else LONG[1:])
         )
         assert chunked.cache_use.usage == 0
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, None])
-def test_chunked_token_rows_equal_whole_rows(client: Callable[..., Client], chunk_size: int | None) -> None:
-    inputs = texts([*SHORT, *LONG])
-    expected = run(client(chunking=False), inputs, PoolingTask.TOKEN_EMBED)
-    assert [len(rows) for rows in expected] == [*SHORT, *LONG]
-    assert_same(run(client(chunk_size=chunk_size, prefixes=True), inputs, PoolingTask.TOKEN_EMBED), expected)
 
 
 def memory_for_one(loaded: Loaded) -> int:
@@ -307,12 +296,15 @@ def run_preempted(client: Client, inputs: Sequence[Sequence[int]], task: Pooling
 
 @pytest.mark.parametrize(
     ("task", "pooling"),
-    [*((PoolingTask.EMBED, pooling) for pooling in POOLING), (PoolingTask.TOKEN_EMBED, PoolingType.MEAN)],
+    [
+        (PoolingTask.EMBED, PoolingType.LAST),
+        (PoolingTask.EMBED, PoolingType.MAX),
+        (PoolingTask.TOKEN_EMBED, PoolingType.MEAN),
+    ],
 )
 def test_results_equal_after_preemption(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask
 ) -> None:
-    skip_without_heads(loaded, pooling)
     inputs = texts([90, 85, *SHORT])
     expected = run(client(pooling, chunking=False), inputs, task)
     limits = {"chunk_size": 7, "kv_cache_memory": memory_for_one(loaded), "max_num_seqs": MAX_NUM_SEQS}
@@ -322,11 +314,7 @@ def test_results_equal_after_preemption(
 
 @pytest.mark.parametrize(
     ("task", "pooling"),
-    [
-        (PoolingTask.EMBED, PoolingType.LAST),
-        (PoolingTask.EMBED, PoolingType.MEAN),
-        (PoolingTask.TOKEN_EMBED, PoolingType.MEAN),
-    ],
+    [(PoolingTask.EMBED, PoolingType.MEAN), (PoolingTask.TOKEN_EMBED, PoolingType.MEAN)],
 )
 def test_results_equal_with_two_batches_in_flight(
     loaded: Loaded, client: Callable[..., Client], pooling: PoolingType, task: PoolingTask

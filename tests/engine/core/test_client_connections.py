@@ -22,14 +22,12 @@ from penstock.engine.protocol.messages import (
     ClientMessage,
     Frame,
     FromCore,
-    PrefixCacheCleared,
     RequestFailed,
     Start,
     StepLoad,
     StepResults,
     Stop,
     ToCore,
-    client_number_of,
     decode_from_core,
     encode,
     first_request_id,
@@ -97,13 +95,6 @@ def id_of(client: int, request: int) -> int:
     return first_request_id(client) + request
 
 
-@pytest.mark.parametrize("client", [0, 1, 1_000_000])
-def test_request_id_contains_the_client_number(client: int) -> None:
-    assert client_number_of(first_request_id(client)) == client
-    assert client_number_of(first_request_id(client + 1) - 1) == client
-    assert first_request_id(client) < 2**63
-
-
 def step(*rows: tuple[int, int, np.ndarray], finished: tuple[int, ...] = ()) -> tuple[StepResults, list[Frame]]:
     own = [Row(request, index, "embedding", array) for request, index, array in rows]
     return step_of(own, 30, 0.5, ended=[(request, 0.1, 0.2) for request in finished], load=LOAD)
@@ -128,18 +119,6 @@ def test_results_are_split_by_client() -> None:
     assert len(found) == 3
     for request_id, index, array in rows:
         np.testing.assert_array_equal(found[request_id, index], array)
-
-
-def test_rows_of_a_single_client_are_not_copied() -> None:
-    message, frames = step((id_of(3, 1), 0, np.ones(4, np.float32)), (id_of(3, 2), 0, np.ones(4, np.float32)))
-    part, part_frames = split(message, frames)[3]
-    assert isinstance(part, StepResults)
-    assert np.shares_memory(rows_of(part, part_frames)[1].array, np.frombuffer(frames[0], np.float32))
-
-
-@pytest.mark.parametrize("message", [RequestFailed(id_of(2, 5), "E", "why"), PrefixCacheCleared(id_of(2, 5), 1)])
-def test_message_about_a_request_goes_to_its_client(message: FromCore) -> None:
-    assert split(message, []) == {2: (message, [])}
 
 
 def test_messages_behind_start_are_handled(server: Server) -> None:
@@ -190,14 +169,6 @@ def test_clients_attach_and_disconnect(server: Server) -> None:
     first.close()
     server.handle()
     assert core.cancel_client.call_args.args == (0,)
-
-
-def test_client_that_disconnects_before_attach_is_ignored(server: Server) -> None:
-    first = server.connect()
-    Client(server.address).close()
-    server.handle(2)
-    server.core.cancel_client.assert_not_called()
-    first.close()
 
 
 def test_listener_pauses_while_no_connection_can_be_accepted(

@@ -379,18 +379,6 @@ def test_memory_shortage_halves_the_budget(caplog: pytest.LogCaptureFixture) -> 
     assert not driver.failures
 
 
-def test_lasting_memory_shortage_fails_its_requests() -> None:
-    driver = CoreDriver(FakeRunner(pool()))
-    driver.runner.hook = fail_on((1, 0), (2, 0), error=DeviceMemoryError("too little"))
-    for request_id, length in ((1, 500), (2, 5), (3, 6)):
-        driver.submit(request_id, length)
-    driver.run_all()
-    message = "The model failed on input 0: DeviceMemoryError."
-    assert driver.failures == dict.fromkeys((1, 2), ("ModelExecutionError", message))
-    assert driver.results == {3: {0: [6.0]}}
-    assert driver.cache_use.usage == 0
-
-
 @pytest.mark.parametrize(
     "error", [InvalidRequestError("no such label"), DeviceLostError("gone")], ids=["request", "device"]
 )

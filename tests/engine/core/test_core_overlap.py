@@ -71,20 +71,6 @@ def test_next_chunk_starts_while_the_previous_one_runs() -> None:
     assert driver.cache_use.usage == 0
 
 
-def test_next_batch_starts_before_results_are_sent() -> None:
-    driver = QueueDriver()
-    driver.submit(1, *[60] * 3)
-    driver.run(2)
-    events: list[str] = []
-    begin = driver.runner.begin
-    driver.runner.begin = lambda chunks: (events.append("begin"), begin(chunks))[1]  # type: ignore[method-assign]
-    driver.core._send = lambda message, frames: (events.append("send"), driver.receive(message, frames))[1]
-    driver.end()
-    assert events == ["begin", "send"]
-    driver.run_all()
-    assert driver.results == {1: {index: [60.0] for index in range(3)}}
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_random_requests_get_their_results(seed: int) -> None:
     """Small pools, state slots, prefixes, priorities, rows in parts and cancelled requests."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.engine import AsyncEngine, EngineConfig, PoolingParams
+from penstock.engine import EngineConfig
 from penstock.engine.core import load_runner
 from penstock.engine.core.array_runner import ArrayRunner
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.protocol.errors import ModelLoadError
 
 from .conftest import SaveFolder
-from .test_worker import children
 
 pytestmark = pytest.mark.usefixtures("three_lane_machine")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -80,26 +78,3 @@ def test_class_with_remote_code_runs_on_torch(save_folder: SaveFolder) -> None:
     assert load(folder, trust_remote_code=True) is ModelRunner
     with pytest.raises(ModelLoadError, match="BertOwn"):
         load(folder)
-
-
-@pytest.mark.parametrize("name", ["minilm", "minimind2"])
-async def test_engine_process_does_not_load_torch(
-    name: str, minilm_folder: Path, model_folder: Callable[[str], Path]
-) -> None:
-    folder = minilm_folder if name == "minilm" else model_folder(name)
-    config = EngineConfig(model=str(folder), device="cpu", num_threads=1)
-    before = children(os.getpid())
-    engine = await AsyncEngine.start(config)
-    try:
-        (worker,) = [
-            pid
-            for pid in children(os.getpid())
-            if pid not in before and b"core.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        await engine.embed(["a text"], PoolingParams())
-        files = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{worker}/maps").read_text().splitlines()}
-        assert any("libpenstock_cpu" in file for file in files)
-        assert not [file for file in files if "torch" in file]
-        assert not [file for file in files if file.endswith(".safetensors")]
-    finally:
-        await engine.close()

@@ -132,17 +132,6 @@ def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyP
     assert [(time.chunk_tokens, time.whole_tokens) for time in runner.take_times()] == [(0, 2), (3, 2)]
 
 
-def test_forgotten_sequence_has_no_pooling_state() -> None:
-    runner = make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=MIB))
-    sequence = chunk_of(1, 2, 3).sequence
-    sequence.is_long = True
-    sequence.allocation = runner.sequence_pool.allocate((1, 0), 3)
-    runner.begin([PrefillChunk(sequence, 0, 2)])
-    assert runner._chunks.get_pending_count() == 1
-    runner.forget([sequence])
-    assert runner._chunks.get_pending_count() == 0
-
-
 # Forwards in flight
 
 
@@ -179,32 +168,7 @@ def test_ended_forward_wakes_the_loop(runner: ModelRunner) -> None:
     assert vectors(forward.outputs()).tolist() == [[5.0, 0.0]]
 
 
-def test_not_finite_results_are_marked(runner: ModelRunner) -> None:
-    counting = runner._model
-    assert isinstance(counting, CountingModel)
-    counting.scale = torch.tensor([1.0, torch.inf])  # at position 0 the product is NaN
-    assert runner.begin([chunk_of(5), chunk_of(6, 7)]).outputs().is_finite.tolist() == [False, False]
-    counting.scale = torch.tensor([3e38, 1.0])
-    assert runner.begin([chunk_of(1), chunk_of(5)]).outputs().is_finite.tolist() == [True, False]
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), DeviceMemoryError),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), DeviceLostError),
-        (KeyError("x"), KeyError),
-    ],
-)
-def test_device_errors_are_translated(error: Exception, expected: type[Exception]) -> None:
-    runner = make()
-    runner._model.error = error  # type: ignore[attr-defined]
-    with pytest.raises(expected, match=str(error)) as raised:
-        runner.execute([chunk_of(5)])
-    assert type(raised.value) is expected
 
 
 def test_forward_fails_if_its_event_cannot_be_awaited(

@@ -3,11 +3,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.engine.core import waker as waker_module
 from penstock.engine.core.waker import Waker
 
 
@@ -54,27 +52,6 @@ def test_readable_file_wakes_until_it_is_read(sockets: tuple[socket.socket, sock
     other.sendall(b"!")
     waker.ignore(one)
     assert waker.poll() == []
-
-
-def test_paused_file_is_watched_again_after_the_pause(
-    sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(waker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    waker, (one, other) = Waker(), sockets
-    other.sendall(b"!")
-    waker.watch(one, lambda: None)
-    (on_readable,) = waker.poll()
-    waker.pause(one, 5.0)
-    assert waker.poll() == []
-    waker.wake()
-    assert waker.wait() == []
-    now_s = 104.9
-    assert waker.poll() == []
-    now_s = 105.0
-    assert waker.poll() == [on_readable]
-    assert waker.wait() == [on_readable]
-    waker.ignore(one)
 
 
 def test_wait_ends_with_a_pause(sockets: tuple[socket.socket, socket.socket]) -> None:

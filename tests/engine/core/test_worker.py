@@ -64,9 +64,8 @@ async def test_worker_is_replaced_if_its_results_cannot_be_read(
     await engine.close()
 
 
-@pytest.mark.parametrize("name", ["t", "t" * 119], ids=["short", "long"])
-async def test_worker_and_its_socket_end_with_the_parent(name: str, minilm_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / name  # a long path has a link for the socket
+async def test_worker_and_its_socket_end_with_the_parent(minilm_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ("t" * 119)  # a long path has a link for the socket
     folder.mkdir()
     script = textwrap.dedent("""
         import asyncio, sys

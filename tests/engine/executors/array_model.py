@@ -15,9 +15,9 @@ from penstock.engine.executors.cpu.array_encoder import ArrayEncoder, read_spec
 from penstock.engine.executors.cpu.heads import ArrayHead
 from penstock.engine.executors.cpu.packed_arrays import PackedArrays
 from penstock.engine.executors.torch.base import Head, ModelOutput, PackedModel
-from penstock.engine.executors.torch.packed_batch import BatchCache, KvCache, PackedBatch
+from penstock.engine.executors.torch.packed_batch import KvCache, PackedBatch
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.kernels.cpu import BatchPages, Machine, PagedKvCache
+from penstock.kernels.cpu import Machine, PagedKvCache
 
 
 def load_model(info: ModelInfo, *, machine: Machine | None = None, **options: Any) -> PackedModel:
@@ -56,28 +56,8 @@ class ArrayModel(PackedModel):
             cu_seqlens=batch.cu_seqlens.numpy(),
             lengths=np.array(batch.seq_lens, np.int32),
             num_hidden=_num_hidden(batch),
-            past=None if batch.cache is None else self._past(batch.cache, batch.num_tokens),
+            past=None,
         )
-
-    def _past(self, cache: BatchCache, num_tokens: int) -> BatchPages:
-        assert cache.kv is not None
-        if self._pages is None or self._pages[0] is not cache.kv:
-            self._pages = (cache.kv, PagedKvCache(*([_as_array(t) for t in part] for part in (cache.kv.k, cache.kv.v))))
-        num_seqs, num_new = len(cache.context_lens), cache.num_new_seqs
-        known = np.zeros((0, 0), np.int32) if cache.block_tables is None else cache.block_tables.numpy()
-        tables_NB = np.zeros((num_seqs, known.shape[1]), np.int32)
-        tables_NB[num_new:] = known
-        slots_T = np.full(num_tokens, -1, np.int64)
-        if cache.store_slots is not None:
-            rows = slice(None) if cache.store_rows is None else cache.store_rows.numpy()
-            slots_T[rows] = cache.store_slots.numpy()
-        lengths_N = np.array(cache.context_lens, np.int32)
-        return BatchPages(self._pages[1], lengths_N, tables_NB, slots_T)
-
-
-def _as_array(tensor: Tensor) -> NDArray[Any]:
-    """Returns an array over the memory of a tensor; bfloat16 as int16, because numpy has no such type."""
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def _between_tensors(head: ArrayHead | None) -> Head | None:

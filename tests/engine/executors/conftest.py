@@ -11,13 +11,17 @@ import pytest
 import torch
 import transformers
 
+from penstock.engine.core.device.chunk_memory import ChunkMemory
+from penstock.engine.core.device.stream import stream_of
 from penstock.engine.core.loading import weights_loader
 from penstock.engine.executors.torch.base import PackedModel
-from penstock.engine.executors.torch.packed_batch import BatchCache, KvCache, PackedBatch, SsmStates
+from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.model_files.resolve import resolve_model, with_device
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
+from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
+from penstock.engine.scheduling import Allocation, InputSequence, PoolPlan, PrefillChunk, Request
 from penstock.kernels.cpu import Format, Machine
 
 from .array_model import ArrayModel, load_model
@@ -158,7 +162,7 @@ BLOCK_SIZE = 16
 
 
 class ChunkedRun:
-    """Runs sequences in chunks, with keys, values and states in random blocks and slots of pools full of NaN."""
+    """Runs sequences in chunks, with keys, values and states in blocks and slots of memory full of NaN."""
 
     def __init__(
         self,
@@ -168,77 +172,50 @@ class ChunkedRun:
         block_size: int = BLOCK_SIZE,
         device: torch.device | str = "cpu",
     ):
-        assert model.cache_spec is not None
-        self.device = torch.device(device)
-        self.model, self.sequences, self.block_size = model, sequences, block_size
+        self.device, self.model = torch.device(device), model
         self.rows: list[list[torch.Tensor]] = [[] for _ in sequences]
-        self.weights: dict[tuple[int, int], torch.Tensor] = {}
-        numbers = np.random.default_rng(1)
-        counts = [-(-len(s) // self.block_size) for s in sequences]
-        blocks = numbers.permutation(sum(counts) + 3)
-        self.blocks = [
-            blocks[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)
-        ]
-        self.slots = numbers.permutation(len(sequences) + 3)
-        self.kv = KvCache.allocate(model.cache_spec, len(blocks), self.block_size, dtype, self.device)
-        self.states = SsmStates.allocate(model.cache_spec, len(self.slots), dtype, self.device)
-        for pool in (*self.kv.k, *self.kv.v, *self.states.conv, *self.states.ssm):
+        spec = model.cache_spec
+        assert spec is not None
+        num_blocks = sum(-(-len(s) // block_size) for s in sequences)
+        plan = PoolPlan(num_blocks if spec.kv_layers else 0, len(sequences) if spec.ssm_layers else 0, 0)
+        stream = stream_of(self.device)
+        self.memory = ChunkMemory(spec, plan, block_size=block_size, dtype=dtype, device=self.device, stream=stream)
+        self.kv, states = self.memory._kv, self.memory._ssm
+        for pool in [*self.kv.k, *self.kv.v] if self.kv else []:
             pool.fill_(float("nan"))
+        for pool in [*states.conv, *states.ssm] if states else []:
+            pool.fill_(float("nan"))
+        blocks = np.random.default_rng(1).permutation(num_blocks).tolist()
+        self.sequences = []
+        for n, tokens in enumerate(sequences):
+            own, blocks = blocks[: -(-len(tokens) // block_size)], blocks[-(-len(tokens) // block_size) :]
+            sequence = InputSequence(
+                sequence_id=n,
+                prompt=TokenizedInput(np.asarray(tokens, np.int32)),
+                num_tokens=len(tokens),
+                request=Request(n, PoolingParams()),
+            )
+            sequence.allocation = Allocation(n, len(tokens), own, 0, n, ())
+            self.sequences.append(sequence)
 
     def pack(self, chunks: Sequence[tuple[int, int, int]]) -> PackedBatch:
         """Packs chunks (sequence, start, end) on the device; chunks that start at 0 must come first."""
+        parts = [PrefillChunk(self.sequences[n], start, end) for n, start, end in chunks]
+        for part in parts:
+            if part.start == 0 and part.is_last:  # nothing of a whole sequence is stored
+                part.sequence.allocation = None
+        cache = self.memory.batch_cache(parts)
+        self.memory.advance(parts)
         starts = [start for _, start, _ in chunks]
-        inputs = [TokenizedInput(np.asarray(self.sequences[n], np.int32))[a:b] for n, a, b in chunks]
-        lengths = [len(i) for i in inputs]
-        new = starts.count(0)
-        cache = self._cache(chunks, new, sum(lengths[:new]))
-        return PackedBatch.build(inputs, self.device, starts=starts, cache=cache)
+        return PackedBatch.build([part.tokens for part in parts], self.device, starts=starts, cache=cache)
 
-    def step(self, chunks: Sequence[tuple[int, int, int]], *, need_attention: bool = False) -> None:
-        """Runs one batch of (sequence, start, end); attention weights go to `weights[sequence, end]`."""
+    def step(self, chunks: Sequence[tuple[int, int, int]]) -> None:
+        """Runs one batch of (sequence, start, end)."""
         chunks = sorted(chunks, key=lambda s: s[1] > 0)
         batch = self.pack(chunks)
-        output = self.model.forward(batch, need_attention=need_attention)
-        for (n, _, _), part in zip(chunks, output.hidden_states.split(batch.seq_lens), strict=True):
+        hidden = self.model.forward(batch).hidden_states
+        for (n, _, _), part in zip(chunks, hidden.split(batch.seq_lens), strict=True):
             self.rows[n].append(part)
-        if output.attention_weights is not None:
-            parts = output.attention_weights.split([end for _, _, end in chunks])
-            self.weights |= {(n, end): part for (n, _, end), part in zip(chunks, parts, strict=True)}
-
-    def _cache(self, chunks: Sequence[tuple[int, int, int]], num_new_seqs: int, num_new_tokens: int) -> BatchCache:
-        past, size = chunks[num_new_seqs:], self.block_size
-        rows, store_rows, store_slots = 0, [], []
-        for n, start, end in chunks:
-            if end < len(self.sequences[n]) or start > 0:  # nothing of a whole sequence is stored
-                store_rows += range(rows, rows + end - start)
-                store_slots += [self.blocks[n][t // size] * size + t % size for t in range(start, end)]
-            rows += end - start
-        tables = torch.zeros(len(past), max((-(-end // size) for *_, end in past), default=0), dtype=torch.int32)
-        for row, (n, _, end) in zip(tables, past, strict=True):
-            used = -(-end // size)
-            row[:used] = torch.from_numpy(self.blocks[n][:used])
-        saved = [i for i, (n, _, end) in enumerate(chunks) if end < len(self.sequences[n])]
-        spec = self.model.cache_spec
-        placed = {
-            "store_rows": torch.tensor(store_rows, dtype=torch.int64),
-            "store_slots": torch.tensor(store_slots, dtype=torch.int64),
-            "load_indices": torch.arange(num_new_seqs, len(chunks)),
-            "load_slots": torch.tensor([int(self.slots[n]) for n, *_ in past], dtype=torch.int64),
-            "save_indices": torch.tensor(saved, dtype=torch.int64),
-            "save_slots": torch.tensor([int(self.slots[chunks[i][0]]) for i in saved], dtype=torch.int64),
-        }
-        if self.device.type == "cuda":
-            placed["past_lens_on_device"] = torch.tensor([start for _, start, _ in past], dtype=torch.int32)
-        return BatchCache(
-            num_new_seqs=num_new_seqs,
-            num_new_tokens=num_new_tokens,
-            context_lens=tuple(start for _, start, _ in chunks),
-            prompt_lens=tuple(len(self.sequences[n]) for n, _, _ in chunks),
-            kv=self.kv if spec.kv_layers else None,
-            block_tables=tables.to(self.device) if past else None,
-            ssm=self.states if spec.ssm_layers else None,
-            **{name: tensor.to(self.device) for name, tensor in placed.items()},
-        )
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Encoders on both executors give the results of transformers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -71,36 +69,6 @@ def test_attention_of_first_token_equals_transformers(
     expected = [reference(**arguments(s), output_attentions=True).attentions[-1][0, :, 0].t() for s in sequences]
     assert output.attention_weights.dtype == torch.float32
     assert_close(output.attention_weights, torch.cat(expected))
-
-
-@pytest.mark.parametrize(("family", "config"), ENCODERS)
-@pytest.mark.parametrize(
-    ("executor", "dtype", "arithmetic"),
-    [
-        ("torch", "bfloat16", None),
-        ("torch", "float16", None),
-        ("cpu", "bfloat16", "float32"),
-        ("cpu", "bfloat16", "bfloat16"),
-        ("cpu", "int8", "float32"),
-        ("cpu", "int8", "bfloat16"),
-    ],
-)
-def test_reduced_precision_stays_close(
-    executor, dtype, arithmetic, family, config, load, needs_formats, save_model, resolve, pack, sequences
-):
-    needs_formats(dtype, arithmetic)
-    folder, _ = save_model(f"{family}Model", **config)
-    exact = load(resolve(folder)).forward(pack(sequences)).hidden_states
-    model = load(replace(resolve(folder, dtype), arithmetic=arithmetic))
-    output = model.forward(pack(sequences), need_attention=executor == "torch")
-    assert output.hidden_states.dtype == (getattr(torch, dtype) if executor == "torch" else torch.float32)
-    similarity = torch.cosine_similarity(output.hidden_states.float(), exact, dim=1)
-    assert similarity.min() > (0.98 if dtype == "int8" else 0.999)
-    if executor == "torch":
-        assert output.attention_weights.dtype == torch.float32
-    else:
-        alone = torch.cat([model.forward(pack([s])).hidden_states for s in sequences])
-        assert torch.equal(alone, output.hidden_states)
 
 
 @on_executors(chosen("roberta", "mpnet"))

@@ -24,8 +24,7 @@ from penstock.engine.scheduling import (
     SsmLayerSpec,
 )
 
-from ...device.pretend_cuda import DEVICE, OnCuda, Pinned, pretend_cuda
-from ..fake_stream import FakeStream
+from ...device.pretend_cuda import DEVICE, OnCuda, pretend_cuda
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_POOLED = 10, 4
@@ -53,11 +52,8 @@ class Preemption:
         self.sequence.allocation = Allocation(0, NUM_TOKENS, [], 0, slot, ())
         return self.sequence.allocation
 
-    def save(self, slot: int = 0) -> None:
+    def save(self, slot: int) -> None:
         self.memory.save(self.sequence, self.allocate(slot))
-
-    def restore(self) -> None:
-        self.memory.restore(self.chunks)
 
     @property
     def states(self) -> SsmStates:
@@ -76,8 +72,7 @@ class Preemption:
             for layer in states:
                 layer[0].fill_(9.0)  # the states of the next sequence in this slot
             self.allocate(1)
-            self.restore()
-        assert self.memory._uses[self.sequence].saved is None
+            self.memory.restore(self.chunks)
         for number, layer in enumerate(states, 1):
             assert layer[0].cpu().unique().tolist() == [9.0]
             assert layer[1].cpu().unique().tolist() == [float(number)]
@@ -89,21 +84,8 @@ def test_second_preemption_keeps_the_saved_states() -> None:
     preemption.save(0)
     preemption.states.conv[0].fill_(2.0)
     preemption.save(1)  # it loses the second slot before it runs there
-    preemption.restore()
+    preemption.memory.restore(preemption.chunks)
     assert preemption.states.conv[0].unique().tolist() == [1.0, 2.0]
-
-
-def test_states_are_read_and_written_in_turn() -> None:
-    preemption = Preemption(CPU, stream_of(CPU))
-    places = []
-    for _ in range(3):
-        cache = preemption.memory.batch_cache(preemption.chunks)
-        assert cache is not None
-        places.append((cache.load_slots.tolist(), cache.save_slots.tolist()))
-        preemption.memory.advance(preemption.chunks)
-    assert places == [([0], [2]), ([2], [0]), ([0], [2])]
-    preemption.memory.forget(preemption.sequence)
-    assert preemption.sequence not in preemption.memory._uses
 
 
 def test_states_move_without_a_wait_on_a_pretended_device() -> None:
@@ -125,20 +107,3 @@ def test_states_move_without_a_wait_on_a_gpu() -> None:
         preemption.move(watched)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_saved_states_share_one_block_of_pinned_memory() -> None:
-    with pretend_cuda():
-        preemption = Preemption(DEVICE, stream_of(DEVICE))
-        preemption.save()
-        saved = preemption.memory._uses[preemption.sequence].saved
-        assert saved is not None
-        assert len(saved) == 4
-        assert all(isinstance(copy, Pinned) for copy in saved)
-        assert len({copy.untyped_storage().data_ptr() for copy in saved}) == 1
-
-
-def test_states_return_before_their_copy_has_ended(stream: FakeStream) -> None:
-    stream.gate.clear()
-    preemption = Preemption(CPU, stream)
-    preemption.move(contextlib.nullcontext())

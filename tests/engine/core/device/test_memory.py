@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 from penstock.engine.core.device import memory as device_memory
 from penstock.engine.core.device.memory import HostMemory, MemoryMeter
-from penstock.engine.core.host import available_memory
 
 MIB = 1 << 20
 
@@ -88,16 +87,6 @@ def test_next_chunk_is_below_one_that_did_not_fit() -> None:
     assert meter.free_tokens() == 0
 
 
-def test_similar_sizes_share_one_measurement() -> None:
-    gauge = Gauge(1000)
-    meter = MemoryMeter(gauge, 1)
-    measure(meter, gauge, 100, 200)
-    measure(meter, gauge, 70, 600)  # attended to more tokens than the chunk of 100
-    assert meter.free_tokens() == 100
-    gauge.free = 700
-    assert meter.free_tokens() == 100 * 490 // 600
-
-
 @given(
     free=st.integers(0, 10_000),
     sizes=st.lists(st.integers(1, 500), min_size=1, max_size=20),
@@ -141,9 +130,3 @@ def test_host_without_peak_reports_none(monkeypatch: pytest.MonkeyPatch, tmp_pat
     memory = HostMemory()
     memory.reset_peak()
     assert memory.peak_bytes() is None
-
-
-def test_host_reports_its_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert abs(HostMemory().available() - available_memory()) < 1 << 30
-    monkeypatch.setattr(device_memory, "available_memory", lambda: 7)
-    assert HostMemory().available() == 7

@@ -11,7 +11,6 @@ import torch
 from penstock.engine.core.device.stream import EventWatcher, ForwardTimer, HostEvent, HostStream, stream_of
 from penstock.engine.core.runner import DeviceLostError, ForwardTime
 from penstock.engine.core.waker import Waker
-from penstock.engine.pooling.output import OutputBlock, PoolerOutput
 
 from ..fake_stream import FakeStream
 
@@ -57,55 +56,7 @@ def test_clock_of_a_cpu_returns_each_forward_once(monkeypatch: pytest.MonkeyPatc
     assert clock.take() == []
 
 
-def test_clock_times_overlapping_forwards_of_a_device(stream: FakeStream) -> None:
-    clock = ForwardTimer(stream)
-    stream.gate.clear()
-    stream.delay_s = 0.02
-    ends = []
-    for chunk_tokens in (3, 0):
-        clock.begin()
-        stream.to_host([torch.zeros(1)])
-        ends.append(clock.end(chunk_tokens, 4))
-        assert clock.take() == []
-    stream.gate.set()
-    ends[0].wait()
-    stream.gate.clear()  # the second forward may have ended already
-    times = clock.take()
-    stream.gate.set()
-    ends[1].wait()
-    times += clock.take()
-    assert [(time.chunk_tokens, time.whole_tokens) for time in times] == [(3, 4), (0, 4)]
-    assert all(time.seconds >= 0.02 for time in times)
-
-
-def test_clock_does_not_wait_for_later_forwards(stream: FakeStream) -> None:
-    clock = ForwardTimer(stream)
-    clock.begin()
-    clock.end(1, 0).wait()
-    stream.gate.clear()
-    clock.begin()
-    clock.end(2, 0)
-    assert [time.chunk_tokens for time in clock.take()] == [1]
-    assert clock.take() == []
-    stream.gate.set()
-
-
 # The thread that waits for events
-
-
-def test_every_reached_event_wakes_the_loop(stream: FakeStream, waker: Waker) -> None:
-    watcher = EventWatcher()
-    watcher.add(stream.record_event())  # ignored without a descriptor
-    watcher.set_wakeup_fd(waker.fd)
-    stream.gate.clear()
-    events = [stream.record_event(), stream.record_event()]
-    for event in events:
-        watcher.add(event)
-    assert not events[0].is_reached
-    stream.gate.set()
-    while not all(event.is_reached for event in events):
-        waker.wait()
-    watcher.set_wakeup_fd(None)
 
 
 def test_watcher_stops_writing_to_its_old_descriptor(stream: FakeStream, watcher: EventWatcher, waker: Waker) -> None:
@@ -119,9 +70,7 @@ def test_watcher_stops_writing_to_its_old_descriptor(stream: FakeStream, watcher
     watcher.set_wakeup_fd(None)
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"), [("cuda:1", [1]), ("cuda", [0]), ("cpu", [])], ids=["second", "first", "none"]
-)
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1]), ("cuda", [0]), ("cpu", [])])
 def test_thread_makes_the_device_of_the_events_current(
     stream: FakeStream, waker: Waker, device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,12 +84,9 @@ def test_thread_makes_the_device_of_the_events_current(
     watcher.set_wakeup_fd(None)
 
 
-@pytest.mark.parametrize("error", [torch.AcceleratorError("gone"), AssertionError("gone")], ids=repr)
-def test_thread_survives_an_unusable_device(
-    error: Exception, stream: FakeStream, waker: Waker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_survives_an_unusable_device(stream: FakeStream, waker: Waker, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(index: int) -> None:
-        raise error
+        raise AssertionError("gone")
 
     monkeypatch.setattr(torch.cuda, "set_device", fail)
     watcher = EventWatcher(torch.device("cuda"))
@@ -170,29 +116,6 @@ def test_thread_survives_an_event_that_fails(
 
 
 # Copies
-
-
-@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
-def test_copied_results_are_marked_as_finite_or_not(stream: FakeStream, value: float) -> None:
-    rows, tokens = torch.rand(3, 7), torch.rand(5, 4)
-    tokens[3, 2] = value
-    blocks = [
-        OutputBlock(name="embedding", values=rows, indices=[0, 2, 3], widths=(7, 3, 7)),
-        OutputBlock(name="token_embeddings", values=tokens, indices=[1, 4, 5], row_lens=(2, 0, 3)),
-        OutputBlock(name="token_scores", values=torch.empty(0, 2), indices=[6], row_lens=(0,)),
-    ]
-    expected = PoolerOutput(7, blocks).to_host()
-    bits = [{name: array.tobytes() for name, array in arrays.items()} for arrays in expected.split()]
-    stream.gate.clear()
-    copy = PoolerOutput(7, blocks).begin_copy(stream.to_host)
-    event = stream.record_event()
-    for values in (rows, tokens):
-        values.fill_(9.0)  # later work of the stream
-    stream.gate.set()
-    event.wait()
-    found = copy.arrived()
-    assert found.is_finite.tolist() == expected.is_finite.tolist() == [True] * 5 + [value == 1.0, True]
-    assert [{name: array.tobytes() for name, array in arrays.items()} for arrays in found.split()] == bits
 
 
 @pytest.mark.gpu

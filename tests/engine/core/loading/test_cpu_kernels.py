@@ -71,17 +71,14 @@ def choose(folder: Path, **options: object) -> tuple[ModelInfo, Machine | None]:
 # Kernels
 
 
-@pytest.mark.parametrize("setting", ["auto", "native"])
-def test_supported_model_runs_on_the_c_library(setting: str, save_folder: SaveFolder, gain: list[float]) -> None:
-    info, machine = choose(save_folder(), cpu_kernels=setting, num_threads=3)
+def test_supported_model_runs_on_the_c_library(save_folder: SaveFolder, gain: list[float]) -> None:
+    info, machine = choose(save_folder(), cpu_kernels="native", num_threads=3)
     assert machine is not None
     assert machine.num_lanes == 3
     assert (info.kernels, info.num_lanes, info.dtype) == (f"native, {machine.isa}", 3, "float32")
 
 
-@pytest.mark.parametrize(
-    ("device", "setting"), [("cpu", "torch"), ("cuda", "auto"), ("cuda", "native")], ids=["torch", "auto", "native"]
-)
+@pytest.mark.parametrize(("device", "setting"), [("cpu", "torch"), ("cuda", "auto"), ("cuda", "native")])
 def test_torch_runs_on_request_and_on_cuda(
     device: str, setting: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
@@ -109,14 +106,9 @@ def test_missing_library_is_logged_once(
     assert isinstance(runner, ModelRunner)
     assert runner.info.kernels == "torch"
     (record,) = caplog.records
-    assert "and takes up to twice as long: the native kernels are not built: run `make native`" in record.getMessage()
-    assert "\n" not in record.getMessage()
-    with pytest.raises(ModelLoadError) as raised:
+    assert "run `make native`" in record.getMessage()
+    with pytest.raises(ModelLoadError, match=r"not built.* with --cpu-kernels auto torch runs the model"):
         choose(folder, cpu_kernels="native")
-    message = str(raised.value)
-    assert message.startswith("There are no native kernels: the native kernels are not built")
-    assert message.endswith("with --cpu-kernels auto torch runs the model.")
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -133,8 +125,7 @@ def test_amx_with_wrong_products_is_not_used(
     monkeypatch.setattr(cpu_kernels, "has_exact_products", lambda machine: is_right)
     info, _ = choose(save_folder(), num_threads=2)
     assert info.kernels == ("native, amx" if is_right else "native, avx512bf16")
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [] if is_right else ["AMX returns wrong products on this processor: using avx512bf16 instead"]
+    assert bool(caplog.records) is not is_right
 
 
 # Type and arithmetic
@@ -143,7 +134,6 @@ def test_amx_with_wrong_products_is_not_used(
 @pytest.mark.parametrize(
     ("setting", "measured", "dtype"),
     [
-        ("auto", 0.0, "float32"),
         ("auto", 1.14, "float32"),
         ("auto", 1.15, "bfloat16"),
         ("float32", 9.0, "float32"),
@@ -161,8 +151,15 @@ def test_auto_takes_bfloat16_if_it_is_faster(
     assert info.arithmetic == (None if dtype == "float32" else "float32")  # follows the other gain
 
 
-@pytest.mark.parametrize(("measured", "arithmetic"), [(0.5, "float32"), (1.14, "float32"), (2.0, "bfloat16")])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "measured", "arithmetic"),
+    [
+        ("bfloat16", 1.14, "float32"),
+        ("bfloat16", 1.15, "bfloat16"),
+        ("int8", 0.5, "float32"),
+        ("int8", 2.0, "bfloat16"),
+    ],
+)
 def test_arithmetic_is_bfloat16_if_it_is_faster(
     dtype: str, measured: float, arithmetic: str, save_folder: SaveFolder, gain: list[float]
 ) -> None:
@@ -172,7 +169,6 @@ def test_arithmetic_is_bfloat16_if_it_is_faster(
             pytest.skip(f"{machine.isa} has no products in int8")
     info, _ = choose(save_folder(), dtype=dtype)
     assert (info.dtype, info.arithmetic) == (dtype, arithmetic)
-    assert info.sources["arithmetic"] == f"measured: bfloat16 is {measured:.1f} times as fast as float32 here"
     rounding = Format.DOT if arithmetic == "bfloat16" else Format.F32
     products = {"int8": Format.INT8, "bfloat16": Format.DOT if arithmetic == "bfloat16" else Format.BF16}[dtype]
     assert Arithmetic.of(info) == (products, rounding)
@@ -202,8 +198,7 @@ def test_given_arithmetic_is_not_measured_again(
 
 
 @pytest.mark.parametrize(
-    ("isa", "has_int8"),
-    [("avx512vnni", True), ("avx2vnni", True), ("avx512", False), ("avx2", False), ("plain", False)],
+    ("isa", "has_int8"), [("avx512vnni", True), ("avx2vnni", True), ("avx512", False), ("plain", False)]
 )
 def test_int8_needs_products_of_the_processor(
     isa: str, has_int8: bool, save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch
@@ -225,15 +220,6 @@ def test_int8_is_rejected_on_torch(save_folder: SaveFolder) -> None:
 
 
 # Measurement
-
-
-def test_gain_needs_products_in_bfloat16() -> None:
-    with Machine(1, isa="plain") as plain:
-        assert bfloat16_gain(plain, 384) is None
-    with Machine(1) as machine:
-        gain = bfloat16_gain(machine, 384)
-        assert (gain is None) == (Format.DOT not in machine.formats)
-    assert gain is None or min(gain) > 0
 
 
 def test_gain_compares_times_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,23 +65,15 @@ def set_last(folder: Path, name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("class_name", "key", "value"),
     [
-        *[("BertModel", "num_attention_heads", value) for value in (0, -1, 10**12, 2.0, "2", True)],
+        *[("BertModel", "num_attention_heads", value) for value in (0, 10**12, 2.0, True)],
         ("BertModel", "num_hidden_layers", 10**8),
-        ("BertModel", "type_vocab_size", 10**12),
         ("BertModel", "layer_norm_eps", "small"),
-        ("BertModel", "hidden_act", 5),
-        ("BertModel", "architectures", 7),
         ("BertModel", "architectures", [None]),
-        ("DistilBertModel", "n_layers", 0),
         ("DistilBertModel", "hidden_dim", float("nan")),
-        ("RobertaModel", "pad_token_id", "1"),
         ("RobertaModel", "pad_token_id", 10**12),
-        ("Qwen2Model", "num_key_value_heads", 0),
         ("Qwen2Model", "rope_parameters", "none"),
         ("Qwen2Model", "layer_types", "full_attention"),
-        ("MambaModel", "state_size", 0),
         ("MambaModel", "conv_kernel", -1),
-        ("MambaModel", "time_step_rank", 0),
         ("AlbertModel", "num_hidden_groups", 10**9),
     ],
 )
@@ -112,17 +104,15 @@ def test_error_of_transformers_is_one_line(
     assert str(folder) in error_of(load, folder)
 
 
-DAMAGED = (b"", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"version": 5, "model": {}}', b"3")
-HEADERS = (b"\xff" * 8, (10**6).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]")
+DAMAGED = (b"", b"[" * 100_000, b"\xff\xfe", b'{"version": 5, "model": {}}')
 
 
 @pytest.mark.parametrize(
     ("class_name", "file", "content"),
     [
         *[("BertModel", "tokenizer.json", content) for content in DAMAGED],
-        *[("BertModel", "tokenizer_config.json", content) for content in (b"", b"[" * 100_000, b"\xff\xfe", b"3")],
-        *[("BertModel", "model.safetensors", content) for content in (*DAMAGED, *HEADERS)],
-        *[("AlbertModel", "model.safetensors", content) for content in HEADERS],
+        *[("BertModel", "tokenizer_config.json", content) for content in DAMAGED[:3]],
+        *[(class_name, "model.safetensors", DAMAGED[1]) for class_name in ("BertModel", "AlbertModel")],
     ],
     ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else value,
 )
@@ -135,12 +125,7 @@ def test_damaged_file_is_named(class_name: str, file: str, content: bytes, load:
 @pytest.mark.parametrize(
     ("load", "function", "error"),
     [
-        (
-            load_on_torch,
-            "model_runner.load_dense",
-            torch.OutOfMemoryError("CUDA out of memory.\nTried to get 3 GiB."),
-        ),
-        (load_on_torch, "model_runner.load_dense", MemoryError("none")),
+        (load_on_torch, "model_runner.load_dense", torch.OutOfMemoryError("CUDA out of memory.\nTried to get 3 GiB.")),
         (load_runner, "array_runner.load_array_dense", MemoryError("none")),
     ],
 )
@@ -170,7 +155,8 @@ def test_memory_shortage_is_not_reported_as_damage(
 @pytest.mark.parametrize(
     ("class_name", "weight", "value"),
     [
-        *[("BertModel", QUERY, value) for value in (math.nan, math.inf, -math.inf)],
+        ("BertModel", QUERY, math.nan),
+        ("BertModel", QUERY, -math.inf),
         ("BertModel", "encoder.layer.0.output.LayerNorm.bias", math.nan),
         ("BertModel", "embeddings.LayerNorm.weight", math.inf),
         ("BertForSequenceClassification", "bert.pooler.dense.weight", math.inf),  # tanh returns 1
@@ -190,14 +176,6 @@ def test_not_finite_weight_is_named(
     message = error_of(load, folder, WeightError)
     assert repr(weight) in message
     assert str(folder) in message
-
-
-def test_many_not_finite_weights_are_counted(load: Load, save_folder: SaveFolder) -> None:
-    folder = save_folder("AlbertModel", embedding_size=16)
-    change_weights(folder, lambda tensors: [tensor.fill_(math.nan) for tensor in tensors.values()])
-    message = error_of(load, folder, WeightError)
-    assert message.count("'") == 2 * 5
-    assert " more: its file is damaged" in message
 
 
 def test_not_finite_rows_matter_if_every_text_reads_them(load: Load, save_folder: SaveFolder) -> None:

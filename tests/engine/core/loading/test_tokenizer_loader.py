@@ -75,15 +75,6 @@ def test_unusable_tokenizer_is_rejected(first_id: int, unknown: str, parts: tupl
         assert part.format(folder=tmp_path) in caught.value.message
 
 
-def test_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    load(tmp_path, word_level(3), 10)
-    info = resolve_model(EngineConfig(model=str(tmp_path)))
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "unknown"}}')
-    with pytest.raises(UnsupportedModelError, match=str(tmp_path)) as caught:
-        load_tokenizer(info)
-    assert "\n" not in caught.value.message
-
-
 def test_known_marker_becomes_a_single_token(tmp_path: Path) -> None:
     load(tmp_path, word_level(3), 10)
     info = resolve_model(EngineConfig(model=str(tmp_path)))

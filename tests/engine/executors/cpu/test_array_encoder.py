@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.cpu.array_encoder import read_spec
-from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.model_info import ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector
 from penstock.engine.protocol.tasks import PoolingType
@@ -54,9 +53,3 @@ def test_unsupported_reranker_is_left_to_torch(change, save_config, resolve):
     assert read_spec(info) is not None
     change = {name: info.config | value if name == "config" else value for name, value in change.items()}
     assert read_spec(replace(info, **change)) is None
-
-
-def test_negative_window_is_rejected(save_config, resolve):
-    info = resolve(save_config("ModernBertModel", **MODERNBERT), hf_overrides={"local_attention": -6})
-    with pytest.raises(ModelLoadError, match="local_attention is -6"):
-        read_spec(info)

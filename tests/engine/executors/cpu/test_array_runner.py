@@ -24,7 +24,7 @@ from penstock.engine.protocol.model_info import DenseSpec, ModelInfo, ModelKind,
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling, TokenHeads
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask, PoolingType
+from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 from penstock.kernels.cpu import CpuKernelError, Machine
 
@@ -124,15 +124,6 @@ def test_every_family_and_task_equals_torch(family, config, head, machine, save_
     assert len(times) == len(params) + 1
     assert {time.whole_tokens for time in times} == {sum(map(len, inputs))}
     assert not runners.arrays.take_times()
-
-
-@pytest.mark.parametrize("attention_head", [None, 2])
-@pytest.mark.parametrize("names", ["ATTENTION", "CLS MEAN ATTENTION"])
-def test_concatenated_pooling_types_equal_torch(names, attention_head, machine, save_model, resolve, inputs):
-    types = tuple(map(PoolingType, names.split()))
-    info = bert(save_model, resolve)
-    info = replace(info, sequence_pooling=types, attention_head=attention_head, embedding_size=48 * len(types))
-    Runners(info, machine, inputs).compare(PoolingParams().resolved(EMBED, info))
 
 
 @pytest.mark.parametrize("activation", list(DENSE_ACTIVATIONS))

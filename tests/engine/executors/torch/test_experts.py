@@ -12,11 +12,8 @@ from penstock.engine.executors.torch.layers.experts import Experts, ExpertStack,
 NUM_EXPERTS, SIZE, INNER = 5, 16, 24
 ROUTINGS = {
     "random": lambda numbers: torch.rand(21, NUM_EXPERTS, generator=numbers).topk(2).indices,
-    "two_experts": lambda numbers: torch.tensor([[4, 1]]).expand(9, 2),
     "unused_experts": lambda numbers: torch.tensor([[0, 3], [3, 0], [3, 2]]),
-    "one_token": lambda numbers: torch.tensor([[2, 0]]),
     "one_expert_per_token": lambda numbers: torch.randint(0, NUM_EXPERTS, (13, 1), generator=numbers),
-    "all_experts": lambda numbers: torch.rand(7, NUM_EXPERTS, generator=numbers).argsort(),
 }
 # float32: sums in another order. bfloat16: each expert's result and the sum are rounded.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

