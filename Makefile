@@ -155,7 +155,7 @@ test-deploy: $(VENV)/.installed-deploy $(LIBRARY) ## Render the Helm chart, and 
 # Needs root and Debian's packages mmdebstrap, buildah, podman, runc and curl; no Docker engine. Behind a mirror, hand its
 # configuration to the build: BUILD_OPTIONS='--volume /etc/pip.conf:/etc/pip.conf:ro --build-arg TORCH_INDEX=URL'.
 # ARGS='--base python:3.11-slim-bookworm' starts from an image that podman has, `ARGS='cpu cuda'` names targets.
-test-image: $(VENV)/.installed-deploy ## Build the images without a Docker engine, run them confined, and print size and seconds to ready.
+test-image: $(VENV)/.installed ## Build the images without a Docker engine, run them confined, and print size and seconds to ready.
 	@env -u PYTHONSAFEPATH $(BIN)/python tests/image/run.py --build-options='$(BUILD_OPTIONS)' $(ARGS)
 
 # Figures are printed. The tests with full disks mount small ones and skip where they may not.

@@ -13,16 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
 INTERNALS = ROOT / "docs" / "internals"
 ARCHITECTURE = (INTERNALS / "architecture.md").read_text("utf-8")
-NAMES_HEADING = "Names in vLLM and in the specification"
 OF_OTHER_PROJECTS = frozenset({"modules/pooling.py", "mxbai_rerank_v2.py"})
 """Files of other projects in comments."""
 
 MENTION = re.compile(r"(?<![\w.*-])(?:[\w.-]+/)*\w+\.py\b(?![*{])")
-
-
-def section(text: str, heading: str) -> str:
-    """Returns the text between a heading of level 2 and the next one."""
-    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def test_import_order_equals_the_contracts() -> None:
@@ -32,22 +26,6 @@ def test_import_order_equals_the_contracts() -> None:
     assert set(drawn) == {"engine-packages", "server-packages"}
     for name, picture in drawn.items():
         assert [re.split(r"\s{2,}", line.strip())[0] for line in picture.splitlines()] == layers[name], name
-
-
-def test_boxes_of_the_diagram_are_packages() -> None:
-    source = (INTERNALS / "architecture.dot").read_text("utf-8")
-    boxes = re.findall(r'^ *"([\w/]+)" \[label="([\w/]+)', source, re.MULTILINE)
-    assert 6 <= len(boxes) <= 10
-    assert [box for box in boxes if box[0] != box[1] or not (ROOT / box[0] / "__init__.py").is_file()] == []
-
-
-def test_names_in_the_tables_of_terms_exist() -> None:
-    rows = re.findall(r"^\| [^|]* \| ([^|]*) \|$", section(ARCHITECTURE, NAMES_HEADING), re.MULTILINE)
-    names = {name for row in rows for code in re.findall(r"`(.*?)`", row) for name in re.findall(r"[A-Za-z]\w+", code)}
-    product = "\n".join(path.read_text("utf-8") for path in tracked(".py") if path.relative_to(ROOT).parts[0] in LAYERS)
-    known = set(re.findall(r"\w+", product)) | {part for path in tracked(".py") for part in path.parts}
-    assert len(rows) > 20
-    assert names - known - {"py"} == set()
 
 
 def tracked(*suffixes: str) -> list[Path]:

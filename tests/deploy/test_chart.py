@@ -23,52 +23,7 @@ VERSIONS = ("1.25", "1.30", kubernetes_validate.latest_version())
 CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
 IMAGE_VARIABLES = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE))
 SETTINGS = {environment_variable(name) for name in declared_settings(ServerSettings)}
-EVERYTHING = {
-    "image": {"repository": "registry.example.com/penstock", "tag": "1"},
-    "imagePullSecrets": [{"name": "registry"}],
-    "models": [
-        {
-            "name": "minilm",
-            "image": {"tag": "slim"},
-            "preStopSeconds": 0,
-            "podDisruptionBudget": {"enabled": False},
-            "env": [{"name": "PENSTOCK_ADMIN_KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "admin"}}}],
-        },
-        {
-            "name": "reranker",
-            "model": "BAAI/bge-reranker-v2-m3",
-            "replicas": 2,
-            "image": {"tag": "cuda"},
-            "settings": {"max_queued_tokens": 64_000_000, "pooler_config": {"normalize": False}, "access_log": True},
-            "env": [{"name": "OTEL_SERVICE_NAME", "value": "reranker"}],
-            "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "8Gi"}},
-            "drainTimeoutSeconds": 60,
-            "nodeSelector": {"pool": "gpu"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            "affinity": {"podAntiAffinity": {}},
-            "topologySpreadConstraints": [
-                {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-            ],
-            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
-            "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
-            "podAnnotations": {"example.com/team": "search"},
-            "autoscaling": {"enabled": True, "maxReplicas": 6},
-        },
-    ],
-    "apiKeys": {"keys": ["one", "two"]},
-    "adminKeys": {"keys": ["admin"]},
-    "hubToken": {"existingSecret": "hub"},
-    "hubCache": {"enabled": True, "storageClassName": "shared"},
-    "service": {"annotations": {"example.com/a": "b"}},
-    "ingress": {
-        "enabled": True,
-        "className": "nginx",
-        "annotations": {"example.com/a": "b"},
-        "hosts": [{"host": "rerank.example.com", "model": "reranker"}],
-        "tls": [{"hosts": ["rerank.example.com"], "secretName": "tls"}],
-    },
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-}
+EVERYTHING = yaml.safe_load(Path(__file__).with_name("everything.yaml").read_text("utf-8"))
 
 
 Rendered = dict[tuple[str, str], dict[str, Any]]

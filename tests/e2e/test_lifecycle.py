@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -39,12 +39,12 @@ def test_signal_drains_requests_and_leaves_nothing(number: int, launch, default_
     server = launch(*flags, TMPDIR=str(folder))
     children = server.children()
     assert list(folder.iterdir())
-    with running_request(server, 50) as responses:
+    with running_request(server, 20) as responses:
         server.process.send_signal(number)
         if number == signal.SIGHUP:
             server.process.send_signal(number)  # the kernel and the shell both send it
     assert responses[0].status_code == 200
-    assert len(responses[0].json()["data"]) == 50
+    assert len(responses[0].json()["data"]) == 20
     assert server.process.wait(120) == 0
     assert not any(map(exists, children))
     assert not list(folder.iterdir())
@@ -57,8 +57,8 @@ def test_signal_drains_requests_and_leaves_nothing(number: int, launch, default_
 @pytest.mark.parametrize("drain_timeout_s", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_request_that_outlasts_the_drain_gets_503(drain_timeout_s: str, launch, default_model) -> None:
     origin = "https://page.example"
-    server = launch("--dtype", "float32", "--drain-timeout-s", drain_timeout_s, "--cors-origins", origin)
-    with running_request(server, 4000, Origin=origin) as responses:
+    server = launch("--num-threads", "1", "--drain-timeout-s", drain_timeout_s, "--cors-origins", origin)
+    with running_request(server, 1500, Origin=origin) as responses:
         assert server.stop() == 0
     assert responses[0].status_code == 503
     assert responses[0].json()["error"]["code"] == "engine_unavailable"
@@ -81,36 +81,6 @@ def test_daemon_serves_after_sighup(launch, default_model, penstock) -> None:
     assert server.embed("a text").status_code == 200
     assert server.stop() == 0
     assert not exists(child)
-
-
-@pytest.mark.parametrize("flags", [(), pytest.param(("--api-workers", "2"), marks=pytest.mark.slow)])
-def test_unread_log_does_not_block_the_server(flags, launch, default_model, penstock, tmp_path) -> None:
-    pipe = tmp_path / "log"
-    os.mkfifo(pipe)
-    command = ("sh", "-c", f'exec "$0" "$@" 2>{pipe}', *penstock)
-    with closing(os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)) as reader:
-        server = launch("--access-log", "--log-format", "json", *flags, command=command)
-        children = server.children()
-
-        def send_400_requests() -> None:
-            with httpx.Client(base_url=server.url, headers={"x-request-id": "i" * 100}) as client:
-                for _ in range(400):
-                    assert client.get("/v1/models").status_code == 200
-
-        send_400_requests()
-        text = b""
-
-        def is_complete() -> bool:
-            nonlocal text
-            text += reader.read(65536) or b""
-            return text.count(b"penstock.access") >= 400 and text.endswith(b"\n")
-
-        wait_until(is_complete)
-        assert len(text) > 2 * 65536
-        assert all(json.loads(line) for line in text.splitlines())
-        send_400_requests()
-        assert server.stop() == 0
-        assert not any(map(exists, children))
 
 
 @pytest.fixture

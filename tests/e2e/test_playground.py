@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.server.routes.classify import TokenClassifyResponse
 from penstock.server.routes.encode import EncodeResponse
 from penstock.server.routes.models import ModelList
 
@@ -85,18 +84,6 @@ def test_embed_shows_similarities_and_vectors(page: Page, server) -> None:
     assert own
     assert [url for url in own if not url.startswith((server.url, "data:"))] == []
     assert page.errors() == []
-
-
-def test_unloaded_model_shows_its_state_and_names(page: Page, server) -> None:
-    unloaded = card(aliases=["n", "o"], status={"value": "unloaded", "state": "unloaded"})
-    health = {"status": "ok", "engines": {"m": "unloaded"}}
-    stub(page, {"/v1/models": (200, unloaded), "/health/ready": (200, health)})
-    page.open(server.url, READY)
-    shown = page.text("#facts")
-    for part in ("unknown until it is loaded", "n, o", "unloaded; a request loads it"):
-        assert part in shown
-    assert "undefined" not in shown
-    assert "null" not in shown
 
 
 def test_lines_or_paragraphs_are_counted(page: Page, server) -> None:
@@ -266,24 +253,6 @@ def test_status_follows_the_server(page: Page, server) -> None:
     assert page.value("document.querySelector('#model').length") > 0
     page.value("void (answers['/health/ready'] = [200, null], watch())")
     page.wait_for("document.querySelector('#status').innerText === 'cannot be reached'")
-
-
-def test_token_classifier_shows_labels(page: Page, server) -> None:
-    tokens = [("Ada", "B-PER", 0.99), ("sleeps", "O", 0.98)]
-    row = {
-        "index": 0,
-        "tokens": [{"token": t, "token_id": 7, "label": k, "score": s, "probs": [s]} for t, k, s in tokens],
-        "num_classes": 2,
-    }
-    answer = {**LIST, "labels": ["O", "B-PER"], "data": [row]}
-    TokenClassifyResponse.model_validate(answer)
-    stub(page, {**models("token_classifier", ("token_classify",)), "/v1/classify": (200, answer)})
-    page.open(server.url, READY)
-    assert disabled(page) == ["Embed", "Rerank", "Score", "Sparse", "Multi-vector"]
-    page.fill("#classify-texts", "Ada sleeps")
-    page.send("classify")
-    assert json.loads(page.value("window.calls.at(-1).body")) == {"model": "m", "input": ["Ada sleeps"]}
-    assert page.texts("#classify .tokens > span") == ["AdaB-PER", "sleeps"]
 
 
 def test_prompts_and_dimensions_are_sent(page: Page, server) -> None:

@@ -18,7 +18,6 @@ CHATML = """{%- for message in messages %}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What holds back the <water>?"}]
 KEY = "key-of-this-server"
 OTHER_KEY = "key-of-another-client"
-OTHER = [{"role": "user", "content": "naïve café"}]
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +95,6 @@ def test_chat_is_rendered_as_by_transformers(http: httpx.Client, reference: Any,
     assert (tokens["count"], tokens["max_model_len"]) == (len(ids), 256)
 
 
-def test_several_chats_are_cut_on_the_left(http: httpx.Client, reference: Any) -> None:
-    batches = [reference.apply_chat_template(chat, return_dict=False) for chat in (CHAT, OTHER)]
-    expected = post(http, "/v1/embeddings", input=[ids[-9:] for ids in batches])
-    body = {"truncate_prompt_tokens": 9, "truncation_side": "left"}
-    answer = post(http, "/v1/embeddings", messages=[CHAT, OTHER], **body)
-    for row, other in zip(answer["data"], expected["data"], strict=True):
-        np.testing.assert_allclose(row["embedding"], other["embedding"], atol=1e-6)
-    assert answer["usage"]["prompt_tokens"] == 18
-
-
 def test_special_tokens_are_added_to_texts_unless_rejected(http: httpx.Client, reference: Any) -> None:
     text = "<|im_start|>user"
     for adds in (None, True, False):
@@ -129,18 +118,6 @@ def cached_tokens(http: httpx.Client, text: str) -> int:
     before = hit_tokens(http)
     post(http, "/v1/embeddings", input=text)
     return hit_tokens(http) - before
-
-
-def test_reset_clears_the_prefix_cache(http: httpx.Client) -> None:
-    text = "A dam holds back the water. " * 8
-    post(http, "/v1/embeddings", input=text)
-    assert cached_tokens(http, text) == 224
-    answer = http.post("/reset_prefix_cache").json()
-    assert answer["success"] is True
-    assert answer["models"]["chat"]["prefix_caching"] is True
-    assert answer["models"]["chat"]["cleared_blocks"] >= 14
-    assert cached_tokens(http, text) == 0
-    assert cached_tokens(http, text) == 224
 
 
 def test_api_keys_share_no_prefixes(http: httpx.Client) -> None:

@@ -80,6 +80,7 @@ def test_commands_reject_a_model_that_needs_torch(slim, random_model, tmp_path: 
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_error_states_the_reason(slim, random_model) -> None:
     bert = random_model("BertModel", **SIZES)
     _, line = rejected(slim, "serve", str(bert), "--port", "0", "--device", "cuda")

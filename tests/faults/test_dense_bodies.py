@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,17 +22,14 @@ MAX_WORK_S = 0.25
 """Limit of the processor time during one probe, on two cores."""
 
 
-def send(server: Server, path: str, body: bytes, *, num_parts: int = 1, pause_s: float = 0.0) -> tuple[int, bytes]:
-    """Send a body, optionally in parts with pauses. Returns the status and the start of the response body."""
+def send(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send a body. Returns the status and the start of the response body."""
     lines = (f"Content-Length: {len(body)}", "Connection: close", f"x-request-timeout: {MODEL_TIMEOUT_S}")
-    size = -(-len(body) // num_parts)
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as client:
         try:
             client.sendall(head(*lines, path=path))
-            for start in range(0, len(body), size):
-                client.sendall(memoryview(body)[start : start + size])
-                time.sleep(pause_s)
+            client.sendall(body)
         except ConnectionError:  # rejected before its end
             pass
         try:
@@ -43,11 +38,6 @@ def send(server: Server, path: str, body: bytes, *, num_parts: int = 1, pause_s:
         except ConnectionError:
             pass
     return int(received[9:12] or 0), received.partition(b"\r\n\r\n")[2]
-
-
-def send_together(server: Server, path: str, body: bytes, number: int, **options: float) -> None:
-    with ThreadPoolExecutor(number) as pool:
-        list(pool.map(lambda _: send(server, path, body, **options), range(number)))
 
 
 def filled(start: bytes, unit: bytes, end: bytes, num_bytes: int = LARGEST) -> bytes:
@@ -94,20 +84,3 @@ def test_dense_body_does_not_block_the_event_loop(small_server: Server, name: st
     print(f"{len(body) / MIB:.1f} MiB: {status} {start[:140]!r}")
     assert status in (200, 400, 408, 413, 422)
     assert seen.busiest_s < MAX_WORK_S
-
-
-def test_ten_slow_dense_bodies_do_not_block_the_event_loop(small_server: Server) -> None:
-    with watching(small_server, "ten slow bodies") as seen:
-        send_together(small_server, "/embed", BODIES["ignored []"][1](), 10, num_parts=40, pause_s=0.05)
-    assert seen.busiest_s < MAX_WORK_S
-
-
-@pytest.mark.parametrize(("unit", "num_bytes"), [(b'{"a":1}', 240_000), (b'"ab"', 600_000)])
-def test_many_small_dense_bodies_are_bounded(small_server: Server, unit: bytes, num_bytes: int) -> None:
-    """Documents keep their unknown fields until the response."""
-    texts = b",".join([b'"' + b"a b " * 2_000 + b'"'] * 2)
-    body = filled(b'{"query":"a","documents":[%b,{"text":"a","x":[' % texts, unit + b",", b"]}]}", num_bytes)
-    with watching(small_server, f"64 bodies of {num_bytes} bytes with {unit.decode()}") as seen:
-        send_together(small_server, "/rerank", body, 64)
-    assert seen.busiest_s < MAX_WORK_S
-    assert seen.grown < 64 * MIB + 8 * 64 * len(body)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from ..servers import MIB, Server
-from .load import head, request, watching
+from .load import watching
 
 PATHS = ("/v1/embeddings", "/embed", "/v2/embed", "/rerank", "/classify", "/similarity", "/pooling")
 
@@ -55,14 +55,6 @@ class Clients:
         return self._writers[-1]
 
 
-async def write_for_3_s(writer: asyncio.StreamWriter, unit: bytes) -> None:
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(3):
-            while True:
-                writer.write(unit)
-                await writer.drain()
-
-
 def odd_bodies() -> list[str]:
     good = json.dumps({"input": "a"})
     return [
@@ -83,17 +75,6 @@ async def test_odd_bodies_get_short_responses_below_500(server: Server) -> None:
                 assert len(response.content) < 20_000, (path, body[:60])
         response = await client.post("/v1/embeddings", content=b"\x1f\x8b\x08", headers={"content-encoding": "gzip"})
         assert response.status_code == 415
-
-
-@pytest.mark.slow
-async def test_pipelined_requests_without_a_reader(server: Server) -> None:
-    units = (head(method="GET", path="/health/live"), request({"input": "a"}), request(b" " * 60_000))
-    async with Clients() as clients:
-        with others_are_served(server, "30 clients that send requests and read nothing"):
-            for unit in units:
-                writers = [await clients.connect(server) for _ in range(10)]
-                unit = unit * max(65_536 // len(unit), 1)
-                await asyncio.gather(*(write_for_3_s(writer, unit) for writer in writers))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -19,8 +18,6 @@ from .test_dense_bodies import MAX_WORK_S
 pytestmark = pytest.mark.slow
 PATIENT = ("--min-transfer-rate", "0")
 """Slow readers are never ended."""
-SLOW_S = 100
-"""Longer than a silent client may take."""
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +100,3 @@ def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert:
     body = {"inputs": ["a " * 500] * 600}
     with watching(server, "embeddings beside them", "a"):
         check_slow_readers(server, "/embed_all", body, 16, 600 * MIB, rejections={429})
-
-
-@pytest.mark.timeout(400)
-def test_slow_reader_is_served_and_a_silent_one_is_not(small_server: Server) -> None:
-    body = {"inputs": ["a " * 500] * 60}
-    silent, slow = start(small_server, "/embed_all", body), start(small_server, "/embed_all", body)
-    num_bytes = 0
-    end_s = time.monotonic() + SLOW_S
-    while time.monotonic() < end_s:
-        num_bytes += len(slow.recv(24_000))
-        time.sleep(1)
-    num_bytes += read(slow)[1]
-    print(f"\n{num_bytes / MIB:.1f} MiB at 24 kB/s for {SLOW_S} s, then at full speed")
-    assert num_bytes > 15 * MIB
-    assert read(silent)[1] < 15 * MIB
-    assert "reads 1 responses too slowly" in small_server.log.read_text()

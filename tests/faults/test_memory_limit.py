@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 import uuid
@@ -47,7 +49,10 @@ def memory_group() -> Iterator[MemoryGroup]:
             folder.rmdir()
     else:
         pytest.skip("this process may create no control group with a memory limit")
-    yield MemoryGroup(folder)
+    group = MemoryGroup(folder)
+    yield group
+    for process in group.processes.read_text().split():
+        os.kill(int(process), signal.SIGKILL)
 
     def is_removed() -> bool:
         with contextlib.suppress(OSError):
@@ -57,38 +62,23 @@ def memory_group() -> Iterator[MemoryGroup]:
     wait_until(is_removed, 60)
 
 
-@pytest.fixture
-def launch_limited(
-    launch: Launch, random_model: Callable[..., Path], memory_group: MemoryGroup
-) -> Iterator[Callable[..., Server]]:
-    """Start a server that may add `HEADROOM` to its memory. A token of its model needs much memory and little time."""
-    sizes = {"hidden_size": 128, "intermediate_size": 32_768, "num_key_value_heads": 1}
-    model = random_model("LlamaModel", max_position_embeddings=2 * NUM_TOKENS, **sizes)
-    limits = ("--kv-cache-memory", str(64 * MIB), "--max-model-len", str(NUM_TOKENS + 1000))
-    servers: list[Server] = []
-
-    def start(*flags: str) -> Server:
-        server = launch(*limits, *flags, model=model)
-        servers.append(server)
-        for process in (server.process.pid, *server.children()):
-            memory_group.processes.write_text(str(process))
-        embed(server, 64)  # memory that the first request takes once
-        memory_group.limit.write_text(str(int(memory_group.used.read_text()) + HEADROOM))
-        return server
-
-    yield start
-    for server in servers:
-        server.process.kill()
-        server.process.wait(60)
-
-
 def embed(server: Server, num_tokens: int) -> httpx.Response:
     ids = [1000 + i % 20_000 for i in range(num_tokens)]
     return httpx.post(f"{server.url}/v1/embeddings", json={"input": ids}, timeout=280)
 
 
-def test_chunks_shrink_at_the_memory_limit(launch_limited: Callable[..., Server]) -> None:
-    server = launch_limited()
+def test_chunks_shrink_at_the_memory_limit(
+    launch: Launch, random_model: Callable[..., Path], memory_group: MemoryGroup
+) -> None:
+    # A token of this model needs much memory and little time.
+    sizes = {"hidden_size": 128, "intermediate_size": 32_768, "num_key_value_heads": 1}
+    model = random_model("LlamaModel", max_position_embeddings=2 * NUM_TOKENS, **sizes)
+    limits = ("--kv-cache-memory", str(64 * MIB), "--max-model-len", str(NUM_TOKENS + 1000))
+    server = launch(*limits, model=model)
+    for process in (server.process.pid, *server.children()):
+        memory_group.processes.write_text(str(process))
+    embed(server, 64)  # memory that the first request takes once
+    memory_group.limit.write_text(str(int(memory_group.used.read_text()) + HEADROOM))
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(embed(server, NUM_TOKENS)))
     thread.start()

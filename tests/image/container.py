@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from images import ROOT, run
@@ -40,16 +38,11 @@ class Container:
     Args:
         image: Name.
         command: Arguments of `penstock`; none for those of the image.
-        volumes: Values of podman's --volume.
-        confinement: Options of podman.
     """
 
-    def __init__(
-        self, image: str, *command: str, volumes: Sequence[str] = (), confinement: Sequence[str] = CONFINEMENT
-    ) -> None:
-        mounts = (f"--volume={volume}" for volume in volumes)
+    def __init__(self, image: str, *command: str) -> None:
         self.image = image
-        self.id = run(*podman("run", "--detach", *OPTIONS, *confinement, *mounts, image, *command))
+        self.id = run(*podman("run", "--detach", *OPTIONS, *CONFINEMENT, image, *command))
 
     def __enter__(self) -> Container:
         return self
@@ -90,18 +83,6 @@ class Container:
         except subprocess.CalledProcessError as error:
             raise Fault(f"not ready after {timeout_s} s, or ended:\n{self.logs()}") from error
         return datetime.now(started.tzinfo).timestamp() - started.timestamp()
-
-    def processor_s(self) -> float:
-        """Return the processor seconds of its processes."""
-        space = Path(f"/proc/{self.inspect()['State']['Pid']}/ns/pid").readlink()
-        ticks = 0
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if (folder / "ns" / "pid").readlink() == space:
-                    ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))
-            except OSError:  # it has ended, or belongs to another user
-                continue
-        return ticks / os.sysconf("SC_CLK_TCK")
 
     def check_confinement(self) -> None:
         """Raise Fault if the server is root, can write to its root or has a network."""

@@ -1,7 +1,7 @@
 """Builds the images of the Dockerfile and runs them without a Docker engine. Prints size and seconds to ready.
 
 `make test-image` runs it as root. Each image starts with the options of compose, answers the requests of README.md and
-stops. Then it starts as a pod of the Helm chart.
+stops.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from chart import pod_spec, podman_options
 from container import Container, Fault, requests_of_the_readme
 from images import STAND_IN, build, build_stand_in, exists, num_bytes, remove
 
-HERE = Path(__file__).resolve().parent
 NEEDED = ("mmdebstrap", "buildah", "podman", "runc", "curl")
 NUM_STARTS = 3
 
@@ -64,7 +60,6 @@ def main() -> int:
         timed(f"{tag(name)} built", build, tag(name), base, IMAGES[name].target, options, cached=is_cached)
         try:
             faults += check(name)
-            check_as_a_pod(name)
             if name == "cpu":
                 check_torch()
         except Fault as fault:
@@ -114,11 +109,10 @@ def check(name: str) -> list[str]:
     if image.max_bytes is not None and size > image.max_bytes:
         faults.append(f"{name}: {size / 1e6:.0f} MB are more than {image.max_bytes / 1e6:.0f}")
     requests = requests_of_the_readme()
-    ready_s, processor_s = [], []
+    ready_s = []
     for _ in range(NUM_STARTS):
         with Container(tag(name)) as container:
             ready_s.append(container.wait_until_ready())
-            processor_s.append(container.processor_s())
             container.check_confinement()
             container.check_health()
             for command in requests:
@@ -126,33 +120,13 @@ def check(name: str) -> list[str]:
             stopped_s = container.stop()
     shown = ", ".join(f"{seconds:.2f}" for seconds in ready_s)
     print(
-        f"{name}: {size / 1e6:.0f} MB; ready after {shown} s with {min(processor_s):.2f} s of processor time; "
+        f"{name}: {size / 1e6:.0f} MB; ready after {shown} s; "
         f"{len(requests)} requests of README.md answered; stopped in {stopped_s:.1f} s",
         flush=True,
     )
     if image.max_ready_s is not None and min(ready_s) > image.max_ready_s:
         faults.append(f"{name}: ready after {min(ready_s):.2f} s, more than {image.max_ready_s}")
     return faults
-
-
-def check_as_a_pod(name: str) -> None:
-    """Run an image with the settings of the chart and write to its caches."""
-    repository, _, tagged = tag(name).rpartition(":")
-    values = {"image": {"repository": repository, "tag": tagged}, "models": [{"name": "model"}]}
-    volume = f"{HERE / 'write_caches.py'}:/write_caches.py:ro"
-    with tempfile.TemporaryDirectory() as node:
-        confinement = podman_options(pod_spec(values), Path(node))
-        with Container(tag(name), "serve", volumes=[volume], confinement=confinement) as container:
-            container.wait_until_ready()
-            container.check_confinement()
-            container.check_health()
-            for command in requests_of_the_readme():
-                container.request(command)
-            written = container.exec("python", "/write_caches.py")
-            if written.returncode != 0:
-                raise Fault(f"as a pod of the chart it cannot write its caches:\n{written.stdout}{written.stderr}")
-            container.stop()
-    print(f"{name}: as a pod of the chart ready, answered and stopped\n{written.stdout}", flush=True)
 
 
 def check_torch() -> None:

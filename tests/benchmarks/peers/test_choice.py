@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from peers.agreement import least_cosine
 from peers.catalogue import PEERS, Setting
-from peers.comparison import add_shares
 from peers.environments import Environment
 from peers.trial import Trial, best_of
 
@@ -45,19 +43,3 @@ def test_least_cosine_is_that_of_the_worst_text(row: list[float], least: float) 
     answers = reference.copy()
     answers[1] = row
     assert least_cosine(answers, reference) == pytest.approx(least)
-
-
-def test_shares_are_of_the_largest_limit_and_of_the_dtypes() -> None:
-    def sides() -> dict[str, Any]:
-        return {"sides": {"penstock": {"gflops": 200.0}, "other": {"gflops": 100.0}}}
-
-    report: dict[str, Any] = {
-        "limit_gflops": {"float32": {"1": 200.0, "2": 400.0}, "bfloat16": {"1": 410.0, "2": 800.0}},
-        "peers": {"penstock": {"setting": {"dtype": "bfloat16"}}, "other": {"setting": {"dtype": "float32"}}},
-        "loads": {"query": sides()},
-        "sweeps": {"length": {"8": sides()}},
-    }
-    add_shares(report)
-    for load in (report["loads"]["query"], report["sweeps"]["length"]["8"]):
-        assert load["sides"]["penstock"] == {"gflops": 200.0, "share_of_limit": 0.25, "share_of_dtype_limit": 0.25}
-        assert load["sides"]["other"] == {"gflops": 100.0, "share_of_limit": 0.125, "share_of_dtype_limit": 0.25}

@@ -1,9 +1,7 @@
 """langchain-openai and langchain-cohere, which wrap the clients of openai and cohere."""
 
-import openai
 import plain_http as http
 import pytest
-from cohere.core.api_error import ApiError
 from langchain_cohere import CohereEmbeddings, CohereRerank
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -42,17 +40,3 @@ def test_ranks_equal_plain_http():
     documents = reranker.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
     ranks = [(DOCUMENTS.index(d.page_content), d.metadata["relevance_score"]) for d in documents]
     assert_ranks(ranks, http.rerank()[:3])
-
-
-@pytest.mark.parametrize(
-    ("embeddings", "error", "part"),
-    [
-        (openai_embeddings(model="unknown"), openai.NotFoundError, "'unknown'"),
-        (openai_embeddings(dimensions=100), openai.BadRequestError, "dimensions"),
-        (openai_embeddings(url=http.PROTECTED_URL, key="wrong"), openai.AuthenticationError, "key"),
-        (CohereEmbeddings(model="unknown", base_url=URL, cohere_api_key="any"), ApiError, "'unknown'"),
-    ],
-)
-def test_errors_are_typed(embeddings, error, part):
-    with pytest.raises(error, match=part):
-        embeddings.embed_query(QUERY)
