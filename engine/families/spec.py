@@ -7,6 +7,7 @@ Shape letters: V vocabulary, D model width, E embedding width, H heads of q, G h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -325,6 +326,31 @@ class RelativeBiasSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlibiSpec:
+    """A constant bias of the attention scores: minus the distance between two tokens, times the slope of the head.
+
+    Source: Press et al., Train Short, Test Long (arXiv 2108.12409).
+
+    Attributes:
+        num_heads: H.
+    """
+
+    num_heads: int
+
+    def table(self, distances: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns [H, N] float32, the bias at each of N distances."""
+        slopes_H = np.array(_slopes(self.num_heads), np.float32)
+        return -slopes_H[:, None] * np.abs(distances).astype(np.float32)
+
+
+def _slopes(num_heads: int) -> list[float]:
+    """Returns 2^(-8 i / H) for head i = 1 .. H. If H is no power of 2, other heads have every second slope of 2 * H."""
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes if power == num_heads else slopes + _slopes(2 * power)[::2][: num_heads - power]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpec:
     """The head of a generative reranker: next-token logits of its answer tokens.
 
@@ -408,7 +434,7 @@ class ModelSpec:
     is_pre_norm: bool
     is_decoder: bool = False
     final_norm: NormSpec | None = None
-    relative_bias: RelativeBiasSpec | None = None
+    relative_bias: RelativeBiasSpec | AlibiSpec | None = None
     residual_scale: float = 1.0
     has_float32_sum: bool = False
     head: HeadSpec | None = None
@@ -417,12 +443,14 @@ class ModelSpec:
     other_names: ModelSpec | None = None
 
     def with_stored_names(self, has_tensor: Callable[[str], bool]) -> ModelSpec:
-        """Returns `other_names` if the checkpoint has the first projection under that name, otherwise this spec."""
+        """Returns `other_names` if the checkpoint has the projections of its first layer, otherwise this spec."""
         other = self.other_names
-        if other is None or (qkv := other.layers[0].qkv) is None:
+        if other is None:
             return self
-        name = f"{other.layers[0].prefix}.{qkv.names[0]}.weight"
-        return other if any(has_tensor(f"{p}.{name}" if p else name) for p in other.prefixes) else self
+        layer = other.layers[0]
+        names = [f"{layer.prefix}.{part.names[0]}.weight" for part in (layer.qkv, layer.mlp_in) if part is not None]
+        has_names = any(all(has_tensor(f"{p}.{name}" if p else name) for name in names) for p in other.prefixes)
+        return other if has_names else self
 
     @property
     def cache_spec(self) -> CacheSpec | None:

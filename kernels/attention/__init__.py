@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..backends import FLOAT_DTYPES, check_cu_seqlens, check_softcap, describe, supports_tensor_cores
-from ._torch import attention_paged_sdpa, attention_sdpa, attention_varlen, supports_varlen
+from ._torch import attention_paged_sdpa, attention_sdpa, attention_varlen, bias_block, supports_varlen
 
 Backend = Literal["sdpa", "varlen", "triton"]
 PagedBackend = Literal["sdpa", "triton"]
 
-__all__ = ["MAX_HEAD_SIZE", "Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged"]
+__all__ = ["MAX_HEAD_SIZE", "Backend", "PagedBackend", "PagedLengths", "attention", "attention_paged", "bias_block"]
 
 # Largest head size of the triton kernel.
 MAX_HEAD_SIZE = 256
@@ -92,8 +92,8 @@ def attention(
         scale: Factor of the scores.
         is_causal: Whether a token attends only to itself and earlier tokens.
         window: (left, right) sizes of the local attention window in tokens; negative: unlimited. None is (-1, -1).
-        relative_bias: [H, Lb, Lb], added to the scaled scores; Lb >= max_seqlen. A shorter sequence uses its first
-            rows and columns, so the bias may depend on (i, j) only. Fastest in the dtype of q.
+        relative_bias: [H, 2 * R + 1], added to the scaled scores by distance: column R + j - i for query i and key j;
+            R + 1 >= max_seqlen. The last axis is contiguous. Fastest in the dtype of q.
         softcap: c > 0: the scaled scores s become c * tanh(s / c), before the bias (Gemma 2). None: no cap.
         backend: None chooses by device and dtype. CPU: "sdpa". CUDA: "varlen" (flash attention) for 16-bit dtypes
             without bias and cap; else "triton"; "sdpa" without triton, before Ampere or for head sizes above 256.
@@ -173,10 +173,10 @@ def _check(
             f"got a sum of {num_tokens} and a largest of {longest}"
         )
     if relative_bias is not None:
-        heads, rows, columns = relative_bias.shape
-        if heads != q.shape[1] or rows != columns or rows < max_seqlen:
+        shape = list(relative_bias.shape)
+        if len(shape) != 2 or shape[0] != q.shape[1] or shape[1] % 2 == 0 or shape[1] // 2 + 1 < max_seqlen:
             raise ValueError(
-                f"relative_bias must be [{q.shape[1]}, Lb, Lb] with Lb >= {max_seqlen}, got {list(relative_bias.shape)}"
+                f"relative_bias must be [{q.shape[1]}, 2 * R + 1] with R + 1 >= {max_seqlen}, got {shape}"
             )
 
 

@@ -130,12 +130,19 @@ def _attend(
         out_NHIK[rows].copy_(block)
 
 
+def bias_block(relative_bias: Tensor, rows: range, keys: range) -> Tensor:
+    """Returns the bias [H, I, J] of consecutive query and key positions from a bias by distance [H, 2 * R + 1]."""
+    zero = relative_bias.shape[1] // 2
+    distances = relative_bias[:, zero + keys.start - rows.stop + 1 : zero + keys.stop - rows.start]
+    return distances.unfold(1, len(keys), 1).flip(1)
+
+
 def _mask(rows: range, keys: range, reach: tuple[int, int], relative_bias: Tensor | None, q: Tensor) -> Tensor:
     """[1, 1 or H, I, J], dtype of q: the bias (0 without one) for visible keys, -inf for masked keys."""
     if relative_bias is None:
         mask = torch.zeros((1, len(rows), len(keys)), dtype=q.dtype, device=q.device)
     else:
-        mask = relative_bias[:, rows.start : rows.stop, keys.start : keys.stop].to(q.dtype)
+        mask = bias_block(relative_bias, rows, keys).to(q.dtype)
     left, right = reach
     if left < 0 and right < 0:
         return mask[None]

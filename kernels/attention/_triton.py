@@ -214,7 +214,6 @@ def _attention_kernel(
     stride_v_head,
     stride_out_row,
     stride_bias_head,
-    stride_bias_row,
     stride_table,
     num_seqs,
     num_kv_heads,
@@ -261,7 +260,7 @@ def _attention_kernel(
         row = (start + token).to(tl.int64)
         q_addresses = q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + d[None, :]
         q = tl.load(q_addresses, mask=(r < num_rows)[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
-        bias_rows = bias_ptr + head.to(tl.int64) * stride_bias_head + position.to(tl.int64) * stride_bias_row
+        bias_rows = bias_ptr + head.to(tl.int64) * stride_bias_head - position
         k_head_ptr = k_ptr + kv_head * stride_k_head
         v_head_ptr = v_ptr + kv_head * stride_v_head
 
@@ -374,7 +373,8 @@ def attention_triton(
     # The kernel does not read unused arguments; pass any tensor.
     tables = cu_seqlens if block_tables is None else block_tables
     contexts = cu_seqlens if context_lens is None else context_lens
-    bias = q if relative_bias is None else relative_bias
+    # Column 0 of this view is the bias of a token and itself.
+    bias = q if relative_bias is None else relative_bias[:, relative_bias.shape[1] // 2 :]
     factor = scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E
     with on_device(q):
         _attention_kernel[((num_rows * group_size // tile.block_m + num_seqs) * num_kv_heads,)](
@@ -394,7 +394,6 @@ def attention_triton(
             v3.stride(1),
             out.stride(0),
             bias.stride(0),
-            bias.stride(1),
             tables.stride(0),
             num_seqs,
             num_kv_heads,

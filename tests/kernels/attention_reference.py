@@ -72,7 +72,9 @@ def _attend(
     if softcap is not None:
         scores_HLJ = softcap * torch.tanh(scores_HLJ / softcap)
     if relative_bias is not None:
-        scores_HLJ += relative_bias[:, :length, :length].float()
+        positions_L = torch.arange(length, device=q_LHK.device)
+        distances_LL = positions_L[None, :] - positions_L[:, None]
+        scores_HLJ += relative_bias[:, relative_bias.shape[1] // 2 + distances_LL].float()
     left, right = reach
     i_L1 = torch.arange(num_keys - length, num_keys, device=q_LHK.device)[:, None]
     j_J = torch.arange(num_keys, device=q_LHK.device)

@@ -100,9 +100,8 @@ def make_attention_inputs(
     device: torch.device | str = "cpu",
     *,
     is_fused: bool = True,
-    has_bias: bool = True,
 ) -> AttentionInputs:
-    """The same numbers at every call; q, k and v are chunks of one tensor if `is_fused`; the bias may be empty."""
+    """The same numbers at every call; q, k and v are chunks of one tensor if `is_fused`."""
     generator = torch.Generator().manual_seed(len(case.seq_lens) * 1000 + case.head_size)
     num_tokens, longest = sum(case.seq_lens), max(case.seq_lens)
     num_all = case.num_heads + 2 * case.num_kv_heads
@@ -110,8 +109,7 @@ def make_attention_inputs(
     q, k, v = qkv.split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
     if not is_fused:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    size = longest if has_bias else 0
-    bias = torch.randn(case.num_heads, size, size, generator=generator).to(dtype).to(device)
+    bias = torch.randn(case.num_heads, 2 * longest + 1, generator=generator).to(dtype).to(device)
     return AttentionInputs(q, k, v, make_cu_seqlens(case.seq_lens, device), bias)
 
 

@@ -187,7 +187,7 @@ def test_blocks_of_rows_equal_reference(monkeypatch: pytest.MonkeyPatch, mask: s
 def test_long_sequence_makes_no_matrix_of_all_scores(mask: str) -> None:
     """The 67 million scores of 8,192 tokens would take 256 MiB."""
     case = AttentionCase("", (8192,), 1, 1, 16)
-    inputs = make_attention_inputs(case, has_bias=False)
+    inputs = make_attention_inputs(case)
     with torch.profiler.profile(profile_memory=True) as profile:
         attend(case, inputs, **MASKS[mask])
     assert max(event.self_cpu_memory_usage for event in profile.events()) < 16 << 20
@@ -252,7 +252,8 @@ VALID_PAGED: dict[str, Any] = {
         (attention, {"cu_seqlens": make_cu_seqlens((5,))}, r"cu_seqlens must be int32 \[3\]"),
         (attention, {"seq_lens": (2, 2)}, "seq_lens must sum to the 5 rows"),
         (attention, {"max_seqlen": 2}, "not exceed max_seqlen 2"),
-        (attention, {"relative_bias": torch.ones(4, 2, 2)}, "relative_bias must be"),
+        (attention, {"relative_bias": torch.ones(4, 3)}, "relative_bias must be"),
+        (attention, {"relative_bias": torch.ones(4, 8)}, "relative_bias must be"),
         (attention, {"backend": "flash"}, "backend must be one of"),
         (attention, {"softcap": -1.0}, "softcap must be positive"),
         (attention, {"softcap": 1.0, "backend": "varlen"}, "varlen backend supports neither softcap"),

@@ -42,7 +42,7 @@ def check_attention(
     num_heads, head_size = 2, 16
     q, k, v = rows(3 * num_heads * head_size, dtype, device).view(NUM_ROWS, 3, num_heads, head_size).unbind(1)
     if has_bias:
-        bias = torch.randn(2, RECORDED[0], RECORDED[0], generator=torch.Generator().manual_seed(0))
+        bias = torch.randn(2, 2 * max(RECORDED) + 1, generator=torch.Generator().manual_seed(0))
         options["relative_bias"] = bias.to(device, dtype)
     options["scale"] = head_size**-0.5
     given = (q, k, v, borders(len(RECORDED), device), RECORDED)

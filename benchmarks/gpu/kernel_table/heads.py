@@ -20,7 +20,7 @@ def packed_attention(softcap: float | None, inputs: Inputs, size: Heads, *, has_
     both = size.heads + 2 * size.kv_heads
     qkv = inputs.normal(tokens, both, size.size)
     q, k, v = qkv.split([size.heads, size.kv_heads, size.kv_heads], dim=1)
-    bias = inputs.normal(size.heads, max(size.lengths), max(size.lengths)) if has_bias else None
+    bias = inputs.normal(size.heads, 2 * max(size.lengths) + 1) if has_bias else None
     call = partial(
         attention,
         *(q, k, v, inputs.borders(size.lengths), size.lengths),

@@ -14,7 +14,7 @@ from penstock.kernels import cpu as library
 from penstock.kernels.cpu import ActivationCode
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
-from ...families.spec import AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, no_vocabulary_head
+from ...families.spec import AlibiSpec, AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, no_vocabulary_head
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
@@ -188,8 +188,11 @@ def _relative_bias(spec: ModelSpec, base: ArrayWeights, max_len: int) -> Floats 
     if bias is None:
         return None
     assert spec.attention is not None
+    distances = np.arange(-max_len, max_len + 1)
+    if isinstance(bias, AlibiSpec):
+        return bias.table(distances)
     bias_BH = base.floats(bias.name, bias.num_buckets, spec.attention.num_heads)
-    return np.ascontiguousarray(bias_BH[bias.bucket_of(np.arange(-max_len, max_len + 1))].T)
+    return np.ascontiguousarray(bias_BH[bias.bucket_of(distances)].T)
 
 
 def _linear(scope: ArrayWeights, spec: LinearSpec) -> library.LinearWeights:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.norm import Embeddings, embed_norm
 
-from ...families.spec import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
+from ...families.spec import AlibiSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RelativeBiasSpec
 from ...protocol.errors import UnsupportedTaskError
 from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
@@ -255,12 +255,16 @@ class SpecModel(PackedModel):
         return ModelOutput(hidden_states=hidden_TD.to(self.dtype), attention_weights=weights_TH)
 
 
-def _load_bias(weights: Weights, spec: RelativeBiasSpec, num_heads: int, max_len: int) -> Tensor:
-    """Returns the bias [H, L, L] of the attention scores, which depends on the distance of two tokens."""
+def _load_bias(
+    weights: Weights, spec: RelativeBiasSpec | AlibiSpec, num_heads: int, max_len: int
+) -> Tensor:
+    """Returns the bias [H, 2 * max_len + 1] of the attention scores by the distance of two tokens."""
+    distances = np.arange(-max_len, max_len + 1)
+    if isinstance(spec, AlibiSpec):
+        return torch.from_numpy(spec.table(distances)).to(weights.device, weights.dtype)
     bias_BH = weights.tensor(spec.name, spec.num_buckets, num_heads)
-    positions_L = np.arange(max_len)
-    buckets_LL = torch.from_numpy(spec.bucket_of(positions_L[None, :] - positions_L[:, None]))
-    return bias_BH[buckets_LL.to(bias_BH.device)].permute(2, 0, 1).contiguous()
+    buckets = torch.from_numpy(spec.bucket_of(distances))
+    return bias_BH[buckets.to(bias_BH.device)].t().contiguous()
 
 
 def padding_aware_positions(input_ids_T: Tensor, positions_T: Tensor, pad_token_id: int) -> Tensor:

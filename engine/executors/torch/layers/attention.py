@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.attention import PagedLengths, attention, attention_paged
+from penstock.kernels.attention import PagedLengths, attention, attention_paged, bias_block
 from penstock.kernels.backends import Backend, upload
 from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
@@ -134,7 +134,7 @@ class Attention:
             batch: The sequences.
             plan: The result of `plan` of a layer with the same window.
             rotation: Rotary position embedding of q and k; None: no rotation.
-            relative_bias: [H, L, L]. Added to the scaled scores of sequences without a past.
+            relative_bias: [H, 2 * L + 1], added by distance to the scaled scores of sequences without a past.
         """
         cache = batch.cache
         store = None
@@ -197,7 +197,7 @@ class Attention:
         if spec.softcap is not None:
             scores_TH = torch.tanh(scores_TH / spec.softcap) * spec.softcap
         if relative_bias is not None:
-            scores_TH += relative_bias[:, 0].float().t()[positions_T]
+            scores_TH += relative_bias[:, relative_bias.shape[1] // 2 :].float().t()[positions_T]
         if self.window is not None:
             reach = self.window[0] if spec.is_causal else self.window[1]
             distance_T = lengths_N[seq_of_T] - 1 - positions_T if spec.is_causal else positions_T
@@ -283,7 +283,7 @@ class Attention:
             left, right = (reach if reach >= 0 else num_tokens for reach in self.window)
             mask = mask & (ahead_LL >= -left) & (ahead_LL <= right)
         if relative_bias is not None:
-            bias_HLL = relative_bias[:, :num_tokens, :num_tokens].to(q_THK.dtype)
+            bias_HLL = bias_block(relative_bias, range(num_tokens), range(num_tokens)).to(q_THK.dtype)
             mask = torch.where(mask, bias_HLL, float("-inf"))
         q_BHLK, k_BGLK, v_BGLK = (x[hidden.rows].transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
         attended_BHLK = F.scaled_dot_product_attention(
