@@ -93,4 +93,7 @@ def _reader(config_class: type[GteConfig]) -> Callable[[ModelInfo], ModelSpec]:
     return read
 
 
-FAMILIES: Final = (Family("gte", "Gte", _reader(GteConfig)), Family("new", "New", _reader(NewConfig)))
+FAMILIES: Final = (
+    Family("gte", "Gte", _reader(GteConfig), checks_positions=True),
+    Family("new", "New", _reader(NewConfig), checks_positions=True),
+)

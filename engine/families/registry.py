@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
-from . import bert, eurobert, gemma, gte, hybrid, llama, mamba, modernbert, mpnet, nomic_bert
+from . import bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert
 from .spec import Family
 
 logger = logging.getLogger("penstock.engine")
 
-_MODULES: Final = (bert, eurobert, gemma, gte, hybrid, llama, mamba, modernbert, mpnet, nomic_bert)
-FAMILIES: Final[Mapping[str, Family]] = {family.model_type: family for module in _MODULES for family in module.FAMILIES}
+_MODULES: Final = (bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert)
+_ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
+FAMILIES: Final[Mapping[str, Family]] = {f.model_type: f for f in _ALL if not f.is_chosen_by_class}
 """By the model_type of config.json."""
 # Class names of models without a head: transformers' for any family, and Stanford's ColBERT.
 _BARE: Final = ("AutoModel", "HF_ColBERT")
@@ -32,9 +33,25 @@ _SUFFIXES: Final = (
 )
 _ARCHITECTURES: Final[Mapping[str, Family]] = {
     name: family
-    for family in FAMILIES.values()
+    for family in _ALL
     for name in (*(family.prefix + suffix for suffix in _SUFFIXES), *family.architectures)
 }
+
+
+def family_with_kernels(architecture: str, model_type: str, config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a model; None if transformers must run it. For arguments see `find_family`."""
+    return _family_of_class(architecture, model_type, config) or FAMILIES.get(model_type)
+
+
+def _family_of_class(architecture: str, model_type: str, config: Mapping[str, Any]) -> Family | None:
+    """Returns the family that only a class name chooses: `architecture`, or a class in `auto_map`."""
+    auto_map = config.get("auto_map")
+    paths = [str(path) for path in auto_map.values()] if isinstance(auto_map, dict) else []
+    for name in (architecture, *(path.rpartition(".")[2] for path in paths)):
+        family = _ARCHITECTURES.get(name)
+        if family is not None and family.is_chosen_by_class and family.model_type == model_type:
+            return family
+    return None
 
 
 def has_own_code(architecture: str, config: Mapping[str, Any]) -> bool:
@@ -53,7 +70,7 @@ def find_family(architecture: str, model_type: str, config: Mapping[str, Any]) -
     Raises:
         UnsupportedModelError: The model belongs to no family.
     """
-    family = _ARCHITECTURES.get(architecture)
+    family = _family_of_class(architecture, model_type, config) or _ARCHITECTURES.get(architecture)
     if family is None and model_type in FAMILIES and not has_own_code(architecture, config):
         family = FAMILIES[model_type]
         if architecture not in _BARE:

@@ -283,10 +283,11 @@ class LayerSpec:
         attention_norm: Norm before attention or the mixer, or after the residual sum; None: no norm.
         mixer: Recurrent mixer; None for a layer with attention.
         qkv: Projection from D to (H + 2 * G) * K.
-        query_norm: Norm of every head of q before the rotation, [K]; None: no norm.
+        query_norm: Norm of every head of q before the rotation, [K], or of all heads together, [H * K]; None: no norm.
         key_norm: Like `query_norm`, for k.
         attention_out: Projection from H * K to D.
-        after_attention: Norm of the output of attention before the residual sum; None: no norm.
+        after_attention: Norm of the output of attention before the residual sum; None: no norm. In a post-norm model it
+            normalises the sum of this output and the input, and its result is added to the input again.
         mlp_norm: Norm before the MLP, or after the residual sum; None in a layer without MLP and experts.
         mlp_in: First projection of the MLP; None without an MLP.
         mlp_out: Second projection of the MLP, to D.
@@ -476,6 +477,8 @@ class Family:
         read: Returns the spec of a resolved model. Raises ModelLoadError.
         architectures: Class names in transformers that do not begin with `prefix`.
         leaves_out: Whether transformers must run a model, by its architecture and config.json.
+        is_chosen_by_class: Its model_type belongs to another family, and only the class name chooses this one.
+        checks_positions: `read` rejects unsupported values of position_embedding_type.
     """
 
     model_type: str
@@ -483,3 +486,5 @@ class Family:
     read: Callable[[ModelInfo], ModelSpec]
     architectures: tuple[str, ...] = ()
     leaves_out: Callable[[str, Mapping[str, Any]], bool] = lambda architecture, config: False
+    is_chosen_by_class: bool = False
+    checks_positions: bool = False

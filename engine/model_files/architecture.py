@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from ..families.registry import FAMILIES
+from ..families.registry import FAMILIES, family_with_kernels
 from ..protocol.errors import ModelLoadError, UnsupportedModelError
 from ..protocol.model_info import Activation, ModelKind
 from ..protocol.tasks import PoolingTask
@@ -92,10 +92,10 @@ def resolve_architecture(draft: ModelDraft) -> None:
         )
     architecture = architectures[0] if architectures else "AutoModel"
     is_made_causal = bool(config.get("is_decoder")) and model_type not in DECODER_MODEL_TYPES
-    family = FAMILIES.get(model_type)
+    family = family_with_kernels(architecture, model_type, config)
     packed = family is not None and not is_made_causal and not family.leaves_out(architecture, config)
-    # This key selects variants of BERT-like models; for Granite it has another meaning, and GTE checks its own values.
-    has_own_meaning = model_type in DECODER_MODEL_TYPES or model_type in ("gte", "new")
+    # This key selects variants of BERT-like models; for Granite it has another meaning.
+    has_own_meaning = model_type in DECODER_MODEL_TYPES or (family is not None and family.checks_positions)
     is_plain = has_own_meaning or config.get("position_embedding_type", "absolute") == "absolute"
     packed = packed and is_plain
     draft.set("model_type", model_type, draft.source_of("model_type"))

@@ -66,10 +66,12 @@ class LayerWeights:
         window: (left, right) tokens beside its own that a query attends to; None: all.
         rotary: [L, K] float32: cosines of K / 2 angles, then sines; None: no rotary embedding.
         bias: [H, 2 * L + 1] float32, added to the scores by the distance of key and query, -L .. L; None: no bias.
-        query_norm: [K], norm of each query head before the rotary embedding. Decoders only. None: no norm.
+        query_norm: Norm before the rotary embedding: [K] of each query head in a decoder, [H * K] of all heads together
+            in an encoder. None: no norm.
         key_norm: As `query_norm`, for key heads.
-        after_attention: Norm of the output of attention before the residual sum. Decoders only. None: no norm.
-        after_mlp: As `after_attention`, for the output of the MLP.
+        after_attention: Norm of the output of attention before the residual sum. Without `pre_norm`: norm of the sum
+            x + attention(x), which is added to x again before `attention_norm`. None: no norm.
+        after_mlp: Norm of the output of the MLP before the residual sum. Decoders only.
         softcap: c: scores s become c * tanh(s / c). Decoders only. 0: no cap.
     """
 

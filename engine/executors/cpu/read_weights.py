@@ -145,6 +145,8 @@ def _layer(
     # The library expects q multiplied with the scale of the scores: the norm of q, if it has one, else its projection.
     if query_norm is not None:
         query_norm.weight[:] *= scale
+        if query_norm.bias is not None:
+            query_norm.bias[:] *= scale
     else:
         qkv = _with_scale(qkv, attention.num_heads * attention.head_size, scale)
     mlp_norm = _norm(scope, layer.mlp_norm)

@@ -173,7 +173,10 @@ class Layer:
             assert self.attention_norm is not None
             assert self.mlp_norm is not None
             assert self.mlp is not None
-            hidden_TD = stream.plus(self.attention_out, attended_TA).normed(self.attention_norm)
+            summed = stream.plus(self.attention_out, attended_TA)
+            if self.norm_after_attention is not None:
+                summed = stream.plus_term(summed.normed(self.norm_after_attention))
+            hidden_TD = summed.normed(self.attention_norm)
             hidden_TD = Residual(hidden_TD, is_fused=self.is_fused).plus(self.mlp, hidden_TD).normed(self.mlp_norm)
             return Residual(hidden_TD, is_fused=self.is_fused)
         return self._plus_mlp(self._plus(stream, self.attention_out, attended_TA, self.norm_after_attention))

@@ -67,6 +67,19 @@ static void step_norm(Team *team, const Norm *norm, const float *x, long width, 
     barrier(team);
 }
 
+/* Norms of q and of k, all heads of a token together, in place. */
+static void step_row_norms(Team *team, const Layer *layer) {
+    const Encoder *encoder = team->encoder;
+    long q = encoder->num_heads * encoder->head_size, k = encoder->num_kv_heads * encoder->head_size, first, last;
+    share(team, team->part->rows, &first, &last);
+    for (long i = first; i < last; i++) {
+        float *row = (float *)team->rows.qkv + i * (q + 2 * k);
+        team->isa->run_norm(&layer->query_norm, row, 1, q, row);
+        team->isa->run_norm(&layer->key_norm, row + q, 1, k, row + q);
+    }
+    barrier(team);
+}
+
 /* x += norm(y). Overwrites y. */
 static void step_norm_add(Team *team, const Norm *norm, float *y, long width, float *x) {
     long first, last;
@@ -172,12 +185,13 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
     Rows *rows = &team->rows;
     long D = encoder->width;
     const float *x = rows->hidden;
-    int dot = encoder->attention_dot, bf16 = dot && !layer->rotary && !encoder->is_decoder;
+    int dot = encoder->attention_dot, has_row_norms = layer->query_norm.weight && !encoder->is_decoder;
+    int bf16 = dot && !layer->rotary && !encoder->is_decoder && !has_row_norms;
     Target qkv = {.out = rows->qkv, .out_is_bf16 = bf16, .width = layer->qkv.out};
     Target attended = {.add = rows->hidden, .out = encoder->pre_norm ? rows->hidden : rows->sums, .width = D};
     Target inner = {.out = rows->inner, .out_is_bf16 = keeps_bf16(&layer->mlp_out), .width = inner_width(&layer->mlp_in)};
     Target out = attended;
-    if (layer->after_attention.weight) attended = (Target){.out = rows->sums, .width = D};
+    if (layer->after_attention.weight && encoder->pre_norm) attended = (Target){.out = rows->sums, .width = D};
     if (layer->after_mlp.weight) out = (Target){.out = rows->sums, .width = D};
 
     if (encoder->pre_norm) {
@@ -185,6 +199,7 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
         x = rows->sums;
     }
     step_product(team, &layer->qkv, x, 0, &qkv);
+    if (has_row_norms) step_row_norms(team, layer);
     step_attention(team, layer, dot, bf16, is_last);
     step_product(team, &layer->attention_out, rows->attended, keeps_bf16(&layer->attention_out), &attended);
     if (layer->after_attention.weight) step_norm_add(team, &layer->after_attention, rows->sums, D, rows->hidden);
@@ -192,7 +207,8 @@ static void run_layer(Team *team, const Layer *layer, int is_last) {
         step_norm(team, &layer->mlp_norm, rows->hidden, D, rows->sums);
         x = rows->sums;
     } else {
-        step_norm(team, &layer->attention_norm, rows->sums, D, rows->hidden);
+        x = layer->after_attention.weight ? rows->hidden : rows->sums;
+        step_norm(team, &layer->attention_norm, x, D, rows->hidden);
         x = rows->hidden;
     }
     step_product(team, &layer->mlp_in, x, 0, &inner);

@@ -50,7 +50,8 @@ typedef struct {
     int32_t rms;
 } Norm;
 
-/* One layer. Post-norm (BERT): h = norm(x + attention(x)), norm(h + mlp(h)). Pre-norm (ModernBERT, Llama):
+/* One layer. Post-norm (BERT): h = norm(x + attention(x)), norm(h + mlp(h)). With `after_attention`:
+ * h = norm(x + after_attention(x + attention(x))). Pre-norm (ModernBERT, Llama):
  * h = x + attention(norm(x)), h + mlp(norm(h)). */
 typedef struct {
     Norm attention_norm;
@@ -63,9 +64,10 @@ typedef struct {
     const float *rotary;   /* [positions, head size]: cosines, then sines; NULL: none */
     const float *bias;     /* [H, 2 * bias_reach + 1] added to the scores by distance; NULL: none */
     int64_t bias_reach;
+    Norm query_norm, key_norm; /* before the rotary embedding; decoders: [head size] of every head, encoders: [width of
+                                * all heads] of all heads together */
+    Norm after_attention;      /* pre-norm: of the output of attention, before the residual sum */
     /* Decoders only: */
-    Norm query_norm, key_norm; /* [head size] of every head, before the rotary embedding */
-    Norm after_attention;      /* of the output of attention, before the residual sum */
     Norm after_mlp;            /* of the output of the MLP, before the residual sum */
     float softcap;             /* scores s become c tanh(s / c); 0: none */
     int32_t unused;

@@ -48,7 +48,10 @@ def _layer(
         hidden_LD = hidden_LD + _norm(attended_LD, layer.after_attention)
         return hidden_LD + _norm(_mlp(_norm(hidden_LD, layer.mlp_norm), layer, form), layer.after_mlp), weights_LH
     attended_LD, weights_LH = _attend(hidden_LD, layer, spec, visible, form)
-    hidden_LD = _norm(hidden_LD + attended_LD, layer.attention_norm)
+    summed_LD = hidden_LD + attended_LD
+    if layer.after_attention is not None:
+        summed_LD = hidden_LD + _norm(summed_LD, layer.after_attention)
+    hidden_LD = _norm(summed_LD, layer.attention_norm)
     return _norm(hidden_LD + _mlp(hidden_LD, layer, form), layer.mlp_norm), weights_LH
 
 
@@ -62,7 +65,11 @@ def _attend(
     length, num_heads, num_kv_heads = len(x_LD), spec.num_heads, spec.num_kv_heads or spec.num_heads
     heads = _map(x_LD, layer.qkv, form).view(length, num_heads + 2 * num_kv_heads, -1)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
+    if spec.is_decoder:
+        q, k = _norm(q, layer.query_norm), _norm(k, layer.key_norm)
+    else:
+        q = _norm(q.flatten(1), layer.query_norm).view_as(q)
+        k = _norm(k.flatten(1), layer.key_norm).view_as(k)
     if layer.rotary is not None:
         cosines, sines = _doubles(layer.rotary)[:length, None].chunk(2, -1)
         q, k = _turn(q, cosines, sines), _turn(k, cosines, sines)

@@ -75,6 +75,7 @@ SHAPES = (
     Shape(name="one_sided_window", head_size=24, window=(40, 3), num_heads=1),
     Shape(name="causal", window=(-1, 0), rms=True, activation=ActivationCode.SILU),
     Shape(name="nomic_gated", gated=True, activation=ActivationCode.SILU, rotary=True, has_bias=False, inner=50),
+    Shape(name="jina_code_alibi", head_norms=True, after_norms=True, distance_bias=True, gated=True, positions=False),
     Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=ActivationCode.TANH),
 )
 
@@ -144,10 +145,10 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderWeights:
             window=shape.window,
             rotary=rotary,
             bias=normal(shape.num_heads, 2 * LONGEST + 1) if shape.distance_bias else None,
-            query_norm=norm(size, size**-0.5) if shape.head_norms else None,
-            key_norm=norm(size) if shape.head_norms else None,
+            query_norm=norm(size if shape.is_decoder else heads * size, size**-0.5) if shape.head_norms else None,
+            key_norm=norm(size if shape.is_decoder else kv_heads * size) if shape.head_norms else None,
             after_attention=norm(width) if shape.after_norms else None,
-            after_mlp=norm(width) if shape.after_norms else None,
+            after_mlp=norm(width) if shape.after_norms and shape.pre_norm else None,
             softcap=shape.softcap,
         )
 

@@ -23,8 +23,11 @@ from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
 from .linear import Linear
+from .norm import LayerNorm, RmsNorm, load_norm
 from .rotary import Rotation
 from .weights import Fusion, Weights
+
+RowNorm = LayerNorm | RmsNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +62,7 @@ class Attention:
         window: (left, right) tokens that a query attends to beside itself; None: no window.
         kv_index: Index of this layer among the attention layers, and in the cache.
         head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None: no norm.
+        row_norms: Norms of all heads of q and of k together, [H * K] and [G * K]; None: no norms.
         fusion: With FUSED, one kernel normalises, rotates and stores.
     """
 
@@ -70,11 +74,13 @@ class Attention:
         *,
         kv_index: int = 0,
         head_norm: HeadNorm | None = None,
+        row_norms: tuple[RowNorm, RowNorm] | None = None,
         fusion: Fusion = Fusion.NONE,
     ) -> None:
         self._is_fused = fusion is Fusion.FUSED
         self._backend: Backend = "triton" if self._is_fused else "torch"
         self._head_norm = head_norm
+        self._row_norms = row_norms
         self.qkv = qkv
         self.spec = spec
         self.window = window
@@ -92,15 +98,27 @@ class Attention:
         layer: LayerSpec | None = None,
     ) -> Self:
         """Reads the projection, and the norms of heads of `layer`."""
-        head_norm = None
-        if layer is not None and layer.query_norm is not None and layer.key_norm is not None:
+        head_norm, row_norms = None, None
+        if layer is None or layer.query_norm is None or layer.key_norm is None:
+            pass
+        elif layer.query_norm.is_rms and layer.query_norm.size == spec.head_size:
             parts = [
                 (weights.tensor(f"{norm.name}.weight", norm.size, dtype=torch.float32) + norm.offset).expand(count, -1)
                 for norm, count in ((layer.query_norm, spec.num_heads), (layer.key_norm, spec.num_kv_heads))
             ]
             head_norm = HeadNorm(torch.cat(parts), layer.query_norm.eps)
+        else:
+            row_norms = load_norm(weights, layer.query_norm), load_norm(weights, layer.key_norm)
         product = Linear.load(weights, qkv)
-        return cls(product, spec, window, kv_index=kv_index, head_norm=head_norm, fusion=weights.fusion)
+        return cls(
+            product,
+            spec,
+            window,
+            kv_index=kv_index,
+            head_norm=head_norm,
+            row_norms=row_norms,
+            fusion=weights.fusion,
+        )
 
     def plan(self, batch: PackedBatch) -> BatchPlan:
         """Returns the plan of a batch, for all layers with the same window."""
@@ -246,7 +264,12 @@ class Attention:
         """Returns q [T, H, K], k and v [T, G, K]. With a rotation, also stores k and v in the slots of `store`."""
         spec = self.spec
         num_qk = spec.num_heads + spec.num_kv_heads
-        qkv_TUK = self.qkv(hidden_TD).unflatten(1, (-1, spec.head_size))
+        qkv_TC = self.qkv(hidden_TD)
+        if self._row_norms is not None:
+            sizes = [heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads)]
+            for norm, part_TC in zip(self._row_norms, qkv_TC.split([*sizes, sizes[1]], dim=1), strict=False):
+                part_TC.copy_(norm(part_TC))
+        qkv_TUK = qkv_TC.unflatten(1, (-1, spec.head_size))
         if rotation is not None:
             rotary(qkv_TUK, *rotation, num_qk, norm=self._head_norm, store=store, backend=self._backend)
         else:

@@ -1,0 +1,195 @@
+"""JinaBERT v2 in both layouts of the hub equals a reference written from its papers."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from penstock.engine.executors.cpu.array_encoder import read_spec
+from penstock.engine.families.spec import AlibiSpec
+from penstock.engine.protocol.errors import ModelLoadError
+
+from .families import assert_close, relative_error
+
+CODE = "jinaai/jina-bert-implementation--modeling_bert"
+HUB = {
+    "architectures": ["JinaBertForMaskedLM"],
+    "auto_map": {"AutoModel": f"{CODE}.JinaBertModel", "AutoModelForMaskedLM": f"{CODE}.JinaBertForMaskedLM"},
+    "emb_pooler": "mean",
+    "feed_forward_type": "geglu",
+    "hidden_act": "gelu",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 160,
+    "model_type": "bert",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "position_embedding_type": "alibi",
+    "type_vocab_size": 2,
+    "vocab_size": 200,
+}
+EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
+BOTH_LAYOUTS = pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "qk-post-norm"])
+D, I, H = HUB["hidden_size"], HUB["intermediate_size"], HUB["num_attention_heads"]  # noqa: E741
+
+
+def make_weights(has_norms):
+    """Random tensors with the names of the hub."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    weights = {f"embeddings.{name}_embeddings.weight": normal(rows, D) for name, rows in (("word", 200), ("token_type", 2))}
+    maps, norms = {"pooler.dense": (D, D, True)}, ["embeddings.LayerNorm"]
+    for layer in (f"encoder.layer.{index}." for index in range(3)):
+        names = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+        maps |= {layer + name: (D, D, True) for name in names}
+        up, down = ("up_gated_layer", "down_layer") if has_norms else ("gated_layers", "wo")
+        maps |= {f"{layer}mlp.{up}": (2 * I, D, False), f"{layer}mlp.{down}": (D, I, True)}
+        norms.append(f"{layer}attention.output.LayerNorm")
+        more = ("attention.self.layer_norm_q", "attention.self.layer_norm_k", "layer_norm_1", "layer_norm_2")
+        norms += [layer + name for name in (more if has_norms else ("mlp.layernorm",))]
+    for name, (rows, columns, has_bias) in maps.items():
+        weights[f"{name}.weight"] = normal(rows, columns) / 6
+        if has_bias:
+            weights[f"{name}.bias"] = normal(rows) / 3
+    for name in norms:
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + normal(D) / 3, normal(D) / 3
+    return weights
+
+
+class Reference:
+    """One sequence at a time, in float64."""
+
+    def __init__(self, weights, activation=F.gelu):
+        self.weights = {name: tensor.double() for name, tensor in weights.items()}
+        self.activation = activation
+        self.has_norms = "encoder.layer.0.layer_norm_1.weight" in weights
+
+    def linear(self, name, x):
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def norm(self, name, x):
+        return F.layer_norm(x, (D,), self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-12)
+
+    def attention(self, layer, x):
+        q, k, v = (self.linear(f"{layer}attention.self.{name}", x) for name in ("query", "key", "value"))
+        if self.has_norms:
+            q, k = self.norm(f"{layer}attention.self.layer_norm_q", q), self.norm(f"{layer}attention.self.layer_norm_k", k)
+        q, k, v = (part.unflatten(1, (H, -1)).transpose(0, 1) for part in (q, k, v))
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8], dtype=torch.float64)
+        positions = torch.arange(len(x))
+        distance = (positions[:, None] - positions).abs()
+        scores = q @ k.transpose(1, 2) / math.sqrt(D // H) - slopes[:, None, None] * distance
+        probabilities = scores.softmax(-1)
+        return self.linear(f"{layer}attention.output.dense", (probabilities @ v).transpose(0, 1).flatten(1)), probabilities
+
+    def __call__(self, sequence, boundary=0):
+        types = (torch.arange(len(sequence)) >= (boundary or len(sequence))).long()
+        x = self.weights["embeddings.word_embeddings.weight"][sequence]
+        x = self.norm("embeddings.LayerNorm", x + self.weights["embeddings.token_type_embeddings.weight"][types])
+        for layer in (f"encoder.layer.{index}." for index in range(3)):
+            attended, self.last_probabilities = self.attention(layer, x)
+            y = self.norm(f"{layer}attention.output.LayerNorm", x + attended)
+            if self.has_norms:
+                y = self.norm(f"{layer}layer_norm_1", x + y)
+                values, gate = self.linear(f"{layer}mlp.up_gated_layer", y).chunk(2, 1)
+                mlp = self.linear(f"{layer}mlp.down_layer", values * self.activation(gate))
+                x = self.norm(f"{layer}layer_norm_2", y + mlp)
+            else:
+                gate, values = self.linear(f"{layer}mlp.gated_layers", y).chunk(2, 1)
+                x = self.norm(f"{layer}mlp.layernorm", y + self.linear(f"{layer}mlp.wo", self.activation(gate) * values))
+        return x
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Saves random weights with a config.json of the hub, and returns (folder, weights without prefix)."""
+
+    def save_hub(has_norms, changes=None, prefix="", **tensors):
+        weights = make_weights(has_norms) | tensors
+        (tmp_path / "config.json").write_text(json.dumps(HUB | (changes or {})))
+        names = {name: name if name.startswith("classifier") else prefix + name for name in weights}
+        save_file({names[name]: tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+        return tmp_path, weights
+
+    return save_hub
+
+
+@EXECUTORS
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize("feed_forward", ["geglu", "reglu"])
+def test_hidden_states_equal_reference(
+    executor, has_norms, prefix, feed_forward, load, save, resolve, pack, sequences
+):
+    folder, weights = save(has_norms, {"feed_forward_type": feed_forward}, prefix)
+    reference = Reference(weights, F.relu if feed_forward == "reglu" else F.gelu)
+    info = resolve(folder, trust_remote_code=bool(prefix))  # the code of the hub does not run
+    assert (info.packed, info.max_model_len, info.is_causal) == (True, 160, False)
+    boundaries = [len(sequence) // 2 for sequence in sequences]
+    model = load(info, trust_remote_code=bool(prefix))
+    hidden = model.forward(pack(sequences, boundaries)).hidden_states
+    expected = [reference(s, b) for s, b in zip(sequences, boundaries, strict=True)]
+    assert_close(hidden.double(), torch.cat(expected))
+    alone = [model.forward(pack([s], [b])).hidden_states for s, b in zip(sequences, boundaries, strict=True)]
+    assert relative_error(hidden, torch.cat(alone)) <= (0 if executor == "cpu" else 1e-6)
+
+
+@EXECUTORS
+@BOTH_LAYOUTS
+def test_attention_of_first_token_equals_reference(executor, has_norms, load, save, resolve, pack, sequences):
+    folder, weights = save(has_norms)
+    reference = Reference(weights)
+    actual = load(resolve(folder)).forward(pack(sequences), need_attention=True).attention_weights
+    expected = [reference(sequence) is not None and reference.last_probabilities[:, 0].t() for sequence in sequences]
+    assert_close(actual.double(), torch.cat(expected))
+
+
+@EXECUTORS
+def test_reranker_equals_reference(executor, load, save, resolve, pack, sequences):
+    classifier = {"classifier.weight": torch.randn(1, D), "classifier.bias": torch.randn(1)}
+    changes = {"architectures": ["JinaBertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    folder, weights = save(False, changes, "bert.", **classifier)
+    reference = Reference(weights)
+    model = load(resolve(folder))
+    hidden = model.forward(pack(sequences)).hidden_states.split([len(s) for s in sequences])
+    logits = model.classify(torch.stack([rows[0] for rows in hidden]))
+    firsts = torch.stack([reference(sequence)[0] for sequence in sequences])
+    expected = reference.linear("classifier", reference.linear("pooler.dense", firsts).tanh())
+    assert_close(logits.double(), expected)
+
+
+@EXECUTORS
+def test_class_in_auto_map_is_recognised(executor, load, save, resolve):
+    folder, _ = save(False, {"architectures": ["BertModel"]})
+    assert resolve(folder).packed
+    load(resolve(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_embedding_type": "absolute"}, "position_embedding_type"),
+        ({"feed_forward_type": "original"}, "feed_forward_type"),
+        ({"feed_forward_type": "swiglu"}, "feed_forward_type"),
+    ],
+)
+def test_other_variant_is_rejected(changes, message, save, resolve):
+    folder, _ = save(False, changes)
+    with pytest.raises(ModelLoadError, match=message):
+        read_spec(resolve(folder))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "exponents"), [(1, [8]), (2, [4, 8]), (8, range(1, 9)), (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5])]
+)
+def test_slopes_are_those_of_the_paper(num_heads, exponents):
+    table = AlibiSpec(num_heads=num_heads).table(torch.tensor([-2, 0, 1]).numpy())
+    slopes = torch.tensor([2.0**-exponent for exponent in exponents])
+    assert torch.equal(torch.from_numpy(table), torch.stack([-2 * slopes, 0 * slopes, -slopes], 1))
