@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -28,6 +28,9 @@ _OLD_NAMES: Final = {
     ".LayerNorm.beta": ".LayerNorm.bias",
     ".embedding.weight": ".embeddings.weight",
 }
+# Names of torch's parametrizations: a weight, and a LoRA adapter that is added to it.
+_PARAMETRIZED: Final = ".parametrizations.weight.original"
+_ADAPTED: Final = ".parametrizations.weight.0.lora_A"
 _LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
 
@@ -78,7 +81,7 @@ class Checkpoint(Generic[StoredT]):
         self._open_file = open_file
         self._files: dict[str, tuple[Path, str]] = {}
         for name, path in files.items():
-            self._files[_modern_name(name)] = (path, name)
+            self._files[_modern_name(name, files)] = (path, name)
         self._used: set[str] = set()
         self._open: tuple[Path, TensorFile[StoredT]] | None = None
         self._bytes_read = 0
@@ -232,8 +235,11 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _modern_name(name: str) -> str:
-    """Returns the current name of a tensor in transformers."""
+def _modern_name(name: str, names: Container[str]) -> str:
+    """Returns the current name of a tensor in transformers. `names`: all names in the checkpoint."""
+    module = name.removesuffix(_PARAMETRIZED)
+    if module != name and f"{module}{_ADAPTED}" in names:
+        return f"{module}.weight"
     dotted = f".{name}"
     for old, new in _OLD_NAMES.items():
         if dotted.endswith(old):

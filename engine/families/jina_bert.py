@@ -26,7 +26,6 @@ class JinaBertConfig(BertConfig):
     """JinaBERT v2."""
 
     feed_forward_type: str = "original"
-    emb_pooler: str | None = None
 
     @property
     def activation(self) -> str:

@@ -7,12 +7,28 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..protocol.errors import UnsupportedModelError
-from . import bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert
+from . import (
+    bert,
+    eurobert,
+    gemma,
+    gte,
+    hybrid,
+    jina_bert,
+    llama,
+    mamba,
+    modernbert,
+    mpnet,
+    nomic_bert,
+    xlm_roberta_flash,
+)
 from .spec import Family
 
 logger = logging.getLogger("penstock.engine")
 
-_MODULES: Final = (bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert)
+_MODULES: Final = (
+    *(bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert),
+    xlm_roberta_flash,
+)
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
 FAMILIES: Final[Mapping[str, Family]] = {f.model_type: f for f in _ALL if not f.is_chosen_by_class}
 """By the model_type of config.json."""

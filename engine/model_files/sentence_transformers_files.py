@@ -21,6 +21,7 @@ _KNOWN_MODULES: Final = "Transformer, Pooling, Dense, Normalize, Dropout, LogitS
 
 _PACKAGES: Final = ("sentence_transformers.", "pylate.")
 """Packages with supported modules. Modules of other packages with the same names may differ."""
+_TASK_TRANSFORMER: Final = "custom_st.Transformer"
 _TRANSFORMER_FILES: Final = tuple(
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -123,6 +124,8 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
     files = SentenceTransformersFiles()
     folders: list[tuple[str, dict[str, Any]]] = []
     for position, entry in enumerate(entries):
+        if position == 0 and entry["type"] == _TASK_TRANSFORMER and _has_task_code(root):
+            entry["type"] = "sentence_transformers.models.Transformer"
         if not entry["type"].startswith(_PACKAGES):
             raise _unsupported(
                 root,
@@ -159,6 +162,12 @@ def read_modules(root: Path) -> SentenceTransformersFiles | None:
         # PyLate normalises token vectors in `encode`, without a Normalize module.
         files.has_normalize = True
     return files
+
+
+def _has_task_code(root: Path) -> bool:
+    """Whether the model has the code of jina-embeddings-v3, whose Transformer only chooses a LoRA adapter."""
+    auto_map = read_object(root / "config.json").get("auto_map")
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).endswith(".XLMRobertaLoRA")
 
 
 def _is_entry(entry: Any) -> bool:

@@ -175,9 +175,7 @@ def _check(
     if relative_bias is not None:
         shape = list(relative_bias.shape)
         if len(shape) != 2 or shape[0] != q.shape[1] or shape[1] % 2 == 0 or shape[1] // 2 + 1 < max_seqlen:
-            raise ValueError(
-                f"relative_bias must be [{q.shape[1]}, 2 * R + 1] with R + 1 >= {max_seqlen}, got {shape}"
-            )
+            raise ValueError(f"relative_bias must be [{q.shape[1]}, 2 * R + 1] with R + 1 >= {max_seqlen}, got {shape}")
 
 
 def attention_paged(

@@ -102,6 +102,14 @@ KNOWN_MODELS: Final = (
         note="needs no --trust-remote-code",
     ),
     KnownModel(
+        name="jinaai/jina-embeddings-v2-base-en",
+        tasks=("embed",),
+        family="bert",
+        num_parameters=137_000_000,
+        dimensions=768,
+        note="needs no --trust-remote-code",
+    ),
+    KnownModel(
         name="Alibaba-NLP/gte-modernbert-base",
         tasks=("embed",),
         family="modernbert",

@@ -30,7 +30,7 @@ from ...protocol.params import PoolingParams
 from ...protocol.request import TokenizedInput
 from ...protocol.tasks import PoolingTask
 
-NUMERICS: Final = 6
+NUMERICS: Final = 7
 """Version of penstock's arithmetic. Increase it with every change that may change a bit of a vector."""
 CHANGES_NO_VECTOR: Final = frozenset(
     {

@@ -271,6 +271,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "distilbert": "BertTokenizer",
     "nomic_bert": "BertTokenizer",
     "gte": "XLMRobertaTokenizer",
+    "jina_embeddings_v3": "XLMRobertaTokenizer",
     "mpnet": "MPNetTokenizer",
     "modernbert": "TokenizersBackend",
     "mistral": "TokenizersBackend",

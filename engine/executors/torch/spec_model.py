@@ -258,9 +258,7 @@ class SpecModel(PackedModel):
         return ModelOutput(hidden_states=hidden_TD.to(self.dtype), attention_weights=weights_TH)
 
 
-def _load_bias(
-    weights: Weights, spec: RelativeBiasSpec | AlibiSpec, num_heads: int, max_len: int
-) -> Tensor:
+def _load_bias(weights: Weights, spec: RelativeBiasSpec | AlibiSpec, num_heads: int, max_len: int) -> Tensor:
     """Returns the bias [H, 2 * max_len + 1] of the attention scores by the distance of two tokens."""
     distances = np.arange(-max_len, max_len + 1)
     if isinstance(spec, AlibiSpec):

@@ -49,6 +49,7 @@ ENCODERS = [
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "bos"}, id="eurobert"),
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "mean"}, id="eurobert-mean"),
     pytest.param("NomicBert", ENCODER_SIZES, id="nomic-bert"),
+    pytest.param("JinaEmbeddingsV3", ENCODER_SIZES | {"type_vocab_size": 1}, id="jina-v3"),
     pytest.param("Gte", ENCODER_SIZES, id="gte"),
     pytest.param("Gte", ENCODER_SIZES | {"type_vocab_size": 0}, id="gte-without-token-types"),
 ]

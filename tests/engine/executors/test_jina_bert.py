@@ -44,7 +44,9 @@ def make_weights(has_norms):
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    weights = {f"embeddings.{name}_embeddings.weight": normal(rows, D) for name, rows in (("word", 200), ("token_type", 2))}
+    weights = {
+        f"embeddings.{name}_embeddings.weight": normal(rows, D) for name, rows in (("word", 200), ("token_type", 2))
+    }
     maps, norms = {"pooler.dense": (D, D, True)}, ["embeddings.LayerNorm"]
     for layer in (f"encoder.layer.{index}." for index in range(3)):
         names = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
@@ -80,14 +82,19 @@ class Reference:
     def attention(self, layer, x):
         q, k, v = (self.linear(f"{layer}attention.self.{name}", x) for name in ("query", "key", "value"))
         if self.has_norms:
-            q, k = self.norm(f"{layer}attention.self.layer_norm_q", q), self.norm(f"{layer}attention.self.layer_norm_k", k)
+            q, k = (
+                self.norm(f"{layer}attention.self.layer_norm_q", q),
+                self.norm(f"{layer}attention.self.layer_norm_k", k),
+            )
         q, k, v = (part.unflatten(1, (H, -1)).transpose(0, 1) for part in (q, k, v))
         slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8], dtype=torch.float64)
         positions = torch.arange(len(x))
         distance = (positions[:, None] - positions).abs()
         scores = q @ k.transpose(1, 2) / math.sqrt(D // H) - slopes[:, None, None] * distance
         probabilities = scores.softmax(-1)
-        return self.linear(f"{layer}attention.output.dense", (probabilities @ v).transpose(0, 1).flatten(1)), probabilities
+        return self.linear(
+            f"{layer}attention.output.dense", (probabilities @ v).transpose(0, 1).flatten(1)
+        ), probabilities
 
     def __call__(self, sequence, boundary=0):
         types = (torch.arange(len(sequence)) >= (boundary or len(sequence))).long()
@@ -103,7 +110,9 @@ class Reference:
                 x = self.norm(f"{layer}layer_norm_2", y + mlp)
             else:
                 gate, values = self.linear(f"{layer}mlp.gated_layers", y).chunk(2, 1)
-                x = self.norm(f"{layer}mlp.layernorm", y + self.linear(f"{layer}mlp.wo", self.activation(gate) * values))
+                x = self.norm(
+                    f"{layer}mlp.layernorm", y + self.linear(f"{layer}mlp.wo", self.activation(gate) * values)
+                )
         return x
 
 
@@ -125,9 +134,7 @@ def save(tmp_path):
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("prefix", ["", "bert."])
 @pytest.mark.parametrize("feed_forward", ["geglu", "reglu"])
-def test_hidden_states_equal_reference(
-    executor, has_norms, prefix, feed_forward, load, save, resolve, pack, sequences
-):
+def test_hidden_states_equal_reference(executor, has_norms, prefix, feed_forward, load, save, resolve, pack, sequences):
     folder, weights = save(has_norms, {"feed_forward_type": feed_forward}, prefix)
     reference = Reference(weights, F.relu if feed_forward == "reglu" else F.gelu)
     info = resolve(folder, trust_remote_code=bool(prefix))  # the code of the hub does not run

@@ -23,7 +23,7 @@ from penstock.kernels.pooling import pool
 from ..families import ENCODER_SIZES, chosen
 
 ARCHITECTURES = chosen(
-    *("bert", "roberta", "electra", "distilbert", "mpnet", "modernbert", "eurobert", "nomic-bert", "gte"),
+    *("bert", "roberta", "electra", "distilbert", "mpnet", "modernbert", "eurobert", "nomic-bert", "gte", "jina-v3"),
     *("llama", "llama-two-way", "mistral-window", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"),
     *("mamba", "falcon-mamba", "mamba2", "jamba", "bamba", "granite"),
 )

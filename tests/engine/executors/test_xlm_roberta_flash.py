@@ -1,0 +1,175 @@
+"""XLM-RoBERTa with the config.json and the weight names of the flash implementation equals transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.executors.cpu.array_encoder import read_spec
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.tasks import PoolingType
+
+from .families import ENCODER_SIZES, assert_close, logits_of, relative_error, rows_of
+
+CODE = "jinaai/xlm-roberta-flash-implementation"
+TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
+SIZES = ENCODER_SIZES | {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+HUB = SIZES | {
+    "architectures": ["XLMRobertaModel"],
+    "auto_map": {
+        "AutoConfig": f"{CODE}--configuration_xlm_roberta.XLMRobertaFlashConfig",
+        "AutoModel": f"{CODE}--modeling_lora.XLMRobertaLoRA",
+    },
+    "hidden_act": "gelu",
+    "load_trained_adapters": True,
+    "lora_adaptations": TASKS,
+    "lora_alpha": 1,
+    "lora_rank": 4,
+    "model_type": "xlm-roberta",
+    "position_embedding_type": "rotary",
+    "rotary_emb_base": 500.0,
+    "use_flash_attn": True,
+}
+RERANKER = {
+    "architectures": ["XLMRobertaForSequenceClassification"],
+    "auto_map": {
+        "AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig",
+        "AutoModelForSequenceClassification": "modeling_xlm_roberta.XLMRobertaForSequenceClassification",
+    },
+    "lora_adaptations": None,
+    "position_embedding_type": "absolute",
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
+ADAPTED = ("Wqkv", "out_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "dense")
+
+
+def with_adapters(tensors):
+    """The tensors under the names of torch's parametrizations, with adapters for five tasks."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or not module.endswith(ADAPTED):
+            renamed[name] = tensor
+            continue
+        base = f"roberta.{module}.parametrizations.weight"
+        renamed |= {f"{base}.original": tensor, f"{base}.0.lora_A": torch.randn(5, 4, tensor.shape[1])}
+        renamed[f"{base}.0.lora_B"] = torch.randn(5, tensor.shape[0], 4)
+    return {name if name.startswith("roberta.") else f"roberta.{name}": tensor for name, tensor in renamed.items()}
+
+
+def with_flash_names(tensors):
+    """The tensors of an XLM-RoBERTa of transformers under the names of the flash implementation."""
+    names = {
+        "embeddings.LayerNorm": "emb_ln",
+        "encoder.layer.": "encoder.layers.",
+        "attention.output.dense": "mixer.out_proj",
+        "attention.output.LayerNorm": "norm1",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+        "output.LayerNorm": "norm2",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        new = name
+        for old, flash in names.items():
+            new = new.replace(old, flash)
+        if "attention.self.key" in name or "attention.self.value" in name:
+            continue
+        if "attention.self.query" in name:
+            parts = [tensors[name.replace("query", part)] for part in ("query", "key", "value")]
+            new, tensor = new.replace("attention.self.query", "mixer.Wqkv"), torch.cat(parts)
+        renamed[new] = tensor
+    return renamed
+
+
+@pytest.fixture
+def save_hub(save_model):
+    """Saves a model with the layout of jina-embeddings-v3 on the hub, and returns (folder, model)."""
+
+    def save(changes=None, **config):
+        folder, reference = save_model(
+            "JinaEmbeddingsV3Model", {"save_original_format": True}, **(SIZES | ROPE | config)
+        )
+        (folder / "config.json").write_text(json.dumps(HUB | (changes or {})))
+        tensors = load_file(folder / "model.safetensors")
+        assert "encoder.layers.0.mixer.Wqkv.weight" in tensors
+        save_file(with_adapters(tensors), folder / "model.safetensors")
+        return folder, reference
+
+    return save
+
+
+@EXECUTORS
+@pytest.mark.parametrize("trusts", [False, True])
+def test_hub_layout_equals_transformers_without_adapters(executor, trusts, load, save_hub, resolve, pack, sequences):
+    folder, reference = save_hub()
+    info = resolve(folder, trust_remote_code=trusts)
+    assert (info.packed, info.max_model_len, info.adapters) == (True, 158, tuple(TASKS))
+    assert info.has_task_adapters, "a request with a task is rejected"
+    model = load(info, trust_remote_code=trusts)
+    hidden = model.forward(pack(sequences)).hidden_states
+    assert_close(hidden, rows_of(reference, sequences))
+    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
+    assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+
+
+@EXECUTORS
+def test_padding_token_in_text_keeps_rotary_positions(executor, load, save_hub, resolve, pack):
+    folder, reference = save_hub()
+    sequences = [[7, 1, 9], [1, 1, 8, 1, 5, 6]]
+    assert_close(load(resolve(folder)).forward(pack(sequences)).hidden_states, rows_of(reference, sequences))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("is_original", [True, False], ids=["hub-names", "transformers-names"])
+def test_classifier_reads_both_layouts(executor, is_original, load, save_model, resolve, pack, sequences):
+    folder, reference = save_model(
+        "JinaEmbeddingsV3ForSequenceClassification", {"save_original_format": is_original}, **SIZES
+    )
+    model = load(resolve(folder))
+    hidden = model.forward(pack(sequences)).hidden_states
+    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
+    assert_close(logits, logits_of(reference, sequences))
+
+
+@EXECUTORS
+def test_reranker_with_learned_positions_equals_transformers(executor, load, save_model, resolve, pack):
+    folder, reference = save_model("XLMRobertaForSequenceClassification", **(SIZES | {"num_labels": 1}))
+    tensors = with_flash_names(load_file(folder / "model.safetensors"))
+    assert "roberta.encoder.layers.2.mlp.fc2.weight" in tensors
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(HUB | RERANKER | {"num_labels": 1}))
+    sequences = [[7, 1, 9], list(range(2, 130)), [5]]
+    model = load(resolve(folder))
+    hidden = model.forward(pack(sequences)).hidden_states
+    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
+    assert_close(logits, logits_of(reference, sequences))
+
+
+@EXECUTORS
+def test_modules_of_the_hub_are_read(executor, load, save_hub, resolve):
+    folder, _ = save_hub()
+    modules = [
+        {"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer", "kwargs": ["task"]},
+        {"idx": 1, "name": "pooler", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "normalizer", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 48, "pooling_mode_mean_tokens": True})
+    )
+    info = resolve(folder)
+    load(info)
+    assert info.sequence_pooling == (PoolingType.MEAN,)
+    (folder / "config.json").write_text(json.dumps(HUB | RERANKER))
+    with pytest.raises(ModelLoadError, match="code of another package"):
+        resolve(folder)
+
+
+def test_other_positions_are_rejected(resolve, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HUB | {"position_embedding_type": "alibi"}))
+    with pytest.raises(ModelLoadError, match="position_embedding_type"):
+        read_spec(resolve(tmp_path))
