@@ -16,7 +16,6 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import (
     DeadlineExceededError,
     InvalidRequestError,
-    RequestTooLongError,
     UnsupportedTaskError,
 )
 from penstock.engine.protocol.model_info import ModelKind
@@ -117,14 +116,6 @@ async def test_outputs_that_need_several_runs_are_rejected(make: Make) -> None:
     assert len(core.sent) == 1
 
 
-async def test_several_outputs_need_whole_texts(make: Make) -> None:
-    engine, core = make(**ALL_AT_ONCE, enable_chunked_processing=True, max_embed_len=60)
-    await engine.embed(["a " * 30], PARAMS)
-    assert [len(tokens) for tokens in core.sent[0][1]] == [24, 6]
-    with pytest.raises(RequestTooLongError, match="is 24 tokens, but input 0 has 30"):
-        await engine.embed_combined(["a " * 30], EVERY, PARAMS)
-
-
 async def test_late_chunking_pools_parts_of_the_joined_text(make: Make) -> None:
     engine, core = make()
     result = await engine.embed_late(["a b", "c"], PoolingParams(normalize=False))
@@ -199,7 +190,6 @@ async def test_step_model_returns_tokens_with_the_tag(make: Make) -> None:
 @pytest.mark.parametrize(
     ("call", "changes", "params", "rows"),
     [
-        ("token_embed", {}, PARAMS, (6, 4)),
         ("token_embed", {"is_matryoshka": True}, PoolingParams(dimensions=2), (6, 2)),
         (
             "token_classify",

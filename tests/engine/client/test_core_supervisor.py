@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.client import core_supervisor
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
@@ -157,33 +156,4 @@ async def test_engine_rejects_requests_with_its_state(dispatcher: Dispatcher, ru
         dispatcher.admission.check()
     group.drain()
     assert group.state is EngineState.DEAD
-    assert running_cores[0].is_closed
-
-
-async def test_close_ends_a_restart_and_its_core(dispatcher: Dispatcher, running_cores: Cores) -> None:
-    group = await started(dispatcher, running_cores)
-    running_cores[0].end("it ended")
-    await loop_iterations()
-    assert not running_cores[1].is_closed
-    await group.close()
-    (supervisor,) = group._supervisors
-    assert supervisor._restarting is not None
-    assert supervisor._restarting.done()
-    assert running_cores[1].is_closed
-    running_cores[1].ready()  # too late
-    assert (group.state, group.num_restarts) == (EngineState.DEAD, 0)
-
-
-async def test_core_is_closed_if_the_engine_cannot_be_made(
-    running_cores: Cores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise errors.ModelLoadError("no tokenizer")
-
-    monkeypatch.setattr(AsyncEngine, "attached", fail)
-    starting = asyncio.create_task(AsyncEngine.start(EngineConfig(model="any", in_process=True)))
-    await loop_iterations()
-    running_cores[0].ready()
-    with pytest.raises(errors.ModelLoadError, match="no tokenizer"):
-        await starting
     assert running_cores[0].is_closed

@@ -257,17 +257,6 @@ async def test_prefixes_of_all_replicas_are_cleared(
     assert await clearing == total
 
 
-async def test_divided_request_records_the_time_of_its_slower_part(two: Dispatcher, cores: list[FakeCore]) -> None:
-    times = StageTimes()
-    token = STAGE_TIMES.set(times)
-    task = await begin(two, *[300] * 4)
-    STAGE_TIMES.reset(token)
-    cores[0].answer(seconds=2.0)
-    cores[1].answer(seconds=1.0)
-    await task
-    assert times.seconds() == {Stage.QUEUE: 2.0, Stage.INFERENCE: 2.0}
-
-
 async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores: list[FakeCore]) -> None:
     for core, num_tokens in zip(cores, (100, 300), strict=True):
         await begin(two, 50)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -16,7 +14,6 @@ from penstock.engine.client import replica_group
 from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.replica_group import ReplicaGroup, placement_of, replica_configs
-from penstock.engine.core import host
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
@@ -140,24 +137,6 @@ def test_mixed_or_unknown_devices_are_rejected(devices: tuple[str, ...]) -> None
         EngineConfig(model="any", devices=devices)
     with pytest.raises(ValueError, match="data_parallel is 0; it must be at least 1"):
         EngineConfig(model="any", data_parallel=0)
-
-
-def test_cores_of_this_machine_are_found_by_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = host.cores_by_node()
-    assert {p for cores in nodes.values() for core in cores for p in core} == os.sched_getaffinity(0)
-    for name, own in (("node0", "0-1,4-5"), ("node1", "2-3,6-7"), ("node2", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(f"{own}\n")
-    for number in range(8):
-        folder = tmp_path / f"cpu{number}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
-    monkeypatch.setattr(host, "_NODES", tmp_path)
-    monkeypatch.setattr(host, "_PROCESSORS", tmp_path)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 6})
-    assert host.cores_by_node() == {0: [(0, 4), (1,)], 1: [(2, 6), (3,)]}
-    monkeypatch.setattr(host, "_NODES", tmp_path / "none")
-    assert host.cores_by_node() == {0: [(0, 4), (1,), (2, 6), (3,)]}
 
 
 # State

@@ -11,7 +11,6 @@ from penstock.engine.client.dispatcher import Dispatcher
 from penstock.engine.client.scoring import (
     PairScorer,
     few_shot_scores,
-    paired_cosine,
     zero_shot_scores,
 )
 from penstock.engine.protocol.config import EngineConfig
@@ -150,17 +149,6 @@ async def test_dense_vectors_are_preferred_to_sparse_ones() -> None:
     assert core.sent[0][0].params.task is PoolingTask.EMBED
 
 
-async def test_cross_encoder_reads_each_pair_as_one_text() -> None:
-    model = info(**CROSS_ENCODER)
-    result, core = await score(["a b"], DOCUMENTS, model=model)
-    assert core.texts() == [ids(f"a b {document}") for document in DOCUMENTS]
-    assert result.scores.tolist() == [1, 1, 1]  # the word core returns the first token
-    assert result.num_tokens == [4, 5, 3]
-    result, core = await score(["a", "b", "c"], DOCUMENTS, model=model, params=PoolingParams(use_activation=False))
-    assert result.scores.tolist() == [1, 2, 3]
-    assert core.sent[0][0].params.use_activation is False
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("changes", [{}, LATE, SPARSE, CROSS_ENCODER], ids=["dense", "late", "sparse", "jointly"])
 async def test_error_for_a_too_long_text_names_no_field(changes: dict[str, Any], side: str) -> None:
@@ -177,14 +165,6 @@ rng = np.random.default_rng(7)
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-
-
-def test_rounding_takes_no_cosine_past_one() -> None:
-    vectors = rng.normal(size=(2000, 7)).astype(np.float32)
-    for sign in (1, -1):
-        cosines = paired_cosine(vectors, sign * vectors)
-        assert cosines == pytest.approx(sign, abs=1e-6)
-        assert np.abs(cosines).max() == 1
 
 
 def test_class_scores_are_a_softmax_over_scaled_cosines() -> None:

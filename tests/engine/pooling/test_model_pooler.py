@@ -249,14 +249,3 @@ def test_results_do_not_depend_on_the_batch(info: ModelInfo, dense: list[torch.n
     together = pool_all(pooler, params, skip_tokens=skip_tokens).to_numpy()
     alone = [pool_all(pooler, params, indices=[i], skip_tokens=skip_tokens).to_numpy()[0] for i in range(len(LENGTHS))]
     assert_same(together, alone)
-
-
-@pytest.mark.gpu
-def test_mixed_batch_on_cuda_equals_cpu(hidden_states: Tensor, token_ids: Tensor, pool_all: PoolAll) -> None:
-    info = make_info()
-    tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED] * 2
-    params = [resolved(info, task, dimensions=d) for task, d in zip(tasks, (None, 5, 3, None, 2, 7), strict=True)]
-    pooler = tensor_pooler(info, TinyModel())
-    metadata = describe(LENGTHS, params, token_ids=token_ids.cuda(), device="cuda")
-    output = pooler.pool(ModelOutput(hidden_states=hidden_states.cuda()), metadata)
-    assert_same(output.to_numpy(), pool_all(pooler, params).to_numpy(), atol=1e-5)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import select
 import socket
 import threading
 from collections.abc import Iterator
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.message_connection import MessageConnection, layout
+from penstock.engine.protocol.message_connection import MessageConnection
 
 Message = tuple[bytes, list[bytes]]
 Ends = tuple[MessageConnection, MessageConnection]
@@ -118,19 +116,6 @@ def test_send_does_not_wait_for_the_receiver(ends: Ends) -> None:
     join_sender()
 
 
-def test_socket_without_memory_closes_both_ends(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    one, other = ends
-    one.send(b"large", [bytes(30_000_000)])
-    one._push = Mock(side_effect=OSError(errno.ENOBUFS, "No buffer space available"))  # type: ignore[method-assign]
-    with pytest.raises(EOFError):
-        receive_messages(other, 1)
-    assert "closing a connection" in caplog.text
-    with pytest.raises(EOFError):
-        one.receive()
-    del one._push
-    one.send(b"dropped")
-
-
 def test_sent_messages_arrive_before_the_end(ends: Ends) -> None:
     one, other = ends
     one.send(b"last", [bytes(50)])
@@ -176,9 +161,3 @@ def test_bytes_that_are_no_message_raise_an_error(data: bytes) -> None:
     assert not isinstance(caught.value, EOFError)
     writer.close()
     connection.close()
-
-
-def test_layout_needs_only_the_sizes_of_a_message() -> None:
-    whole = memoryview(np.array([2, 3, 9], np.int64).tobytes() + bytes(24))
-    assert [layout(whole[:end]) for end in (0, 7, 8, 23)] == [(8, []), (8, []), (24, []), (24, [])]
-    assert [layout(whole[:end]) for end in (24, 48)] == [(48, [slice(24, 27), slice(32, 41)])] * 2

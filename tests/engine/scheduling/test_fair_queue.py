@@ -117,8 +117,8 @@ def test_each_lane_gets_half_of_its_share_of_the_queue() -> None:
 
 
 def test_similar_lengths_follow_the_head_unless_others_are_late() -> None:
-    arrivals_s = {10: 0.0, 50: 0.5, 11: 0.0, 40: 0.2}
+    arrivals_s = {10: 0.0, 50: 0.5, 11: 0.0, 40: 0.2, 12: 0.9}
     window = [make_request(n, [n], arrival_s).sequences[0] for n, arrival_s in arrivals_s.items()]
-    for now_s, lengths in ((1.0, [10, 11, 40, 50]), (1.1, [10, 50, 11, 40]), (1.3, [10, 50, 11, 40])):
+    for now_s, lengths in ((1.0, [10, 11, 12, 40, 50]), (1.1, [10, 50, 11, 12, 40]), (1.3, [10, 50, 11, 40, 12])):
         assert [sequence.num_tokens for sequence in group_by_length(window, now_s, max_wait_s=1.0)] == lengths
     assert list(group_by_length([], 3.0, max_wait_s=1.0)) == []

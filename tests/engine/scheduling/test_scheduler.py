@@ -12,7 +12,6 @@ from .records import make_request, request_ids, run, tokens_of
 
 MAX_SEQ_LEN = 64
 NO_PREFIXES = Setup(prefixes=False, chunk_size=8)  # 160 tokens
-LARGE_POOL = Setup(num_blocks=1_000, max_seq_len=4_000)
 NO_MEMORY = MemoryError("no memory")
 
 
@@ -113,15 +112,6 @@ def test_short_sequences_run_soon_if_batches_are_small(max_num_seqs: int) -> Non
     assert max(place for place, batch in enumerate(batches) if request_ids(batch) & {1, 2}) <= 4
 
 
-def test_short_sequences_do_not_wait_for_waiting_long_ones() -> None:
-    checked = CheckedScheduler(LARGE_POOL)
-    checked.add(3_000)
-    checked.step()
-    checked.add(3_000, 3_000)
-    short = checked.add(5)
-    assert short in request_ids(checked.step())
-
-
 def test_urgent_prompts_do_not_starve_others() -> None:
     checked = CheckedScheduler(Setup(num_blocks=25))
     checked.add(90, priority=3)
@@ -206,21 +196,6 @@ def test_preemption_waits_for_chunks_that_run() -> None:
     assert preempted(checked.step()) == [0]
     assert not checked.scheduler.needs_idle_device
     checked.run_all()
-
-
-def test_preempted_sequence_keeps_its_place_in_the_queue() -> None:
-    checked = CheckedScheduler(NO_PREFIXES)
-    checked.add(100, priority=1)
-    checked.step(0.0)
-    (sequence,) = checked.requests[0].sequences
-    due = sequence.request.due
-    checked.add(100, priority=1)
-    checked.add(100, priority=-5)
-    assert preempted(checked.step()) == [0]
-    assert sequence.request.due == due
-    batches = checked.run_all()
-    assert ended(batches) == [2, 0, 1]
-    assert sequence in [each for batch in batches for each in batch.finished]
 
 
 @pytest.mark.parametrize("budget", [32, 128])  # a cycle would go on from batch to batch, or within one

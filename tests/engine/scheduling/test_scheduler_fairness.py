@@ -124,13 +124,3 @@ def test_priority_delays_only_prompts_of_the_same_client(client: str, num_blocks
         assert num_steps(-999) <= num_steps(0) < 60
     else:
         assert num_steps(-999) == 100
-
-
-def test_priority_preempts_only_prompts_of_the_same_client() -> None:
-    scheduler = long_load(40)
-    scheduler.add(make_request(1, [320], 0.0, 5, client="a"))
-    scheduler.add(make_request(2, [320], 0.0, 5, client="b"))
-    run(scheduler, 0.1)
-    scheduler.add(make_request(3, [320], 0.2, -999, client="b"))
-    batch = run(scheduler, 0.2)
-    assert [sequence.sequence_id for sequence, _ in batch.preempted] == [(2, 0)]

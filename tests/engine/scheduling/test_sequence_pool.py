@@ -42,6 +42,9 @@ def test_has_room_counts_blocks_that_will_be_freed() -> None:
     assert not hybrid.has_room(4)
     assert hybrid.has_room(32, after=[allocation])
     assert SequencePool(ssm=SsmStatePool(1)).has_room(10**9)
+    cached = kv_pool(4)
+    run(cached, "a", "xyz")
+    assert cached.has_room(16)  # cached blocks can be evicted
 
 
 def test_invalid_calls_of_the_sequence_pool_are_rejected() -> None:

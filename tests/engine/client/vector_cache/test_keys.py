@@ -83,11 +83,6 @@ def test_each_parameter_that_decides_the_vector_changes_the_key(name: str) -> No
     assert (key(params=changed) == key()) is (name in UNKEYED_PARAMS)
 
 
-def test_parts_of_a_key_have_borders() -> None:
-    assert key(namespace="a", finish="b") != key(namespace="ab") != key(finish="ab")
-    assert key(identity=b"ab", namespace="c") != key(identity=b"a", namespace="bc")
-
-
 # Identities
 
 DENSE = DenseSpec(folder="2_Dense", in_features=4, out_features=2, bias=True, activation="Tanh")

@@ -158,14 +158,6 @@ async def test_every_call_that_embeds_uses_the_cache(make: Make, monkeypatch: py
     assert core.num_inputs == num_inputs
 
 
-async def test_late_chunking_is_cached_by_its_parts(make: Make) -> None:
-    engine, core, _ = await make()
-    one = await engine.embed_late(["a b", "c"], PARAMS)
-    other = await engine.embed_late(["a", "b c"], PARAMS)  # the same tokens
-    assert core.num_inputs == 2
-    assert not np.array_equal(one.embeddings, other.embeddings)
-
-
 async def test_token_vectors_and_classes_are_not_cached(make: Make) -> None:
     tasks = (*EVERY_TASK, PoolingTask.CLASSIFY)
     engine, core, cache = await make(tasks=tasks, labels=("x", "y"), sparse=SPARSE["sparse"])
