@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,22 +17,12 @@ from penstock.engine import LLM, EngineError, PoolerConfig, PoolingParams
 from penstock.engine.protocol.errors import InvalidRequestError, UnsupportedTaskError
 
 PROMPTS = ["Hello my name is", "The best thing about water", "A dam."]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
 @pytest.fixture(scope="module")
 def llm(minilm_folder: Path) -> Iterator[LLM]:
     with LLM(model=str(minilm_folder), runner="pooling", enforce_eager=True, dtype="float32", device="cpu") as llm:
         yield llm
-
-
-def with_tokenizer(model: transformers.PreTrainedModel, folder: Path, source: Path) -> Path:
-    torch.manual_seed(0)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        if (source / name).is_file():
-            shutil.copy(source / name, folder)
-    return folder
 
 
 def test_embeddings_equal_sentence_transformers(llm: LLM, minilm_folder: Path) -> None:
@@ -46,17 +35,6 @@ def test_embeddings_equal_sentence_transformers(llm: LLM, minilm_folder: Path) -
     assert np.linalg.norm(raw.outputs.embedding) != pytest.approx(1, abs=1e-3)
     (cut,) = llm.embed(PROMPTS[1], truncate_prompt_tokens=4)
     assert cut.num_tokens == 4
-
-
-@pytest.mark.slow
-def test_trained_decoder_gives_equal_vectors_on_both_kernels(model_folder: Callable[[str], Path]) -> None:
-    folder = model_folder("minimind2")
-    texts = [*PROMPTS, "Water runs downhill, and a penstock leads it to a turbine. " * 200]
-    rows = []
-    for kernels in ("torch", "native"):
-        with LLM(str(folder), cpu_kernels=kernels, dtype="float32", device="cpu") as decoder:
-            rows.append(np.stack([output.outputs.embedding for output in decoder.embed(texts)]))
-    np.testing.assert_allclose(*rows, rtol=0, atol=5e-6)
 
 
 def test_prompt_may_be_text_ids_or_dict(llm: LLM) -> None:
@@ -127,10 +105,9 @@ def test_long_list_runs_in_slices_with_a_progress_bar(llm: LLM, capfd: pytest.Ca
     assert len(llm.embed("still alive")) == 1
 
 
-def test_class_probabilities_equal_transformers(minilm_folder: Path, tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SIZES, vocab_size=30522, num_labels=3)
-    reference = transformers.BertForSequenceClassification(config).eval()
-    folder = with_tokenizer(reference, tmp_path / "classifier", minilm_folder)
+def test_class_probabilities_equal_transformers(save_bert: Callable[..., Path]) -> None:
+    folder = save_bert("BertForSequenceClassification", num_labels=3)
+    reference = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with LLM(str(folder), device="cpu", dtype="float32") as llm:
         outputs = llm.classify(PROMPTS)

@@ -90,26 +90,3 @@ def test_compile_keys_do_not_depend_on_the_batch() -> None:
         assert len(keys) == 1, f"{kernel.module} {kernel.__name__}: {keys}"
     kernel = next(k for k in kernels() for p in k.params if p.name == "width" and not p.do_not_specialize)
     assert len(keys_of(kernel, lambda param: param.name == "width")) == 3, "a specialised number must be detected"
-
-
-@pytest.mark.parametrize("num_rows", [300, 10], ids=["in_blocks", "at_once"])
-def test_dimensions_compile_no_other_pooling(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tile, which is part of the compile key, depends on the model's width only."""
-    from penstock.kernels.pooling import _triton, pool
-
-    tiles: dict[str, set[str]] = {}
-
-    class Recorded:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: object) -> Any:
-            return lambda *_, **options: tiles.setdefault(self.name, set()).add(str(sorted(options.items())))
-
-    for name in ("_pool_kernel", "_partial_kernel", "_combine_kernel"):
-        monkeypatch.setattr(_triton, name, Recorded(name))
-    rows, bounds = torch.zeros(num_rows, 768), torch.tensor([0, num_rows], dtype=torch.int32)
-    for dimensions in (1, 16, 17, 64, 100, 511, 512, 767, 768, None):
-        pool(rows, bounds, "mean", dimensions=dimensions, backend="triton")
-    assert set(tiles) == ({"_partial_kernel", "_combine_kernel"} if num_rows > 256 else {"_pool_kernel"})
-    assert all(len(keys) == 1 for keys in tiles.values()), tiles

@@ -28,7 +28,7 @@ def test_reference_equals_torch(activation: GateActivation) -> None:
 @every_pair(
     place=PLACES,
     activation=GATE_ACTIVATIONS,
-    shape=[(1, 1), (5, 63), (33, 80), (7, 1152), (3, 3000)],
+    shape=[(1, 1), (5, 63), (33, 80), (3, 3000)],
     dtype=FLOAT_DTYPES,
 )
 def test_backend_equals_reference(
@@ -64,7 +64,7 @@ def test_batch_without_rows_gives_no_rows(place: Place) -> None:
 
 @dtypes
 @pytest.mark.parametrize(
-    ("num_rows", "width", "num_groups"), [(1, 1, 1), (5, 63, 3), (33, 80, 1), (7, 1536, 2), (3, 3000, 1), (2, 64, 64)]
+    ("num_rows", "width", "num_groups"), [(1, 1, 1), (5, 63, 3), (33, 80, 1), (3, 3000, 2), (2, 64, 64)]
 )
 def test_gated_norm_equals_reference(
     place: Place, num_rows: int, width: int, num_groups: int, dtype: torch.dtype

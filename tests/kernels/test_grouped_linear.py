@@ -13,12 +13,9 @@ from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
 
 DIVISIONS = {
     "one_group": [5],
-    "even": [64, 64, 64],
     "odd": [1, 130, 0, 7, 0, 0, 33],
     "all_in_the_last": [0, 0, 0, 70],
-    "all_in_the_first": [70, 0, 0],
     "many_rows": [300, 1],
-    "single_rows": [1, 1, 1, 1, 1],
 }
 
 

@@ -1,11 +1,11 @@
-"""add_norm and embed_norm equal their reference on every backend; the reference equals the formula."""
+"""add_norm and embed_norm equal their reference on every backend; the reference equals torch."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.norm import Embeddings, Norm, NormKind, add_norm, embed_norm
@@ -14,7 +14,7 @@ from .assertions import assert_close
 from .parameters import FLOAT_DTYPES, PLACES, Place, every_pair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-SIZES = [(1, 1), (1, 384), (3, 63), (17, 65), (33, 384), (5, 1000), (2, 4096), (3, 5000), (2, 8192)]
+SIZES = [(1, 1), (17, 65), (33, 384), (3, 5000), (2, 8192)]
 
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
 
@@ -34,19 +34,20 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 @pytest.mark.parametrize("bias", [True, False])
 @kinds
-def test_reference_equals_formula(kind: NormKind, bias: bool) -> None:
+def test_reference_equals_torch(kind: NormKind, bias: bool) -> None:
     cpu = torch.device("cpu")
     norm = make_norm(kind, 7, torch.float32, cpu, bias=bias)
     x, residual = (random_rows(2, 7, torch.float32, cpu, seed) for seed in range(2))
     normed, sum_ = add_norm(x, norm, residual=residual, return_sum=True, backend="reference")
     assert sum_ is not None
-    for row, normed_row, sum_row in zip((x + residual).tolist(), normed, sum_, strict=True):
-        mean = sum(row) / 7 if kind == "layer" else 0.0
-        scale = math.sqrt(sum((value - mean) ** 2 for value in row) / 7 + norm.eps)
-        shift = norm.bias.tolist() if norm.bias is not None else [0.0] * 7
-        expected = [(v - mean) / scale * w + b for v, w, b in zip(row, norm.weight.tolist(), shift, strict=True)]
-        assert normed_row.tolist() == pytest.approx(expected, abs=1e-5)
-        assert sum_row.tolist() == pytest.approx(row, abs=1e-6)
+    shift = norm.bias.double() if norm.bias is not None else torch.zeros(7, dtype=torch.float64)
+    total = (x + residual).double()
+    if kind == "layer":
+        expected = F.layer_norm(total, (7,), norm.weight.double(), shift, norm.eps)
+    else:
+        expected = F.rms_norm(total, (7,), norm.weight.double(), norm.eps) + shift
+    assert_close("normed", expected, normed, 1e-5)
+    assert_close("sum", total, sum_, 1e-6)
 
 
 @every_pair(place=PLACES, kind=["layer", "rms"], size=SIZES, dtype=FLOAT_DTYPES)
@@ -130,7 +131,7 @@ def make_embeddings(width: int, dtype: torch.dtype, device: torch.device | str) 
 
 @every_pair(
     place=PLACES,
-    size=[(1, 1), (19, 60), (33, 384), (3, 1000), (2, 8192)],
+    size=[(1, 1), (19, 60), (33, 384), (2, 8192)],
     has=["words", "positions", "types"],
     dtype=FLOAT_DTYPES,
     index_dtype=[torch.int64, torch.int32],

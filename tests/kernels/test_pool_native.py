@@ -57,24 +57,18 @@ def assert_close(actual: object, rows: np.ndarray, strategy: str) -> None:
 def forms(rows: np.ndarray) -> dict[str, Any]:
     wide = np.full((60, WIDTH * 3), np.nan, np.float32)
     wide[::2, 1 : 3 * WIDTH : 3] = rows
-    padded = np.full((30, WIDTH + 5), np.nan, np.float32)
-    padded[:, :WIDTH] = rows
     raw = bytearray(rows.nbytes + 1)
     raw[1:] = rows.tobytes()
     read_only = rows.copy()
     read_only.flags.writeable = False
     return {
         "float32": rows,
-        "float64": rows.astype(np.float64),
         "every third column": wide[::2, 1 : 3 * WIDTH : 3],
-        "part of wider rows": padded[:, :WIDTH],
         "by columns": np.asfortranarray(rows),
-        "backwards": rows[::-1].copy()[::-1],
         "not aligned": np.frombuffer(raw, np.float32, offset=1).reshape(rows.shape),
         "read only": read_only,
         "other byte order": rows.astype(">f4"),
         "tensor": torch.from_numpy(rows),
-        "tensor float64": torch.from_numpy(rows).double(),
         "tensor transposed": torch.from_numpy(rows).T.contiguous().T,
         "tensor with gradient": torch.from_numpy(rows).clone().requires_grad_(),
     }
@@ -103,7 +97,7 @@ def test_rows_of_16_bits_are_pooled_in_float32(strategy: str, dtype: torch.dtype
     [
         list,
         tuple,
-        *(lambda v, t=t: np.array(v, t) for t in (np.int8, np.int32, np.int64, np.uint64)),
+        *(lambda v, t=t: np.array(v, t) for t in (np.int8, np.uint64)),
         torch.tensor,
         lambda v: np.repeat(np.array(v), 2)[::2],
         lambda v: torch.tensor(v).repeat_interleave(3)[::3],
@@ -139,7 +133,6 @@ def test_empty_sequences_give_zeros() -> None:
     [
         ([0, 28], [3, 3], "sequence 1 has 3 rows from row 28 on; hidden_states has 30 rows"),
         ([31], [0], "sequence 0 has 0 rows from row 31 on"),
-        ([-1], [2], "sequence 0 has 2 rows from row -1 on"),
         ([0], [-2], "sequence 0 has -2 rows"),
         (np.array([2**32 + 1]), np.array([1]), "sequence 0 has 1 rows from row 4294967297 on"),
         (np.array([1]), np.array([2**63 - 1]), "sequence 0 has 9223372036854775807 rows"),
@@ -159,7 +152,6 @@ def test_sequence_outside_the_rows_is_rejected(starts: Any, lengths: Any, messag
     [
         ((ROWS.tolist(), [0], [1], "mean"), TypeError, "must be a numpy array or a torch tensor, got list"),
         ((ROWS.astype(np.int32), [0], [1], "mean"), TypeError, "hidden_states must be of a float type, got int32"),
-        ((torch.ones(3, 4, dtype=torch.int64), [0], [1], "mean"), TypeError, "float type, got torch.int64"),
         ((ROWS[0], [0], [1], "mean"), ValueError, r"must be \[T, D\] with D at least 1, got \[20\]"),
         ((ROWS[:, :0], [0], [1], "mean"), ValueError, r"got \[30, 0\]"),
         ((ROWS, [0.0], [1], "mean"), TypeError, "seq_starts must hold integers, got float64"),
@@ -169,7 +161,6 @@ def test_sequence_outside_the_rows_is_rejected(starts: Any, lengths: Any, messag
         ((ROWS, [0], [1], "weighted"), ValueError, "needs weights: use `pool`"),
         ((ROWS, [0], [1], Strategy.ATTENTION_WEIGHTED), ValueError, "got 'ATTENTION_WEIGHTED'"),
         ((ROWS, [0], [1], 2), TypeError, "strategy must be a name or an enum member, got int"),
-        ((ROWS, [0], [1], None), TypeError, "got NoneType"),
     ],
 )
 def test_invalid_argument_is_named(arguments: Any, error: type[Exception], message: str) -> None:

@@ -170,16 +170,16 @@ CU_SEQLENS = make_cu_seqlens((1, 3))
     ("changes", "message"),
     [
         ({"pooling": "median"}, "pooling must be one of"),
-        ({"hidden_states": torch.ones(4)}, "hidden_states must be"),
         ({"hidden_states": torch.ones(4, 8, dtype=torch.float64)}, "hidden_states must be"),
         ({"hidden_states": torch.ones(8, 4).t()}, "last axis of hidden_states must be contiguous"),
         ({"cu_seqlens": CU_SEQLENS.long()}, "cu_seqlens must be int32"),
         ({"out_dtype": torch.float64}, "out_dtype must be"),
-        ({"weights": torch.ones(4)}, "weights are required for pooling"),
-        ({"pooling": "weighted"}, "weights are required for pooling"),
+        *(
+            ({"pooling": k, "weights": w}, "weights are required")
+            for k, w in (("mean", torch.ones(4)), ("weighted", None))
+        ),
         ({"pooling": "weighted", "weights": torch.ones(3)}, r"weights must be torch.float32 \[4\]"),
-        ({"dimensions": 0}, "dimensions must be between 1 and the width of hidden_states, 8, got 0"),
-        ({"dimensions": 9}, "dimensions must be between 1 and"),
+        *(({"dimensions": n}, f"dimensions must be between 1 and .*, got {n}") for n in (0, 9)),
         ({"dimensions": torch.ones(2)}, r"dimensions must be torch.int32 \[2\]"),
         ({"dimensions": 4, "max_dimensions": 4}, "max_dimensions needs a tensor"),
         ({"normalize": torch.ones(3, dtype=torch.bool)}, r"normalize must be torch.bool \[2\]"),

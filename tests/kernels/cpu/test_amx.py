@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import pytest
 
 from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, has_exact_products
 
-from .chunked import ChunkedDecoder
 from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts
 
 Opener = Callable[[int], Machine]
@@ -26,34 +25,6 @@ def amx(request: pytest.FixtureRequest) -> Opener:
         library: Path = request.getfixturevalue("amx_model")
         return lambda num_lanes: Machine(num_lanes, isa="amx", library=library)
     return lambda num_lanes: Machine(num_lanes, isa="amx")
-
-
-@pytest.fixture
-def avx512() -> Iterator[Machine]:
-    try:
-        opened = Machine(1, isa="avx512bf16")
-    except CpuKernelError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
-
-
-@pytest.mark.parametrize("num_in", [2, 4, 30, 32, 34, 64, 68, 312, 384])
-def test_products_equal_avx512(amx: Opener, avx512: Machine, num_in: int) -> None:
-    """int8 sums integers, so all bits are equal; bfloat16 sums in another order."""
-    numbers = np.random.default_rng(num_in)
-    with amx(1) as tiles:
-        for num_out in (1, 31, 33, 96):
-            weight = numbers.standard_normal((num_out, num_in), np.float32)
-            for num_rows in (1, 15, 16, 17, 31, 32, 33, 48, 193):
-                x = numbers.standard_normal((num_rows, num_in), np.float32)
-                for form, limit in ((Format.DOT, 1e-6), (Format.INT8, 0)):
-                    if form is Format.INT8 and num_in % 4:
-                        continue
-                    actual = tiles.product(tiles.pack(weight, None, form), x)
-                    expected = avx512.product(avx512.pack(weight, None, form), x)
-                    size = np.abs(x) @ np.abs(weight).T
-                    assert (np.abs(actual - expected) <= limit * size).all(), f"{num_rows} rows to {num_out}, {form}"
 
 
 @pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
@@ -74,16 +45,6 @@ def test_bits_do_not_depend_on_batch_and_lanes(amx: Opener, shape, form: Format)
             )
             longest = texts[7]  # all lanes go together
             assert np.array_equal(encoder.begin(longest.ids, longest.positions, longest.starts).result()[0], alone[7])
-
-
-@pytest.mark.parametrize("form", [Format.DOT, Format.INT8], ids=lambda form: form.name)
-@pytest.mark.parametrize("shape", [DECODERS[1], DECODERS[2]], ids=lambda shape: shape.name)
-def test_chunks_equal_the_whole_bit_for_bit(amx: Opener, shape, form: Format) -> None:
-    spec, texts = make_spec(shape), make_texts([1, 2, 33, 300])
-    with amx(2) as machine:
-        decoder = CpuEncoder(machine, spec, form, attention=Format.DOT)
-        whole, _ = decoder.begin(texts.ids, texts.positions, texts.starts).result()
-        assert np.array_equal(ChunkedDecoder(decoder, spec, texts, 16).run(70), whole)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], DECODERS[7]], ids=lambda shape: shape.name)

@@ -95,7 +95,7 @@ def test_bits_do_not_depend_on_batch_and_lanes(three_lane_machine: Machine, shap
 def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> None:
     spec = make_spec(shape)
     lengths = [1, 31, 300, 2, 513, 64, 257]
-    texts = make_texts([length for length in lengths if size > 1 or length < 100], 3)
+    texts = make_texts([length for length in lengths if length < 30 * size + 80], 3)
     for form, attention in format_pairs(machine):
         decoder = CpuEncoder(machine, spec, form, attention=attention)
         assert decoder.page_itemsize == (2 if attention is Format.DOT and shape.head_size % 2 == 0 else 4)
@@ -106,17 +106,6 @@ def check_chunks(machine: Machine, shape: Shape, size: int, page_size: int) -> N
 @every_pair(indirect=["machine"], machine=ISAS, shape=CAUSAL, sizes=[(1, 16), (7, 3), (100, 16), *FAR_APART])
 def test_chunks_equal_the_whole_bit_for_bit(machine: Machine, shape: Shape, sizes: tuple[int, int]) -> None:
     check_chunks(machine, shape, *sizes)
-
-
-@pytest.mark.parametrize("shape", CAUSAL, ids=lambda shape: shape.name)
-def test_chunks_do_not_depend_on_lanes(shape: Shape) -> None:
-    spec, texts = make_spec(shape), make_texts([1, 31, 300, 2, 513, 64, 257])
-    found = []
-    for lanes in (1, 2, 3):
-        with Machine(lanes) as machine:
-            found.append(ChunkedDecoder(CpuEncoder(machine, spec, Format.F32), spec, texts, 16).run(90))
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
 
 
 def test_chunk_may_run_again(three_lane_machine: Machine) -> None:

@@ -181,15 +181,6 @@ def test_closed_machines_leave_no_threads_and_memory() -> None:
     assert resident_bytes() - memory < 8_000_000
 
 
-def test_deleted_machine_ends_its_threads() -> None:
-    before = num_threads()
-    machine = Machine(4)
-    assert num_threads() == before + 4
-    del machine
-    gc.collect()
-    assert num_threads() == before
-
-
 def test_invalid_machine_is_rejected(three_lane_machine: Machine) -> None:
     with pytest.raises(CpuKernelError, match="cannot start -1 threads"):
         Machine(-1)

@@ -53,31 +53,6 @@ def test_bits_do_not_depend_on_the_number_of_rows(machine: Machine, num_in: int,
             assert np.array_equal(part, whole[begin : begin + num_rows]), f"{form.name}: {num_rows} rows from {begin}"
 
 
-@pytest.mark.parametrize(
-    "activation", [ActivationCode.GELU, ActivationCode.SILU], ids=lambda activation: activation.name
-)
-def test_gated_product_equals_float64(machine: Machine, activation: ActivationCode) -> None:
-    for form in machine.formats:
-        numbers = np.random.default_rng(3)
-        for num_in, width in itertools.product((4, 17, 48), WIDTHS):
-            num_rows = int(numbers.integers(1, 71))
-            x, weight, bias = (
-                normal(numbers, num_rows, num_in),
-                normal(numbers, 2 * width, num_in),
-                normal(numbers, 2 * width),
-            )
-            add = normal(numbers, num_rows, width)
-            packed = machine.pack(weight, bias, form, activation=activation, gated=True)
-            assert packed.width == width
-            sums, size = product_in_doubles(x, weight, bias, Format(packed.struct.format))
-            gate = FUNCTIONS[activation](torch.from_numpy(sums[:, :width])).numpy()
-            actual = machine.product(packed, x, add)
-            # The slope of both functions is at most 1.2. They err by 1e-6, if nothing is rounded to 8 bits.
-            limit = TOLERANCE * (1.2 * size[:, :width] * np.abs(sums[:, width:]) + size[:, width:] * np.abs(gate))
-            limit += (6e-5 if form in ROUGH else 1e-6) * np.abs(sums[:, width:]) + TOLERANCE * np.abs(add)
-            assert (np.abs(actual - (gate * sums[:, width:] + add)) <= limit).all(), f"{form.name}: {num_in} to {width}"
-
-
 @pytest.mark.parametrize("activation", ActivationCode, ids=lambda activation: activation.name)
 def test_activations_equal_torch(machine: Machine, activation: ActivationCode) -> None:
     """The error is at most 1e-6 of the function, or of its argument up to 1 if the function is small."""
