@@ -160,7 +160,7 @@ def test_blocks_of_rows_equal_reference(monkeypatch: pytest.MonkeyPatch, mask: s
 def test_long_sequence_makes_no_matrix_of_all_scores(mask: str) -> None:
     """The 17 million scores of 4,096 tokens would take 64 MiB."""
     case = AttentionCase("", (4096,), 1, 1, 16)
-    inputs = make_attention_inputs(case, has_bias=False)
+    inputs = make_attention_inputs(case)
     with torch.profiler.profile(profile_memory=True) as profile:
         attend(case, inputs, **MASKS[mask])
     assert max(event.self_cpu_memory_usage for event in profile.events()) < 16 << 20
