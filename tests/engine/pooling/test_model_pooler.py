@@ -149,16 +149,6 @@ def test_attention_pooling_without_weights_is_an_error(chunk_sizes: list[int], h
         tensor_pooler(info, TinyModel()).pool(output, metadata, manager)
 
 
-@pytest.mark.parametrize("kind", [ModelKind.SEQUENCE_CLASSIFIER, ModelKind.CROSS_ENCODER])
-def test_classifier_scores_the_pooled_row(kind: ModelKind, pool_all: PoolAll, hidden_states: Tensor) -> None:
-    model = TinyModel()
-    info = make_info(kind, sequence_pooling=(PoolingType.CLS,))
-    output = pool_all(tensor_pooler(info, model), [resolved(info, info.tasks[-1])] * len(LENGTHS))
-    first_rows = torch.stack([rows[0] for rows in hidden_states.split(LENGTHS)])
-    expected = (first_rows @ model.weight.T).softmax(dim=1)
-    np.testing.assert_allclose(stacked(output.to_numpy(), "scores"), expected, atol=1e-6)
-
-
 def test_logits_of_the_model_are_only_activated(hidden_states: Tensor) -> None:
     info = make_info(ModelKind.SEQUENCE_CLASSIFIER, sequence_pooling=(PoolingType.CLS,))
     logits = torch.randn(len(LENGTHS), 5, generator=torch.Generator().manual_seed(0))

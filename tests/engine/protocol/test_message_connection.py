@@ -51,7 +51,7 @@ def random_message(rng: random.Random, most_bytes: int) -> Message:
     return rng.randbytes(rng.randrange(1, 100)), [rng.randbytes(size) for size in sizes]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_messages_arrive_whole_and_in_order(ends: Ends, seed: int) -> None:
     one, other = ends
     rng = random.Random(seed)
@@ -67,7 +67,7 @@ def test_messages_arrive_whole_and_in_order(ends: Ends, seed: int) -> None:
     sending.join()
 
 
-@pytest.mark.parametrize("step", [1, 3, 8, 65_536, 65_537])
+@pytest.mark.parametrize("step", [1, 3, 65_537])
 def test_message_may_arrive_in_pieces_of_any_size(step: int) -> None:
     rng = random.Random(step)
     most = 40 if step < 8 else 150_000

@@ -60,12 +60,10 @@ def test_equal_inputs_have_equal_keys() -> None:
     "changes",
     [
         {"namespace": "two"},
-        {"namespace": ""},
         {"finish": "late True [(0, 2)]"},
         {"secret": bytes(32)},
         {"identity": b"another"},
         {"tokens": dataclasses.replace(TOKENS, token_ids=IDS[:-1])},
-        {"tokens": dataclasses.replace(TOKENS, token_ids=IDS[::-1])},
         {"tokens": dataclasses.replace(TOKENS, token_ids=np.array([101, 7, 8, 10, 102], np.int32))},
         {"tokens": dataclasses.replace(TOKENS, type_boundary=2)},
         {"tokens": dataclasses.replace(TOKENS, num_prompt_tokens=0)},
