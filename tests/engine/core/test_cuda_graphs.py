@@ -22,16 +22,14 @@ from penstock.engine.core.cuda_graphs import Bucket, Buckets, CudaRecorder, Forw
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.model_runner import ModelRunner
+from penstock.engine.core.warm_up import SampleBatches
 from penstock.engine.executors.torch.base import PackedModel
 from penstock.engine.executors.torch.layers import attention as attention_layer
 from penstock.engine.executors.torch.packed_batch import BatchCache, HiddenTokens, PackedBatch
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.model_info import ModelInfo
-from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
-from penstock.engine.protocol.tasks import PoolingTask
-from penstock.engine.scheduling import InputSequence, PrefillChunk, Request
 
 from ...kernels.attention_reference import attention_reference
 from .conftest import SaveFolder
@@ -56,12 +54,6 @@ def test_buckets_can_be_filled_and_the_largest_is_first(max_tokens: int, max_mod
         assert min(lengths) >= 0
 
 
-def test_device_below_the_smallest_bucket_has_none() -> None:
-    buckets = Buckets(63, 512, 512)
-    assert buckets.all() == []
-    assert buckets.find(1, 1, 1) is None
-
-
 @pytest.mark.parametrize(
     ("max_model_len", "size", "bucket"),
     [
@@ -79,6 +71,7 @@ def test_bucket_limits_tokens_sequences_and_length(
     max_model_len: int, size: tuple[int, int, int], bucket: Bucket | None
 ) -> None:
     assert Buckets(4096, max_model_len, 2048).find(*size) == bucket
+    assert Buckets(63, max_model_len, 2048).find(*size) is None
 
 
 # Recordings
@@ -234,24 +227,14 @@ def test_failed_recording_runs_the_model(
         assert graphs.forward(make_batch([3, 5])).hidden_states.shape == (8, 16)
 
 
-def chunks(info: ModelInfo) -> list[PrefillChunk]:
-    params = PoolingParams().resolved(PoolingTask.EMBED, info)
-    rows = PoolingParams().resolved(PoolingTask.TOKEN_EMBED, info)
-    found = []
-    for i, length in enumerate([1, 2, 20, 200]):
-        tokens = TokenizedInput(np.arange(length, dtype=np.int32) % 10)
-        request = Request(0, rows if i == 2 else params)
-        sequence = InputSequence(sequence_id=i, prompt=tokens, num_tokens=length, request=request)
-        found.append(PrefillChunk(sequence, 0, length))
-    return found
-
-
 @pytest.mark.usefixtures("_on_borders")
 def test_runner_replays_the_same_results(save_folder: SaveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     config, info = saved(save_folder, "BertModel")
     tokenizer = load_tokenizer(info, trust_remote_code=False, chat_template=None)
     runner = ModelRunner(info, tokenizer, load_model(info), (), config)
-    expected = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
+    samples = SampleBatches(info, tokenizer)
+    chunks = samples.batch([1, 2, 20, 200], samples.all_params())
+    expected = [dict(arrays) for arrays in runner.execute(chunks).split()]
     recorder = FakeRecorder()
 
     def record(made: PackedModel, info: ModelInfo, _: object, device: torch.device, limits: Any) -> ForwardGraphs:
@@ -262,7 +245,7 @@ def test_runner_replays_the_same_results(save_folder: SaveFolder, monkeypatch: p
     monkeypatch.setattr(model_runner, "record_forwards", record)
     runner.warm_up()
     before = recorder.num_replays
-    found = [dict(arrays) for arrays in runner.execute(chunks(info)).split()]
+    found = [dict(arrays) for arrays in runner.execute(chunks).split()]
     assert recorder.num_replays - before == 1
     for arrays, wanted in zip(found, expected, strict=True):
         assert arrays.keys() == wanted.keys()

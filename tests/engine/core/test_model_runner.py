@@ -14,12 +14,12 @@ import torch
 
 from penstock.engine.core import model_runner
 from penstock.engine.core.model_runner import ModelRunner
-from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, EndedForward
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.core.waker import Waker
 from penstock.engine.executors.torch.base import ModelOutput, PackedModel
 from penstock.engine.executors.torch.packed_batch import PackedBatch
 from penstock.engine.protocol.batch_outputs import BatchOutputs
-from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.protocol.config import CacheConfig, EngineConfig
 from penstock.engine.protocol.errors import ModelLoadError
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
@@ -98,18 +98,6 @@ def test_device_is_current_before_the_model_loads(
     assert events == expected
 
 
-@pytest.mark.parametrize(("chunks", "prefixes"), [(True, True), (True, False), (False, True), (False, False)])
-def test_pool_has_the_given_size_if_chunks_or_prefixes_need_it(chunks: bool, prefixes: bool) -> None:
-    pool = make(
-        cache_spec=SPEC,
-        scheduler=SchedulerConfig(enable_chunked_prefill=chunks),
-        cache=CacheConfig(kv_cache_memory=MIB, enable_prefix_caching=prefixes),
-    ).sequence_pool
-    assert pool.is_empty != (chunks or prefixes)
-    assert (pool.prefixes is not None) == prefixes
-    assert pool.kv is None or 0.9 < pool.kv.num_blocks * 16 * SPEC.kv_bytes_per_token(4) / MIB <= 1.0
-
-
 def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelLoadError):
         make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=1))
@@ -148,14 +136,6 @@ def test_two_forwards_may_be_in_flight(runner: ModelRunner, stream: FakeStream) 
     assert [vectors(forward.outputs()).tolist() for forward in forwards] == [[[8.0, 1.0]], [[9.0, 0.0]]]
     assert runner.has_capacity
     assert [time.whole_tokens for time in runner.take_times()] == [2, 1]
-
-
-def test_forward_on_a_cpu_ends_in_begin() -> None:
-    runner = make()
-    for _ in range(3):
-        assert isinstance(runner.begin([chunk_of(5)]), EndedForward)
-        assert runner.has_capacity
-    assert len(runner.take_times()) == 3
 
 
 def test_ended_forward_wakes_the_loop(runner: ModelRunner) -> None:

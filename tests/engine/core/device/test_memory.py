@@ -45,14 +45,11 @@ def measure(meter: MemoryMeter, gauge: Gauge, num_tokens: int, num_bytes: int | 
     [(1000, 10, 70), (14, 10, 0), (15, 10, 1), (0, 10, 0), (1000, 0, 700), (15, 0, 10)],
 )
 def test_estimate_counts_before_the_first_measurement(free: int, token_bytes: int, expected: int) -> None:
-    assert MemoryMeter(Gauge(free), token_bytes).free_tokens() == expected
-
-
-def test_estimate_counts_if_the_device_reports_no_peak() -> None:
-    gauge = Gauge(1000)
-    meter = MemoryMeter(gauge, 10)
-    measure(meter, gauge, 100, None)
-    assert meter.free_tokens() == 70
+    gauge = Gauge(free)
+    meter = MemoryMeter(gauge, token_bytes)
+    assert meter.free_tokens() == expected
+    measure(meter, gauge, 100, None)  # the device reports no peak
+    assert meter.free_tokens() == expected
 
 
 def test_next_chunk_is_at_most_twice_a_measured_one() -> None:

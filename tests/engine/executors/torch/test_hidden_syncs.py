@@ -274,21 +274,6 @@ def test_sparse_vectors_of_logits_wait_for_counts_only(
     check(info, resolved(info, PoolingTask.SPARSE_EMBED))
 
 
-def test_three_outputs_of_one_forward_never_wait(load_info: Any, check: Check) -> None:
-    recipe = SparsePooling(kind=SparseKind.TOKEN_WEIGHTS)
-    tasks = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
-    info = load_info(*BERT, sparse=recipe, multi_vector=MultiVector(skip_words=()), tasks=tasks)
-
-    def linear(num_out: int, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        weight = torch.randn(num_out, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4)).to(device)
-        return lambda rows: torch.nn.functional.linear(rows.float(), weight)
-
-    def maps(device: str) -> TokenMaps:
-        return TokenMaps(vectors=linear(8, device), weights=linear(1, device), unweighted_ids=tuple(range(3, 20)))
-
-    check(info, resolved(info, PoolingTask.EMBED).clone(also=tasks[1:]), maps=maps)
-
-
 def run_chunks(
     served: Served, params: Sequence[PoolingParams], chunked_run: Any, device: Device | None = None
 ) -> list[dict[Any, np.ndarray]]:

@@ -41,14 +41,7 @@ def test_views_of_packed_buffer_equal_tensors(seed: int) -> None:
     assert packed([]).shape == (0,)
 
 
-def test_tensor_on_the_device_is_not_copied() -> None:
-    tensor = torch.arange(3)
-    put = copy_to_device({"a": tensor, "b": None}, CPU)
-    assert put == {"a": tensor, "b": None}
-    assert put["a"] is tensor
-
-
-def test_other_tensors_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_other_devices_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
     to = Tensor.to
 
