@@ -101,24 +101,24 @@ def client_of(scope: Scope) -> str:
 
 
 class ResponseSize(NamedTuple):
-    """Estimated size of a response or of a part.
+    """Estimated size of a response or a part of it.
 
     Attributes:
-        written: Bytes of its JSON.
-        kept: Bytes of the values before serialisation.
+        json_bytes: Bytes of its JSON.
+        value_bytes: Bytes of the values before serialisation.
     """
 
-    written: int
-    kept: int
+    json_bytes: int
+    value_bytes: int
 
     @property
-    def held(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes in memory until the client has read the response: the values, or the JSON of a small response."""
-        return self.kept if self.written >= LARGE_RESPONSE_BYTES else self.written
+        return self.value_bytes if self.json_bytes >= LARGE_RESPONSE_BYTES else self.json_bytes
 
     def plus(self, other: ResponseSize) -> ResponseSize:
         """Returns the sum of two sizes."""
-        return ResponseSize(self.written + other.written, self.kept + other.kept)
+        return ResponseSize(self.json_bytes + other.json_bytes, self.value_bytes + other.value_bytes)
 
 
 class AdmissionController:
@@ -176,7 +176,7 @@ class AdmissionController:
         if num_values > self.max_json_values:
             raise LimitError(
                 413,
-                f"The body holds more than {self.max_json_values} values (a text, list, object or key counts as 8); "
+                f"The body has more than {self.max_json_values} values (a text, list, object or key counts as 8); "
                 "send fewer inputs at once, or start the server with a larger --max-json-values.",
                 ServerRejectionReason.JSON_VALUES,
             )
@@ -201,32 +201,32 @@ class AdmissionController:
         scope[_BODY_MEMORY] = memory
         return memory
 
-    def hold_response(self, scope: Scope, size: ResponseSize, *, param: str, remedy: str) -> None:
+    def reserve_response(self, scope: Scope, size: ResponseSize, *, param: str, remedy: str) -> None:
         """Reserves memory for the response to a request, or for a further part of it.
 
         Args:
             scope: Scope of the request.
             size: Estimated size of the response.
             param: The request field that determines the size.
-            remedy: Advice for the client, as a sentence.
+            remedy: Advice for the client, a sentence of the error message.
 
         Raises:
             InvalidRequestError: The response would exceed MAX_RESPONSE_BYTES.
             EngineOverloadedError: The memory is full, or other responses of the client use its whole share.
         """
-        before = scope.get(_RESPONSE_SIZE)
-        scope[_RESPONSE_SIZE] = total = size if before is None else size.plus(before)
-        if total.written > MAX_RESPONSE_BYTES:
+        previous = scope.get(_RESPONSE_SIZE)
+        scope[_RESPONSE_SIZE] = total = size if previous is None else size.plus(previous)
+        if total.json_bytes > MAX_RESPONSE_BYTES:
             raise InvalidRequestError(
-                f"The response would have about {total.written} bytes; the limit is {MAX_RESPONSE_BYTES}. {remedy}",
+                f"The response would have about {total.json_bytes} bytes; the limit is {MAX_RESPONSE_BYTES}. {remedy}",
                 param=param,
             )
-        if total.written <= _SMALL_RESPONSE_BYTES:
+        if total.json_bytes <= _SMALL_RESPONSE_BYTES:
             return
         memory: Reservation | None = scope.get(_RESPONSE_MEMORY)
         if memory is None:
             memory = scope[_RESPONSE_MEMORY] = Reservation(self.responses, client_of(scope))
-        if (rejection := memory.resize(total.held)) is not None:
+        if (rejection := memory.resize(total.memory_bytes)) is not None:
             raise EngineOverloadedError(
                 f"{rejection.message} Please try again later. {remedy}",
                 retry_after_s=_RETRY_AFTER_S,
@@ -247,11 +247,11 @@ def _shared_memory(num_bytes: int, name: str, flag: str, *, full: str, share: st
 def has_large_response(scope: Scope) -> bool:
     """Returns whether the response to a request is serialised in parts."""
     size: ResponseSize | None = scope.get(_RESPONSE_SIZE)
-    return size is not None and size.written >= LARGE_RESPONSE_BYTES
+    return size is not None and size.json_bytes >= LARGE_RESPONSE_BYTES
 
 
 class BodyMemory:
-    """Memory reservation of one body and its values, held until the response has been sent."""
+    """Memory reservation of one body and its values until the response has been sent."""
 
     def __init__(self, admission: AdmissionController, bodies: Reservation, dense_values: Reservation) -> None:
         self._admission = admission
@@ -263,13 +263,13 @@ class BodyMemory:
         """Counts received bytes. Raises LimitError 413 or 503."""
         self._num_bytes += num_bytes
         self._admission.check_body_bytes(self._num_bytes)
-        _hold(self._body, num_bytes)
+        _reserve(self._body, num_bytes)
 
     def add_values(self, num_values: int) -> None:
         """Reserves memory for the values of the body before it is parsed. Raises LimitError 503."""
         num_bytes = VALUE_BYTES * num_values
-        _hold(self._body, num_bytes)
-        _hold(self._dense_values, max(num_bytes - VALUE_BYTES * self._num_bytes, 0))
+        _reserve(self._body, num_bytes)
+        _reserve(self._dense_values, max(num_bytes - VALUE_BYTES * self._num_bytes, 0))
 
     def release(self) -> None:
         """Releases all memory."""
@@ -277,7 +277,7 @@ class BodyMemory:
         self._dense_values.release()
 
 
-def _hold(memory: Reservation, num_more: int) -> None:
+def _reserve(memory: Reservation, num_more: int) -> None:
     """Reserves more memory for a body. Raises LimitError 503 if there is none."""
     if (rejection := memory.resize(memory.amount + num_more)) is not None:
         message = f"{rejection.message} Please try again later, and send large requests one after the other."

@@ -54,7 +54,7 @@ from .settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The values that all HTTP processes of one server share.
+    """Values that all HTTP processes of one server share.
 
     Attributes:
         salt: Salt of client identities; None: a random salt.
@@ -110,35 +110,23 @@ def create_app(
     context.metrics.register(ModelMetrics(table.entries))
     if cache is not None:
         context.metrics.register(VectorCacheMetrics(cache, table.named_engines))
+    if batches is not None:
+        context.metrics.register(BatchMetrics(batches))
     observers = Observers(settings, context.metrics)
     routes = _routes(settings, has_admin_keys=admin_keys.are_required)
-    pace = RejectionQueue(max_waiting=file_limit() // 2)
-    cors: dict[str, Any] = {
-        "allow_origins": settings.cors_origins,
-        "allow_methods": ("GET", "HEAD", "POST", "DELETE"),
-        "allow_headers": ("*",),
-        "expose_headers": ("*",),
-    }
+    rejections = RejectionQueue(max_waiting=file_limit() // 2)
     startup = Startup(manager, table, on_ready, on_failure)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
-        shedder = LoadShedder(
-            routes,
-            table,
-            keys,
-            observers.all,
-            pace,
-            settings.max_body_bytes,
-            CORSMiddleware(app, **cors) if settings.cors_origins else None,
-        )
-        offline: AbstractAsyncContextManager[None] = nullcontext()
+        cors = _cors(app, settings) if settings.cors_origins else None
+        shedder = LoadShedder(routes, table, keys, observers.all, rejections, settings.max_body_bytes, cors)
+        running_batches: AbstractAsyncContextManager[None] = nullcontext()
         if batches is not None:
-            inside = JsonDispatcher(app, app.exception_handlers, admission.release, table.release)
-            offline = batches.running(
-                InternalClient(app, inside, routes, keys.client_name, keys.namespace_of, keys.knows)
-            )
-        async with observers.running(), startup.running(), offline:
+            dispatcher = JsonDispatcher(app, app.exception_handlers, admission.release, table.release)
+            client = InternalClient(app, dispatcher, routes, keys.client_name, keys.namespace_of, keys.is_valid)
+            running_batches = batches.running(client)
+        async with observers.running(), startup.running(), running_batches:
             yield {SHEDDER: shedder}
 
     app = Application(
@@ -156,29 +144,44 @@ def create_app(
     app.state.json_reader = JsonReader(admission, settings.max_inputs_per_request)
     app.state.startup = startup
     app.state.routes = routes
+    if batches is not None:
+        app.state.batches = batches
     app.router.redirect_slashes = False
     install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
-    # The last middleware sees a request first.
-    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, admission.release, table.release)
-    if batches is not None:
-        app.state.batches = batches
-        context.metrics.register(BatchMetrics(batches))
-        layers = LiveTrafficMiddleware(layers, batches.traffic)
-    if keys.are_required or admin_keys.are_required:
-        layers = AuthMiddleware(layers, keys, admin_keys)
+    layers = _inner_middleware(app, context, batches, keys, admin_keys)
     end_request: ASGIApp = end_at_shutdown
     if settings.cors_origins:
-        layers, end_request = CORSMiddleware(layers, **cors), CORSMiddleware(end_request, **cors)
-    app.layers = RequestMiddleware(layers, routes, observers.all, pace, end_request)
+        layers, end_request = _cors(layers, settings), _cors(end_request, settings)
+    app.layers = RequestMiddleware(layers, routes, observers.all, rejections, end_request)
     return app
 
 
-def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
-    modules = (
-        *(openai, cohere, rerank, classify, vllm, tei, ollama, encode),
-        *(model_routes, operations, pages),
+def _inner_middleware(
+    app: Application, context: ServerContext, batches: Batches | None, keys: ApiKeys, admin_keys: ApiKeys
+) -> ASGIApp:
+    """Returns the middleware between CORS and the routes. The last one added sees a request first."""
+    models, release = context.models, context.admission.release
+    layers: ASGIApp = JsonDispatcher(app.own_layers, app.exception_handlers, release, models.release)
+    if batches is not None:
+        layers = LiveTrafficMiddleware(layers, batches.traffic)
+    if keys.are_required or admin_keys.are_required:
+        layers = AuthMiddleware(layers, keys, admin_keys)
+    return layers
+
+
+def _cors(app: ASGIApp, settings: ServerSettings) -> CORSMiddleware:
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("*",),
     )
+
+
+def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
+    modules = (openai, cohere, rerank, classify, vllm, tei, ollama, encode, model_routes, operations, pages)
     routers = [module.router for module in modules]
     routers.append(batch_routes.off if settings.data_dir is None else batch_routes.router)
     if settings.operator_routes:
@@ -189,10 +192,10 @@ def _routes(settings: ServerSettings, *, has_admin_keys: bool) -> RouteTable:
 
 
 class Application(DocumentedApp):
-    """FastAPI with middleware in front of its own. FastAPI handles only requests that JsonDispatcher passes on.
+    """FastAPI behind the middleware of this server. JsonDispatcher passes other requests than JSON requests to FastAPI.
 
     Attributes:
-        layers: The outermost middleware. The innermost one calls `own_layers`.
+        layers: The outermost middleware. The innermost middleware calls `own_layers`.
     """
 
     layers: RequestMiddleware

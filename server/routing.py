@@ -77,11 +77,11 @@ class Route(APIRoute):
         endpoint: Function of the route.
         dialect: Dialect of its error bodies.
         access: The key that it needs.
-        runs_model: Whether its requests wait for a forward. Such requests are rejected unread if the engine is full,
-            have a deadline, and take precedence over batches.
+        runs_model: Whether its requests wait for a forward. Such requests are rejected before their body is read if
+            the engine is full, have a deadline, and take precedence over batches.
         batch_use: Whether lines of batches may call it.
         by_key: Body keys that select a dialect other than `dialect`.
-        ends_with_client: Whether the request is cancelled when its client hangs up.
+        ends_with_client: Whether the request is cancelled when its client disconnects.
         is_probe: Whether it is a health check, called every few seconds: not logged, not traced.
         options: Arguments of APIRoute.
 
@@ -118,8 +118,8 @@ class Route(APIRoute):
 async def respond_as(endpoint: Endpoint, schema: type[JsonBody], content: dict[str, Any], request: Request) -> Response:
     """Validates a body with the schema of another route and returns that route's response; see `parsed`."""
     body = parsed(schema, content)
-    if (name := body.body_request_id()) is not None:
-        request.scope["request_id"] = name
+    if (request_id := body.body_request_id()) is not None:
+        request.scope["request_id"] = request_id
     try:
         return await endpoint(body=body, request=request)
     except EngineError as error:
@@ -181,15 +181,14 @@ class Router:
         in_schema = options.pop("include_in_schema", self._in_schema)
 
         def declare(endpoint: E) -> E:
-            for place in (path, *aliases):
-                shown_here = in_schema and place == path
-                if place != path:
+            for route_path in (path, *aliases):
+                if route_path != path:
                     options["batch_use"] = BatchUse.NONE
                 route = Route(
-                    place,
+                    route_path,
                     endpoint,
                     methods=[*methods],
-                    include_in_schema=shown_here,
+                    include_in_schema=in_schema and route_path == path,
                     **options,  # pyright: ignore[reportCallIssue]
                 )
                 self.routes.append(route)
@@ -233,11 +232,11 @@ class RouteTable:
         if route is not None:
             scope["route"], scope[DIALECT], scope[ACCESS] = route, route.dialect, route.access
             return
-        there = [*self._fixed.get(path, ()), *self._matching(path)]
-        is_open = bool(there) and all(route.access is Access.OPEN for route in there)
+        other_methods = [*self._fixed.get(path, ()), *self._matching(path)]
+        is_open = bool(other_methods) and all(route.access is Access.OPEN for route in other_methods)
         scope[ACCESS] = Access.OPEN if is_open else Access.API_KEY
-        below = [dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)]
-        scope[DIALECT] = there[0].dialect if there else next(iter(below), OPENAI)
+        by_prefix = (dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix))
+        scope[DIALECT] = other_methods[0].dialect if other_methods else next(by_prefix, OPENAI)
 
     def json_routes(self) -> dict[str, Route]:
         """Returns the JSON routes by path."""

@@ -54,11 +54,11 @@ class InternalClient:
 
     Args:
         app: The application with the state of the routes.
-        paths: Its routes, without middleware.
+        dispatcher: Calls its routes, without the outer middleware.
         routes: The table of its routes.
         client_name: Returns the client name of an owner for fair queueing.
         namespace_of: Returns the namespace of an owner's cached vectors and prefixes.
-        is_known: Whether the API key of an owner is still valid.
+        is_valid_owner: Whether the API key of an owner is still valid.
 
     Attributes:
         batch_uses: Paths that lines may call.
@@ -67,19 +67,19 @@ class InternalClient:
     def __init__(
         self,
         app: FastAPI,
-        paths: ASGIApp,
+        dispatcher: ASGIApp,
         routes: RouteTable,
         client_name: Callable[[str], str],
         namespace_of: Callable[[str], str],
-        is_known: Callable[[str], bool],
+        is_valid_owner: Callable[[str], bool],
     ) -> None:
         self._app = app
-        self._paths = paths
+        self._dispatcher = dispatcher
         self._routes = routes
         self.batch_uses = routes.batch_uses()
         self._client_name = client_name
         self._namespace_of = namespace_of
-        self._is_known = is_known
+        self._is_valid_owner = is_valid_owner
 
     async def send(self, path: str, content: bytes, owner: str, name: str) -> RouteResponse:
         """Returns the response of a route; 401 if the API key of the owner is not valid any more.
@@ -90,7 +90,7 @@ class InternalClient:
             owner: Owner of the batch; the client of the request.
             name: Request id, unless the body has one.
         """
-        if not self._is_known(owner):
+        if not self._is_valid_owner(owner):
             return RouteResponse(401, {}, b"", name, "", 0)
         scope: Scope = {
             "type": "http",
@@ -130,7 +130,7 @@ class InternalClient:
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         try:
-            await self._paths(scope, receive, receive_response)
+            await self._dispatcher(scope, receive, receive_response)
         finally:
             STAGE_TIMES.reset(stages_token)
             REQUEST.reset(request_token)

@@ -101,11 +101,11 @@ class Call:
             raise InvalidRequestError(f"{param} has {len(inputs)} entries; the limit is {limit}.", param=param)
 
     def reserve(self, size: ResponseSize, *, param: str = "input", remedy: str = FEWER_INPUTS) -> None:
-        """Reserves memory for the response, or for a further part of it; see AdmissionController.hold_response.
+        """Reserves memory for the response, or for a further part of it; see AdmissionController.reserve_response.
 
         Every response that grows with its request must reserve memory, before the model runs if the size is known.
         """
-        self.context.admission.hold_response(self.request.scope, size, param=param, remedy=remedy)
+        self.context.admission.reserve_response(self.request.scope, size, param=param, remedy=remedy)
 
     def reserve_rows(
         self, options: RequestOptions, *, param: str = "input", names_tokens: bool = False

@@ -18,26 +18,26 @@ from ..admission import ResponseSize
 
 EXPECTED_ENTRIES: Final = 512
 """Entries of a sparse vector for which memory is reserved before the model runs. Trained models give 100 to 200."""
-_NUMBER: Final = 12
+_NUMBER_BYTES: Final = 12
 """Bytes of a number in JSON."""
-_NAMED_SCORE: Final = 45
+_SCORE_BYTES: Final = 45
 """Bytes of a JSON object with one score, without the class name."""
-_ENTRY: Final = 36
+_ENTRY_BYTES: Final = 36
 """Bytes of an entry of a sparse vector in JSON."""
-_TOKEN: Final = 70
+_TOKEN_BYTES: Final = 70
 """Bytes of a token with its text and offsets in JSON."""
-_HELD_TOKEN: Final = 200
+_TOKEN_MEMORY: Final = 200
 """Bytes of a token with its text and offsets as Python objects."""
 
 
 def size_of_numbers(num_values: int, *, num_encodings: int = 1) -> ResponseSize:
     """Returns the size of float32 arrays that are written in one or several formats."""
-    return ResponseSize(num_encodings * _NUMBER * num_values, 4 * num_values)
+    return ResponseSize(num_encodings * _NUMBER_BYTES * num_values, 4 * num_values)
 
 
 def size_of_tokens(num_tokens: int) -> ResponseSize:
     """Returns the size of tokens with their texts."""
-    return ResponseSize(_TOKEN * num_tokens, _HELD_TOKEN * num_tokens)
+    return ResponseSize(_TOKEN_BYTES * num_tokens, _TOKEN_MEMORY * num_tokens)
 
 
 def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False) -> ResponseSize:
@@ -49,29 +49,29 @@ def size_of_token_rows(num_rows: int, width: int, *, names_tokens: bool = False)
 def size_of_classes(num_inputs: int, labels: Sequence[str], *, are_named: bool) -> ResponseSize:
     """Returns the size of all class scores per input, with the name of every class or only of the best class."""
     num_scores = num_inputs * len(labels)
-    kept = 4 * num_scores
+    value_bytes = 4 * num_scores
     if not are_named:
-        return ResponseSize(_NUMBER * num_scores + num_inputs * max(map(len, labels), default=0), kept)
-    return ResponseSize(_NAMED_SCORE * num_scores + num_inputs * sum(map(len, labels)), kept)
+        return ResponseSize(_NUMBER_BYTES * num_scores + num_inputs * max(map(len, labels), default=0), value_bytes)
+    return ResponseSize(_SCORE_BYTES * num_scores + num_inputs * sum(map(len, labels)), value_bytes)
 
 
 def size_of_scores(num_scores: int) -> ResponseSize:
     """Returns the size of objects with one score each, without document texts."""
-    return ResponseSize(_NAMED_SCORE * num_scores, 4 * num_scores)
+    return ResponseSize(_SCORE_BYTES * num_scores, 4 * num_scores)
 
 
 def size_of_texts(
-    texts: Iterable[str | Mapping[str, Any]], most: int | None = None, *, num_encodings: int = 1
+    texts: Iterable[str | Mapping[str, Any]], max_texts: int | None = None, *, num_encodings: int = 1
 ) -> ResponseSize:
     """Returns the size of texts in a response. They stay in memory until the client has read it.
 
     Args:
         texts: Texts, or documents that are objects.
-        most: Maximum number of texts in the response; None: all.
+        max_texts: Maximum number of texts in the response; None: all.
         num_encodings: How often each text is written.
     """
     sizes = [text.__sizeof__() if isinstance(text, str) else len(orjson.dumps(text)) for text in texts]
-    num_bytes = sum(heapq.nlargest(most, sizes) if most is not None and most < len(sizes) else sizes)
+    num_bytes = sum(heapq.nlargest(max_texts, sizes) if max_texts is not None and max_texts < len(sizes) else sizes)
     return ResponseSize(num_encodings * num_bytes, num_bytes)
 
 
@@ -86,13 +86,11 @@ def size_beyond_expected(vectors: Sequence[SparseVector]) -> ResponseSize:
 
 
 def _entries(number: int) -> ResponseSize:
-    return ResponseSize(_ENTRY * number, 8 * number)
+    return ResponseSize(_ENTRY_BYTES * number, 8 * number)
 
 
 FEWER_IDS: Final = "Send fewer token ids at once."
-MAX_DECODED_IDS: Final = (
-    1_000_000  # Per request: takes seconds in a tokenizer thread and gives a few megabytes of text.
-)
+MAX_DECODED_IDS: Final = 1_000_000  # Per request: takes seconds in a tokenizer thread; a few megabytes of text.
 MAX_RESPONSE_TOKENS: Final = 500_000  # Per response: each token takes 70 bytes of JSON and 200 bytes of memory.
 MAX_TOKENIZED_CHARS: Final = 2_000_000  # Per tokenization request: each token takes at least 60 bytes of JSON.
 
@@ -107,7 +105,7 @@ def check_num_chars(num_chars: int, param: str) -> None:
 
 
 def check_num_tokens(num_tokens: int, param: str) -> None:
-    """Raises InvalidRequestError if a response would hold too many tokens."""
+    """Raises InvalidRequestError if a response would have too many tokens."""
     if num_tokens > MAX_RESPONSE_TOKENS:
         raise InvalidRequestError(
             f"{param} has {num_tokens} tokens or more; a response has at most {MAX_RESPONSE_TOKENS}. "

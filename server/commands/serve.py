@@ -32,7 +32,7 @@ from penstock.engine.protocol.errors import ModelLoadError
 from ..admission import ServerRejectionReason
 from ..app import create_app
 from ..http.connection_limits import TransferLimits, raise_file_limit
-from ..http.http_server import HttpServer, freeze, uvicorn_config
+from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..middleware.auth import ApiKeys
 from ..models.served_model import ModelEntry, ServedModel, check_prompt_name
 from ..models.weight_files import WeightFiles
@@ -82,7 +82,7 @@ def serve(settings: ServerSettings, plans: Sequence[ModelPlan], process: EngineP
         server.should_exit = True
 
     def announce() -> None:
-        freeze()
+        freeze_gc()
         _announce(app.state.context.models.entries, settings, listener)
 
     raise_file_limit()

@@ -2,8 +2,8 @@
 
 This class fixes three problems of uvicorn. uvicorn buffers all bytes until a head is complete, so an endless head or
 endless trailers would fill the memory. It drops the response if the client closes its sending side. Its parser stops at
-a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the body would be lost. Here such a request is
-answered in HTTP/1.1 (RFC 9110, section 7.8: a server may ignore the offer).
+a head that offers an upgrade to HTTP/2 (Java's HttpClient sends it), so the body would be lost. Here the server ignores
+the offer and responds in HTTP/1.1 (RFC 9110, section 7.8).
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ MAX_OVERHEAD_BYTES: Final = 64 * 1024
 CONNECTION_LOST: Final = "penstock.connection_lost"
 """Scope key of a future that is done when the connection has ended. Other ASGI servers do not set it."""
 SLOW_BODY: Final = "penstock.slow_body"
-"""Scope key of a sentence for the client that explains why its body is too slow. The next read of the body raises the
-error."""
+"""Scope key of the error message for a slow body. The next read of the body raises the error."""
 SHEDDER: Final = "load_shedder"
 """Lifespan state key of the LoadShedder. Absent if there is none."""
 _UPGRADE_HEADERS: Final = frozenset((b"upgrade", b"http2-settings"))
@@ -92,10 +91,10 @@ class HeadRejecter(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is full, so that `rejection` may reject a request."""
+        """Whether the engine is full, so that `reject` may reject a request."""
         ...
 
-    def rejection(self, target: bytes, scope: Scope, answer: Callable[[Response], None]) -> RejectedRequest | None:
+    def reject(self, target: bytes, scope: Scope, send_response: Callable[[Response], None]) -> RejectedRequest | None:
         """Rejects a POST after its head was read, or returns None."""
         ...
 
@@ -126,12 +125,12 @@ class Connection(HttpToolsProtocol):
         """Sets up buffering and writing for a new connection."""
         super().connection_made(transport)
         self.flow = self._read_ahead = ReadAhead(transport)
-        self._writer = ResponseWriter(transport, self._end_last_response)
+        self._writer = ResponseWriter(transport, self._close_after_response)
 
     def data_received(self, data: bytes) -> None:
-        """Parses bytes, or buffers these until earlier requests are answered."""
-        is_much = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
-        if is_much or self._read_ahead.waiting or self._is_busy:
+        """Parses bytes, or buffers them until earlier requests have their responses."""
+        is_large = len(data) > PARSE_BYTES and len(data) > self._num_body_left()
+        if is_large or self._read_ahead.buffer or self._is_busy:
             self._read_ahead.put(data)
             self._parse_buffered()
         else:
@@ -142,7 +141,7 @@ class Connection(HttpToolsProtocol):
         """Parses buffered bytes up to the end of the next request."""
         if self._is_parsing:  # called from within the parser, when a response was sent
             return
-        while self._read_ahead.waiting and not self._is_busy and not self.transport.is_closing():
+        while self._read_ahead.buffer and not self._is_busy and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._parse_part(self._read_ahead.take(max(PARSE_BYTES, self._num_body_left())))
         if self._has_received_eof:
@@ -219,9 +218,7 @@ class Connection(HttpToolsProtocol):
             self._is_rejected = False
             if self._has_sent_last_response:
                 self.transport.close()
-            elif (
-                self._rejection is None
-            ):  # the response was sent before the body ended, and the body has cancelled the timer
+            elif self._rejection is None:  # it was sent before the body ended, and the body has cancelled the timer
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -248,7 +245,7 @@ class Connection(HttpToolsProtocol):
         if self.scheme == "https" or not self._is_busy:
             return False
         self._has_received_eof = True
-        if not self._read_ahead.waiting:
+        if not self._read_ahead.buffer:
             self.cycle.keep_alive = False
         HalfClose(self.transport, self._send_interim, self._request_end_s + INTERIM_AFTER_S - self.loop.time())
         return True
@@ -265,7 +262,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cleans up after the connection. Marks the running request as disconnected."""
         self._send_rejection()
-        self._writer.forget()
+        self._writer.clear()
         super().connection_lost(exc)
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True  # uvicorn does this for the last request only
@@ -280,9 +277,7 @@ class Connection(HttpToolsProtocol):
     @property
     def is_between_requests(self) -> bool:
         """Whether no request is running. An incomplete head may have arrived."""
-        cycle: RequestResponseCycle | None = (
-            self.cycle
-        )  # None at first, although uvicorn's annotation does not allow it
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, despite uvicorn's annotation
         return self._rejection is None and (cycle is None or cycle.response_complete)
 
     @property
@@ -310,7 +305,7 @@ class Connection(HttpToolsProtocol):
         return None
 
     def reject_body(self, reason: str) -> bool:
-        """Makes the application respond to a slow body with 408. `reason` is a sentence for the client.
+        """Makes the application respond to a slow body with 408. `reason` is the error message.
 
         Returns False if the response has started, or after an earlier call for the same request.
         """
@@ -332,7 +327,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a complete request is unanswered, so that later requests must wait."""
+        """Whether a complete request has no response yet, so that later requests must wait."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
 
@@ -351,7 +346,7 @@ class Connection(HttpToolsProtocol):
         if not self.is_between_requests or self.flow.write_paused:
             return None
         is_last = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        return self._shedder.rejection(self.url, cast("Scope", self.scope), partial(self._send_response, is_last))
+        return self._shedder.reject(self.url, cast("Scope", self.scope), partial(self._send_response, is_last))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running_cycle = cycle
@@ -362,7 +357,7 @@ class Connection(HttpToolsProtocol):
             app = CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
-    def _end_last_response(self) -> None:
+    def _close_after_response(self) -> None:
         """Closes the connection, or only our side while a body arrives, so that the client can read its response."""
         if not self._is_in_body or self._has_received_eof:
             self.transport.close()
@@ -370,14 +365,14 @@ class Connection(HttpToolsProtocol):
         self._has_sent_last_response = self._is_rejected = True
         self.pipeline.clear()
         self.flow.resume_reading()
-        self._writer.end_our_side()
+        self._writer.close_sending_side()
 
     def _send_rejection(self) -> None:
         if self._rejection is not None:
             self._rejection.send()
 
     def _send_response(self, is_last: bool, response: Response) -> None:
-        """Sends a whole response. The connection closes after it if the client requests that or the body is unread."""
+        """Sends a whole response. Closes the connection if the client requests that or the body is unread."""
         self._rejection = None
         if self.transport.is_closing():
             return
@@ -393,7 +388,7 @@ class Connection(HttpToolsProtocol):
             return
         self.server_state.total_requests += 1
         self._has_sent_last_response = True
-        self._end_last_response()
+        self._close_after_response()
 
     def _head_without_upgrade(self) -> bytes:
         """Returns the current head without its upgrade offer, for a new parser."""
@@ -403,11 +398,11 @@ class Connection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % header for header in _without_upgrade(self.headers)]
+        lines += [b"%b: %b" % header for header in _headers_without_upgrade(self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+def _headers_without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
     """Yields the headers without an upgrade offer. The Connection header keeps its other options."""
     for name, value in headers:
         if name == b"connection":

@@ -27,7 +27,7 @@ _TICK_S: Final = 1.0
 """Seconds. The Date header has a resolution of one second."""
 _COLLECT_EVERY_S: Final = 30.0
 """Minimum seconds between two full garbage collections of an idle server."""
-_GOODBYE_S: Final = 1.0
+_TLS_CLOSE_S: Final = 1.0
 """Seconds for an idle client to close TLS when the server stops. uvloop's default is 30."""
 
 
@@ -111,16 +111,16 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Lets running requests finish, and closes idle connections."""
-        dropping = asyncio.create_task(self._drop_idle())
+        closing = asyncio.create_task(self._close_idle_connections())
         try:
             await super().shutdown(sockets)
         finally:
-            dropping.cancel()
+            closing.cancel()
 
-    async def _drop_idle(self) -> None:
+    async def _close_idle_connections(self) -> None:
         idle: set[Connection] = set()
         while True:
-            await asyncio.sleep(_GOODBYE_S)
+            await asyncio.sleep(_TLS_CLOSE_S)
             for connection in idle:
                 if connection.is_idle:
                     connection.transport.abort()
@@ -131,7 +131,7 @@ class HttpServer(uvicorn.Server):
         return self.server_state.connections
 
 
-def freeze() -> None:
+def freeze_gc() -> None:
     """Excludes the objects of start-up from garbage collection, and collects less often.
 
     Requests wait while the collector walks these objects. At Python's default threshold that takes about 6 % of the

@@ -24,7 +24,7 @@ WEIGHT: Final = 8
 """Weight of a text, list, object or key. Each takes more memory and time than a number, which has weight 1."""
 SLICE_BYTES: Final = 128 * 1024
 """Number of bytes per slice. Other requests are served between two slices."""
-_MOST_PER_BYTE: Final = 3
+_MAX_WEIGHT_PER_BYTE: Final = 3
 """Maximum weight per byte of valid JSON: each byte of `"",` counts as three."""
 
 
@@ -40,7 +40,7 @@ class JsonReader:
     def __init__(self, admission: AdmissionController, max_entries: int) -> None:
         self._admission = admission
         self._max_entries = max_entries
-        self._uncounted_bytes = min(SMALL_BODY_BYTES, admission.max_json_values // _MOST_PER_BYTE)
+        self._uncounted_bytes = min(SMALL_BODY_BYTES, admission.max_json_values // _MAX_WEIGHT_PER_BYTE)
 
     async def read(self, scope: Scope, receive: Receive) -> Any:
         """Returns the value of a body.
@@ -109,17 +109,17 @@ class JsonReader:
                     if isinstance(entry, list):
                         self._check_list(entry, ("body", tag, name, inner))
 
-    def _check_list(self, entries: list[Any], place: tuple[str, ...]) -> None:
+    def _check_list(self, entries: list[Any], location: tuple[str, ...]) -> None:
         if len(entries) > self._max_entries and type(entries[0]) not in (int, float):
             message = f"has {len(entries)} entries; the limit is {self._max_entries}"
-            raise RequestValidationError([{"type": "value_error", "loc": place, "msg": message, "input": None}])
+            raise RequestValidationError([{"type": "value_error", "loc": location, "msg": message, "input": None}])
 
     def _must_count(self, body: bytes | bytearray) -> bool:
         """Returns whether a body may have more values than the limit, or more than admission assumes for its size."""
         if len(body) > SLICE_BYTES:
             return True
-        most = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
-        return most > min(len(body), self._admission.max_json_values)
+        max_weight = WEIGHT * (body.count(b"[") + body.count(b"{") + body.count(b'"') // 2) + body.count(b",")
+        return max_weight > min(len(body), self._admission.max_json_values)
 
 
 def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
@@ -132,18 +132,18 @@ def count_values(text: bytes | bytearray, slice_bytes: int = SLICE_BYTES) -> Ite
         slice_bytes: Bytes per slice, at least 2.
     """
     num_values = start = 0
-    is_inside = False  # whether the slice starts inside a string
+    in_string = False  # whether the slice starts inside a string
     while start < len(text):
         part = text[start : start + slice_bytes]
         if (len(part) - len(part.rstrip(b"\\"))) % 2 and start + len(part) < len(text):
             part = part[:-1]  # do not split an escape sequence
         start += len(part)
-        runs = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(runs[is_inside::2])
-        num_quotes = len(runs) - 1
-        num_values += outside.count(b",") + outside.count(b":")
-        num_values += WEIGHT * (outside.count(b"[") + outside.count(b"{")) + WEIGHT * num_quotes // 2
-        is_inside ^= bool(num_quotes % 2)
+        segments = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        unquoted = b"".join(segments[in_string::2])
+        num_quotes = len(segments) - 1
+        num_values += unquoted.count(b",") + unquoted.count(b":")
+        num_values += WEIGHT * (unquoted.count(b"[") + unquoted.count(b"{")) + WEIGHT * num_quotes // 2
+        in_string ^= bool(num_quotes % 2)
         yield num_values
 
 
@@ -181,11 +181,11 @@ def check_media(
     media = content_type.partition(";")[0].strip().lower()
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
         return
-    found = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
+    problem = f"Content-Type is {shown(media)}" if media else "The request has no Content-Type"
     if is_from_other_origin(headers, origins):
-        raise HTTPException(415, f"{found}; a web page of another origin must send application/json.")
+        raise HTTPException(415, f"{problem}; a web page of another origin must send application/json.")
     if media and not takes_any:
-        raise HTTPException(415, f"{found}; send application/json.")
+        raise HTTPException(415, f"{problem}; send application/json.")
 
 
 def is_from_other_origin(headers: Iterable[tuple[bytes, bytes]], allowed: Collection[str]) -> bool:

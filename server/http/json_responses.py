@@ -21,7 +21,7 @@ JSON_HEADERS: Final = {"content-type": "application/json"}
 PART_BYTES: Final = 64 * 1024
 _PART_VALUES: Final = 8_192
 """Numbers per part."""
-_TOGETHER: Final = 64
+_ENTRIES_PER_PART: Final = 64
 """Entries of a list of texts or numbers per part."""
 _PART_CHARS: Final = 32_768
 """Characters per part."""
@@ -84,10 +84,10 @@ def json_array(rows: NDArray[Any], convert: Callable[[NDArray[Any]], NDArray[Any
 
 def json_bytes(value: Any) -> bytes:
     """Returns the JSON of a value as one bytes object. See `iter_json` for the types of values."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_whole)
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
 
 
-def _whole(value: Any) -> Any:
+def _default(value: Any) -> Any:
     if isinstance(value, Iterator):
         return list(value)
     if isinstance(value, LazyRows):
@@ -107,19 +107,19 @@ def iter_json(value: Any) -> Iterator[bytes]:
         opening = b"{"
         for key, entry in value.items():
             yield opening + orjson.dumps(key) + b":"
-            yield from _entry(entry)
+            yield from _iter_entry(entry)
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
-    elif isinstance(value, list) and len(value) > _TOGETHER and isinstance(value[0], int | str):
+    elif isinstance(value, list) and len(value) > _ENTRIES_PER_PART and isinstance(value[0], int | str):
         yield b"["
-        for start in range(0, len(value), _TOGETHER):
-            yield from _together(value[start : start + _TOGETHER], b"," if start else b"")
+        for start in range(0, len(value), _ENTRIES_PER_PART):
+            yield from _iter_entries(value[start : start + _ENTRIES_PER_PART], b"," if start else b"")
         yield b"]"
     elif isinstance(value, list | tuple | Iterator):
         opening = b"["
         for entry in value:
             yield opening
-            yield from _entry(entry)
+            yield from _iter_entry(entry)
             opening = b","
         yield b"[]" if opening == b"[" else b"]"
     elif isinstance(value, LazyRows):
@@ -135,9 +135,9 @@ def iter_json(value: Any) -> Iterator[bytes]:
         yield json_bytes(value)
 
 
-def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
-    """Yields entries of a list, serialised in one call unless they contain large texts."""
-    if any(isinstance(entry, str) and len(entry) > _PART_CHARS // _TOGETHER for entry in entries):
+def _iter_entries(entries: list[Any], before: bytes) -> Iterator[bytes]:
+    """Yields some entries of a list, serialised in one call unless a text is large."""
+    if any(isinstance(entry, str) and len(entry) > _PART_CHARS // _ENTRIES_PER_PART for entry in entries):
         for i, entry in enumerate(entries):
             yield b"," if i else before
             yield from iter_json(entry)
@@ -145,15 +145,15 @@ def _together(entries: list[Any], before: bytes) -> Iterator[bytes]:
         yield before + json_bytes(entries)[1:-1]
 
 
-def _entry(value: Any) -> Iterator[bytes]:
-    """Yields an entry of a list or an object, serialised in one call if it is small, as most entries are."""
-    if isinstance(value, dict) and not any(map(_is_written_apart, value.values())):
+def _iter_entry(value: Any) -> Iterator[bytes]:
+    """Yields an entry of a list or an object, serialised in one call if it is small."""
+    if isinstance(value, dict) and not any(map(_is_large, value.values())):
         yield json_bytes(value)
     else:
         yield from iter_json(value)
 
 
-def _is_written_apart(value: Any) -> bool:
+def _is_large(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) > _PART_CHARS
     if isinstance(value, np.ndarray):
@@ -178,25 +178,25 @@ class IncrementalResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response. Stops if the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        leaving = asyncio.create_task(_hang_up(receive))
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
         try:
-            for part in _gathered(self._parts):
+            for part in _merge_parts(self._parts):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
-                if leaving.done():
+                if disconnect.done():
                     return
             await send({"type": "http.response.body", "body": b""})
         finally:
-            leaving.cancel()
+            disconnect.cancel()
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _gathered(parts: Iterator[bytes]) -> Iterator[bytes]:
+def _merge_parts(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Yields the same bytes in parts of about PART_BYTES."""
     waiting: list[bytes] = []
     num_bytes = 0

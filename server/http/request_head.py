@@ -91,12 +91,12 @@ class RequestIds:
 
     def of(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Returns the client's x-request-id, or a new one."""
-        given = b""
+        client_id = b""
         for name, value in headers:
             if name == b"x-request-id":
-                given = value
+                client_id = value
                 break
-        return given if _REQUEST_ID.fullmatch(given) else b"%032x" % self._random.getrandbits(128)
+        return client_id if _REQUEST_ID.fullmatch(client_id) else b"%032x" % self._random.getrandbits(128)
 
 
 def canonical_path(path: str) -> str:

@@ -25,25 +25,25 @@ class ReadAhead(FlowControl):
     """Buffers bytes of requests that wait for earlier responses. Pauses reading while the buffer is full.
 
     Attributes:
-        waiting: The buffered bytes.
+        buffer: The bytes.
     """
 
     def __init__(self, transport: object) -> None:
         super().__init__(transport)  # type: ignore[arg-type]
-        self.waiting = bytearray()
+        self.buffer = bytearray()
 
     def put(self, data: bytes) -> None:
-        """Adds bytes."""
-        self.waiting += data
+        """Appends received bytes."""
+        self.buffer += data
         if self._is_full:
             self.pause_reading()
 
     def take(self, num_bytes: int) -> bytes:
-        """Returns the next part."""
+        """Removes and returns the next `num_bytes` bytes, or all bytes if there are fewer."""
         was_full = self._is_full
-        with memoryview(self.waiting) as view:
+        with memoryview(self.buffer) as view:
             part = bytes(view[:num_bytes])
-        del self.waiting[:num_bytes]
+        del self.buffer[:num_bytes]
         if was_full:
             self.resume_reading()
         return part
@@ -55,11 +55,11 @@ class ReadAhead(FlowControl):
 
     @property
     def _is_full(self) -> bool:
-        return len(self.waiting) > MAX_AHEAD_BYTES
+        return len(self.buffer) > MAX_AHEAD_BYTES
 
 
 LINGER_S: Final = 30.0
-"""Seconds after the last response for which bytes of the client are read and discarded."""
+"""Seconds after the last response during which bytes of the client are read and discarded."""
 
 
 class ResponseWriter:
@@ -67,7 +67,8 @@ class ResponseWriter:
 
     The head is written together with the first part of the body, which saves a system call and a wake-up of the client.
     If a connection with unread received bytes is closed, TCP resets it and the client may lose an unread response (RFC
-    9112, section 9.6). So while a client still sends, only our side is closed first, and the rest after LINGER_S.
+    9112, section 9.6). So while a client still sends, the server first closes only its sending side, and the connection
+    after LINGER_S.
 
     Args:
         transport: Transport of the connection.
@@ -118,13 +119,13 @@ class ResponseWriter:
         self.flush()
         self._end()
 
-    def end_our_side(self) -> None:
-        """Closes our side if possible (TLS cannot close one side), and the connection after LINGER_S."""
+    def close_sending_side(self) -> None:
+        """Closes the sending side, unless TLS is used, and the connection after LINGER_S."""
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._end_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drops all references after the connection is lost."""
         self._cycle, self._head = None, b""
         if self._end_timer is not None:
@@ -166,8 +167,8 @@ INTERIM_AFTER_S: Final = 1.0
 """Seconds after the end of a request until an interim response is sent. Most responses have been sent by then."""
 INTERIM: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 """The interim response that most clients accept."""
-_FIRST_CHECK_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
+_MIN_PAUSE_S: Final = 0.05
+_MAX_PAUSE_S: Final = 1.0
 
 
 class HalfClose:
@@ -186,7 +187,7 @@ class HalfClose:
     def __init__(self, transport: asyncio.Transport, send_interim: Callable[[], None], wait_s: float) -> None:
         self._transport = transport
         self._send_interim = send_interim
-        self._pause_s = _FIRST_CHECK_S
+        self._pause_s = _MIN_PAUSE_S
         self._loop = asyncio.get_running_loop()
         self._loop.call_later(max(wait_s, 0.0), self._begin)
 
@@ -201,5 +202,5 @@ class HalfClose:
         if self._transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
             self._transport.abort()
             return
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         self._loop.call_later(self._pause_s, self._check)

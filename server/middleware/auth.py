@@ -70,7 +70,7 @@ class AuthMiddleware:
 
 
 def keys_in_headers(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Yields the values of all headers that may carry a key."""
+    """Yields the keys in the headers Authorization and api-key."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, rest = value.strip().partition(b" ")
@@ -86,7 +86,7 @@ class ApiKeys:
     change. If it is then missing or has no key, an error is logged and the previous keys stay valid.
 
     Args:
-        given: Keys of the settings.
+        keys: Keys of the settings.
         file: File with more keys.
         flag: Option that names the file, for errors and logs.
         salt: Secret salt of the identities. Equal salts give equal identities after a restart and in other processes.
@@ -96,12 +96,12 @@ class ApiKeys:
         clock_s: Monotonic time.
 
     Raises:
-        UsageError: The file cannot be read or holds no key.
+        UsageError: The file cannot be read or has no key.
     """
 
     def __init__(
         self,
-        given: Sequence[str],
+        keys: Sequence[str],
         file: Path | None = None,
         *,
         flag: str = "--api-key-file",
@@ -112,34 +112,34 @@ class ApiKeys:
         self._salt = salt or secrets.token_bytes(SALT_BYTES)
         self._namespace_salt = namespace_salt
         self._namespaces: dict[str, str] = {}
-        self._given = frozenset(self._known(key.encode()) for key in given)
+        self._configured = frozenset(self._register(key.encode()) for key in keys)
         self._file, self._flag = file, flag
         self._clock_s = clock_s
         self._next_check_s = clock_s() + CHECK_EVERY_S
         self._version: _Version | None = None
-        self._owners = self._given
+        self._owners = self._configured
         if file is not None:
             try:
                 self._version = _version(file)
-                self._owners = self._given | self._read(file)
+                self._owners = self._configured | self._read(file)
             except (OSError, ValueError) as error:
-                raise UsageError(f"{flag}: {_reason(error, file)}") from error
+                raise UsageError(f"{flag}: {_file_error(error, file)}") from error
 
     @property
     def are_required(self) -> bool:
         """Whether requests need a key."""
         return bool(self._owners)
 
-    def client_of(self, offers: Iterable[bytes]) -> str | None:
+    def client_of(self, keys: Iterable[bytes]) -> str | None:
         """Returns the identity of the client, "" if the server has only one key, or None without a valid key."""
-        owner = self.owner_of(offers)
+        owner = self.owner_of(keys)
         return None if owner is None else self.client_name(owner)
 
     def client_name(self, owner: str) -> str:
         """Returns the identity of an owner in the fair queue: "" if there is one key only."""
         return owner if len(self._owners) > 1 else ""
 
-    def knows(self, owner: str) -> bool:
+    def is_valid(self, owner: str) -> bool:
         """Returns whether the key of an owner is still valid. "" is valid, and without keys every owner is."""
         self._reload_if_changed()
         return not owner or not self._owners or owner in self._owners
@@ -148,14 +148,14 @@ class ApiKeys:
         """Returns the namespace of an owner's cached vectors and prefixes, a digest of key and salt."""
         return self._namespaces.get(owner, owner)
 
-    def owner_of(self, offers: Iterable[bytes]) -> str | None:
+    def owner_of(self, keys: Iterable[bytes]) -> str | None:
         """Returns the identity of the valid key, or None without a valid key or with more than MAX_KEY_HEADERS keys."""
         self._reload_if_changed()
-        offered = list(islice(offers, MAX_KEY_HEADERS + 1))
-        if len(offered) > MAX_KEY_HEADERS:
+        candidates = list(islice(keys, MAX_KEY_HEADERS + 1))
+        if len(candidates) > MAX_KEY_HEADERS:
             return None
         # The time of this lookup depends on digests with a secret salt, so it reveals nothing about a key.
-        return next((owner for owner in map(self._digest, offered) if owner in self._owners), None)
+        return next((owner for owner in map(self._digest, candidates) if owner in self._owners), None)
 
     def _reload_if_changed(self) -> None:
         """Reads the file again if it has changed. Checks it once in CHECK_EVERY_S."""
@@ -167,10 +167,10 @@ class ApiKeys:
             version = _version(self._file)
             if version == self._version:
                 return
-            self._owners = self._given | self._read(self._file)
+            self._owners = self._configured | self._read(self._file)
         except (OSError, ValueError) as error:
             if version != self._version:
-                logger.error("%s: %s; the previous keys stay valid", self._flag, _reason(error, self._file))
+                logger.error("%s: %s; the previous keys stay valid", self._flag, _file_error(error, self._file))
         else:
             logger.info("%s: read again; valid keys: %d", self._flag, len(self._owners))
         self._version = version
@@ -181,10 +181,10 @@ class ApiKeys:
         lines = (line.strip() for line in file.read_text("utf-8-sig").splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise ValueError("holds no key")
-        return frozenset(self._known(key.encode()) for key in keys)
+            raise ValueError("has no key; add one per line")
+        return frozenset(self._register(key.encode()) for key in keys)
 
-    def _known(self, key: bytes) -> str:
+    def _register(self, key: bytes) -> str:
         """Returns the digest of a valid key, and stores its namespace."""
         digest = self._digest(key)
         if self._namespace_salt is not None:
@@ -201,7 +201,7 @@ def _version(file: Path) -> _Version:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _reason(error: OSError | ValueError, file: Path) -> str:
+def _file_error(error: OSError | ValueError, file: Path) -> str:
     if isinstance(error, OSError):
         return f"{file} cannot be read: {error.strerror}"
     return f"{file} is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"{file} {error}"

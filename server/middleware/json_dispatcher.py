@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class JsonDispatcher:
     """Calls the functions of JSON routes, and passes other requests on.
 
-    ClientWatch cancels a request when its client hangs up or its deadline passes. After every request its memory
+    ClientWatch cancels a request when its client disconnects or its deadline passes. After every request its memory
     reservations are released.
 
     Args:
@@ -59,12 +59,12 @@ class JsonDispatcher:
         """Responds to a request, or passes it on."""
         CLIENT.set(scope.get("api_client", ""))
         route, response = route_of(scope), self.app
-        is_json = route is not None and route.body_parser is not None
+        parser = None if route is None else route.body_parser
         try:
-            if route is not None and route.body_parser is not None:
+            if route is not None and parser is not None:
                 request, body = Request(scope, receive, send), None
                 try:
-                    body = await _read_body(request, route, route.body_parser)
+                    body = await _read_body(request, route, parser)
                     if route.runs_model:
                         scope[LIMITS] = limits_of(scope)
                     with ClientWatch(request) if route.ends_with_client else nullcontext():
@@ -72,20 +72,20 @@ class JsonDispatcher:
                 except Exception as error:
                     if isinstance(error, EngineError) and isinstance(body, JsonBody):
                         error.name_fields(body.field_names())
-                    known = [kind for kind in type(error).__mro__ if kind in self._error_handlers]
-                    if not known:
+                    handler = next(filter(None, map(self._error_handlers.get, type(error).__mro__)), None)
+                    if handler is None:
                         raise
-                    response = await self._error_handlers[known[0]](request, error)
+                    response = await handler(request, error)
                 finally:
                     body = None  # free it: the client may read the response slowly
                     self._on_response(scope)
             await response(scope, receive, send)
         except Exception as error:
-            if (failure := unexpected_error(scope, error)) is None:
+            if (error_response := unexpected_error(scope, error)) is None:
                 raise
-            await failure(scope, receive, send)
+            await error_response(scope, receive, send)
         finally:
-            if not is_json:
+            if parser is None:
                 self._on_response(scope)
             self._on_end(scope)
 
@@ -105,9 +105,9 @@ class UnexpectedErrorMiddleware:
         try:
             await self.app(scope, receive, send)
         except Exception as error:
-            if scope["type"] != "http" or (failure := unexpected_error(scope, error)) is None:
+            if scope["type"] != "http" or (error_response := unexpected_error(scope, error)) is None:
                 raise
-            await failure(scope, receive, send)
+            await error_response(scope, receive, send)
 
 
 def unexpected_error(scope: Scope, error: Exception) -> Response | None:
@@ -140,9 +140,9 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
     try:
         content = await reader.read(scope, request.receive)
     except RequestValidationError:
-        named = coding.decode("latin-1").strip().lower()
-        if named not in ("", "identity"):
-            raise HTTPException(415, f"Content-Encoding is {shown(named)}; send the body uncompressed.") from None
+        encoding = coding.decode("latin-1").strip().lower()
+        if encoding not in ("", "identity"):
+            raise HTTPException(415, f"Content-Encoding is {shown(encoding)}; send the body uncompressed.") from None
         raise
     if isinstance(content, dict):
         for key, dialect in route.by_key.items():
@@ -150,6 +150,6 @@ async def _read_body(request: Request, route: Route, parser: BodyParser) -> Any:
                 scope[DIALECT] = dialect
     reader.check_entries(content, parser.tag_of(content))
     body = parser.parse(content)
-    if isinstance(body, JsonBody) and (name := body.body_request_id()) is not None:
-        scope["request_id"] = name
+    if isinstance(body, JsonBody) and (request_id := body.body_request_id()) is not None:
+        scope["request_id"] = request_id
     return body

@@ -42,15 +42,15 @@ PER_TICK: Final = 10
 """Rejections per tick, which is 200 per second. Rejections that reach their latest time are sent in addition."""
 MAX_DELAY_S: Final = 2.0
 """Maximum delay of a rejection in seconds. The smallest Retry-After is 1 s."""
-_LONGEST_KEY: Final = 64
+_MAX_KEY_BYTES: Final = 64
 
-Answer = Callable[[Response], None]
+SendResponse = Callable[[Response], None]
 
 
-class _Waiting(NamedTuple):
+class _DelayedRejection(NamedTuple):
     latest_s: float
-    number: int
-    release: Callable[[], bool]
+    number: int  # orders rejections with equal times
+    send: Callable[[], bool]
 
 
 class RejectionQueue:
@@ -62,37 +62,38 @@ class RejectionQueue:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._waiting: list[_Waiting] = []  # a heap
+        self._waiting: list[_DelayedRejection] = []  # a heap
         self._numbers = itertools.count()
         self._is_ticking = False
 
-    def add(self, release: Callable[[], bool], *, within_s: float = MAX_DELAY_S) -> None:
-        """Calls `release` within `within_s` seconds. `release` returns false if the client has disconnected."""
+    def add(self, send: Callable[[], bool], *, within_s: float = MAX_DELAY_S) -> None:
+        """Calls `send` within `within_s` seconds. `send` returns False if the client has disconnected."""
         loop = asyncio.get_running_loop()
-        heapq.heappush(self._waiting, _Waiting(loop.time() + min(within_s, MAX_DELAY_S), next(self._numbers), release))
+        latest_s = loop.time() + min(within_s, MAX_DELAY_S)
+        heapq.heappush(self._waiting, _DelayedRejection(latest_s, next(self._numbers), send))
         if not self._is_ticking:
             self._is_ticking = True
             loop.call_later(TICK_S, self._tick)
 
     def wait(self, *, within_s: float = MAX_DELAY_S) -> Awaitable[None]:
         """Adds a rejection and returns an awaitable that completes when the rejection may be sent."""
-        released = asyncio.get_running_loop().create_future()
+        may_send = asyncio.get_running_loop().create_future()
 
-        def release() -> bool:
-            if released.done():  # its request was cancelled
+        def allow() -> bool:
+            if may_send.done():  # its request was cancelled
                 return False
-            released.set_result(None)
+            may_send.set_result(None)
             return True
 
-        self.add(release, within_s=within_s)
-        return released
+        self.add(allow, within_s=within_s)
+        return may_send
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         now_s, num_due = loop.time(), max(PER_TICK, len(self._waiting) - self._max_waiting)
         try:
             while self._waiting and (num_due > 0 or self._waiting[0].latest_s <= now_s):
-                num_due -= heapq.heappop(self._waiting).release()
+                num_due -= heapq.heappop(self._waiting).send()
         finally:
             self._is_ticking = bool(self._waiting)
             if self._is_ticking:
@@ -117,11 +118,11 @@ class Rejection:
         route: Route of the request.
         scope: Scope of the request.
         cors: Lets web pages of other origins read the response; None: they may not.
-        answer: Sends a response; None after that.
+        send_response: Sends a response; None after it was called.
         observers: Called with the record of the request.
         ids: Creates the request id.
-        began_s: Seconds, of time.perf_counter(). When its head was read.
-        began_ns: Nanoseconds since 1970 of the same moment.
+        began_s: time.perf_counter() when its head was read.
+        began_ns: Unix time of the same moment in nanoseconds.
     """
 
     error: EngineError
@@ -129,40 +130,40 @@ class Rejection:
     route: Route
     scope: Scope
     cors: CORSMiddleware | None
-    answer: Answer | None
+    send_response: SendResponse | None
     observers: Sequence[Observer]
     ids: RequestIds
     began_s: float = field(default_factory=perf_counter)
     began_ns: int = field(default_factory=time_ns)
     _dialect: Dialect | None = None
-    _seen: bytes = b""
+    _body_tail: bytes = b""
 
     def find_dialect(self, body: bytes) -> None:
         """Searches a part of the body for a key of a dialect. Quotes in texts are escaped, so texts do not match."""
         if self.route.by_key and self._dialect is None:
-            self._seen += body
+            self._body_tail += body
             for key, dialect in self.route.by_key.items():
-                if re.search(rb'"%b"\s*:' % key.encode(), self._seen):
+                if re.search(rb'"%b"\s*:' % key.encode(), self._body_tail):
                     self._dialect = dialect
-            self._seen = self._seen[-_LONGEST_KEY:]
+            self._body_tail = self._body_tail[-_MAX_KEY_BYTES:]
 
     def send(self) -> bool:
         """Sends the response unless it was sent before. Returns whether it was sent now. Frees the request."""
-        answer, scope = self.answer, self.scope
-        if answer is None:
+        send_response, scope = self.send_response, self.scope
+        if send_response is None:
             return False
-        self.answer, self.scope = None, {}
-        name, path = self.ids.of(scope["headers"]), self.route.path
-        request_id = name.decode("ascii")
-        known = {"method": "POST", "path": path, "route": self.route, "request_id": request_id}
-        record = RequestRecord({**scope, **known}, self.began_s, self.began_ns, model=self.model)
+        self.send_response, self.scope = None, {}
+        id_header = self.ids.of(scope["headers"])
+        request_id = id_header.decode("ascii")
+        values = {"method": "POST", "path": self.route.path, "route": self.route, "request_id": request_id}
+        record = RequestRecord({**scope, **values}, self.began_s, self.began_ns, model=self.model)
         response = (self._dialect or self.route.dialect).engine_error(self.error, request_id)
         if self.cors is not None:
-            _let_pages_read(response, self.cors, scope)
-        response.raw_headers.append((b"x-request-id", name))
+            _add_cors_headers(response, self.cors, scope)
+        response.raw_headers.append((b"x-request-id", id_header))
         note_rejection(record.scope, self.error)
         record.begin_response(response.status_code)
-        answer(response)
+        send_response(response)
         record.end()
         for observe in self.observers:
             observe(record)
@@ -172,15 +173,15 @@ class Rejection:
 class LoadShedder:
     """Rejects requests to routes that run the model while its engine is full.
 
-    Requests with a missing key, a wrong header or a body that is too large are left to the application. If several
-    models are served, all requests are, because the body names the model.
+    Requests with a missing key, a wrong header or a body that is too large are passed to the application. If there are
+    several models, all requests are passed on, because the body names the model.
 
     Args:
         routes: Routes of the application.
         models: The served models.
         keys: API keys.
         observers: Called with the record of every request.
-        pace: Sends rejections at a bounded rate.
+        queue: Sends rejections at a bounded rate.
         max_body_bytes: Maximum size of one body.
         cors: Lets web pages of other origins read responses; None: they may not.
     """
@@ -191,7 +192,7 @@ class LoadShedder:
         models: ModelTable,
         keys: ApiKeys,
         observers: Sequence[Observer],
-        pace: RejectionQueue,
+        queue: RejectionQueue,
         max_body_bytes: int,
         cors: CORSMiddleware | None,
     ) -> None:
@@ -199,24 +200,24 @@ class LoadShedder:
         self._models = models
         self._keys = keys
         self._observers = tuple(observers)
-        self._pace = pace
+        self._queue = queue
         self._max_body_bytes = max_body_bytes
         self._cors = cors
         self._ids = RequestIds()
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine is full, so that `rejection` may reject a request."""
+        """Whether the engine is full, so that `reject` may reject a request."""
         engine = self._models.only_engine
         return engine is not None and engine.is_full
 
-    def rejection(self, target: bytes, scope: Scope, answer: Answer) -> Rejection | None:
+    def reject(self, target: bytes, scope: Scope, send_response: SendResponse) -> Rejection | None:
         """Rejects a POST after its head was read. Returns None if the application must handle the request.
 
         Args:
             target: The request target, as it was sent.
             scope: Scope of the request. Its path is not known yet.
-            answer: Sends the whole response when it is called later.
+            send_response: Sends the whole response. Called later.
         """
         engine, route, headers = self._models.only_engine, self._route(target), scope["headers"]
         if engine is None or route is None:
@@ -235,18 +236,16 @@ class LoadShedder:
             engine.check_queue(client)
         except EngineError as error:
             rejection = Rejection(
-                error=error.with_traceback(
-                    None
-                ),  # a traceback would refer to this frame, and so to the rejection: a cycle
+                error=error.with_traceback(None),  # a traceback refers to this frame: a reference cycle
                 model=self._models.entries[0].name,
                 route=route,
                 scope=scope,
                 cors=self._cors,
-                answer=answer,
+                send_response=send_response,
                 observers=self._observers,
                 ids=self._ids,
             )
-            self._pace.add(rejection.send, within_s=within_s)
+            self._queue.add(rejection.send, within_s=within_s)
             return rejection
         return None
 
@@ -261,13 +260,13 @@ class LoadShedder:
         return self._routes.get(canonical_path(unquote(path.decode("latin-1"))).encode())
 
 
-def _let_pages_read(response: Response, cors: CORSMiddleware, scope: Scope) -> None:
+def _add_cors_headers(response: Response, cors: CORSMiddleware, scope: Scope) -> None:
     """Adds the headers of the CORS middleware. Its coroutine never waits, so it runs without a loop."""
     head: Message = {"type": "http.response.start", "headers": response.raw_headers}
 
-    async def take(_: Message) -> None:
+    async def discard(_: Message) -> None:
         pass
 
     with contextlib.suppress(StopIteration):
-        cors.send(head, take, Headers(scope=scope)).send(None)
+        cors.send(head, discard, Headers(scope=scope)).send(None)
     response.raw_headers = head["headers"]

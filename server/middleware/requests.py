@@ -12,11 +12,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.protocol.errors import (
-    EngineUnavailableError,
-    InvalidRequestError,
-    RejectionReason,
-)
+from penstock.engine.protocol.errors import EngineUnavailableError, InvalidRequestError, RejectionReason
 from penstock.engine.protocol.request import STAGE_TIMES
 
 from ..admission import note_rejection
@@ -36,13 +32,13 @@ class RequestMiddleware:
     Aliases are served without a redirect, because clients do not follow a redirect of a POST. The id is the client's
     x-request-id or a new one. It is stored in the scope, where the body may replace it, and returned in the response.
     Server-Timing has the times of the stages. The observers are called in order after the response. A response with
-    status 429 waits until RejectionQueue releases it; by then the application has released the request.
+    status 429 waits in the RejectionQueue; by then the application has released the request.
 
     Args:
         app: The next application.
         routes: All routes.
         observers: Called with the record of every request after its response.
-        pace: Delays rejections.
+        rejections: Delays rejections.
         end_request: Responds to a request that is cancelled at the end of the drain.
     """
 
@@ -51,14 +47,14 @@ class RequestMiddleware:
         app: ASGIApp,
         routes: RouteTable,
         observers: Sequence[Observer],
-        pace: RejectionQueue,
+        rejections: RejectionQueue,
         end_request: ASGIApp,
     ) -> None:
         self.app = app
         self.end_request = end_request
         self.routes = routes
         self.observers = tuple(observers)
-        self.pace = pace
+        self.rejections = rejections
         self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,15 +64,15 @@ class RequestMiddleware:
         self.routes.enter(scope)
         scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
-        held: list[Message] = []
+        delayed: list[Message] = []
 
-        async def send_or_hold(message: Message) -> None:
+        async def send_or_delay(message: Message) -> None:
             is_head = message["type"] == "http.response.start"
             record.has_started = True
-            if held or (is_head and message["status"] == 429):
-                held.append(message)
+            if delayed or (is_head and message["status"] == 429):
+                delayed.append(message)
             elif is_head:
-                await send(_started(message, record))
+                await send(_start_response(message, record))
             elif len(message.get("body", b"")) > PART_BYTES:
                 await _send_in_parts(message, send)
             else:
@@ -84,18 +80,16 @@ class RequestMiddleware:
 
         try:
             try:
-                await self.app(scope, receive, send_or_hold)
+                await self.app(scope, receive, send_or_delay)
             except asyncio.CancelledError:
-                # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
                 if record.has_started:
                     raise
-                if (task := asyncio.current_task()) is not None:
-                    task.uncancel()
-                await self.end_request(scope, receive, send_or_hold)
-            if held:
+                _uncancel()
+                await self.end_request(scope, receive, send_or_delay)
+            if delayed:
                 await self._wait_for_release(scope)
-                head, *body = held
-                await send(_started(head, record))
+                head, *body = delayed
+                await send(_start_response(head, record))
                 for message in body:
                     await send(message)
         finally:
@@ -111,20 +105,24 @@ class RequestMiddleware:
         except InvalidRequestError:  # an invalid header on a route that does not check it
             within_s = MAX_DELAY_S
         try:
-            await self.pace.wait(within_s=within_s)
+            await self.rejections.wait(within_s=within_s)
         except asyncio.CancelledError:
-            # Only uvicorn cancels a request, at the end of the drain. The response still goes out.
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
+            _uncancel()
 
 
-def _started(head: Message, record: RequestRecord) -> Message:
+def _uncancel() -> None:
+    """Lets the current task send its response. Only uvicorn cancels a request, at the end of the drain."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
+
+
+def _start_response(head: Message, record: RequestRecord) -> Message:
     """Records the start of the response. Returns its head with the id and the times of the request."""
     record.begin_response(head["status"])
-    own = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
+    headers = [(b"x-request-id", record.scope["request_id"].encode("ascii"))]
     if record.stage_seconds:
-        own.append((b"server-timing", server_timing(record.stage_seconds)))
-    return {**head, "headers": [*head.get("headers", ()), *own]}
+        headers.append((b"server-timing", server_timing(record.stage_seconds)))
+    return {**head, "headers": [*head.get("headers", ()), *headers]}
 
 
 async def end_at_shutdown(scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,5 +140,5 @@ async def _send_in_parts(message: Message, send: Send) -> None:
     body = memoryview(message["body"])
     for start in range(0, len(body), PART_BYTES):
         end = start + PART_BYTES
-        is_followed = end < len(body) or message.get("more_body", False)
-        await send({"type": "http.response.body", "body": body[start:end], "more_body": is_followed})
+        has_more = end < len(body) or message.get("more_body", False)
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": has_more})

@@ -34,7 +34,7 @@ from ..admission import ServerRejectionReason
 from ..app import SharedState, create_app
 from ..http.connection import Connection
 from ..http.connection_limits import NO_LIMITS, TransferLimits, raise_file_limit
-from ..http.http_server import HttpServer, freeze, uvicorn_config
+from ..http.http_server import HttpServer, freeze_gc, uvicorn_config
 from ..models import manager
 from ..models.served_model import ServedModel
 from ..observability.metrics import Metrics
@@ -327,7 +327,7 @@ def main() -> None:
         return metrics.families()
 
     def prepared() -> None:
-        freeze()
+        freeze_gc()
         link.report_ready()
 
     link = SupervisorLink(plan, metrics, end)

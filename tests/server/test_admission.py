@@ -74,7 +74,7 @@ def test_dense_values_have_a_separate_memory() -> None:
 
 
 def hold(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> None:
-    admission.hold_response(request, ResponseSize(10 * MIB, num_bytes), param="input", remedy="")
+    admission.reserve_response(request, ResponseSize(10 * MIB, num_bytes), param="input", remedy="")
 
 
 def rejection(admission: AdmissionController, request: dict[str, Any], num_bytes: int) -> EngineOverloadedError:

@@ -264,7 +264,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 async def test_idle_tls_connections_do_not_delay_shutdown(certificate: tuple[Path, Path], monkeypatch) -> None:
-    monkeypatch.setattr(http_server, "_GOODBYE_S", 0.05)
+    monkeypatch.setattr(http_server, "_TLS_CLOSE_S", 0.05)
     context = ssl.create_default_context(cafile=str(certificate[0]))
     context.check_hostname = False
     files = {"ssl_certfile": str(certificate[0]), "ssl_keyfile": str(certificate[1])}

@@ -23,8 +23,8 @@ from .sockets import ask, read_answer, request, running, served
 
 RATE = 16_384
 LIMITS = TransferLimits(min_rate=RATE, grace_s=30.0)
-BODY_S = "The body came too slowly: it has taken more than 600 s, --request-timeout-s."
-NO_BYTE = "The body came too slowly: no byte has passed for 60 s."
+BODY_S = "The body arrives too slowly: it has taken more than 600 s, --request-timeout-s."
+NO_BYTE = "The body arrives too slowly: no byte has passed for 60 s."
 
 
 class Transfer:
@@ -68,7 +68,7 @@ async def test_slow_body_gets_408_after_the_grace_period(caplog: pytest.LogCaptu
     caplog.set_level(logging.WARNING)
     reason = "--min-transfer-rate is 16384 bytes a second, --transfer-grace-s 30"
     # The metric counts the 408 response instead of the transfer.
-    assert await enforce(Transfer(TransferPart.BODY, slow)) == ([(f"The body came too slowly: {reason}.", 35.0)], 0)
+    assert await enforce(Transfer(TransferPart.BODY, slow)) == ([(f"The body arrives too slowly: {reason}.", 35.0)], 0)
     assert caplog.messages == [f"client 10.0.0.1 sends 1 request bodies too slowly ({reason}); they get 408"]
 
 

@@ -137,12 +137,12 @@ async def test_bytes_of_later_requests_are_bounded(engine: FakeEngine, gate: asy
         (client_connection,) = server.server_state.connections
         await until(lambda: not client_connection.transport.is_reading())
         assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES
-        assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024
+        assert len(client_connection.flow.buffer) <= MAX_AHEAD_BYTES + 256 * 1024
         gate.set()
         async with asyncio.timeout(240):
             for number in range(1 + num_sent + 30):
                 answer = await read_answer(reader)
                 assert answer.status == 200, number
                 assert len(client_connection.pipeline) * len(tiny) <= PARSE_BYTES
-                assert len(client_connection.flow.waiting) <= MAX_AHEAD_BYTES + 256 * 1024
+                assert len(client_connection.flow.buffer) <= MAX_AHEAD_BYTES + 256 * 1024
         writer.close()

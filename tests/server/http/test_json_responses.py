@@ -32,7 +32,7 @@ FORMATS = [EncodingFormat.FLOAT, EncodingFormat.BASE64, EncodingFormat.BYTES, En
 def request_for(written: int) -> Request:
     """Returns a request with reserved memory for `written` bytes."""
     request = Request({"type": "http"})
-    AdmissionController(ServerSettings()).hold_response(
+    AdmissionController(ServerSettings()).reserve_response(
         request.scope, ResponseSize(written, 1), param="input", remedy=""
     )
     return request
@@ -182,18 +182,18 @@ SIZES: list[tuple[str, dict[str, Any], int, int]] = [
 
 async def test_each_route_reserves_memory_for_its_response(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     reserved: list[ResponseSize] = []
-    hold = AdmissionController.hold_response
+    hold = AdmissionController.reserve_response
 
     def record(self: AdmissionController, scope: Any, size: ResponseSize, **options: Any) -> None:
         reserved.append(size)
         hold(self, scope, size, **options)
 
-    monkeypatch.setattr(AdmissionController, "hold_response", record)
+    monkeypatch.setattr(AdmissionController, "reserve_response", record)
     for path, body, written, held in SIZES:
         reserved.clear()
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
-        sizes = (sum(size.written for size in reserved), sum(size.kept for size in reserved))
+        sizes = (sum(size.json_bytes for size in reserved), sum(size.value_bytes for size in reserved))
         assert sizes == (written, held), (path, body)
 
 

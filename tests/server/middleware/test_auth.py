@@ -113,12 +113,12 @@ def test_owner_is_known_while_its_key_is_valid(tmp_path: Path) -> None:
     keys = ApiKeys((), file, clock_s=clock)
     owner = keys.owner_of([b"one"])
     assert owner
-    assert keys.knows(owner)
+    assert keys.is_valid(owner)
     write(file, "two\n")
     clock.tick()
-    assert not keys.knows(owner)
-    assert keys.knows("")
-    assert ApiKeys(()).knows(owner), "without keys every owner is known"
+    assert not keys.is_valid(owner)
+    assert keys.is_valid("")
+    assert ApiKeys(()).is_valid(owner), "without keys every owner is known"
 
 
 def namespace(keys: ApiKeys, key: bytes) -> str:
