@@ -1,6 +1,7 @@
 """Model files become a ModelInfo. Some folders are saved by sentence-transformers."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Dropout, Normalize, Pooling, Transformer
-from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from penstock.engine.model_files.resolve import resolved_table, with_device
 from penstock.engine.protocol.config import PoolerConfig
@@ -482,19 +482,6 @@ def test_language_model_that_may_read_images_is_served(more: dict[str, Any], tmp
 # Against sentence-transformers -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-bert")
-    torch.manual_seed(0)
-    sizes = {k: v for k, v in BERT.items() if k not in ("model_type", "architectures")}
-    BertModel(BertConfig(**sizes)).save_pretrained(folder)
-    (folder / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123))])
-    )
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
-
-
 MODES = {
     "cls": "CLS",
     "max": "MAX",
@@ -507,10 +494,10 @@ MODES = {
 
 @pytest.mark.parametrize(("modes", "normalize"), [(tuple(MODES), True), (("mean_sqrt_len_tokens",), False)])
 def test_saved_sentence_transformer_is_read(
-    tiny_bert: Path, tmp_path: Path, modes: tuple[str, ...], normalize: bool
+    save_bert: Callable[..., Path], tmp_path: Path, modes: tuple[str, ...], normalize: bool
 ) -> None:
     modules = [
-        Transformer(str(tiny_bert), max_seq_length=20),
+        Transformer(str(save_bert()), max_seq_length=20),
         Pooling(32, modes, include_prompt=normalize),
         Dropout(0.1),
         Dense(32 * len(modes), 24, activation_function=torch.nn.GELU()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,29 +18,11 @@ from penstock.engine.tokenization.model_tokenizer import Truncation
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-CHATML = """{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
-TRIMMING = """{{ bos_token }}{% if tools is not none %}{{ tools | tojson }}{% endif %}
-{% for message in messages %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{ raise_exception('Roles must alternate user/assistant/user/...') }}
-    {% endif %}
-    [{{ message['role'] }}] {{ message['content'] | trim }}{{ eos_token }}
-
-{% endfor %}"""
-PARTS_ONLY = """{% for message in messages %}{{ message.role | capitalize }}: {% for part in message.content %}{% if
-part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>
-{% endfor %}"""
-BOTH = """{%- for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in
-m.content %}{{ p['text'] }}{% endfor %}{% endif %}{% endfor %}"""
-FEATURES = """{%- set ns = namespace(seen=0) %}{% for message in messages %}
-{% if message.role == 'system' %}{% continue %}{% endif %}{% set ns.seen = ns.seen + 1 %}
-{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}
-{{ ns.seen }} {{ dict(a='<é>') | tojson }} {{ [1, 2] | tojson(indent=1) }} {{ wanted | default('none') }}"""
+TEMPLATES = Path(__file__).with_name("chat_templates")
+CHATML, TRIMMING, PARTS_ONLY, BOTH, FEATURES = (
+    (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")
+    for name in ("chatml", "trimming", "parts_only", "both", "features")
+)
 CHATS = [
     [{"role": "user", "content": "What holds water?"}],
     [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b\n"}, {"role": "user", "content": "<é> "}],
