@@ -59,10 +59,3 @@ async def test_idle_server_collects_once_after_requests(monkeypatch: pytest.Monk
         await until(lambda: collections)
         await asyncio.sleep(0.1)
         assert collections == [True]
-
-
-async def test_server_stops_if_told_before_its_first_tick() -> None:
-    async with asyncio.timeout(120):
-        async with running(app) as (server, _):
-            server.should_exit = True
-            server.should_exit = True

@@ -78,14 +78,6 @@ async def test_v2_joins_the_contents_of_inputs(v2, engine) -> None:
     assert (len(answer.embeddings.float_), answer.embeddings.int8) == (2, None)
 
 
-@pytest.mark.parametrize(
-    ("input_type", "prompt_name"), [("search_query", "query"), ("search_document", None), (None, None), ("", None)]
-)
-async def test_input_type_chooses_the_prompt(v2, engine, input_type: str | None, prompt_name: str | None) -> None:
-    await v2.embed(texts=TEXTS, model=MODEL, input_type=input_type)
-    assert engine.calls[-1][1][2].prompt_name == prompt_name
-
-
 @pytest.mark.parametrize(("options", "limit", "side"), table("options", "cohere truncation"))
 async def test_truncate_and_max_tokens_set_the_limit(v2, engine, options: dict, limit: int, side: str | None) -> None:
     await v2.embed(texts=["short"], model=MODEL, input_type="search_document", **options)
