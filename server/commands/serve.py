@@ -186,7 +186,7 @@ def _stop_on_hangup(server: HttpServer) -> None:
 
     def stop(_: int, frame: FrameType | None) -> None:
         if not server.should_exit:
-            logger.warning("SIGHUP: the terminal was closed; the server finishes what it runs and stops")
+            logger.warning("SIGHUP: the terminal was closed; the server finishes running requests and stops")
         server.handle_exit(signal.SIGTERM, frame)
 
     signal.signal(signal.SIGHUP, stop)

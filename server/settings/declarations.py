@@ -31,14 +31,14 @@ def _parse_keys(value: object) -> tuple[str, ...]:
     """Raises ValueError for an empty list: the server would be open by mistake."""
     keys = split_list(value)
     if not keys:
-        raise ValueError("holds no key; give a key, or leave it out to serve without keys")
+        raise ValueError("has no key; set a key, or leave it out to serve without keys")
     return keys
 
 
 def _parse_names(value: object) -> tuple[str, ...]:
     names = split_list(value)
     if not names:
-        raise ValueError("holds no name; give a name, or leave it out to use the model's own name")
+        raise ValueError("has no name; set a name, or leave it out to use the model's own name")
     return names
 
 
@@ -100,9 +100,8 @@ class EmbedSettings(CommandSettings):
     batch_size: int = setting(512, "Maximum number of rows in the engine at once.", "Input and output", "ROWS", least=1)
     on_bad_row: str = setting(
         "fail",
-        "If a row cannot be read, has no text, or is rejected by the model: stop with an error, or skip the "
-        "row and list "
-        "it in OUTPUT.skipped.jsonl.",
+        "If a row cannot be read, has no text, or is rejected by the model: stop with an error, or skip the row and "
+        "list it in OUTPUT.skipped.jsonl.",
         "Input and output",
         choices=("fail", "skip"),
     )
@@ -138,11 +137,9 @@ class ServerSettings(CommandSettings):
     )
     default_prompt_name: str | None = setting(
         None,
-        "Name of a prompt of the model. It is put before the texts of embedding requests that name no prompt,"
-        " and before "
-        "inputs, labels and examples of /classify with an embedding model. /rerank and /score use the model's"
-        " own query "
-        "and document prompts.",
+        "Name of a prompt of the model. It is put before the texts of embedding requests that name no prompt (also of "
+        "TEI's /embed and /similarity), and before inputs, labels and examples of /classify with an embedding model. "
+        "/rerank and /score use the model's own query and document prompts.",
         "Model",
         "NAME",
     )

@@ -26,9 +26,16 @@ from penstock.engine.protocol.messages import ModelReady
 from ..models.served_model import ServedModel
 from ..settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+
+Message = TypeVar("Message")
+_LENGTH_BYTES: Final = 8
+COUNT_BYTES: Final = 4
+"""Bytes of the number of ended connections that a process sends back on its connection socket."""
+
 
 class WorkerListening(msgspec.Struct, tag=True, frozen=True):
-    """Worker: it accepts connections. Until its models are loaded, it answers with 503."""
+    """Worker: it accepts connections. It responds with 503 until its models are loaded."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -91,7 +98,7 @@ def to_metrics(families: Iterable[MetricFamily]) -> list[Metric]:
 
 
 class GetMetrics(msgspec.Struct, tag=True, frozen=True):
-    """Both: the supervisor asks for the metrics of one process, a worker for those of all."""
+    """Both: the supervisor requests the metrics of one process, a worker the metrics of all processes."""
 
     question: int
 
@@ -109,11 +116,6 @@ FromSupervisor = ModelLoaded | ModelNotLoaded | EngineChanged | GetMetrics | Met
 encode: Final[Callable[[FromWorker | FromSupervisor], bytes]] = msgspec.msgpack.Encoder().encode
 decode_from_worker: Final = msgspec.msgpack.Decoder[FromWorker](FromWorker).decode
 decode_from_supervisor: Final = msgspec.msgpack.Decoder[FromSupervisor](FromSupervisor).decode
-
-
-_LENGTH_BYTES: Final = 8
-COUNT_BYTES: Final = 4
-"""Bytes of the number of ended connections that a process sends back on its connection socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +197,6 @@ def _receive_exactly(end: socket.socket, num_bytes: int) -> bytes:
             raise EOFError("the supervising process has ended")
         data += part
     return data
-
-
-logger = logging.getLogger(__name__)
-
-Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):

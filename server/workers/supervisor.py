@@ -43,6 +43,18 @@ from .messages import (
     to_families,
 )
 
+logger = logging.getLogger(__name__)
+
+_ENGINE_PREFIXES: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
+"""Name prefixes of metrics that the supervisor reports, because it owns the engines."""
+_WORKER_METRICS: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
+"""Engine metrics that each HTTP process reports for its own requests. They are summed."""
+_CUMULATIVE: Final = ("counter", "histogram")
+_METRICS_TIMEOUT_S: Final = 2.0
+"""Seconds for a process to send its metrics."""
+_EXIT_TIMEOUT_S: Final = 10.0
+"""Seconds after the drain timeout for a process to end."""
+
 Send = Callable[[FromSupervisor], None]
 
 
@@ -86,7 +98,7 @@ class SupervisedModels:
         self.metrics = Metrics(table.named_engines)
         self.metrics.register(ModelMetrics(table.entries))
 
-    async def answer(self, number: int, send: Send) -> None:
+    async def send_model(self, number: int, send: Send) -> None:
         """Waits until a model is loaded or has failed, and sends the result to the requesting process."""
         error = await self.manager.load(self.manager.entries[number])
         engine = self._engines[number]
@@ -113,19 +125,6 @@ class SupervisedModels:
             return cast("AsyncEngine", engine)  # it has all attributes that the manager and the metrics use
 
         return start
-
-
-logger = logging.getLogger(__name__)
-
-_SUPERVISORS: Final = ("penstock_engine_", "penstock_model_", "process_start_time_seconds")
-"""Name prefixes of metrics that the supervisor reports, because it owns the engines."""
-_QUEUES: Final = ("penstock_engine_requests", "penstock_engine_queued_tokens", "penstock_engine_queue_seconds")
-"""Engine metrics that each HTTP process reports for its own requests. They are summed."""
-_CUMULATIVE: Final = ("counter", "histogram")
-_METRICS_S: Final = 2.0
-"""Seconds for a process to send its metrics."""
-_END_S: Final = 10.0
-"""Seconds after the drain timeout for a process to end."""
 
 
 class NothingServedError(Exception):
@@ -202,7 +201,7 @@ class WorkerSupervisor:
     async def _end_workers(self, serving: Sequence[asyncio.Task[None]]) -> None:
         for worker in self._workers:
             worker.stop(signal.SIGTERM)
-        _, left = await asyncio.wait(serving, timeout=self._settings.drain_timeout_s + _END_S)
+        _, left = await asyncio.wait(serving, timeout=self._settings.drain_timeout_s + _EXIT_TIMEOUT_S)
         if left:
             logger.error("%d HTTP processes have not ended in time; they are killed", len(left))
             for worker in self._workers:
@@ -214,7 +213,7 @@ class WorkerSupervisor:
     def _handle_signal(self, number: int) -> None:
         """Handles a signal: the first one lets running requests finish; a second SIGINT does not."""
         if number == signal.SIGHUP and not self.signals:
-            logger.warning("SIGHUP: the terminal was closed; the server finishes what it runs and stops")
+            logger.warning("SIGHUP: the terminal was closed; the server finishes running requests and stops")
         self.signals.append(number)
         if self._is_stopping.is_set() and number == signal.SIGINT:
             for worker in self._workers:
@@ -248,22 +247,22 @@ class WorkerSupervisor:
                 self._prepared.add(worker.slot)
                 self._announce_once()
             case GetModel():
-                self._start_task(self._models.answer(message.model, worker.sender()))
+                self._start_task(self._models.send_model(message.model, worker.sender()))
             case GetMetrics():
                 self._start_task(self._send_metrics(worker.sender(), message.question))
             case _:
                 raise TypeError(f"{type(message).__name__} is not for the supervisor")
 
     def _handle_worker_end(self, worker: HttpProcess) -> None:
-        self._ended_metrics = summed([self._ended_metrics, cumulative(worker.metrics)])
+        self._ended_metrics = sum_metrics([self._ended_metrics, cumulative(worker.metrics)])
         worker.metrics = []
         if not self._is_stopping.is_set() and all(each.has_failed for each in self._workers):
             self._fail(NothingServedError())
 
     async def _send_metrics(self, send: Send, question: int) -> None:
-        await asyncio.gather(*(each.update_metrics(_METRICS_S) for each in self._workers))
+        await asyncio.gather(*(each.update_metrics(_METRICS_TIMEOUT_S) for each in self._workers))
         own = to_families(self._models.metrics.families())
-        families = of_server(own, [self._ended_metrics, *(each.metrics for each in self._workers)])
+        families = merge_metrics(own, [self._ended_metrics, *(each.metrics for each in self._workers)])
         send(MetricsReport(question, families))
 
     def _send_all(self, message: FromSupervisor) -> None:
@@ -276,7 +275,7 @@ class WorkerSupervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def summed(parts: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+def sum_metrics(parts: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """Returns the sums of metrics with equal names and labels: gauges, counters, and the buckets of histograms."""
     families: dict[str, MetricFamily] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
@@ -299,12 +298,12 @@ def cumulative(families: Iterable[MetricFamily]) -> list[MetricFamily]:
     return [family for family in families if family.kind in _CUMULATIVE]
 
 
-def of_server(supervisor: Sequence[MetricFamily], workers: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+def merge_metrics(supervisor: Sequence[MetricFamily], workers: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """Returns the metrics of a server. Metrics of processes, such as memory, are sums over the processes."""
-    own = [family for family in supervisor if _is_supervisors(family)]
-    others = [[family for family in part if not _is_supervisors(family)] for part in (supervisor, *workers)]
-    return [*summed(others), *own]
+    own = [family for family in supervisor if _is_supervisor_metric(family)]
+    others = [[family for family in part if not _is_supervisor_metric(family)] for part in (supervisor, *workers)]
+    return [*sum_metrics(others), *own]
 
 
-def _is_supervisors(family: MetricFamily) -> bool:
-    return family.name.startswith(_SUPERVISORS) and family.name not in _QUEUES
+def _is_supervisor_metric(family: MetricFamily) -> bool:
+    return family.name.startswith(_ENGINE_PREFIXES) and family.name not in _WORKER_METRICS

@@ -60,7 +60,9 @@ from .messages import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_TAKEN: Final = 64
+_METRICS_TIMEOUT_S: Final = 5.0
+"""Seconds for the supervisor to collect metrics."""
+_MAX_RECEIVED: Final = 64
 """Maximum number of connections to receive per event-loop iteration."""
 
 
@@ -139,7 +141,7 @@ class _ConnectionReceiver:
 
     def _handle(self) -> bool:
         """Receives some connections. Returns whether there may be more."""
-        for _ in range(_MAX_TAKEN):
+        for _ in range(_MAX_RECEIVED):
             try:
                 byte, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
             except BlockingIOError:
@@ -176,10 +178,6 @@ class _ConnectionReceiver:
         except OSError:
             logger.debug("the accepting process has ended")
         self._num_ended = 0
-
-
-_METRICS_S: Final = 5.0
-"""Seconds for the supervisor to collect metrics."""
 
 
 class SupervisorLink:
@@ -241,7 +239,7 @@ class SupervisorLink:
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
         try:
             self._channel.send(GetMetrics(question))
-            async with asyncio.timeout(_METRICS_S):
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
                 return to_metrics(await answer)
         except TimeoutError as error:
             raise EngineUnavailableError("The other processes of the server have not sent their metrics.") from error
@@ -275,9 +273,6 @@ class SupervisorLink:
             case MetricsReport():
                 if (answer := self._questions.get(message.question)) is not None and not answer.done():
                     answer.set_result(message.families)
-
-
-logger = logging.getLogger(__name__)
 
 
 class WorkerServer(PassedConnectionServer):
@@ -314,7 +309,7 @@ def main() -> None:
     raise_file_limit()
 
     def end() -> None:
-        """Ends this process: without its supervisor nothing can be served."""
+        """Ends this process, which cannot serve without its supervisor."""
 
         def leave(_: asyncio.Task[None]) -> None:
             flush_logs()

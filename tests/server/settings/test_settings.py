@@ -35,10 +35,10 @@ def test_lists_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 def test_empty_key_list_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^--api-key: holds no key"):
+    with pytest.raises(UsageError, match=r"^--api-key: has no key"):
         load(ServerSettings, {"api_key": [value]})
     monkeypatch.setenv("PENSTOCK_API_KEY", value)
-    with pytest.raises(UsageError, match=r"^PENSTOCK_API_KEY: holds no key"):
+    with pytest.raises(UsageError, match=r"^PENSTOCK_API_KEY: has no key"):
         load(ServerSettings, {})
     assert load(ServerSettings, {"api_key": ["key"]}).api_key == ("key",)
 

@@ -12,7 +12,13 @@ from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
 from penstock.server.workers.messages import WorkerListening, WorkerReady, to_families, to_metrics
-from penstock.server.workers.supervisor import NothingServedError, WorkerSupervisor, cumulative, of_server, summed
+from penstock.server.workers.supervisor import (
+    NothingServedError,
+    WorkerSupervisor,
+    cumulative,
+    merge_metrics,
+    sum_metrics,
+)
 
 from ...waiting import until
 
@@ -113,7 +119,7 @@ def test_counters_and_histograms_are_summed() -> None:
         to_families([counter("penstock_answers", a=3, b=1), histogram(1, 2, total=1.5)]),
         to_families([counter("penstock_answers", a=4, c=2), histogram(5, 9, total=8.5)]),
     ]
-    assert lines(summed(parts)) == [
+    assert lines(sum_metrics(parts)) == [
         'penstock_answers_total{route="a"} 7.0',
         'penstock_answers_total{route="b"} 1.0',
         'penstock_answers_total{route="c"} 2.0',
@@ -138,7 +144,7 @@ def test_engine_metrics_are_those_of_the_supervisor() -> None:
             ]
         )
 
-    of_all = lines(of_server(process(1, 50, 1000), [process(2, 0, 2000), process(4, 0, 3000)]))
+    of_all = lines(merge_metrics(process(1, 50, 1000), [process(2, 0, 2000), process(4, 0, 3000)]))
     assert of_all == [
         "penstock_engine_queued_tokens 59.0",
         "process_resident_memory_bytes 300.0",
