@@ -9,6 +9,7 @@ from typing import Any, Final
 from ..protocol.errors import UnsupportedModelError
 from . import (
     bert,
+    deberta,
     eurobert,
     gemma,
     gte,
@@ -26,7 +27,7 @@ from .spec import Family
 logger = logging.getLogger("penstock.engine")
 
 _MODULES: Final = (
-    *(bert, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert),
+    *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert),
     xlm_roberta_flash,
 )
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)

@@ -352,6 +352,30 @@ def _slopes(num_heads: int) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DisentangledSpec:
+    """Terms of the attention scores with learned embeddings of distances (DeBERTa).
+
+    The score of query i and key j is q_i k_j + q_i key(e_d) + k_j query(e_d), times the scale of the attention, where
+    e_d is the embedding of the distance i - j.
+
+    Attributes:
+        distances: Name of the table [R, D] of embeddings within the base model.
+        num_distances: R.
+        norm: Norm of the embeddings, within the base model; None: no norm.
+        key: Projection to H * K of the second term, below the prefix of each layer; None: no such term.
+        query: Projection to H * K of the third term, likewise.
+        row_of: Returns the row, int64, of each distance i - j. It does not decrease with the distance.
+    """
+
+    distances: str
+    num_distances: int
+    norm: NormSpec | None
+    key: LinearSpec | None
+    query: LinearSpec | None
+    row_of: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpec:
     """The head of a generative reranker: next-token logits of its answer tokens.
 
@@ -418,6 +442,7 @@ class ModelSpec:
         is_decoder: Attention processes the keys in blocks, so that chunks return the same bits as the whole prompt.
         final_norm: Norm after the last layer; None: no norm.
         relative_bias: Bias of the attention scores; None: no bias.
+        disentangled: Terms of the attention scores with embeddings of distances; None: no such terms.
         residual_scale: Factor of the outputs of attention, mixer, MLP and experts before the residual sums.
         has_float32_sum: The residual sums are float32 in models of every dtype.
         head: Classification head; None in an embedding model.
@@ -436,6 +461,7 @@ class ModelSpec:
     is_decoder: bool = False
     final_norm: NormSpec | None = None
     relative_bias: RelativeBiasSpec | AlibiSpec | None = None
+    disentangled: DisentangledSpec | None = None
     residual_scale: float = 1.0
     has_float32_sum: bool = False
     head: HeadSpec | None = None

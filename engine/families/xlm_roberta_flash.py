@@ -96,14 +96,16 @@ def _with_hub_names(spec: ModelSpec, config: FlashConfig) -> ModelSpec:
     for index, layer in enumerate(spec.layers):
         assert layer.attention_norm is not None
         assert layer.mlp_norm is not None
-        names = {
-            "prefix": f"encoder.layers.{index}",
-            "qkv": linear("mixer.Wqkv", D, D, D, D),
-            "attention_out": linear("mixer.out_proj", D, D),
-            "attention_norm": replace(layer.attention_norm, name="norm1"),
-            "mlp_norm": replace(layer.mlp_norm, name="norm2"),
-        }
-        layers.append(replace(layer, **names))
+        layers.append(
+            replace(
+                layer,
+                prefix=f"encoder.layers.{index}",
+                qkv=linear("mixer.Wqkv", D, D, D, D),
+                attention_out=linear("mixer.out_proj", D, D),
+                attention_norm=replace(layer.attention_norm, name="norm1"),
+                mlp_norm=replace(layer.mlp_norm, name="norm2"),
+            )
+        )
     return replace(spec, embedding=replace(spec.embedding, norm=replace(norm, name="emb_ln")), layers=tuple(layers))
 
 

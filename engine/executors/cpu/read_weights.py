@@ -44,6 +44,8 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     depend on the length of the text; in decoders also attention weights, hidden tokens of ColBERT and capped answer
     logits.
     """
+    if spec.disentangled is not None:
+        return False
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
     size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]

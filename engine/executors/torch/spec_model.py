@@ -23,6 +23,7 @@ from ...protocol.model_info import ModelInfo
 from .base import ModelOutput, PackedModel
 from .heads import load_head
 from .layers.attention import Attention, BatchPlan
+from .layers.distances import Distances
 from .layers.experts import SparseExperts
 from .layers.linear import Linear, Mlp
 from .layers.mixers import load_mixer
@@ -110,9 +111,12 @@ class Layer:
         spec: Spec of the layer.
         model: Spec of the model.
         index: Index of the layer among the layers with attention or among the layers with a mixer.
+        distances: Embeddings of distances; None: the model has none.
     """
 
-    def __init__(self, weights: Weights, spec: LayerSpec, model: ModelSpec, index: int) -> None:
+    def __init__(
+        self, weights: Weights, spec: LayerSpec, model: ModelSpec, index: int, distances: Distances | None = None
+    ) -> None:
         sums = replace(weights, dtype=torch.float32) if model.has_float32_sum else weights
 
         def norm_of(norm: NormSpec | None) -> LayerNorm | RmsNorm | None:
@@ -129,7 +133,9 @@ class Layer:
         if spec.qkv is not None and spec.attention_out is not None:
             assert model.attention is not None
             window = model.kinds[spec.kind].window
-            self.attention = Attention.load(weights, spec.qkv, model.attention, window, kv_index=index, layer=spec)
+            self.attention = Attention.load(
+                weights, spec.qkv, model.attention, window, kv_index=index, layer=spec, distances=distances
+            )
             self.attention_out = Linear.load(weights, spec.attention_out)
         self.norm_after_attention = norm_of(spec.after_attention)
         self.mlp_norm = norm_of(spec.mlp_norm)
@@ -209,16 +215,17 @@ class SpecModel(PackedModel):
     def __init__(self, info: ModelInfo, spec: ModelSpec, weights: Weights) -> None:
         self.hidden_size = spec.hidden_size
         self.cache_spec = spec.cache_spec
-        self.is_recordable = not spec.is_decoder
+        self.is_recordable = not spec.is_decoder and spec.disentangled is None
         base = weights.scope_of(spec.embedding.word_embeddings, spec.prefixes)
         self.embedding = Embedding(base, spec.embedding)
         self.dtype = weights.dtype
         self.sum_dtype = torch.float32 if spec.has_float32_sum else weights.dtype
+        distances = None if spec.disentangled is None else Distances(base, spec.disentangled, info.max_model_len)
         self.layers: list[Layer] = []
         num_mixers = 0
         for part in spec.layers:
             index = num_mixers if part.mixer is not None else len(self.layers) - num_mixers
-            self.layers.append(Layer(base.scope(part.prefix), part, spec, index))
+            self.layers.append(Layer(base.scope(part.prefix), part, spec, index, distances))
             num_mixers += part.mixer is not None
         self.attentions = {layer.kind: layer.attention for layer in self.layers if layer.attention is not None}
         self.last_attention = next((layer for layer in reversed(self.layers) if layer.attention is not None), None)

@@ -22,6 +22,15 @@ DISTILBERT = {
     "num_labels": 3,
 }
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DEBERTA = {
+    "relative_attention": True,
+    "position_buckets": 16,
+    "pos_att_type": "p2c|c2p",
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "pooler_hidden_size": 48,
+}
 MODERNBERT = ENCODER_SIZES | SPECIAL_IDS | {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
 MODERNBERT_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 DECODER_SIZES = ENCODER_SIZES | SPECIAL_IDS | {"num_key_value_heads": 2}
@@ -49,6 +58,17 @@ ENCODERS = [
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "bos"}, id="eurobert"),
     pytest.param("EuroBert", EUROBERT | {"classifier_pooling": "mean"}, id="eurobert-mean"),
     pytest.param("NomicBert", ENCODER_SIZES, id="nomic-bert"),
+    pytest.param("DebertaV2", ENCODER_SIZES | DEBERTA, id="deberta-v3"),
+    pytest.param(
+        "DebertaV2",
+        ENCODER_SIZES | DEBERTA | {"share_att_key": False, "position_buckets": -1, "position_biased_input": True},
+        id="deberta-own-projections",
+    ),
+    pytest.param(
+        "DebertaV2",
+        ENCODER_SIZES | DEBERTA | {"pos_att_type": ["c2p"], "max_relative_positions": 40, "type_vocab_size": 2},
+        id="deberta-one-term",
+    ),
     pytest.param("JinaEmbeddingsV3", ENCODER_SIZES | {"type_vocab_size": 1}, id="jina-v3"),
     pytest.param("Gte", ENCODER_SIZES, id="gte"),
     pytest.param("Gte", ENCODER_SIZES | {"type_vocab_size": 0}, id="gte-without-token-types"),
@@ -190,7 +210,7 @@ def on_executors(cases, not_on_cpu=()):
 
 def boundaries_of(family, config, sequences):
     """First token of type 1 of each sequence; 0 for models without token types."""
-    has_types = family in ("Bert", "Electra", "NomicBert") and config.get("type_vocab_size", 2) > 1
+    has_types = family in ("Bert", "Electra", "NomicBert", "DebertaV2") and config.get("type_vocab_size", 0 if family == "DebertaV2" else 2) > 1
     return [len(s) // 2 if has_types else 0 for s in sequences]
 
 

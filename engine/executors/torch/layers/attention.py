@@ -9,8 +9,10 @@ before a chunk, L longest sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from itertools import groupby
+from typing import Final, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +24,15 @@ from penstock.kernels.rotary import HeadNorm, KvSlots, rotary
 
 from ....families.spec import AttentionSpec, LayerSpec, LinearSpec
 from ..packed_batch import BatchCache, HiddenTokens, KvCache, PackedBatch
+from .distances import Distances, DistanceTerms
 from .linear import Linear
 from .norm import LayerNorm, RmsNorm, load_norm
 from .rotary import Rotation
 from .weights import Fusion, Weights
 
 RowNorm = LayerNorm | RmsNorm
+_MAX_SCORES: Final = 1 << 22
+"""Scores of the sequences that share a call, unless one sequence has more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,7 @@ class Attention:
         kv_index: Index of this layer among the attention layers, and in the cache.
         head_norm: Norm of every head of q and k before the rotation, weight [H + G, K]; None: no norm.
         row_norms: Norms of all heads of q and of k together, [H * K] and [G * K]; None: no norms.
+        terms: Terms of the scores with embeddings of distances; None: no such terms. Needs H = G and no window.
         fusion: With FUSED, one kernel normalises, rotates and stores.
     """
 
@@ -75,12 +81,14 @@ class Attention:
         kv_index: int = 0,
         head_norm: HeadNorm | None = None,
         row_norms: tuple[RowNorm, RowNorm] | None = None,
+        terms: DistanceTerms | None = None,
         fusion: Fusion = Fusion.NONE,
     ) -> None:
         self._is_fused = fusion is Fusion.FUSED
         self._backend: Backend = "triton" if self._is_fused else "torch"
         self._head_norm = head_norm
         self._row_norms = row_norms
+        self._terms = terms
         self.qkv = qkv
         self.spec = spec
         self.window = window
@@ -96,8 +104,10 @@ class Attention:
         *,
         kv_index: int = 0,
         layer: LayerSpec | None = None,
+        distances: Distances | None = None,
     ) -> Self:
-        """Reads the projection, and the norms of heads of `layer`."""
+        """Reads the projection, the norms of heads of `layer`, and the projections of `distances`."""
+        terms = None if distances is None else DistanceTerms(weights, distances, spec.num_heads, spec.scale)
         head_norm, row_norms = None, None
         if layer is None or layer.query_norm is None or layer.key_norm is None:
             pass
@@ -117,6 +127,7 @@ class Attention:
             kv_index=kv_index,
             head_norm=head_norm,
             row_norms=row_norms,
+            terms=terms,
             fusion=weights.fusion,
         )
 
@@ -214,6 +225,10 @@ class Attention:
         scores_TH = (q_TGUK * k_TGK[:, :, None].float()).sum(-1).flatten(1) * spec.scale
         if spec.softcap is not None:
             scores_TH = torch.tanh(scores_TH / spec.softcap) * spec.softcap
+        if self._terms is not None:
+            parts = zip(q_THK.split(batch.seq_lens), k_TGK.split(batch.seq_lens), strict=True)
+            terms = [self._terms(*(x.transpose(0, 1)[None] for x in part))[0, :, 0].t() for part in parts]
+            scores_TH += torch.cat(terms).float()
         if relative_bias is not None:
             scores_TH += relative_bias[:, relative_bias.shape[1] // 2 :].float().t()[positions_T]
         if self.window is not None:
@@ -244,6 +259,8 @@ class Attention:
         self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, plan: BatchPlan, relative_bias: Tensor | None
     ) -> Tensor:
         """Attention of the sequences that begin in this batch, over their own rows."""
+        if self._terms is not None:
+            return self._attend_by_distance(q_THK, k_TGK, v_TGK, plan.new_seq_lens, self._terms)
         return attention(
             q_THK,
             k_TGK,
@@ -257,6 +274,23 @@ class Attention:
             softcap=self.spec.softcap,
             relative_bias=relative_bias,
         )
+
+    def _attend_by_distance(
+        self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, seq_lens: Sequence[int], terms: DistanceTerms
+    ) -> Tensor:
+        """Attention with terms of distances. Neighbours of equal length share a call."""
+        attended_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        start = 0
+        for length, run in groupby(seq_lens):
+            most, rest = max(1, _MAX_SCORES // (self.spec.num_heads * length**2)), sum(1 for _ in run)
+            while rest:
+                count = min(rest, most)
+                rows = slice(start, start + count * length)
+                q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
+                block = F.scaled_dot_product_attention(q, k, v, attn_mask=terms(q, k), scale=self.spec.scale)
+                attended_THK[rows] = block.transpose(1, 2).flatten(0, 1)
+                start, rest = rows.stop, rest - count
+        return attended_THK
 
     def _project(
         self, hidden_TD: Tensor, rotation: Rotation | None, store: KvSlots | None = None
@@ -309,6 +343,8 @@ class Attention:
             bias_HLL = bias_block(relative_bias, range(num_tokens), range(num_tokens)).to(q_THK.dtype)
             mask = torch.where(mask, bias_HLL, float("-inf"))
         q_BHLK, k_BGLK, v_BGLK = (x[hidden.rows].transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
+        if self._terms is not None:
+            mask = torch.where(mask, self._terms(q_BHLK, k_BGLK), float("-inf"))
         attended_BHLK = F.scaled_dot_product_attention(
             q_BHLK, k_BGLK, v_BGLK, attn_mask=mask, scale=self.spec.scale, enable_gqa=q_BHLK.shape[1] != k_BGLK.shape[1]
         )
