@@ -126,6 +126,20 @@ def test_preemption_waits_for_running_chunks(num_blocks: int, num_slots: int) ->
     assert driver.results == {1: {0: [1.0] * 150}, 2: {0: [360.0]}}
 
 
+def test_queued_forward_is_timed_from_the_end_of_the_first(loop_clock: Clock) -> None:
+    driver = QueueDriver(chunk_size=64)
+    driver.submit(1, 128)
+    driver.run(2)
+    watch = driver.core._watch
+    for step in watch.in_flight:
+        step.num_checks = 1000
+    loop_clock.now_s += 100.0
+    driver.end()
+    loop_clock.now_s += 50.0  # the second forward started 150 s ago
+    driver.end()
+    assert watch.limit_s(Step(1, 64)) == 1000
+
+
 # One queue: when a batch starts
 
 
