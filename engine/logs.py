@@ -127,7 +127,7 @@ class BackgroundHandler(logging.Handler):
     def _write(self, block: bytes) -> bool:
         """Writes lines and returns whether that was possible.
 
-        It writes to the descriptor, because a blocked write to the stream would hold the lock of its buffer and block
+        It writes to the descriptor, because a blocked write to the stream would keep the lock of its buffer and block
         the exit of the process.
         """
         try:

@@ -55,7 +55,7 @@ class OpenRequest:
         try:
             await self._deadline.__aexit__(kind, error, traceback)
         except TimeoutError as timeout:
-            message = f"The deadline of {self._options.timeout_s:g} s passed before the answer."
+            message = f"The deadline of {self._options.timeout_s:g} s passed before the result."
             raise DeadlineExceededError(message) from timeout
         finally:
             self._dispatcher.end()

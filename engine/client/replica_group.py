@@ -139,7 +139,7 @@ class ReplicaGroup:
 
     Args:
         configs: Configuration of each replica; see replica_configs.
-        dispatcher: Has as many replicas.
+        dispatcher: Has one replica per configuration.
         log_level: Level of the cores' logs.
         log_format: Format of the cores' logs, "console" or "json".
         process: An engine process that has been started already, for the first replica.

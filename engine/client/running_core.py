@@ -46,16 +46,16 @@ _KILL_TIMEOUT_S: Final = 10.0
 """Seconds to wait for the end of a killed core."""
 _MAX_UNANSWERED_PINGS: Final = 10
 """Unanswered pings after which a process counts as hung. Pings are counted instead of seconds, because a suspended
-machine or a stopped client sends no pings, and finds the answers when it continues."""
+machine or a stopped client sends no pings, and receives the echoes when it continues."""
 
 
 class Heartbeat:
-    """Detects a process that hangs. A busy process still answers, from a thread of its own.
+    """Detects a process that hangs. A busy process echoes pings from a separate thread.
 
     Belongs to one event loop.
 
     Args:
-        timeout_s: Seconds without an answer after which the process counts as hung.
+        timeout_s: Seconds without an echo after which the process counts as hung.
         ping: Sends a ping.
         on_hang: Called once, when the process hangs.
     """
@@ -67,7 +67,7 @@ class Heartbeat:
         self._num_unanswered = 0
 
     async def run(self) -> None:
-        """Sends pings until the process no longer answers."""
+        """Sends pings until the process hangs."""
         while self._num_unanswered < _MAX_UNANSWERED_PINGS:
             self._num_unanswered += 1
             self._ping()
@@ -245,7 +245,8 @@ class ProcessCore:
         if self._link is not None:
             self._link.on_message = self._on_message
         if isinstance(message, ModelReady) and self._start.config.hang_timeout_s:
-            self._tasks.append(asyncio.create_task(self._heartbeat.run()))  # loading may hold the interpreter
+            # Not earlier, because loading may block the interpreter.
+            self._tasks.append(asyncio.create_task(self._heartbeat.run()))
         self._on_load(message)
 
     async def _watch(self, process: EngineProcess) -> None:
@@ -259,7 +260,7 @@ class ProcessCore:
             self._report_end(f"the engine process {process.pid} ended with {reason}")
 
     def _kill_hung(self) -> None:
-        """Kills a process that does not answer. Does not wait for its end: a driver may hold it for ever."""
+        """Kills a hung process. Does not wait for its end: a driver may block it for ever."""
         process = self._process
         if process is None or process.returncode is not None:
             return

@@ -228,13 +228,13 @@ def check_embeds(info: ModelInfo) -> None:
 
 
 def zero_shot_classes(embedded: EmbeddingResult, labels: Sequence[str]) -> ClassResult:
-    """Classifies inputs among label texts; `embedded` holds the inputs, then the labels. See AsyncEngine.zero_shot."""
+    """Classifies inputs among label texts; `embedded` has the inputs, then the labels. See AsyncEngine.zero_shot."""
     inputs, own = _split(embedded, len(labels))
     return ClassResult(zero_shot_scores(inputs, own), tuple(labels), _count_inputs(embedded.num_tokens, len(inputs)))
 
 
 def few_shot_classes(embedded: EmbeddingResult, example_labels: Sequence[str]) -> ClassResult:
-    """Classifies inputs given labelled examples; `embedded` holds the inputs, then the examples."""
+    """Classifies inputs given labelled examples; `embedded` has the inputs, then the examples."""
     inputs, examples = _split(embedded, len(example_labels))
     columns = {label: column for column, label in enumerate(dict.fromkeys(example_labels))}
     scores = few_shot_scores(inputs, examples, [columns[label] for label in example_labels], len(columns))

@@ -83,7 +83,7 @@ class EngineClient:
             self._enter(EngineState.DRAINING)
 
     async def close(self) -> None:
-        """Disconnects from the engine and fails the requests under way. May be called twice."""
+        """Disconnects from the engine and fails the requests in progress. May be called twice."""
         self._enter(EngineState.DEAD)
         if self._address is not None:
             self._disconnect("the server is shutting down")
@@ -93,7 +93,7 @@ class EngineClient:
         close_admission(self._dispatcher.admission, state)
 
     def _connect(self, address: str) -> bool:
-        """Connects to an engine process. Returns False if it has ended and its socket is gone."""
+        """Connects to an engine process. Returns False if it has ended and its socket does not exist."""
         try:
             link = CoreLink(address, self._dispatcher.replicas[0].receive, self._on_unreadable)
         except (FileNotFoundError, NotADirectoryError, ConnectionError) as error:
@@ -203,9 +203,9 @@ class EngineServer:
         self._publish()
 
     def receive(self, message: FromCore, frames: Sequence[Frame]) -> None:
-        """Counts a step. Logs the answer to a request, because this process has sent none."""
+        """Counts a step. Logs an error for other messages, because this process sends no requests."""
         if not isinstance(message, StepResults):
-            logger.error("the engine answered an unknown request: %s", message)
+            logger.error("the engine sent a result of an unknown request: %s", message)
             return
         self._stats.count(message)
         if message.load is not None:

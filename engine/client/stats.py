@@ -41,8 +41,8 @@ class DispatcherStats:
     """Counters since the start, and numbers of queued requests: of an engine, or of one of its replicas.
 
     Attributes:
-        num_requests: Requests under way.
-        num_tokens: Tokens under way.
+        num_requests: Requests in progress.
+        num_tokens: Tokens of the requests in progress.
         num_waiting: Sequences that waited in the engine at the last step.
         num_waiting_tokens: Their tokens.
         token_budget: Token limit of one forward, at the last step; 0 before the first.

@@ -1,7 +1,7 @@
 """The loop of the engine: receives requests, forms batches while the device is busy, sends results.
 
-Runs on one device thread, in its own process (worker.py) or in the client's process. Knows nothing about HTTP, sockets
-or text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory is too
+Runs on one device thread, in its own process (worker.py) or in the client's process. Independent of HTTP, sockets
+and text. Errors belong to a request: a failing batch is halved until the failing sequence is alone. If memory is too
 short for a chunk of a long sequence, it runs again in smaller chunks.
 """
 
@@ -58,7 +58,7 @@ _MAX_BUDGETS_IN_FLIGHT: Final = 2
 
 Send = Callable[[FromCore, list[Frame]], None]
 ChunkOutputs = tuple[list[PrefillChunk], BatchOutputs]
-"""Chunks that ran together, and their outputs."""
+"""Chunks that ran in one forward, and their outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,8 +117,8 @@ class EngineCore:
         self._running: list[RunningBatch] = []
         self._ended_s = 0.0  # when the last batch ended
         self._stopping = False
-        self._waits_for_requests = False  # the device thread sleeps and would start a batch for a new request
-        self._has_freed_memory = False  # a cancellation freed memory; the next step must report it
+        self._waits_for_requests = False  # the device thread sleeps and can start a batch
+        self._has_freed_memory = False  # by a cancellation; the next step reports it in the metrics
         self._blocked_by_running = False  # the last batch was empty: all sequences wait for a running one
 
     def run(self) -> None:
@@ -191,7 +191,7 @@ class EngineCore:
         """Handles a message of a client: new requests, cancellations, and requests to clear the prefix cache.
 
         Raises:
-            ValueError: The frame does not hold the inputs of the requests.
+            ValueError: The frame does not contain the inputs of the requests.
         """
         now_s = time.monotonic()
         # Built without the lock, because the block keys of long inputs take time.
@@ -251,7 +251,7 @@ class EngineCore:
         return (has_batch or self._has_freed_memory) and self._can_start_another()
 
     def _can_start_another(self) -> bool:
-        """Whether a batch may be started beside the running ones. The caller holds the lock.
+        """Whether a batch may be started while others run. The caller holds the lock.
 
         The chunks of a prompt build on each other, so batches with chunks overlap only if the device keeps their order.
         """
@@ -274,7 +274,7 @@ class EngineCore:
             free_tokens = self._runner.free_tokens() if self._scheduler.has_long else None
             batch = self._scheduler.schedule(time.monotonic(), free_tokens)
             for request in batch.expired:
-                self._send_failure(request, DeadlineExceededError("The deadline passed before the answer."))
+                self._send_failure(request, DeadlineExceededError("The deadline passed before the result."))
             self._blocked_by_running = not batch.chunks and bool(self._running)
         self._runner.forget(batch.finished)
         for sequence, allocation in batch.preempted:
@@ -344,7 +344,7 @@ class EngineCore:
     ) -> list[ChunkOutputs]:
         """Runs the halves of a failed batch, so that only the failing sequences fail. Returns the outputs.
 
-        A batch that ran out of memory beside other batches first runs again alone.
+        A batch that ran out of memory while other batches ran first runs again alone.
         """
         if isinstance(failure, DeviceLostError):
             raise failure  # concerns all requests: the process ends and is replaced

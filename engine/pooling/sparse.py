@@ -15,7 +15,7 @@ from .metadata import IntArray, PoolingMetadata, prefix_sums
 _MAX_VALUES: Final = 1 << 25
 """Most float32 values of the pooled rows [N, V] in memory."""
 _STRIPE: Final = 8192
-"""Columns to pool at once: one program of the triton kernel holds a row of this width."""
+"""Columns to pool at once: one program of the triton kernel processes a row of this width."""
 
 
 class SparsePooler(Generic[R]):

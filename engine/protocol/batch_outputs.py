@@ -124,7 +124,7 @@ class BatchOutputs:
     Attributes:
         num_seqs: Sequences in the batch, complete or not.
         blocks: A sequence is in at most one block of each name.
-        is_finite: [num_seqs] bool. False if an output of the sequence holds NaN or inf.
+        is_finite: [num_seqs] bool. False if an output of the sequence contains NaN or inf.
     """
 
     num_seqs: int
@@ -163,7 +163,7 @@ class ResultBlock:
     Attributes:
         block: The outputs. Its `indices` are not used.
         request_ids: The request of each sequence.
-        indices: Which input of its request each sequence is.
+        indices: Index of each sequence among the inputs of its request.
         is_last: False if a later step returns more rows of the sequence.
     """
 

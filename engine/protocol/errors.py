@@ -2,7 +2,7 @@
 
     EngineError
     +-- InvalidRequestError          the request is wrong: change it
-    |   +-- RequestTooLongError      more tokens than the model takes
+    |   +-- RequestTooLongError      more tokens than the model accepts
     |   +-- UnsupportedTaskError     the served model cannot do this task
     +-- ModelNotFoundError           no model is served under that name
     +-- EngineOverloadedError        the queue is full: try again later
@@ -22,7 +22,7 @@
         +-- WeightError              a tensor is missing or has the wrong shape
         +-- MachineError             the machine or the installation lacks what the model needs
 
-Knows nothing about HTTP: server/errors.py holds the only table from class to status.
+Independent of HTTP: server/errors.py has the only table from class to status.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RejectionReason(StrEnum):
 def drop_tracebacks(error: BaseException) -> None:
     """Frees the stack frames of an error and of its causes. Call it when the error has been handled.
 
-    Frames hold local variables, such as the body of a request. A failed future among them forms a reference cycle with
-    the error. Only the garbage collector would free the cycle, and it hardly ever runs in a serving process.
+    Frames refer to local variables, such as the body of a request. A failed future among them forms a reference cycle
+    with the error. Only the garbage collector would free the cycle, and it hardly ever runs in a serving process.
     """
     left, seen = [error], set[int]()
     while left:
@@ -131,7 +131,7 @@ class RequestTooLongError(InvalidRequestError):
         limit_name: str | None = None,
         param: str | None = "input",
     ) -> RequestTooLongError:
-        """Returns the error of an input above the limit of the model, in OpenAI's words.
+        """Returns the error of an input above the limit of the model, with OpenAI's text.
 
         Args:
             found: The finding, such as "input 0 has 12 tokens".

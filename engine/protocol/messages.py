@@ -92,8 +92,8 @@ class ClientMessage(msgspec.Struct, tag=True):
         inputs: Their inputs.
         query_shapes: Rows and columns of each query (TokenizedInput.query).
         cancels: Ids of requests to cancel.
-        clears: Ids of requests to empty the prefix cache. Each is answered with PrefixCacheCleared. Running requests
-            continue.
+        clears: Ids of requests to empty the prefix cache. The core sends PrefixCacheCleared for each. Running
+            requests continue.
     """
 
     client_number: int = 0
@@ -135,7 +135,7 @@ class ChunkMetrics(msgspec.Struct, array_like=True):
         cancelled_requests: Prompts that were cancelled before they completed.
         completed_chunks: Chunks that completed.
         completed_tokens: Tokens of completed chunks.
-        cached_tokens: Tokens that did not run because a cache held them.
+        cached_tokens: Tokens that did not run because they were cached.
         failed_chunks: Failures of chunks.
         preemptions: Preemptions of prompts.
         run_s: Seconds that completed chunks ran, summed.
@@ -191,13 +191,13 @@ class StepLoad(msgspec.Struct, array_like=True, frozen=True):
 class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
     """Describes one frame of float32 values: the output `name` of some sequences.
 
-    Token-level outputs come in parts, one per chunk, to be joined along the first axis.
+    Token-level outputs have one part per chunk. The client joins them along the first axis.
 
     Attributes:
         name: See ArrayBlock.
         width: Columns of the values.
         request_ids: The request of each sequence.
-        indices: Which input of its request each sequence is.
+        indices: Index of each sequence among the inputs of its request.
         is_last: False if a later step returns more rows of the sequence.
         row_lens: See ArrayBlock.
         widths: See ArrayBlock.
@@ -237,7 +237,12 @@ class StepResults(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefixCacheCleared(msgspec.Struct, tag=True, frozen=True):
-    """Core to client: the prefix cache was emptied. It held `num_blocks`; None: the model has no prefix cache."""
+    """Core to client: the prefix cache was emptied.
+
+    Attributes:
+        request_id: Id of the request to clear it.
+        num_blocks: Blocks that were cached; None: the model has no prefix cache.
+    """
 
     request_id: int
     num_blocks: int | None
@@ -271,7 +276,7 @@ class SubmitRequest(NamedTuple):
         request_id: Its number.
         params: Its resolved parameters.
         inputs: At least one.
-        priority: Lower goes first.
+        priority: Lower runs first.
         timeout_s: Seconds until its deadline; None: no deadline.
         client: The client that sent it.
         namespace: Requests share cached prefixes within a namespace only; see RequestOptions.
@@ -352,13 +357,13 @@ def unpack_client_message(message: ClientMessage, frame: Frame) -> list[SubmitRe
     """Returns the requests of a message. Arrays of inputs are views of the frame.
 
     Raises:
-        ValueError: The frame does not hold the inputs of the requests.
+        ValueError: The frame does not contain the inputs of the requests.
     """
     values = np.frombuffer(frame, np.int32)
     columns = message.inputs
     num_tokens = sum(columns.num_tokens)
     if len(values) != num_tokens + sum(rows * width for rows, width in message.query_shapes):
-        raise ValueError(f"a frame of {len(values)} values does not hold the {num_tokens} tokens of its requests")
+        raise ValueError(f"a frame of {len(values)} values does not contain the {num_tokens} tokens of its requests")
     queries: list[NDArray[np.float32] | None] = []
     end = num_tokens
     for num_rows, width in message.query_shapes:

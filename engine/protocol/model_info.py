@@ -1,6 +1,6 @@
 """Description of a served model, known before its weights are read.
 
-ModelInfo holds every value that changes results, and its source. The engine process sends it to its clients. Plain
+ModelInfo has every value that changes results, and its source. The engine process sends it to its clients. Plain
 Python; model_files/ reads the files.
 """
 
@@ -86,7 +86,7 @@ class ModelInfo:
 
     Attributes:
         name: Folder or hub id, as the operator wrote it.
-        path: Local folder that holds config.json, the weights and the tokenizer.
+        path: Local folder with config.json, the weights and the tokenizer.
         architecture: Class name, from config.json, such as "BertModel".
         model_type: transformers' model_type, such as "bert".
         packed: Whether a family of engine/families/ runs the model; otherwise transformers runs it.
@@ -127,7 +127,7 @@ class ModelInfo:
         multi_vector: How a model with one vector per token (ColBERT) reads queries and documents; None for other
             models.
         sparse: How the model computes sparse vectors; None if it computes none.
-        token_heads: Token heads beside the sentence embedding; None if the model has none.
+        token_heads: Token heads in addition to the sentence embedding; None if the model has none.
         is_causal: Attention is causal.
         adapters: Names of the LoRA adapters in the model's folder. They are not applied: vectors are those of the base
             weights.

@@ -164,7 +164,7 @@ class SparseVector:
     def of(cls, pairs: NDArray[np.float32]) -> SparseVector:
         """Returns the vector of index-value pairs [S, 2], without values of 0.
 
-        float32 holds every index below 2 ** 24 exactly.
+        float32 represents every index below 2 ** 24 exactly.
         """
         pairs = pairs[pairs[:, 1] != 0]
         return cls(pairs[:, 0].astype(np.int32), np.ascontiguousarray(pairs[:, 1]))

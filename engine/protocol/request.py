@@ -50,7 +50,7 @@ class RequestOptions:
 
     Attributes:
         timeout_s: Seconds until the deadline.
-        priority: Lower goes first among the requests of a client; a level equals one second of waiting.
+        priority: Lower runs first among the requests of a client; a level equals one second of waiting.
         client: The sending client. Waiting clients share the device evenly, regardless of how much each sends.
         namespace: Cached vectors and prefixes are shared within a namespace only, so that the latency of a request does
             not reveal the texts of other namespaces.

@@ -1,6 +1,6 @@
 """A bounded resource that clients share: tokens in the queue, characters to tokenize, memory of bodies and responses.
 
-A SharedResource counts the amount that each client holds. The caller turns a Rejection into an error.
+A SharedResource counts the amount that each client holds. The caller raises an error for a Rejection.
 """
 
 from __future__ import annotations

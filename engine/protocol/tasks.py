@@ -73,7 +73,7 @@ def listed(values: Any) -> str:
 
 
 class ChunkPriority(IntEnum):
-    """Named priorities. Any other integer is a priority, too. Lower goes first."""
+    """Named priorities. Any other integer is a priority, too. Lower runs first."""
 
     CRITICAL = -2
     HIGH = -1

@@ -24,7 +24,7 @@ class ScoreTemplate:
     tokens of the document, and of a query that exceeds its share; see ScoreTemplateEncoder.cut.
 
     Attributes:
-        parts: Format strings. Together they hold {query} and {document} once, {instruction} at most once.
+        parts: Format strings. Together they contain {query} and {document} once, {instruction} at most once.
         instruction: Value of {instruction} if the request has none.
         instruction_format: Format of the instruction of a request; a format string with {instruction}.
         stripped: Fields to strip of surrounding white space.
@@ -108,7 +108,7 @@ def fields_of(part: str) -> tuple[str, ...]:
 
 
 def split_at(part: str, field: str) -> tuple[str, str]:
-    """Returns the format strings before and after a field that the part holds once."""
+    """Returns the format strings before and after a field that occurs once in the part."""
     before, after = "", ""
     is_past = False
     for literal, name, _, _ in Formatter().parse(part):
@@ -125,7 +125,7 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """The template that turns the messages of a chat into the text that the model reads.
+    """The template that renders the messages of a chat as the text that the model reads.
 
     Attributes:
         source: The template, in Jinja.

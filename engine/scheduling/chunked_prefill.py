@@ -114,7 +114,7 @@ class ChunkedPrefillManager:
         Args:
             request_id: Id of the prompt.
             prompt_tokens: Token ids (not copied) or their number.
-            priority: A ChunkPriority or any other integer; lower goes first.
+            priority: A ChunkPriority or any other integer; lower runs first.
             chunk_size: Tokens of a chunk while memory is free; None takes the configured size.
             memory_pressure: Share of a full chunk that does not fit into memory, 0 to 1.
 

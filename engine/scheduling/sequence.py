@@ -157,7 +157,7 @@ class Request:
     request_id: int
     params: PoolingParams  # resolved
     arrival_s: float = 0.0  # Seconds, monotonic
-    priority: int = 0  # lower goes first
+    priority: int = 0  # lower runs first
     deadline_s: float | None = None  # Seconds, monotonic
     client: str = ""
     needs_last_row: bool = False  # the result depends on the last token only: cached tokens need not run

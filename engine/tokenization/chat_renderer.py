@@ -1,6 +1,6 @@
 """Renders chats with a model's chat template in jinja2's sandbox, with the functions that transformers provides.
 
-Templates come with the model and are not trusted: they see plain values only and cannot change them.
+Templates are part of the model's files and are not trusted: they see plain values only and cannot change them.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class TokenizerPool:
             texts: list[str] = []
             for first, last in portions([len(ids) for ids in batches], is_cancelled):
                 checked = [self._tokenizer.checked_ids(ids).tolist() for ids in batches[first:last]]
-                # `decode` holds the GIL for seconds if a list is long; `decode_batch` does not.
+                # `decode` keeps the GIL for seconds if a list is long; `decode_batch` releases it.
                 texts += self._tokenizer.backend.decode_batch(checked, skip_special_tokens)
             return texts
 

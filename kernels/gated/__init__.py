@@ -17,7 +17,7 @@ GATE_ACTIVATIONS: tuple[GateActivation, ...] = get_args(GateActivation)
 
 __all__ = ["GATE_ACTIVATIONS", "MAX_GROUP_WIDTH", "Backend", "GateActivation", "gated", "gated_norm"]
 
-# A program of the triton backend holds a whole group.
+# A program of the triton backend loads a whole group.
 MAX_GROUP_WIDTH = 8192
 
 

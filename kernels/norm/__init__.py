@@ -15,7 +15,7 @@ from ..backends import FLOAT_DTYPES, Backend, choose, describe
 
 __all__ = ["MAX_TRITON_WIDTH", "Backend", "Embeddings", "Norm", "NormKind", "add_norm", "embed_norm"]
 
-# A program of the triton backend holds a whole row.
+# A program of the triton backend loads a whole row.
 MAX_TRITON_WIDTH = 8192
 
 NormKind = Literal["layer", "rms"]

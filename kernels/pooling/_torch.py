@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A program of the triton kernels holds a whole row.
+# A program of the triton kernels loads a whole row.
 MAX_TRITON_WIDTH = 8192
 MIN_WEIGHT = 1e-9
 MIN_NORM = 1e-12

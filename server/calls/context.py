@@ -83,7 +83,7 @@ class Deadline(NamedTuple):
 
     def error(self) -> DeadlineExceededError:
         """Returns the error for an expired request."""
-        message = f"The deadline of {self.timeout_s:g} s passed before the answer."
+        message = f"The deadline of {self.timeout_s:g} s passed before the result."
         return OwnDeadlineExceededError(message) if self.is_own else DeadlineExceededError(message)
 
 

@@ -50,7 +50,7 @@ class MemoryTier:
         return len(self._rows)
 
     def get(self, key: bytes) -> bytes | None:
-        """Returns a row and marks it as used; None if the tier does not hold it."""
+        """Returns a row and marks it as used; None if the tier does not have it."""
         row = self._rows.get(key)
         if row is not None:
             self._rows.move_to_end(key)
@@ -125,7 +125,7 @@ class VectorCache:
         return None if self._shared is None else self.secret
 
     async def find(self, keys: Sequence[bytes]) -> CacheHits:
-        """Returns the outputs of the keys that the cache holds."""
+        """Returns the outputs of the keys in the cache."""
         rows = {key: row for key in keys if (row := self._memory.get(key)) is not None}
         num_in_memory = len(rows)
         if self._shared is not None and num_in_memory < len(keys):

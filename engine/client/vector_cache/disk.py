@@ -172,7 +172,7 @@ class DiskTier:
             raise
 
     def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
-        """Writes the rows of one transaction. Waits if readers still hold the pages that it needs."""
+        """Writes the rows of one transaction. Waits while readers use the pages that it needs."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 self._evict(int(_TRANSACTION_SHARE * self.max_bytes))

@@ -21,7 +21,7 @@ class _SlotUse:
     """Location of the SSM states of a sequence in chunks.
 
     Attributes:
-        buffer: Index of the buffer that holds the states: each slot has two buffers.
+        buffer: Index of the buffer with the states: each slot has two buffers.
         saved: The states on the host while the sequence has no slot. The copy may still run; see DeviceStream.save.
     """
 
@@ -103,7 +103,7 @@ class ChunkMemory:
             return
         use = self._uses[sequence]
         if use.saved is not None:
-            return  # it was preempted before it ran in this slot, which still holds another sequence's states
+            return  # it was preempted before it ran in this slot, which has the states of another sequence
         use.saved = self._stream.save(self._ssm.at(self._state_slot(use, allocation)))
 
     def restore(self, chunks: Sequence[PrefillChunk]) -> None:

@@ -12,10 +12,10 @@
 #include "layers.h"
 
 /* Tokens per part: enough to amortise reading the weights, and few enough for the caches. */
-#define LEAST_TOKENS 24
-#define MOST_TOKENS 320
+#define MIN_PART_TOKENS 24
+#define MAX_PART_TOKENS 320
 /* Lanes run jointly if the longest sequence has more than this many times the tokens of a lane's share. */
-#define HEAVY 1.25
+#define JOINT_RATIO 1.25
 
 struct Forward {
     Job job;
@@ -47,27 +47,29 @@ static void work(Job *job, int unit, int lane) {
     Forward *forward = (Forward *)job;
     const Encoder *encoder = forward->encoder;
     Scratch *scratch = &forward->scratch[lane];
-    int together = job->members > 1;
+    int is_joint = job->members > 1;
     /* Batches are sorted by length: run the last parts, with the longest sequences, first. */
-    const Part *part = together ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
-    Rows *rows = together ? &forward->rows : &(Rows){0};
-    long own = own_bytes(forward->isa, encoder, forward->longest), bytes = lay_out(encoder, part->rows, NULL, &(Rows){0});
+    const Part *part = is_joint ? &forward->whole : forward->parts + (forward->num_parts - 1 - unit);
+    Rows *rows = is_joint ? &forward->rows : &(Rows){0};
+    long lane_scratch = lane_bytes(forward->isa, encoder, forward->longest);
+    long bytes = assign_buffers(encoder, part->rows, NULL, &(Rows){0});
     /* A lane keeps the memory of small parts for its next part. Memory of long texts and joint jobs is freed. */
-    int is_lent = together || part->rows > MOST_TOKENS, is_first = !together || unit == 0;
-    Scratch lent = {0};
-    if (!grow(scratch, own + (is_lent ? 0 : bytes)) || (is_lent && is_first && !grow(&lent, bytes)))
+    int is_temporary = is_joint || part->rows > MAX_PART_TOKENS, is_first = !is_joint || unit == 0;
+    Scratch temporary = {0};
+    if (!grow(scratch, lane_scratch + (is_temporary ? 0 : bytes)) ||
+        (is_temporary && is_first && !grow(&temporary, bytes)))
         atomic_store(&forward->lacks_memory, 1);
     else if (is_first)
-        lay_out(encoder, part->rows, is_lent ? lent.memory : scratch->memory + own, rows);
+        assign_buffers(encoder, part->rows, is_temporary ? temporary.memory : scratch->memory + lane_scratch, rows);
     lanes_barrier(job);
     if (!atomic_load(&forward->lacks_memory)) {
         Team team = {.isa = forward->isa, .encoder = encoder, .batch = &forward->batch, .job = job, .part = part,
-                     .rows = *rows, .member = together ? unit : 0, .members = job->members, .own = scratch->memory};
+                     .rows = *rows, .member = is_joint ? unit : 0, .members = job->members, .scratch = scratch->memory};
         enter_isa(forward->isa);
         run_part(&team);
         leave_isa(forward->isa);
     }
-    free(lent.memory); /* safe: the lanes have synchronised after the last step */
+    free(temporary.memory); /* safe: the lanes have synchronised after the last step */
 }
 
 /* Divides the batch into parts of about `target` tokens. Returns their number. */
@@ -88,7 +90,7 @@ static int cut(const Batch *batch, long target, Part *parts) {
 }
 
 /* Maximum joint lanes: each has at least two panels of every product. More would lose the gain to synchronisation. */
-static int most_together(const Isa *isa, const Encoder *encoder) {
+static int max_joint_lanes(const Isa *isa, const Encoder *encoder) {
     long narrowest = isa->panels(&encoder->layers->attention_out);
     return narrowest < 4 ? 2 : (int)(narrowest / 2);
 }
@@ -107,14 +109,14 @@ Forward *forward_begin(const Isa *isa, const Encoder *encoder, const Batch *batc
         longest = length > longest ? length : longest;
     }
     long target = total / count + total % count;
-    if (target > 2 * LEAST_TOKENS) target = (target + 1) / 2;
-    target = target > MOST_TOKENS ? MOST_TOKENS : target < LEAST_TOKENS ? LEAST_TOKENS : target;
+    if (target > 2 * MIN_PART_TOKENS) target = (target + 1) / 2;
+    target = target > MAX_PART_TOKENS ? MAX_PART_TOKENS : target < MIN_PART_TOKENS ? MIN_PART_TOKENS : target;
     *forward = (Forward){.job = {.run = work}, .lanes = lanes, .isa = isa, .encoder = encoder, .batch = *batch,
                          .scratch = scratch, .longest = longest, .parts = parts,
                          .whole = {.last = batch->num_seqs, .rows = total}};
     forward->num_parts = cut(batch, target, parts);
-    int is_heavy = (double)longest * (double)count > HEAVY * (double)total;
-    lanes_begin(lanes, &forward->job, forward->num_parts, is_heavy ? most_together(isa, encoder) : 1);
+    int runs_jointly = (double)longest * (double)count > JOINT_RATIO * (double)total;
+    lanes_begin(lanes, &forward->job, forward->num_parts, runs_jointly ? max_joint_lanes(isa, encoder) : 1);
     return forward;
 }
 

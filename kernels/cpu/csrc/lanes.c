@@ -28,7 +28,7 @@ struct Lanes {
     int untaken;          /* number of untaken units */
     int waiting;          /* lanes that wait for work, or that were woken and have not taken any */
     int closing;
-    int wakeup_fd;       /* written to when a job ends or a lane becomes idle; -1: none */
+    int wakeup_fd;        /* written to when a job ends or a lane becomes idle; -1: none */
     _Alignas(CACHE_LINE) atomic_uint begun; /* number of jobs started; lanes_close increments it, too */
     _Alignas(CACHE_LINE) atomic_uint ended; /* number of jobs done */
 };
@@ -81,17 +81,17 @@ static Job *take(Lanes *lanes, int *unit) {
     return job;
 }
 
-static void *live(void *argument) {
+static void *run_lane(void *argument) {
     const Lane *lane = argument;
     Lanes *lanes = lane->lanes;
-    int has_news = 0; /* a job has ended */
+    int has_ended_job = 0; /* a job has ended */
     pthread_mutex_lock(&lanes->lock);
     for (;;) {
         if (lanes->first) {
             int unit;
             Job *job = take(lanes, &unit);
-            if (has_news) notify(lanes);
-            has_news = 0;
+            if (has_ended_job) notify(lanes);
+            has_ended_job = 0;
             pthread_mutex_unlock(&lanes->lock);
             job->run(job, unit, lane->number);
             pthread_mutex_lock(&lanes->lock);
@@ -99,15 +99,15 @@ static void *live(void *argument) {
                 atomic_store_explicit(&job->is_done, 1, memory_order_release); /* the job may be freed from here on */
                 atomic_fetch_add_explicit(&lanes->ended, 1, memory_order_acq_rel);
                 wake(&lanes->ended, INT_MAX);
-                has_news = 1;
+                has_ended_job = 1;
             }
         } else if (lanes->closing) {
             break;
         } else {
             unsigned begun = atomic_load_explicit(&lanes->begun, memory_order_acquire);
             lanes->waiting++;
-            if (has_news || lanes->waiting == 1) notify(lanes); /* only the first idle lane writes */
-            has_news = 0;
+            if (has_ended_job || lanes->waiting == 1) notify(lanes); /* only the first idle lane writes */
+            has_ended_job = 0;
             pthread_mutex_unlock(&lanes->lock);
             wait_while(&lanes->begun, begun);
             pthread_mutex_lock(&lanes->lock);
@@ -131,7 +131,7 @@ Lanes *lanes_open(int count) {
     for (int i = 0; lanes->lane && i < count; i++) {
         Lane *lane = &lanes->lane[i];
         *lane = (Lane){.lanes = lanes, .number = i};
-        if (pthread_create(&lane->thread, NULL, live, lane)) break;
+        if (pthread_create(&lane->thread, NULL, run_lane, lane)) break;
         pthread_setname_np(lane->thread, "penstock-lane");
         lanes->count++;
     }

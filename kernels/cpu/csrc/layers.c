@@ -11,7 +11,7 @@ static long round_up(long bytes) { return (bytes + 63) / 64 * 64; }
 
 static int needs_copy(int format) { return format == FORMAT_DOT || format == FORMAT_INT8; }
 
-long lay_out(const Encoder *encoder, long rows, char *at, Rows *out) {
+long assign_buffers(const Encoder *encoder, long rows, char *at, Rows *out) {
     const Layer *layer = encoder->layers;
     long D = encoder->width, heads = encoder->num_heads * encoder->head_size;
     long qkv = (encoder->num_heads + 2 * encoder->num_kv_heads) * encoder->head_size;
@@ -56,7 +56,7 @@ static void step_product(Team *team, const Product *product, const void *x, int 
         x = team->rows.input;
     }
     share(team, isa->panels(product), &first, &last);
-    isa->run_product(product, x, team->rows.scales, rows, first, last, to, (float *)team->own);
+    isa->run_product(product, x, team->rows.scales, rows, first, last, to, (float *)team->scratch);
     barrier(team);
 }
 
@@ -119,7 +119,8 @@ static void step_decoder_attention(Team *team, AttentionCall *call) {
         for (long i = 0; i < chunk.length; i += step)
             for (long head = 0; head < call->kv_heads; head++, unit++)
                 if (unit % team->members == team->member)
-                    isa->run_strip(call, &chunk, head, i, chunk.length - i < step ? chunk.length - i : step, team->own);
+                    isa->run_strip(call, &chunk, head, i, chunk.length - i < step ? chunk.length - i : step,
+                                   team->scratch);
     }
     barrier(team);
 }
@@ -144,7 +145,7 @@ static void step_attention(Team *team, const Layer *layer, int dot, int is_bf16,
             if (unit < first || unit >= last) continue;
             long start = batch->starts[s], length = batch->starts[s + 1] - start;
             team->isa->run_attention(&call, start - part->start, length,
-                                              batch->visible ? batch->visible[s] : length, head, team->own);
+                                              batch->visible ? batch->visible[s] : length, head, team->scratch);
         }
     barrier(team);
 }
@@ -225,7 +226,7 @@ void run_part(Team *team) {
     step_norm(team, &encoder->final_norm, team->rows.hidden, encoder->width, to);
 }
 
-long own_bytes(const Isa *isa, const Encoder *encoder, long longest) {
+long lane_bytes(const Isa *isa, const Encoder *encoder, long longest) {
     long heads = encoder->is_decoder
                      ? isa->blocks_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
                      : isa->attention_bytes(longest, encoder->head_size);

@@ -32,14 +32,14 @@ typedef struct {
     const Part *part;
     Rows rows;
     int member, members;
-    char *own;          /* this lane's scratch for attention and products */
+    char *scratch;         /* this lane's scratch for attention and products */
 } Team;
 
 /* Sets the pointers of `out` to memory from `at` on. Returns the size in bytes. NULL: returns only the size. */
-long lay_out(const Encoder *encoder, long rows, char *at, Rows *out);
+long assign_buffers(const Encoder *encoder, long rows, char *at, Rows *out);
 
 /* Bytes of scratch per lane: packed heads, or a panel in float32. `longest`: tokens of the longest sequence. */
-long own_bytes(const Isa *isa, const Encoder *encoder, long longest);
+long lane_bytes(const Isa *isa, const Encoder *encoder, long longest);
 
 /* Runs this lane's share of the part: embeddings, layers and final norm, written to Batch.hidden. */
 void run_part(Team *team);

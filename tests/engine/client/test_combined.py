@@ -63,7 +63,7 @@ async def test_tokenization_counts_in_the_deadline(make: Make, monkeypatch: pyte
     assert first is not None
     assert 0.0 < first <= 599.9
     assert second is None
-    with pytest.raises(DeadlineExceededError, match=r"^The deadline of 0\.05 s passed before the answer\.$"):
+    with pytest.raises(DeadlineExceededError, match=r"^The deadline of 0\.05 s passed before the result\.$"):
         await engine.embed(["a"], PARAMS, RequestOptions(timeout_s=0.05))
     assert len(core.sent) == 2
 

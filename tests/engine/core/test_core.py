@@ -282,7 +282,7 @@ def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:
     driver.submit(3, 5, timeout_s=2.0)
     loop_clock.now_s += 1.0
     driver.run_all()
-    expected = ("DeadlineExceededError", "The deadline passed before the answer.")
+    expected = ("DeadlineExceededError", "The deadline passed before the result.")
     assert driver.failures == {1: expected, 2: expected}
     assert driver.results == {3: {0: [5.0]}}
     assert driver.cache_use.usage == 0

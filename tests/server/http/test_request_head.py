@@ -92,7 +92,7 @@ async def test_without_two_keys_all_are_one_client(serving, engine, keys: tuple[
     [("0.5", 600.0, 408), ("0.5", 0.0, 408), ("0.5", 0.1, 504), (None, 0.1, 504)],
 )
 async def test_own_deadline_gets_408_and_that_of_the_server_504(serving, engine, header, own_s, status: int) -> None:
-    engine.failure = DeadlineExceededError("The deadline passed before the answer.")
+    engine.failure = DeadlineExceededError("The deadline passed before the result.")
     headers = {} if header is None else {"x-request-timeout": header}
     async with serving(engine, request_timeout_s=own_s) as client:
         for path, body in (("/v1/embeddings", {"input": "a"}), ("/embed", {"inputs": "a"})):
@@ -138,4 +138,4 @@ async def test_time_before_the_engine_counts_for_the_deadline(serving, engine) -
             for path, body in bodies.items():
                 response = await client.post(path, json=body, headers=headers)
                 assert response.status_code == status
-                assert response.json()["message"] == "The deadline of 0.1 s passed before the answer."
+                assert response.json()["message"] == "The deadline of 0.1 s passed before the result."

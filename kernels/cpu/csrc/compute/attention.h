@@ -123,7 +123,7 @@ INLINE float largest_score(const float *scores, long begin, long low, long high)
 
 /* Computes 2^(score * log2 e + shift) for keys `low` to `high`, and 0 for the other keys from `begin` to `end`. Writes
  * bfloat16 to `rounded`, or overwrites the scores if it is NULL. Returns the sum. */
-INLINE float raise_scores(float *scores, long begin, long end, long low, long high, vf shift, uint16_t *rounded) {
+INLINE float exponentiate(float *scores, long begin, long end, long low, long high, vf shift, uint16_t *rounded) {
     long last = round_to(high, WIDTH);
     vf sum = v_zero();
     for (long j = begin; j < last; j += WIDTH) {
@@ -149,13 +149,13 @@ INLINE float raise_scores(float *scores, long begin, long end, long low, long hi
  * Keys `low` to `high` are visible. The other keys from `begin`, a multiple of WIDTH, to `end` get 0. Writes bfloat16 to
  * `rounded`, or overwrites the scores if it is NULL.
  */
-INLINE float soften(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
+INLINE float softmax(float *scores, long begin, long end, long low, long high, const float *bias, uint16_t *rounded) {
     if (bias)
         for (long j = low; j < high; j++) scores[j] += bias[j];
     float largest = largest_score(scores, begin, low, high);
     /* NaN if all visible scores are -inf; 0 if no key is visible. */
     vf shift = v_set(largest > -INFINITY ? -largest * LOG2_E : low < high ? NAN : 0.0f);
-    return raise_scores(scores, begin, end, low, high, shift, rounded);
+    return exponentiate(scores, begin, end, low, high, shift, rounded);
 }
 
 /* Attention of all queries of one head over the packed keys and values. */
@@ -201,10 +201,11 @@ static void attend_head(const AttentionCall *call, long start, long length, long
             float *row = scores + r * stride;
             const float *bias = NULL;
             if (layer->bias) bias = layer->bias + head * (2 * layer->bias_reach + 1) + layer->bias_reach - (first + r);
-            int is_asked = call->first_weights && first + r == 0;
-            float sum = soften(row, begin, end, low[r], high[r], bias, call->dot && !is_asked ? rounded + r * stride : NULL);
+            int returns_weights = call->first_weights && first + r == 0;
+            uint16_t *rounded_row = call->dot && !returns_weights ? rounded + r * stride : NULL;
+            float sum = softmax(row, begin, end, low[r], high[r], bias, rounded_row);
             inverse[r] = sum > 0 ? 1.0f / sum : sum;
-            if (!is_asked) continue;
+            if (!returns_weights) continue;
             for (long j = 0; j < length; j++)
                 call->first_weights[(start + j) * call->heads + head] = j < high[r] ? row[j] * inverse[r] : 0.0f;
             if (call->dot)

@@ -33,7 +33,7 @@ static long strip_tokens(long heads, long kv_heads) {
     return tokens > 0 ? tokens : 1;
 }
 
-static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *strip) {
+static long assign_strip_buffers(long heads, long kv_heads, long size, char *at, Strip *strip) {
     long wide = round_to(size, PANEL), rows = strip_tokens(heads, kv_heads) * (heads / kv_heads);
     long sizes[] = {KEYS * size * 4, KEYS * wide * 4, MOST_ROWS * KEYS * 4, MOST_ROWS * KEYS * 2, rows * wide * 4,
                     rows * 4, rows * 4};
@@ -50,7 +50,7 @@ static long lay_strip(long heads, long kv_heads, long size, char *at, Strip *str
 /* Bytes of scratch per lane. */
 static long blocks_bytes(long heads, long kv_heads, long size) {
     Strip strip;
-    return lay_strip(heads, kv_heads, size, NULL, &strip);
+    return assign_strip_buffers(heads, kv_heads, size, NULL, &strip);
 }
 
 static void rotate(float *head, long size, const float *cosines) {
@@ -119,9 +119,9 @@ INLINE vf cap_of(vf score, float cap) {
     return v_mul(v_set(cap), tanh_of(v_mul(score, v_set(1.0f / cap))));
 }
 
-/* Like soften, for the keys `low` to `high` of a block: updates the running largest score and total. Returns the factor
- * for the sums of earlier blocks. */
-INLINE float soften_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
+/* Like softmax, for the keys `low` to `high` of a block: updates the running largest score and total. Returns the
+ * factor for the sums of earlier blocks. */
+INLINE float softmax_block(float *scores, long begin, long end, long low, long high, float cap, float *largest,
                           float *total, uint16_t *rounded) {
     long last = round_to(high, WIDTH);
     if (cap > 0)
@@ -130,7 +130,7 @@ INLINE float soften_block(float *scores, long begin, long end, long low, long hi
     *largest = now > before ? now : before;
     /* NaN if no score is greater than -inf. */
     vf shift = v_set(*largest > -INFINITY ? -*largest * LOG2_E : NAN);
-    float sum = raise_scores(scores, begin, end, low, high, shift, rounded);
+    float sum = exponentiate(scores, begin, end, low, high, shift, rounded);
     float factor[WIDTH];
     v_store(factor, exp2_of(v_set((before - *largest) * LOG2_E)));
     *total = *total * factor[0] + sum;
@@ -175,7 +175,7 @@ static void attend_tile(const AttentionCall *call, const Chunk *chunk, long head
         float *scores = strip->scores + r * KEYS;
         uint16_t *rounded = call->dot ? strip->rounded + r * KEYS : NULL;
         if (low[r] < high[r])
-            factors[r] = soften_block(scores, begin, end, low[r], high[r], layer->softcap, strip->largest + at + r,
+            factors[r] = softmax_block(scores, begin, end, low[r], high[r], layer->softcap, strip->largest + at + r,
                                       strip->totals + at + r, rounded);
         else if (rounded) /* the row of the product is discarded */
             memset(rounded + begin, 0, (size_t)(end - begin) * 2);
@@ -211,7 +211,7 @@ static void run_strip(const AttentionCall *call, const Chunk *chunk, long kv_hea
     if (layer->right >= 0 && chunk->past + first + count + layer->right < total)
         to = chunk->past + first + count + layer->right;
     Strip strip;
-    lay_strip(call->heads, call->kv_heads, size, scratch, &strip);
+    assign_strip_buffers(call->heads, call->kv_heads, size, scratch, &strip);
     memset(strip.sums, 0, (size_t)(count * group * wide) * sizeof(float));
     memset(strip.totals, 0, (size_t)(count * group) * sizeof(float));
     for (long row = 0; row < count * group; row++) strip.largest[row] = -INFINITY;
