@@ -99,8 +99,8 @@ async def test_unreadable_message_ends_only_its_client(shared: Shared, caplog: p
     assert shared.server.state is EngineState.READY
     shared.server.receive(RequestFailed(7, "ModelExecutionError", "boom"), [])
     shared.server.receive(PrefixCacheCleared(7, 1), [])
-    for answer in ("RequestFailed(request_id=7", "PrefixCacheCleared(request_id=7"):
-        assert f"the engine answered an unknown request: {answer}" in caplog.text
+    for message in ("RequestFailed(request_id=7", "PrefixCacheCleared(request_id=7"):
+        assert f"the engine sent a result of an unknown request: {message}" in caplog.text
 
 
 async def test_client_waits_for_the_replacement_of_a_lost_engine(
