@@ -26,6 +26,8 @@ def test_world_writable_folder_is_rejected(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PermissionError, match="every user may write to it; chmod o-w it"):
         check_folder(folder)
+    folder.chmod(0o1777)  # only the owner may replace a file
+    check_folder(folder)
 
 
 def test_folder_of_another_user_needs_group_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

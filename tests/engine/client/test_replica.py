@@ -56,6 +56,20 @@ async def test_parts_of_rows_are_joined(dispatcher: Dispatcher, core: FakeCore) 
         assert np.array_equal(output["token_embeddings"], rows)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_rows_of_tokens_are_copied(dispatcher: Dispatcher, core: FakeCore, is_last: bool) -> None:
+    task = await begin(dispatcher, 3)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    (run_,) = core.replica._runs.values()
+    message, frames = step_of([Row(0, 0, "token_embeddings", rows, is_last)])
+    core.replica.receive(message, frames)
+    (result,) = [(await task)[0]["token_embeddings"]] if is_last else run_.parts[0, "token_embeddings"]
+    assert np.array_equal(result, rows)
+    assert result.base is None
+    assert not np.shares_memory(result, np.frombuffer(frames[0], np.float32))
+    task.cancel()
+
+
 async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher, core: FakeCore) -> None:
     await begin(dispatcher, 60)
     await begin(dispatcher, 50)

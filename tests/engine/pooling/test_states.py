@@ -95,6 +95,32 @@ def test_token_level_states_count_tokens_and_keep_no_row(pooling_type: PoolingTy
         states.finalize()
 
 
+def test_attention_copies_its_rows_in_their_dtype() -> None:
+    hidden, weights = rows(dtype=torch.bfloat16)
+    buffer = torch.empty(30, 12, dtype=torch.bfloat16)
+    states = PoolingStates.initialize(12, [PoolingType.ATTENTION])
+    for part in hidden.split(30):
+        buffer[: len(part)] = part
+        states.update(buffer[: len(part)], weights if len(part) == 5 else None)
+    stored = torch.cat(states.rows)
+    assert stored.dtype is torch.bfloat16
+    assert torch.equal(stored, hidden)
+    assert_close(states.finalize(), (weights[:, None] * hidden.float()).sum(0) / weights.sum())
+    states.update(hidden[:0])
+    with pytest.raises(ValueError, match="needs the attention weights"):
+        states.finalize()
+
+
+def test_weights_of_the_chunk_alone_change_nothing() -> None:
+    hidden, weights = rows()
+    states = PoolingStates.initialize(12, "attention")
+    states.update(hidden[:60], weights[:60])
+    with pytest.raises(ValueError, match=r"weights must be \[65\], those of all tokens .* 5 rows, got \[5\]"):
+        states.update(hidden[60:], weights[60:])
+    states.update(hidden[60:], weights)
+    assert_close(states.finalize(), pool_whole("attention", hidden, weights))
+
+
 def test_attention_weights_of_wrong_shape_are_rejected() -> None:
     hidden, weights = rows()
     pooler = PoolerFactory.create(PoolingType.ATTENTION)

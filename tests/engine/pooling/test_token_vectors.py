@@ -102,3 +102,17 @@ def test_document_without_its_query_is_an_error(hidden_states: Tensor, token_ids
     metadata.queries = [None] * NUM_SEQS
     with pytest.raises(ValueError, match="needs the vectors of its query"):
         pooler.pool(ModelOutput(hidden_states=hidden_states), metadata)
+
+
+@pytest.mark.parametrize("skips_queries", [False, True])
+def test_skip_words_of_documents_have_no_vector(hidden_states: Tensor, token_ids: Tensor, skips_queries: bool) -> None:
+    pooler, document = make_pooler(skips_queries=skips_queries, skip_ids=(3,))
+    params = [document, document.clone(is_query=True)] * (NUM_SEQS // 2)
+    metadata = describe(LENGTHS, params, token_ids=token_ids)
+    arrays = pooler.pool(ModelOutput(hidden_states=hidden_states), metadata).to_numpy()
+    filtered, unfiltered = (vectors_without(hidden_states, token_ids, ids) for ids in ((3,), ()))
+    for i, own in enumerate(arrays):
+        is_filtered = skips_queries or not params[i].is_query
+        np.testing.assert_allclose(own["token_embeddings"], (filtered if is_filtered else unfiltered)[i], atol=1e-6)
+    with pytest.raises(ValueError, match="needs the token ids of the batch"):
+        pooler.pool(ModelOutput(hidden_states=hidden_states), describe(LENGTHS, [document] * NUM_SEQS))

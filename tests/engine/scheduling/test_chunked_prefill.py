@@ -192,6 +192,14 @@ def test_equal_prompts_run_in_order_of_arrival(manager: ChunkedPrefillManager) -
     assert manager.schedule_chunk() is None
 
 
+def test_only_the_last_chunk_is_below_the_smallest_size(manager: ChunkedPrefillManager) -> None:
+    manager.create_chunks("a", 9)
+    for max_tokens in (-1, 0, 1):
+        assert manager.schedule_chunk(max_tokens) is None
+    assert bounds([run(manager, 2), run(manager, 6)]) == [(0, 2), (2, 8)]
+    assert bounds([run(manager, 1)]) == [(8, 9)]
+
+
 @given(
     total=st.integers(1, 200),
     limits=st.lists(st.integers(1, 20), min_size=1, max_size=10),
