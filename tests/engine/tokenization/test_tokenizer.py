@@ -129,10 +129,24 @@ async def test_token_ids_are_taken_or_cut_as_they_are(pool: TokenizerPool) -> No
         assert cut.token_ids.tolist() == expected
 
 
-@pytest.mark.parametrize("ids", [[], [-1], [10**9], [5, 10**6, 7]])
+@pytest.mark.parametrize("ids", [[], [-1], [30_522], [5, 10**6, 7]])
 async def test_token_ids_outside_the_vocabulary_are_rejected(pool: TokenizerPool, ids: list[int]) -> None:
     with pytest.raises(InvalidRequestError, match=r"out of vocabulary|empty"):
         await pool.encode([ids], UNCUT)
+
+
+async def test_text_with_a_token_outside_the_vocabulary_is_rejected(reference: Any) -> None:
+    spec = TokenizerSpec(json=reference.backend_tokenizer.to_str(), truncation_side="right", uses_token_types=True)
+    for vocab_size, fits in ((4420, True), (4419, False)):  # the id of "fox" is 4419
+        pool = TokenizerPool(spec, vocab_size=vocab_size, do_lower_case=False, num_workers=1)
+        try:
+            if fits:
+                assert len(await pool.encode(["fox"], UNCUT)) == 1
+            else:
+                with pytest.raises(InvalidRequestError, match="has the token id 4419"):
+                    await pool.encode(["fox"], UNCUT)
+        finally:
+            pool.close()
 
 
 async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPool) -> None:
