@@ -63,6 +63,7 @@ def test_buckets_can_be_filled_and_the_largest_is_first(max_tokens: int, max_mod
         (8192, (4096, 512, 128), Bucket(4096, 512, 128)),
         (8192, (4000, 300, 129), None),  # buckets of many sequences have a short longest one
         (8192, (4000, 2, 3990), Bucket(4096, 8, 4096)),
+        (8, (4000, 500, 8), Bucket(4096, 512, 8)),  # 512 sequences of 8 tokens fill the bucket
         (8192, (4097, 2, 3990), None),
         (8192, (4000, 513, 10), None),
     ],

@@ -140,6 +140,7 @@ def test_warm_up_sets_the_first_limit() -> None:
     assert watch.limit_s(Step(1, 5_000)) == 2_000
 
 
+@pytest.mark.usefixtures("three_lane_machine")
 async def test_process_with_a_hanging_forward_is_replaced(
     minilm_folder: Path,
     tmp_path: Path,
