@@ -163,3 +163,20 @@ def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         Batches(ServerSettings(data_dir=tmp_path / "file" / "data"))
+
+
+@pytest.mark.parametrize("preamble", [b"", b"x" * 70_000])
+async def test_too_large_file_is_rejected_while_it_is_received(files: Files, preamble: bytes) -> None:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        yield preamble + b"\r\n" + HEAD + FILE
+        for _ in range(10_000):
+            num_read += 1000
+            yield b"x" * 1000
+
+    with pytest.raises(HTTPException) as caught:
+        await files.receive("multipart/form-data; boundary=b", body(), "me")
+    assert (caught.value.status_code, num_read < 1_000_000) == (413, True)
+    assert is_empty(files)

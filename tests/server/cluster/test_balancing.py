@@ -69,3 +69,8 @@ def test_policy_reads_metrics_of_replicas() -> None:
 def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, float]] | None) -> None:
     context = SimpleNamespace(target_num_replicas=3, policy_state={}, aggregated_metrics=metrics)
     assert QueuePolicy(1.0)(context) == (3, {})
+
+
+def test_report_is_read_from_routing_stats() -> None:
+    report = LoadReport(3.0, 7.0, 2.0)
+    assert LoadReport.of({**report._asdict(), "of_others": "x"}) == report

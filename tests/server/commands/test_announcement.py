@@ -91,3 +91,18 @@ def test_server_open_to_all_warns(info: ModelInfo, settings: dict[str, Any], is_
     assert warning is None or "--api-key" in warning
     has_key = not settings.keys().isdisjoint({"api_key", "api_key_file"})
     assert announced(info, **settings)[-1] == f"  data routes need {'an' if has_key else 'no'} API key"
+
+
+def test_number_of_classes_is_announced(make_engine, tmp_path: Path) -> None:
+    info = make_engine("sequence_classifier", ("a", "b"), path=str(tmp_path), embedding_size=0).info
+    assert announced(info)[1] == "  a-model: fake, 2 classes, inputs of up to 64 tokens"
+    assert (
+        ", 1 class, " in announced(make_engine("cross_encoder", ("a",), path=str(tmp_path), embedding_size=0).info)[1]
+    )
+
+
+def test_replicas_are_announced_with_their_devices(info: ModelInfo) -> None:
+    lines = announced(info, placements=["cores 0-3", "cores 4-7"])
+    assert lines[3] == "    2 replicas: cores 0-3; cores 4-7"
+    assert announced(info, placements=["cores 0-3"], devices="numa:0")[2].startswith("    on cpu (--devices) by torch")
+    assert announced(info, placements=["cores 0-3"])[3] == "    1 replica: cores 0-3"

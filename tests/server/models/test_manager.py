@@ -188,6 +188,16 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
     assert (entry.state, entry.error) == ("ready", None)
 
 
+async def test_failed_model_is_unloaded_on_request(engines: Engines) -> None:
+    manager = engines.manager("a")
+    (entry,) = manager.entries
+    engines.failures["a"] = ModelLoadError("no weights")
+    await manager.load(entry)
+    assert entry.state == "failed"
+    await manager.unload(entry)
+    assert entry.state == "unloaded"
+
+
 @pytest.mark.parametrize(
     ("requests", "limits", "unloaded"),
     [

@@ -358,13 +358,13 @@ def test_hits_of_models_and_sizes_of_tiers_are_counted(tmp_path: Path) -> None:
     row = {"embedding": np.zeros(100, np.float32)}
 
     async def use() -> None:
-        cache.keep(bytes(32), row)
+        cache.store(bytes(32), row)
         await cache.find([bytes(32), bytes([1] * 32)])
 
     asyncio.run(use())
     cache.close()
     cache = VectorCache(2**20, tmp_path, 2**20)
-    cache.keep(bytes(32), row)
+    cache.store(bytes(32), row)
     shown = lines(cache, CacheStats(True, 3, 2, 5), None)
     assert {
         'penstock_vector_cache_open{model="m0"} 1.0',

@@ -100,3 +100,11 @@ async def test_answer_is_not_sent_to_a_successor(worker: HttpProcess) -> None:
     send(GetMetrics(1))
     first.send.assert_called_once_with(GetMetrics(1))
     second.send.assert_not_called()
+
+
+async def test_connections_are_passed_to_a_running_process(worker: HttpProcess) -> None:
+    worker.open()
+    worker._acceptor.add.assert_not_called()
+    worker._connection_sender = Mock()
+    worker.open()
+    worker._acceptor.add.assert_called_once_with(worker._connection_sender)

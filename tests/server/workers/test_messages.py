@@ -100,3 +100,10 @@ def test_each_process_has_its_share_of_the_queue_limits() -> None:
     config = plan().config_with_share(plan().models[0])
     assert config.max_queued_chars == 250
     assert (config.scheduler.max_queued_tokens, config.scheduler.max_queue_s) == (10_000, 2.0)
+
+
+def test_plan_of_an_ended_supervisor_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, pytest.raises(EOFError, match="has ended"):
+        WorkerPlan.receive(theirs)
