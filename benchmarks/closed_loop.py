@@ -17,7 +17,7 @@ from loads import Load
 
 @dataclass(slots=True)
 class Round:
-    """What one round of one load gave.
+    """Result of one round of one load.
 
     Attributes:
         num_texts: Texts answered.

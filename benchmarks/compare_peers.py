@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trial-seconds", type=float, default=1.5, help="length of a round that looks for settings")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}), help="numbers that are tried")
-    parser.add_argument("--dtypes", nargs="+", default=list(BOTH), choices=BOTH, help="those that are tried")
+    parser.add_argument("--dtypes", nargs="+", default=list(BOTH), choices=BOTH, help="dtypes to try")
     parser.add_argument("--model", type=Path, help="folder of a BERT-like encoder; default: the embedded model")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="holds the two data sets")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-peers"

@@ -1,4 +1,4 @@
-"""What a server does in conditions that users meet: `make bench-conditions`.
+"""Measures a server under conditions of real use: `make bench-conditions`.
 
     python benchmarks/conditions.py --only busy quota length requests idle --output conditions.json
 
@@ -99,7 +99,7 @@ class Bench:
         dtype: Of the servers.
         rounds: Rounds of each measurement.
         seconds: Length of one.
-        logs: Folder for what servers write.
+        logs: Folder for the logs of the servers.
     """
 
     def __init__(self, model: str, dtype: str, rounds: int, seconds: float, logs: Path) -> None:

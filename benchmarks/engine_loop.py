@@ -1,4 +1,4 @@
-"""What the engine's loop costs without a model: processor time a sequence, in the engine's process and in the frontend.
+"""Measures the engine loop without a model: CPU time per sequence in the engine process and in the frontend.
 
     python benchmarks/engine_loop.py --output benchmarks/results/engine-loop.json
     python benchmarks/engine_loop.py --against ../before --rounds 3
@@ -240,7 +240,7 @@ class Meter:
         return cls(np.memmap(path, np.float64, "r+"), stages)
 
     def watch(self, owner: Any, method: str, stage: str) -> None:
-        """Counts what a method takes of its thread's time, and at its end what the process has taken."""
+        """Counts the CPU time of a method in its thread, and the CPU time of the process when the method ends."""
         place = 1 + self._stages.index(stage)
         called: Callable[..., Any] = getattr(owner, method)
 
@@ -261,7 +261,7 @@ class Meter:
             setattr(owner, method, was)
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds so far: of the process, where it is another one, and of each stage."""
+        """Returns the seconds so far of each stage, and of the process if it is a separate one."""
         whole = {"process": float(self._sums[0])} if isinstance(self._sums, np.memmap) else {}
         return whole | dict(zip(self._stages, map(float, self._sums[1:]), strict=True))
 

@@ -1,4 +1,4 @@
-"""The loads that servers are measured with: what is sent, and how many requests are under way at once."""
+"""The loads of the server benchmarks: the requests and their concurrency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Load:
     """One kind of traffic.
 
     Attributes:
-        name: What it is called in tables.
+        name: Name in tables.
         min_words: Words of the shortest text.
         max_words: Words of the longest text.
         texts_per_request: Texts in one request.

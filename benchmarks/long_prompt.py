@@ -1,4 +1,4 @@
-r"""What a very long prompt costs with and without chunked prefill: throughput, the wait of others, and memory.
+r"""Measures a very long prompt with and without chunked prefill: throughput, latency of other requests, memory.
 
     python benchmarks/long_prompt.py MODEL --output benchmarks/results/long-prompt-cpu.json
 

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 

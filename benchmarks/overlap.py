@@ -11,7 +11,7 @@ Under way are two forwards for the loop as it is, and one for a loop that collec
 By the clock of the processor, on which other work of the machine has little effect: the host's time is processor time
 of the loop and of what takes requests in, in one thread, and that of the work it is given; the device counts along. By
 the wall clock: the device is a process of its own, with its own times, the host's work holds the interpreter's lock,
-and a machine with two idle processors is needed. No GPU has a part in this: what it shows is the loop.
+and a machine with two idle processors is needed. It uses no GPU: it measures the loop only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SimulatedRunner(Runner):
 
     Args:
         device: Runs the forwards.
-        host_ms: What the host does for a batch beside the loop's own work.
+        host_ms: Host time per batch in addition to the loop, in milliseconds.
         num_under_way: Forwards that the device may have at once.
     """
 

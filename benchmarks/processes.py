@@ -110,7 +110,7 @@ def kill(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Ends what is left of the process group that `leader` began; that nothing is left is fine."""
+    """Ends the process group of `leader`. Does nothing if it has ended."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

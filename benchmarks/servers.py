@@ -1,4 +1,4 @@
-"""Starts the servers under test and reads what they use."""
+"""Starts the servers under test and reads their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Server:
     """A server process: started by a command, ready when its health route answers.
 
     Args:
-        name: What it is called in tables.
+        name: Name in tables.
         command: A shell-like command line; leading NAME=VALUE words go to its environment.
-        url: Where it listens, such as "http://127.0.0.1:8000".
+        url: Base URL, such as "http://127.0.0.1:8000".
         log: File that gets its output.
     """
 
@@ -52,7 +52,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process that was started; what it started in turn are its descendants."""
+        """The started process, the parent of its other processes."""
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         return self._process.pid

@@ -1,4 +1,4 @@
-"""A device that is simulated: forwards that take a fixed time, one after the other, and what it says of its idle time.
+"""A simulated device: forwards with a fixed duration, one after the other, and its idle time.
 
     python benchmarks/simulated_device.py FORWARD_MS JOBS DONE BELL
 

@@ -1,11 +1,11 @@
-r"""What a hit of the cache of embeddings costs: CPU time of the server's process, beside tokenization.
+r"""Measures a hit of the vector cache: CPU time of the server process in addition to tokenization.
 
     python benchmarks/vector_cache.py MODEL --output benchmarks/results/vector-cache.json
 
 One engine of MODEL, in a process of its own, answers lists of texts that it has answered before: with their rows in
 memory, and with their rows on disk alone. CPU time is that of all threads of this process, the least of many rounds, so
 that other work on the machine counts little. What tokenization takes is measured in turn with it and taken away. The
-rows of each list are compared with those that were computed, bit for bit.
+rows of each list are compared bit for bit with computed rows.
 
 The last table is one look-up on disk in the turn of the event loop and in a thread, by the number of rows.
 """
@@ -62,7 +62,7 @@ async def measure(model: str, dtype: str, num_rounds: int, folder: Path) -> dict
     }
     rows: list[dict[str, Any]] = []
     computed: dict[tuple[int, int], bytes] = {}
-    print("ms of CPU time a text: tokenization, and what a hit takes beside it")
+    print("ms of CPU time per text: tokenization, and a cache hit in addition")
     for place, max_bytes in (("memory", 64 * MIB), ("disk", 0)):
         cache = VectorCache(max_bytes, folder / "cache", 64 * MIB)
         engine = await AsyncEngine.start(EngineConfig(model=model, dtype=dtype), cache=cache)
@@ -71,7 +71,7 @@ async def measure(model: str, dtype: str, num_rounds: int, folder: Path) -> dict
         await engine.wait_for_cache()
         for (num_texts, num_words), texts in lists.items():
             answer = (await engine.embed(texts, PARAMS)).embeddings.tobytes()
-            assert computed.setdefault((num_texts, num_words), answer) == answer, "a hit differs from what was computed"
+            assert computed.setdefault((num_texts, num_words), answer) == answer, "cached vectors differ"
             before = figures.num_misses
             tokenizes, hits = await least_ms(
                 num_rounds,
@@ -109,7 +109,7 @@ async def least_ms(num_rounds: int, *works: Callable[[], Awaitable[object]]) -> 
 
 
 async def look_ups(folder: Path, num_rounds: int) -> list[dict[str, float]]:
-    """Returns the microseconds that reading rows of 384 floats takes, by where it is done."""
+    """Returns the microseconds to read rows of 384 floats, by tier."""
     tier = DiskTier(folder, 64 * MIB)
     keys = [number.to_bytes(32, "big") for number in range(max(LOOKUPS))]
     tier.write([(key, bytes(1552)) for key in keys])

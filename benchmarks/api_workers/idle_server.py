@@ -1,4 +1,4 @@
-"""`penstock serve` over an engine that does not compute: what is measured of it is all but the forward.
+"""`penstock serve` with an engine that does not compute, to measure everything except the forward.
 
     python benchmarks/api_workers/idle_server.py serve [MODEL] [FLAG ...]
 

@@ -4,7 +4,7 @@
 
 The server needs a core for each worker, one for the engine, and the client some: with fewer the requests per second
 say little. The processor time of each process per request does not depend on that. It says how far more workers could
-carry: what the engine's process and the supervising one take of a request is serial, what a worker takes is not.
+carry: time in the engine process and the supervisor is serial, time in a worker is not.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def processes_of(server: int) -> dict[str, list[int]]:
-    """The processes of a server by what they do; in one of a single worker, the server is that."""
+    """The processes of a server by role. With one worker, the server process is the worker."""
     found: dict[str, list[int]] = {"supervisor": [server], "engine": [], "worker": []}
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text()

@@ -1,1 +1,1 @@
-"""What a CUDA device makes of penstock: `make bench-gpu` runs all of it and writes one result."""
+"""Measures penstock on a CUDA device: `make bench-gpu` runs all phases and writes one result."""

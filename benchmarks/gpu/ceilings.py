@@ -1,4 +1,4 @@
-"""What the device can do at all: copying memory, and products of random matrices, square and at real shapes."""
+"""Measures the limits of the device: memory copies, and matrix products, square and with shapes of models."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _NUM_BODIES: Final = 128
 
 
 async def client(port: int, num_connections: int, seconds: float, words: int, texts: int) -> None:
-    """Asks over connections of which each always has a request under way; prints what was answered after a while."""
+    """Sends requests over several connections, one at a time on each, and prints the number of responses."""
     head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
     inputs = [[" ".join(random.choices(WORDS, k=words)) for _ in range(texts)] for _ in range(_NUM_BODIES)]
     bodies = [json.dumps({"input": each, "encoding_format": "base64"}).encode() for each in inputs]

@@ -26,12 +26,12 @@ class Clock(Protocol):
     """Times runs on one device."""
 
     def median_us(self, runs: Sequence[Run], seconds: float, *, head_start: bool = True) -> float:
-        """Returns the microseconds of one run, the median of those that fit into `seconds`, and at least 5.
+        """Returns the microseconds of one run: the median of the runs within `seconds`, at least 5.
 
         Args:
             runs: The same work on other buffers; they take turns.
             seconds: Roughly; the first runs, which may compile, come on top.
-            head_start: Let the host get ahead of the device first. False counts what the device waits for launches.
+            head_start: Let the host get ahead of the device first. False includes the launch latency.
         """
         ...
 
@@ -57,7 +57,7 @@ class HostClock:
         return statistics.median(times_us)
 
     def num_buffers(self, num_bytes: int) -> int:
-        """See Clock. Two, whatever their size: what is measured on a CPU here is the code and not its speed."""
+        """See Clock. Always two: on a CPU the benchmark tests the code, not the speed."""
         del num_bytes
         return 2
 

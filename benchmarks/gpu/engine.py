@@ -50,7 +50,7 @@ _REQUESTS_AT_ONCE: Final = 96
 
 
 class Rate(NamedTuple):
-    """What was answered in a while."""
+    """Finished requests of a period."""
 
     seconds: float
     num_texts: int
@@ -89,7 +89,7 @@ def rate(engine: Engine, shape: Shape, lengths: list[int], bench: Bench) -> Row:
 
 
 def rate_row(shape: Shape, lengths: list[int], rate: Rate) -> Row:
-    """Returns what a rate comes to, for texts of which `lengths` are a fair sample."""
+    """Returns the metrics of a rate, for texts with a length distribution like `lengths`."""
     per_token = shape.operations(lengths) / sum(lengths)
     return {
         "texts_per_s": rate.num_texts / rate.seconds,
@@ -118,7 +118,7 @@ class Engine:
     """An engine that runs, for callers without asyncio.
 
     Args:
-        config: What it runs.
+        config: Configuration of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -138,7 +138,7 @@ class Engine:
         on_start: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> Rate:
-        """Asks for the texts again and again, many requests at once; counts what is answered after a warm-up."""
+        """Embeds the texts repeatedly with many concurrent requests. Counts finished requests after a warm-up."""
         requests = [list(texts[i : i + _TEXTS_OF_A_REQUEST]) for i in range(0, len(texts), _TEXTS_OF_A_REQUEST)]
         num_clients = bench.pick(_REQUESTS_AT_ONCE, 2)
         return self._loop.run(self._ask(requests, num_clients, seconds, bench.pick(1.5, 0.1), on_start, on_end))
@@ -214,7 +214,7 @@ def token_ids(lengths: list[int]) -> list[list[int]]:
 
 
 class Stage:
-    """What one stage has taken."""
+    """The time of one stage."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -59,7 +59,7 @@ def _same(forward: Forward) -> Forward:
 
 
 def captured(forward: Forward) -> Forward:
-    """Returns the replay of a forward as a CUDA graph; what it gives is written over by the next replay."""
+    """Returns the replay of a forward as a CUDA graph. The next replay overwrites its result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Iterator[Row]:
 def compare(kernel: Kernel, dtype: torch.dtype, tolerance: float, bench: Bench) -> Row:
     """Returns the largest error, of the largest value of the reference, and whether it is small enough.
 
-    The reference reads the same rounded inputs and computes in float32: what is compared is the kernel's own rounding.
+    The reference reads the same rounded inputs and computes in float32: only the rounding of the kernel is compared.
     """
     size = bench.pick(kernel.compared, kernel.tiny)
     work = kernel.make(Inputs(bench.device, dtype), size)
@@ -49,7 +49,7 @@ def compare(kernel: Kernel, dtype: torch.dtype, tolerance: float, bench: Bench) 
 
 
 def timed(kernel: Kernel, copy_gb_per_s: float, bench: Bench) -> Row:
-    """Returns the time of a run over buffers in turn, and what it comes to."""
+    """Returns the time of one run, over alternating buffers, and its rate."""
     size = bench.pick(kernel.timed, kernel.tiny)
     inputs = Inputs(bench.device, bench.dtype)
     first = kernel.make(inputs, size)

@@ -31,7 +31,7 @@ _FIRST_ID = len(_SPECIAL)
 
 
 def model_folder(shape: Shape, bench: Bench) -> Path:
-    """Returns the folder of a model with these sizes; it is made where it is not there yet."""
+    """Returns the folder of a random model with these sizes. Creates it if it does not exist."""
     folder = bench.folder / shape.name
     if not folder.exists():
         part = folder.with_suffix(".part")

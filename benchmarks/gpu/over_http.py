@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """One load on one server.
 
     Attributes:
-        name: What the goals call it.
+        name: Name in the goals.
         shape: Of the model.
         workers: HTTP processes.
         clients: Processes that ask.
@@ -59,7 +59,7 @@ TINY_CASES: Final = (
 
 
 def measure(bench: Bench) -> Iterator[Row]:
-    """Yields the rate of each case, and what the processes of the server took of the processors."""
+    """Yields the rate of each case and the CPU time of the server's processes."""
     for case in bench.pick(CASES, TINY_CASES):
         row: Row = {
             "name": case.name,

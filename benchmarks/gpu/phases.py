@@ -32,9 +32,9 @@ class Phase(NamedTuple):
     """One part of the benchmark: MODULE of this room has a function `measure` that takes a Bench and yields rows.
 
     Attributes:
-        module: Where it is.
+        module: Its module.
         seconds: After so long it is ended.
-        about: What it measures.
+        about: Description of the measurement.
     """
 
     module: str
@@ -56,10 +56,10 @@ PHASES: Final = {
 
 @dataclass(frozen=True)
 class Bench:
-    """What a phase measures on.
+    """Device and sizes of a phase.
 
     Attributes:
-        device: A CUDA device, or a CPU where only the code is tried.
+        device: A CUDA device, or a CPU to test the code.
         is_tiny: Small sizes and short measurements, whose figures mean nothing.
         folder: For models that phases make; those of an earlier phase are still there.
     """
@@ -84,7 +84,7 @@ class Bench:
         return make_clock(self.device)
 
     def pick(self, full: T, tiny: T) -> T:
-        """Returns what is to be measured, or what stands for it where only the code is tried."""
+        """Returns the size to measure, or the tiny size that tests the code."""
         return tiny if self.is_tiny else full
 
     def median_us(self, *runs: Any, seconds: float = 0.3, head_start: bool = True) -> float:

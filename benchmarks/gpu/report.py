@@ -1,4 +1,4 @@
-"""From the rows of the phases to the goals: which are met, by what figure, and what was not measured."""
+"""Evaluates the goals from the rows of the phases: met or not, the value, and goals without a measurement."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEAST_COSINE: Final = 0.999
 
 
 class Goal(NamedTuple):
-    """What must be shown on a GPU.
+    """A goal for the results on a GPU.
 
     Attributes:
         what: In words.
         least: The figure that is asked for.
-        found: Finds it in a report; None where it was not measured.
+        found: Returns the value from a report; None if it was not measured.
     """
 
     what: str
@@ -35,7 +35,7 @@ def has_ended(report: Report, phase: str) -> bool:
 
 
 def rows_of(report: Report, phase: str, **wanted: object) -> list[Row]:
-    """Returns the rows of a phase that have these values, without those that failed or were skipped."""
+    """Returns the rows of a phase with these values, without failed and skipped rows."""
     rows = report["phases"].get(phase, {}).get("rows", [])
     return [
         row
@@ -50,7 +50,7 @@ def matrix_rate(report: Report) -> float | None:
 
 
 def equal_kernels(report: Report) -> float | None:
-    """Share of the kernels that equal their references, in each type; those that failed do not.
+    """Share of the kernels that equal their references, by dtype. A failed kernel counts as different.
 
     None where all that were compared do and some were not: they may not.
     """
@@ -157,7 +157,7 @@ GOALS: Final = (
 
 
 def judged(report: Report) -> list[Row]:
-    """Returns each goal with its figure, and whether it is met; None where it was not measured, or sizes are tiny."""
+    """Returns each goal, its value, and whether it is met; None if it was not measured or sizes are tiny."""
     lines = []
     for goal in GOALS:
         figure = goal.found(report)
@@ -200,7 +200,7 @@ def as_markdown(report: Report) -> str:
 
 
 def _alike(rows: Iterable[Row]) -> Iterable[list[Row]]:
-    """Rows of one kind make a table: those that hold the same figures, failures and skips apart."""
+    """Groups rows with equal columns into tables. Failed and skipped rows have their own tables."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(tuple(row), []).append(row)

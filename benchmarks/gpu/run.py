@@ -1,4 +1,4 @@
-"""Runs the phases one after the other, each as a process, and writes what they have found."""
+"""Runs the phases one after the other, each in its own process, and writes their results."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def write(target: Path, text: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """Returns what the driver calls the first device; the kind of device where nobody can say."""
+    """Returns the driver's name of the first device, or the device type if the driver has no name."""
     program = shutil.which("nvidia-smi")
     if device == "cpu" or program is None:
         return device
@@ -142,5 +142,5 @@ def slug(name: str) -> str:
 def _read(process: subprocess.Popen[str], rows: list[dict[str, Any]]) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
-        # One after the other: those of a phase that is cut off are kept, but for what it was writing then.
+        # Line by line: of an interrupted phase, all complete lines are kept.
         rows.extend(json.loads(line) for line in lines if line.endswith("\n"))

@@ -54,7 +54,7 @@ SHAPES: Final = (MINILM, BASE, LARGE)
 TINY_SHAPES: Final = tuple(
     Shape(f"tiny-{shape.name}", 2, width, 2, 2 * width, 64) for shape, width in zip(SHAPES, (32, 48, 64), strict=True)
 )
-"""What stands for each of SHAPES where only the code is tried, and no figure counts."""
+"""Replaces each of SHAPES when only the code is tested."""
 
 OWN_VARIANTS: Final = ("fused", "epilogue", "none")
 """The ways in which a server runs them: values of Fusion."""

@@ -31,7 +31,7 @@ class Work:
     """One piece of elementwise work, both ways, on inputs of its own.
 
     Attributes:
-        name: What it is, and of which model.
+        name: Operation and model.
         num_bytes: Read and written by the fused kernel.
         apart: Torch's operations one by one, as a model without fusion runs them.
         fused: The kernel.
@@ -46,7 +46,7 @@ class Work:
 
 
 def make_works(num_tokens: int, dtype: torch.dtype, device: str, *, seed: int = 0) -> Iterator[Work]:
-    """Yields the work of every model; another `seed` gives other memory, so that no cache holds what is read."""
+    """Yields the inputs of every model. Another `seed` gives other memory, so that no input is in a CPU cache."""
     torch.manual_seed(seed)
     size = torch.empty(0, dtype=dtype).element_size()
 

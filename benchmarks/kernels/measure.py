@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: green tests first, alternating runs, a table and a JSON file."""
+"""Helpers of the kernel benchmarks: run the tests first, alternate the candidates, write a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def require_green_tests(*files: str) -> None:
 def alternate(
     candidates: Mapping[str, Callable[[], Any]], seconds: float, device: str, *, num_warmups: int = 3, min_runs: int = 5
 ) -> dict[str, float]:
-    """Least microseconds of each candidate: what the code costs when nothing else takes the cores.
+    """Minimum microseconds of each candidate: the time on otherwise idle cores.
 
     They take turns, so that a slow moment slows all of them.
     """

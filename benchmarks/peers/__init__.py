@@ -1,1 +1,1 @@
-"""What penstock is measured beside: other servers and libraries, each in an environment of its own."""
+"""Other servers and libraries to compare with penstock, each in its own environment."""

@@ -20,7 +20,7 @@ TEXTS_PER_LOAD = 16
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Texts of every load, and what they should give.
+    """Texts of every load and their expected vectors.
 
     Attributes:
         texts: N texts.

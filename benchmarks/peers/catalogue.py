@@ -31,7 +31,7 @@ class Setting:
     Attributes:
         dtype: Of weights and hidden states.
         threads: CPU threads of the forward.
-        variant: What else can be chosen; the first of a peer's variants is its default.
+        variant: Further option. The first variant of a peer is its default.
     """
 
     dtype: str
@@ -48,12 +48,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where peers find what they need.
+    """The folders of the peers.
 
     Attributes:
         model: The model.
         cache: Folder of the environments.
-        logs: Folder for what the peers write.
+        logs: Folder for the logs of the peers.
         torch_index: A further package index for torch.
         cores: Processors that this process may use.
     """
@@ -74,8 +74,8 @@ class Peer:
     """A server or a library that can run the model.
 
     Attributes:
-        name: What it is called in tables.
-        package: Whose version counts; "" for penstock.
+        name: Name in tables.
+        package: Package whose version is reported; "" for penstock.
         variants: Each with the dtypes that it knows.
         open: Makes a side that is not running yet.
         over: "HTTP" or "in process".

@@ -52,8 +52,8 @@ class Comparison:
     """One run.
 
     Args:
-        place: Where the peers find what they need.
-        peers: Names of those that are wanted, the one that others are compared with first.
+        place: Folders of the peers.
+        peers: Names of the peers to run. The others are compared with the first one.
         loads: Names of loads, and of sweeps.
         data: Folder with the data sets.
         times: How long each part takes.
@@ -117,7 +117,7 @@ class Comparison:
         }
 
     def _is_installed(self, peer: Peer) -> bool:
-        """Fills the environment of a peer and what it needs of the model; says why where it cannot."""
+        """Installs a peer and prepares its model. Reports the reason if that fails."""
         try:
             if peer.environment:
                 self._place.environment(peer.environment).install()
@@ -188,7 +188,7 @@ class Comparison:
             self._finish(sides, reference, report)
 
     def _figures(self, sides: dict[str, Side], load: Load, plan: Plan) -> dict[str, Any]:
-        """Runs one load and returns what it says, with what the products of each side amount to."""
+        """Runs one load and returns its results, with the FLOP/s of each side."""
         rounds = run_rounds(sides, load, plan, self._leave_out)
         texts = [text for request in load.requests(count=64) for text in request]
         tokens = self._place.model.num_tokens(texts)
@@ -204,7 +204,7 @@ class Comparison:
         }
 
     def _finish(self, sides: dict[str, Side], reference: Reference, report: dict[str, Any]) -> None:
-        """Compares the answers once more, now that the sides have worked, and sees what they do when idle."""
+        """Compares the results again after the measurement, and measures the idle sides."""
         for name, side in list(sides.items()):
             try:
                 cosine = reference.least_cosine(side)

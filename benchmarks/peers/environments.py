@@ -12,7 +12,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements")
 STAMP = ".installed"
 INSTALL_TIMEOUT_S = 1800
 FREE_BYTES = 6 * 2**30
-"""Bytes. What the largest environment takes while it is filled, with room to spare."""
+"""Bytes of free disk space that the installation of the largest environment needs."""
 
 
 class InstallError(Exception):
@@ -86,7 +86,7 @@ class Environment:
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> str:
-    """Runs a program to its end and returns what it wrote.
+    """Runs a program and returns its output.
 
     Raises:
         InstallError: It is missing, took too long or failed; the message has its last lines.

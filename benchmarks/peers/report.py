@@ -1,4 +1,4 @@
-"""What a run found, as a table to read: Markdown for the results, plain lines for the terminal."""
+"""Writes the results of a run: Markdown for the report, plain lines for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def table(report: Report, plots: list[str]) -> str:
     """Returns the Markdown of a report.
 
     Args:
-        report: What Comparison found.
+        report: Result of Comparison.
         plots: File names of its plots, beside the table.
     """
     parts = [
@@ -95,7 +95,7 @@ def _settings(report: Report) -> str:
         "The best of each, by the geometric mean of texts/s over the loads of a short trial, among those whose answers "
         f"have a cosine of {report['settings']['least_cosine']} and more with a float32 reference.\n\n"
         + rows(("side", "how", "setting"), chosen)
-        + "\n\nWhat was tried:\n\n"
+        + "\n\nTrials:\n\n"
         + rows(("side", "setting", "texts/s", "least cosine", "not taken, because"), tried)
     )
 
@@ -160,5 +160,5 @@ def _left_out(report: Report) -> list[str]:
 
 
 def _get(facts: dict[str, Any], name: str) -> Any:
-    """A figure of a side, or nothing where it did not come that far."""
+    """A value of a side; empty if the side failed before it."""
     return facts.get(name, "")

@@ -33,11 +33,11 @@ class Plan:
 def run_rounds(
     sides: dict[str, Side], load: Load, plan: Plan, fail: Callable[[str, str], None]
 ) -> dict[str, list[Round]]:
-    """Runs one load through all sides in turn and returns the rounds of those that came through.
+    """Runs one load on all sides in turn and returns the rounds of the sides that did not fail.
 
     Args:
         sides: By name. One that fails is stopped and taken out.
-        load: What is sent.
+        load: The requests to send.
         plan: How often and how long.
         fail: Told the name and the reason of a side that fails.
     """

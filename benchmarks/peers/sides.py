@@ -29,11 +29,11 @@ TEXTS_PER_ANSWER = 32
 
 
 class SideError(Exception):
-    """A side could not be started, ended or answered wrongly; the message says what it said."""
+    """A side did not start, ended, or sent a wrong response. The message contains its output."""
 
 
 class Side(Protocol):
-    """What the measurement asks of a side."""
+    """The operations of a side that the measurement calls."""
 
     name: str
     ready_s: float
@@ -47,7 +47,7 @@ class Side(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process; what that has started are its descendants."""
+        """Its process, the parent of its other processes."""
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
         """Returns [N, D] embeddings of `texts`."""
@@ -128,10 +128,10 @@ class WorkerSide:
     """A library, called in a process of its own environment; texts and answers pass as lines of JSON.
 
     Args:
-        name: What it is called in tables.
+        name: Name in tables.
         python: The interpreter of its environment.
-        options: What inside/worker.py is told: backend, model, dtype, threads and more.
-        log: File that gets what it writes beside its answers.
+        options: Arguments of inside/worker.py: backend, model, dtype, threads and more.
+        log: File for its stderr.
     """
 
     def __init__(self, name: str, python: Path, options: dict[str, Any], log: Path) -> None:

@@ -23,8 +23,8 @@ class CorpusLoad(Load):
     """A load whose texts are drawn from given ones.
 
     Attributes:
-        texts: What is drawn from.
-        about: What they are.
+        texts: The texts to sample.
+        about: Description of the texts.
     """
 
     texts: tuple[str, ...] = field(repr=False, default=())
@@ -35,7 +35,7 @@ class CorpusLoad(Load):
 
 
 def describe(load: Load) -> str:
-    """Returns what a load is, in words."""
+    """Returns the description of a load."""
     words = f"{load.min_words} to {load.max_words}" if load.min_words < load.max_words else str(load.min_words)
     kind = f"{load.about}, {words} words" if isinstance(load, CorpusLoad) else f"{words} words"
     return f"{kind}, {load.texts_per_request} a request, {load.concurrency} at once"

@@ -1,4 +1,4 @@
-"""A short trial of every setting of a peer, and which is its best: the fastest of those whose answers are right."""
+"""Runs a short trial of every setting of a peer and selects the fastest setting with correct results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .sides import SideError
 
 @dataclass(slots=True)
 class Trial:
-    """What a short run with one setting gave.
+    """Result of a short run with one setting.
 
     Attributes:
         setting: How the peer was run.
         least_cosine: Between its answers and the reference; None where there were none.
         texts_per_s: By load.
-        reason: Why the setting is not to be taken; "" where it may be.
+        reason: Reason for rejecting the setting; "" if it is accepted.
     """
 
     setting: Setting
@@ -36,7 +36,7 @@ class Trial:
         return statistics.geometric_mean(self.texts_per_s.values()) if self.texts_per_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what the report holds of it."""
+        """Returns the entry of the report."""
         return {
             "setting": self.setting.as_json(),
             "least_cosine": None if self.least_cosine is None else round(self.least_cosine, 6),

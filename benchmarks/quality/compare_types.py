@@ -1,4 +1,4 @@
-"""What a type costs in quality: SciFact's nDCG@10 and Banking77's accuracy of models in each, in process.
+"""Measures the quality of each dtype: nDCG@10 on SciFact and accuracy on Banking77, in process.
 
     python benchmarks/quality/compare_types.py FOLDER [FOLDER ...] --data path/to/both
 

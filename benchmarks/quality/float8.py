@@ -2,9 +2,9 @@
 
     python benchmarks/quality/float8.py FOLDER [FOLDER ...] --data path/to/scifact
 
-What a GPU's row-wise FP8 product does: weights in e4m3 with a scale for each output, inputs in e4m3 with a scale for
+Simulates row-wise FP8 products of a GPU: weights in e4m3 with a scale for each output, inputs in e4m3 with a scale for
 each token, sums in float32, results in bfloat16; attention, norms and the sum of the layers as they are. transformers
-runs the model, so that nothing but the products' numbers differs from what it is compared with.
+runs the model, so that only the numbers of the products differ from the baseline.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
         make: Makes inputs of a size, and the call.
         compared: The size at which it is compared with its reference.
         timed: The size at which it is timed.
-        tiny: The size that stands for both where only the code is tried.
+        tiny: Replaces both sizes when only the code is tested.
         tolerance: Largest error in bfloat16, of the largest value of the reference.
     """
 

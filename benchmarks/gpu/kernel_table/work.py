@@ -21,7 +21,7 @@ class Work:
         call: Takes `backend`; without it the kernel chooses, as in a server.
         moved_bytes: That have to be read and written at least.
         operations: Floating-point, of matrix products; 0 where memory is what counts.
-        written: What is written in place, where nothing is returned.
+        written: The tensors that are written in place if nothing is returned.
         reference: The backend that it is compared with.
     """
 

@@ -45,7 +45,7 @@ class SentenceTransformers:
 
 
 class _Graph:
-    """What the two runtimes of graphs share: tokens, order, pooling. Batches may run in several streams at once.
+    """Base class of the two graph runtimes: tokenization, order, pooling. Batches may run in several streams at once.
 
     Args:
         options: model, max_tokens, streams.

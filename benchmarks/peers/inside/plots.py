@@ -22,7 +22,7 @@ UNITS = {"concurrency": "requests under way at once", "length": "words a text"}
 
 
 def main() -> None:
-    """Draws what the report holds."""
+    """Draws the plots of a report."""
     report = json.loads(Path(sys.argv[1]).read_text())
     stem = Path(sys.argv[2])
     colours = {name: f"C{number}" for number, name in enumerate(report["peers"])}

@@ -1,4 +1,4 @@
-"""Embeds what it is asked to, with a library of the environment that runs it: the far end of WorkerSide.
+"""Embeds texts with a library of its own environment. WorkerSide starts it and sends the texts.
 
 Started with one argument, the options as JSON. Reads questions and writes answers, a line of JSON each; the first
 answer says that the model is loaded. It ends when there are no more questions.
