@@ -80,6 +80,14 @@ def test_hanging_call_is_reported_before_forwards_in_flight(watch: StepWatch) ->
         assert "70 tokens in 7 sequences" in (watch.check() or "")
 
 
+def test_forward_is_watched_during_short_calls(watch: StepWatch) -> None:
+    watch.in_flight.append(Step(1, 1))
+    for _ in range(10):
+        with watch.during(Step(2, 2)):
+            assert watch.check() is None
+    assert watch.check() is not None
+
+
 def test_limit_follows_the_longest_forward(watch: StepWatch) -> None:
     watch.record(Step(1, 100), 0.5)
     assert watch.limit_s(Step(1, 100)) == 10
