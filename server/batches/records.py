@@ -48,7 +48,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_openai(self) -> dict[str, Any]:
         """Returns the record in OpenAI's format."""
         return {
             "id": self.id,
@@ -157,7 +157,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         self.status = status
         setattr(self, f"{status}_at", now)
 
-    def shown(self) -> dict[str, Any]:
+    def to_openai(self) -> dict[str, Any]:
         """Returns the record in OpenAI's format."""
         files = {
             "output_file_id": self.output_id if self.has_ended and self.num_output_bytes else None,

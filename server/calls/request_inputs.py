@@ -12,10 +12,10 @@ from ..schemas.chat import ChatFields, InputFields
 from ..schemas.inputs import Text
 from .call import Call
 
-_MOST_CHARS_PER_TOKEN: Final = 64
-_FEWEST_CHARS: Final = 65_536
+_MAX_CHARS_PER_TOKEN: Final = 64
+_MIN_CHARS: Final = 65_536
 """Minimum number of characters to tokenize of a text before truncation: it may start with many blanks."""
-_TEXTS_TOGETHER: Final = 32
+_TEXTS_PER_CALL: Final = 32
 
 
 def check_inputs(call: Call, body: InputFields) -> None:
@@ -57,13 +57,13 @@ async def truncate_texts(call: Call, texts: Sequence[str], max_num_tokens: int |
     """
     if not max_num_tokens or max_num_tokens >= call.info.max_model_len:
         return list(texts)
-    most_chars = max(_MOST_CHARS_PER_TOKEN * max_num_tokens, _FEWEST_CHARS)
+    most_chars = max(_MAX_CHARS_PER_TOKEN * max_num_tokens, _MIN_CHARS)
     read = [text[:most_chars] for text in texts]
     token_ids: list[list[int]] = []
     for start in range(
-        0, len(read), _TEXTS_TOGETHER
+        0, len(read), _TEXTS_PER_CALL
     ):  # the ids of all texts at once would take ten times the memory of the texts
-        some = await call.engine.tokenize(read[start : start + _TEXTS_TOGETHER], add_special_tokens=False)
+        some = await call.engine.tokenize(read[start : start + _TEXTS_PER_CALL], add_special_tokens=False)
         token_ids += [ids[: max_num_tokens + 1] for ids in some]
     too_long = [i for i, ids in enumerate(token_ids) if len(ids) > max_num_tokens]
     cut = await call.engine.detokenize([token_ids[i][:max_num_tokens] for i in too_long])

@@ -67,7 +67,7 @@ class _Entry(Protocol):
     @property
     def id(self) -> str: ...
 
-    def shown(self) -> dict[str, Any]: ...
+    def to_openai(self) -> dict[str, Any]: ...
 
 
 @router.post(FILES, response_model=FileObject, openapi_extra=UPLOAD)
@@ -81,7 +81,7 @@ async def upload_file(request: Request) -> Response:
     if announced.isdecimal() and int(announced) > batches.max_upload_bytes:
         raise too_large(batches.files.max_bytes)
     file = await batches.files.receive(headers.get("content-type", ""), _body(request), _owner(request))
-    return json_response(file.shown())
+    return json_response(file.to_openai())
 
 
 @router.get(FILES, response_model=FileList, operation_id="list_v1_files")
@@ -100,7 +100,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", response_model=FileObject)
 async def get_file(request: Request, file_id: FileId) -> Response:
     """Describes a file."""
-    return json_response((await _batches(request).files.find(file_id, _owner(request))).shown())
+    return json_response((await _batches(request).files.find(file_id, _owner(request))).to_openai())
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_CONTENT)
@@ -127,7 +127,7 @@ async def delete_file(request: Request, file_id: FileId) -> Response:
 @router.post("/v1/batches", ends_with_client=False, response_model=BatchObject)
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Creates a batch that runs the requests of a file, one at a time, while the model has no other requests."""
-    return json_response((await _batches(request).create(body, _owner(request))).shown())
+    return json_response((await _batches(request).create(body, _owner(request))).to_openai())
 
 
 @router.get("/v1/batches", response_model=BatchList, operation_id="list_v1_batches")
@@ -143,13 +143,13 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}", response_model=BatchObject)
 async def get_batch(request: Request, batch_id: BatchId) -> Response:
     """Returns a batch: its status, counts and output files."""
-    return json_response((await _batches(request).find(batch_id, _owner(request))).shown())
+    return json_response((await _batches(request).find(batch_id, _owner(request))).to_openai())
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject, responses=_CONFLICT)
 async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     """Cancels a batch. The output of completed requests is kept."""
-    return json_response((await _batches(request).cancel(batch_id, _owner(request))).shown())
+    return json_response((await _batches(request).cancel(batch_id, _owner(request))).to_openai())
 
 
 @off.route(["GET", "POST"], FILES)
@@ -185,7 +185,7 @@ def _page(found: Sequence[_Entry], limit: int) -> Response:
     return json_response(
         {
             "object": "list",
-            "data": [entry.shown() for entry in entries],
+            "data": [entry.to_openai() for entry in entries],
             "first_id": entries[0].id if entries else None,
             "last_id": entries[-1].id if entries else None,
             "has_more": len(found) > limit,

@@ -100,8 +100,8 @@ async def test_batch_killed_before_its_end_ends_after_a_restart(running, tmp_pat
         assert f"{batch.id} continues: 3 of 3 lines are done" in caplog.messages
         restarted = await until_status(batches, batch, status)
         assert (restarted.num_completed, restarted.num_failed) == (batch.num_completed, batch.num_failed)
-        assert restarted.shown()["usage"] == batch.shown()["usage"]
-        assert restarted.shown()["usage"]["total_tokens"] == batch.num_tokens
+        assert restarted.to_openai()["usage"] == batch.to_openai()["usage"]
+        assert restarted.to_openai()["usage"]["total_tokens"] == batch.num_tokens
         assert written(batches, restarted) == written(batches, batch)
 
 
