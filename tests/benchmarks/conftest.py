@@ -8,12 +8,10 @@ import importlib
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 for folder, names in (
-    (BENCHMARKS, ("compare_peers", "compare_servers", "conditions", "overlap", "gpu.run", "processes", "summary")),
+    (BENCHMARKS, ("compare_peers", "compare_servers", "conditions", "gpu.run", "processes", "summary")),
     (BENCHMARKS / "quality", ("compare_types",)),
 ):
     sys.path.insert(0, str(folder))
@@ -22,9 +20,3 @@ for folder, names in (
             importlib.import_module(name)
     finally:
         sys.path.remove(str(folder))
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port without a listener."""
-    return int(importlib.import_module("peers.catalogue").free_port())

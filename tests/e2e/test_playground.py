@@ -290,14 +290,6 @@ def test_controls_have_names(page: Page, server) -> None:
         assert [role for role, name in found if role in controls and not name] == []
 
 
-def test_theme_button_changes_the_colors(page: Page, server) -> None:
-    page.open(server.url, READY)
-    ground = "getComputedStyle(document.body).backgroundColor"
-    before = page.value(ground)
-    page.click("#theme")
-    assert page.value(ground) != before
-
-
 def test_page_fits_a_phone(page: Page, server) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     page.open(server.url, READY)

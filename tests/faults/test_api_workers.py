@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -17,14 +19,13 @@ import pytest
 
 from ..servers import Server, exists
 from ..waiting import wait_until
-from .load import head, request
 
 NUM_WORKERS = 3
 SLOW = ("--num-threads", "1", "--max-queue-s", "0")
 """A queue without a time limit."""
 LONG = ["word " * 200] * 32
 READY = "penstock.server.commands.serve: ready"
-Connect = Callable[[Server], socket.socket]
+Connect = Callable[[Server], HTTPConnection]
 
 
 def processes_of(server: Server, module: str) -> list[int]:
@@ -57,27 +58,22 @@ def worker_of(server: Server, connection: socket.socket) -> int:
     raise AssertionError("no worker has it")
 
 
-def receive(connection: socket.socket) -> tuple[int, str]:
-    """Read one response and return its status and body."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += connection.recv(65536) or closed()
-    start, _, body = received.partition(b"\r\n\r\n")
-    length = int(start.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    while len(body) < length:
-        body += connection.recv(65536) or closed()
-    return int(start.split()[1]), body.decode()
+def send(connection: HTTPConnection, texts: list[str]) -> None:
+    connection.request("POST", "/v1/embeddings", json.dumps({"input": texts}))
 
 
-def closed() -> bytes:
-    raise ConnectionError("the connection was closed")
+def receive(connection: HTTPConnection) -> int:
+    """Read one response and return its status."""
+    with connection.getresponse() as response:
+        response.read()
+        return response.status
 
 
-def get(connection: socket.socket, path: str) -> str:
-    connection.sendall(head(method="GET", path=path))
-    status, body = receive(connection)
-    assert status == 200
-    return body
+def reached_worker(server: Server, connection: HTTPConnection) -> int:
+    """Send a request and return the worker that answers."""
+    connection.request("GET", "/version")
+    assert receive(connection) == 200
+    return worker_of(server, connection.sock)
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +86,25 @@ def running(launch, small_bert: Path) -> Server:
 @pytest.fixture
 def connect() -> Iterator[Connect]:
     """Connect to a server until the end of the test."""
-    with contextlib.ExitStack() as connections:
-        yield lambda server: connections.enter_context(
-            socket.create_connection(("127.0.0.1", server.port), timeout=240)
-        )
+    with contextlib.ExitStack() as stack:
+
+        def connect(server: Server) -> HTTPConnection:
+            connection = HTTPConnection("127.0.0.1", server.port, timeout=240)
+            connection.connect()
+            return stack.enter_context(contextlib.closing(connection))
+
+        yield connect
 
 
 @pytest.fixture
-def connections(running: Server, connect: Connect) -> dict[int, socket.socket]:
+def connections(running: Server, connect: Connect) -> dict[int, HTTPConnection]:
     """An open connection to each worker of `running`."""
-    found: dict[int, socket.socket] = {}
+    found: dict[int, HTTPConnection] = {}
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS)
 
     def is_complete() -> bool:
         connection = connect(running)
-        get(connection, "/version")
-        if found.setdefault(worker_of(running, connection), connection) is not connection:
+        if found.setdefault(reached_worker(running, connection), connection) is not connection:
             connection.close()
         return len(found) == NUM_WORKERS
 
@@ -125,59 +124,58 @@ async def test_concurrent_requests_get_their_own_vectors(running: Server) -> Non
     assert len({answer.json()["id"] for answer in answers}) == len(texts)
 
 
-def test_killed_worker_loses_its_own_requests_only(running: Server, connections: dict[int, socket.socket]) -> None:
+def test_killed_worker_loses_its_own_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:
     (engine,) = processes_of(running, "penstock.engine.core.worker")
     os.kill(engine, signal.SIGSTOP)  # no response before the worker is killed
     for connection in connections.values():
-        connection.sendall(request({"input": LONG}))
+        send(connection, LONG)
     wait_until(lambda: running.metric("penstock_engine_requests") >= NUM_WORKERS)
     victim = next(iter(connections))
     os.kill(victim, signal.SIGKILL)
     os.kill(engine, signal.SIGCONT)
     with pytest.raises(ConnectionError):
         receive(connections.pop(victim))
-    assert [receive(connection)[0] for connection in connections.values()] == [200] * (NUM_WORKERS - 1)
+    assert [receive(connection) for connection in connections.values()] == [200] * (NUM_WORKERS - 1)
     wait_until(lambda: running.metric("penstock_engine_queued_tokens") == 0)
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
     assert "an HTTP process ended with signal 9; another one is started" in running.log.read_text()
 
 
-def test_killed_engine_fails_running_requests_only(running: Server, connections: dict[int, socket.socket]) -> None:
+def test_killed_engine_fails_running_requests_only(running: Server, connections: dict[int, HTTPConnection]) -> None:
     (engine,) = processes_of(running, "penstock.engine.core.worker")
     os.kill(engine, signal.SIGSTOP)
     for connection in connections.values():
-        connection.sendall(request({"input": LONG}))
+        send(connection, LONG)
     wait_until(lambda: running.metric("penstock_engine_requests") >= NUM_WORKERS)
     os.kill(engine, signal.SIGKILL)
-    assert [receive(connection)[0] for connection in connections.values()] == [503] * NUM_WORKERS
+    assert [receive(connection) for connection in connections.values()] == [503] * NUM_WORKERS
     running.wait_for("/health/ready", 200)
 
-    def embed(connection: socket.socket) -> int:
-        connection.sendall(request({"input": ["hello"]}))
-        return receive(connection)[0]
+    def embed(connection: HTTPConnection) -> int:
+        send(connection, ["hello"])
+        return receive(connection)
 
     wait_until(lambda: [embed(connection) for connection in connections.values()] == [200] * NUM_WORKERS)
     assert running.metric("penstock_engine_restarts_total") == 1
 
 
 def test_terminated_worker_ends_after_its_request(
-    running: Server, connections: dict[int, socket.socket], connect: Connect
+    running: Server, connections: dict[int, HTTPConnection], connect: Connect
 ) -> None:
     (engine,) = processes_of(running, "penstock.engine.core.worker")
     os.kill(engine, signal.SIGSTOP)
     victim = next(iter(connections))
-    connections[victim].sendall(request({"input": LONG}))
+    send(connections[victim], LONG)
     wait_until(lambda: running.metric("penstock_engine_requests") >= 1)
     os.kill(victim, signal.SIGTERM)
 
     def reaches_another() -> bool:
-        with connect(running) as connection:
-            get(connection, "/version")
-            return worker_of(running, connection) != victim
+        with contextlib.closing(connect(running)) as connection:
+            return reached_worker(running, connection) != victim
 
     wait_until(lambda: all(reaches_another() for _ in range(20)))
     os.kill(engine, signal.SIGCONT)
-    assert receive(connections[victim])[0] == 200
+    assert receive(connections[victim]) == 200
     wait_until(lambda: len(workers_of(running)) == NUM_WORKERS and victim not in workers_of(running))
 
 
@@ -199,10 +197,10 @@ def test_signal_drains_all_workers(launch, connect: Connect, number: int, code: 
     children = server.children()
     connections = [connect(server) for _ in range(6)]
     for connection in connections:
-        connection.sendall(request({"input": LONG * 2}))
+        send(connection, LONG * 2)
     wait_until(lambda: server.metric("penstock_engine_requests") >= len(connections) - 1)
     server.process.send_signal(number)
-    assert [receive(connection)[0] for connection in connections] == [200] * len(connections)
+    assert [receive(connection) for connection in connections] == [200] * len(connections)
     assert server.process.wait(60) == code
     assert not any(map(exists, children))
     with pytest.raises(OSError, match="refused"):

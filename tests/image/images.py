@@ -59,7 +59,7 @@ def build_stand_in(mirror: str | None) -> None:
             run("buildah", "rm", container)
 
 
-def build(tag: str, base: str, target: str | None, options: list[str], *, cached: bool) -> None:
+def build(tag: str, base: str, target: str | None, options: list[str]) -> None:
     """Build a target of the Dockerfile.
 
     Args:
@@ -67,18 +67,12 @@ def build(tag: str, base: str, target: str | None, options: list[str], *, cached
         base: Base image.
         target: Target; None for the default one.
         options: Further options of `buildah bud`.
-        cached: Reuse layers of earlier builds.
     """
     run(
         *("buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host", "--pull-never"),
         *("--format", "docker"),  # the OCI format has no HEALTHCHECK
-        *("--layers", *([] if cached else ["--no-cache"])),
-        *("--build-arg", f"PYTHON_IMAGE={base}", "--tag", tag),
+        *("--layers", "--build-arg", f"PYTHON_IMAGE={base}", "--tag", tag),
         *(["--target", target] if target else []),
         *options,
         ".",
     )
-
-
-def remove(image: str) -> None:
-    subprocess.run(["buildah", "rmi", "--force", image], capture_output=True, check=False)

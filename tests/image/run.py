@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 from container import Container, Fault, requests_of_the_readme
-from images import STAND_IN, build, build_stand_in, exists, num_bytes, remove
+from images import STAND_IN, build, build_stand_in, exists, num_bytes
 
 NEEDED = ("mmdebstrap", "buildah", "podman", "runc", "curl")
 NUM_STARTS = 3
@@ -47,17 +47,13 @@ def main() -> int:
     arguments = parsed()
     require_programs(arguments.base)
     base = arguments.base or STAND_IN
-    if arguments.fresh:
-        for image in (*map(tag, IMAGES), *([STAND_IN] if base == STAND_IN else [])):
-            remove(image)
     if base == STAND_IN and not exists(STAND_IN):
         timed(f"{STAND_IN} from Debian's packages", build_stand_in, arguments.mirror)
     print(f"{base}: {num_bytes(base) / 1e6:.0f} MB")
     faults = []
     options = shlex.split(arguments.build_options)
-    for index, name in enumerate(arguments.images):
-        is_cached = index > 0 or not arguments.fresh
-        timed(f"{tag(name)} built", build, tag(name), base, IMAGES[name].target, options, cached=is_cached)
+    for name in arguments.images:
+        timed(f"{tag(name)} built", build, tag(name), base, IMAGES[name].target, options)
         try:
             faults += check(name)
             if name == "cpu":
@@ -76,7 +72,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--build-options", default="", help="further options of `buildah bud`, such as volumes with a pip.conf"
     )
-    parser.add_argument("--fresh", action="store_true", help="use no layer of earlier runs")
     arguments = parser.parse_args()
     arguments.images = arguments.images or ["slim", "cpu"]
     if unknown := [name for name in arguments.images if name not in IMAGES]:
@@ -96,9 +91,9 @@ def tag(name: str) -> str:
     return f"localhost/penstock-test:{name}"
 
 
-def timed(what: str, work, *arguments: object, **options: object) -> None:
+def timed(what: str, work, *arguments: object) -> None:
     began_s = time.monotonic()
-    work(*arguments, **options)
+    work(*arguments)
     print(f"{what} in {time.monotonic() - began_s:.0f} s", flush=True)
 
 
