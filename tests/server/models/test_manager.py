@@ -320,3 +320,13 @@ async def test_metrics_show_the_state_of_each_model(engines: Engines) -> None:
         "penstock_model_waiting_requests": [0, 1],
     }
     await cancel(waiting)
+
+
+async def test_close_cancels_a_load(engines: Engines) -> None:
+    manager = engines.manager("c")
+    engines.gates["c"] = asyncio.Event()
+    loading = asyncio.create_task(manager.acquire(manager.entries[0]))
+    await until(lambda: "c" in engines.started)
+    await manager.close()
+    assert (engines.cancelled, states(manager)) == (["c"], ["unloaded"])
+    await cancel(loading)
