@@ -4,7 +4,7 @@
 """
 
 from .encoder import CpuEncoder, CpuForward
-from .encoder_weights import EncoderWeights, LayerWeights, LinearWeights, NormWeights
+from .encoder_weights import DistanceWeights, EncoderWeights, LayerWeights, LinearWeights, NormWeights
 from .kv_cache import BatchPages, PagedKvCache
 from .machine import ActivationCode, CpuKernelError, Format, Machine, PoolingCode, has_exact_products, shared_machine
 
@@ -14,6 +14,7 @@ __all__ = [
     "CpuEncoder",
     "CpuForward",
     "CpuKernelError",
+    "DistanceWeights",
     "EncoderWeights",
     "Format",
     "LayerWeights",

@@ -212,6 +212,9 @@ class CpuEncoder:
             self._max_length = min(self._max_length, len(spec.rotary))
         if spec.bias is not None:
             self._max_length = min(self._max_length, spec.bias.shape[1] // 2 + 1)
+        distances = spec.distances
+        if distances is not None:
+            self._max_length = min(self._max_length, len(distances.rows) // 2 + 1)
         return _abi.Layer(
             attention_norm=self._norm(spec.attention_norm),
             mlp_norm=self._norm(spec.mlp_norm),
@@ -224,6 +227,11 @@ class CpuEncoder:
             rotary=self._memory.keep(spec.rotary),
             bias=self._memory.keep(spec.bias),
             bias_reach=0 if spec.bias is None else spec.bias.shape[1] // 2,
+            distance_keys=None if distances is None else self._memory.keep(distances.keys),
+            distance_queries=None if distances is None else self._memory.keep(distances.queries),
+            distance_rows=None if distances is None else self._memory.keep(distances.rows),
+            distance_reach=0 if distances is None else len(distances.rows) // 2,
+            num_distances=0 if distances is None else distances.num_distances,
             query_norm=self._norm(spec.query_norm),
             key_norm=self._norm(spec.key_norm),
             after_attention=self._norm(spec.after_attention),

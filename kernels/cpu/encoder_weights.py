@@ -53,6 +53,25 @@ class LinearWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DistanceWeights:
+    """Terms of the attention scores with embeddings of distances (DeBERTa).
+
+    The score of query i and key j gets q_i keys[d] + k_j queries[d], where d is rows[L + i - j].
+
+    Attributes:
+        keys: [H, R, K] float32; None: no such term.
+        queries: [H, R, K] float32, with the scale of the scores; None: no such term.
+        rows: [2 * L + 1] int32 from 0 to R - 1, ascending: the row of each distance, -L .. L.
+        num_distances: R, the same in all layers.
+    """
+
+    keys: Floats | None
+    queries: Floats | None
+    rows: NDArray[np.int32]
+    num_distances: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
     """One layer.
 
@@ -66,6 +85,7 @@ class LayerWeights:
         window: (left, right) tokens beside its own that a query attends to; None: all.
         rotary: [L, K] float32: cosines of K / 2 angles, then sines; None: no rotary embedding.
         bias: [H, 2 * L + 1] float32, added to the scores by the distance of key and query, -L .. L; None: no bias.
+        distances: Terms of the scores with embeddings of distances. Encoders only. None: no such terms.
         query_norm: Norm before the rotary embedding: [K] of each query head in a decoder, [H * K] of all heads together
             in an encoder. None: no norm.
         key_norm: As `query_norm`, for key heads.
@@ -84,6 +104,7 @@ class LayerWeights:
     window: tuple[int, int] | None = None
     rotary: Floats | None = None
     bias: Floats | None = None
+    distances: DistanceWeights | None = None
     query_norm: NormWeights | None = None
     key_norm: NormWeights | None = None
     after_attention: NormWeights | None = None

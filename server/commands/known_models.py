@@ -102,6 +102,12 @@ KNOWN_MODELS: Final = (
         note="needs no --trust-remote-code",
     ),
     KnownModel(
+        name="mixedbread-ai/mxbai-rerank-base-v1",
+        tasks=("rerank",),
+        family="deberta-v2",
+        num_parameters=184_000_000,
+    ),
+    KnownModel(
         name="jinaai/jina-embeddings-v2-base-en",
         tasks=("embed",),
         family="bert",

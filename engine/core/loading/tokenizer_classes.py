@@ -8,6 +8,7 @@ byte by byte with transformers 5.23.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,14 +40,14 @@ class TokenizerClass:
         tokens: Default special tokens; None: no such token.
         options: Keys of tokenizer_config.json that the class reads, with their defaults.
         padding_side: "left" or "right".
-        has_token_types: The model reads token type ids.
+        input_names: Arrays that the model reads.
     """
 
     build: Build | None = None
     tokens: Mapping[str, str | None] = field(default_factory=dict)
     options: Mapping[str, bool | None] = field(default_factory=dict)
     padding_side: str = "right"
-    has_token_types: bool = False
+    input_names: tuple[str, ...] = ("input_ids", "attention_mask")
 
 
 def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) -> str:
@@ -73,6 +74,10 @@ def class_name(model_type: str, declared: str | None, *, is_byte_level: bool) ->
 
 def _bert(tokenizer: Tokenizer, values: Values) -> None:
     _word_piece(tokenizer, values)
+    _cls_sep(tokenizer, values)
+
+
+def _cls_sep(tokenizer: Tokenizer, values: Values) -> None:
     cls, sep = values["cls_token"], values["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls}:0 $A:0 {sep}:0",
@@ -194,6 +199,22 @@ def _xlm_roberta(tokenizer: Tokenizer, values: Values) -> None:
     )
 
 
+def _deberta(tokenizer: Tokenizer, values: Values) -> None:
+    unk_id = tokenizer.token_to_id(values["unk_token"])
+    if not isinstance(tokenizer.model, Unigram) or values["unk_id"] != unk_id or values["byte_fallback"]:
+        raise NotBuiltHereError("its vocabulary is not Unigram with its unknown token")
+    if json.loads(tokenizer.to_str())["model"]["vocab"][unk_id][1] != 0.0:
+        raise NotBuiltHereError("the score of its unknown token is not 0")  # transformers would use token 1
+    steps = [normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC(), normalizers.Strip(left=False)]
+    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Lowercase()] * values["do_lower_case"]), *steps])
+    scheme = "always" if values["add_prefix_space"] else "first"
+    words = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
+    marks = [pre_tokenizers.Punctuation(behavior="isolated")] if values["split_by_punct"] else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*marks, words])
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
+    _cls_sep(tokenizer, values)
+
+
 def bare_texts() -> processors.PostProcessor:
     """Returns a post-processor that adds no special tokens: transformers' default."""
     return processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
@@ -232,7 +253,12 @@ _LLAMA_TOKENS: Final = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "
 
 CLASSES: Final = {
     "TokenizersBackend": TokenizerClass(),
-    "BertTokenizer": TokenizerClass(build=_bert, tokens=_BERT_TOKENS, options=_BERT_OPTIONS, has_token_types=True),
+    "BertTokenizer": TokenizerClass(
+        build=_bert,
+        tokens=_BERT_TOKENS,
+        options=_BERT_OPTIONS,
+        input_names=("input_ids", "token_type_ids", "attention_mask"),
+    ),
     "MPNetTokenizer": TokenizerClass(
         build=_mpnet, tokens=_ROBERTA_TOKENS | {"unk_token": "[UNK]"}, options=_BERT_OPTIONS
     ),
@@ -241,6 +267,12 @@ CLASSES: Final = {
     ),
     "XLMRobertaTokenizer": TokenizerClass(
         build=_xlm_roberta, tokens=_ROBERTA_TOKENS, options={"add_prefix_space": True}
+    ),
+    "DebertaV2Tokenizer": TokenizerClass(
+        build=_deberta,
+        tokens=_BERT_TOKENS | {"bos_token": "[CLS]", "eos_token": "[SEP]"},
+        options={"do_lower_case": False, "split_by_punct": False, "add_prefix_space": True},
+        input_names=("input_ids", "attention_mask", "token_type_ids"),
     ),
     "GPT2Tokenizer": TokenizerClass(
         build=_byte_level, tokens=_GPT_TOKENS | {"pad_token": None}, options={"add_prefix_space": False}
@@ -268,6 +300,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "xlm-roberta": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
     "electra": "BertTokenizer",
+    "deberta-v2": "DebertaV2Tokenizer",
     "distilbert": "BertTokenizer",
     "nomic_bert": "BertTokenizer",
     "gte": "XLMRobertaTokenizer",

@@ -174,7 +174,6 @@ def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
         )
     if backend.post_processor is None:
         backend.post_processor = bare_texts()
-    types = ("token_type_ids",) if known.has_token_types else ()
     return LoadedTokenizer(
         backend=backend,
         class_name=name,
@@ -184,7 +183,7 @@ def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
         chat_template=_chat_template(folder, settings.get("chat_template")),
         padding_side=_side(settings, "padding_side", padding.get("direction", known.padding_side)),
         truncation_side=_side(settings, "truncation_side", truncation.get("direction", "right")),
-        model_input_names=settings.get("model_input_names", ("input_ids", *types, "attention_mask")),
+        model_input_names=settings.get("model_input_names", known.input_names),
     )
 
 

@@ -5,16 +5,26 @@ Shape letters: V vocabulary, D model width, E embedding width, H heads, P positi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.kernels import cpu as library
 from penstock.kernels.cpu import ActivationCode
 
 from ...checkpoint.views import Array, ArrayWeights, Floats, as_floats, cast_table
-from ...families.spec import AlibiSpec, AnswerSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, no_vocabulary_head
+from ...families.spec import (
+    AlibiSpec,
+    AnswerSpec,
+    DisentangledSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    no_vocabulary_head,
+)
 from ...protocol.model_info import ModelInfo
 from ...protocol.tasks import PoolingType
 from .heads import HeadSteps
@@ -44,8 +54,6 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     depend on the length of the text; in decoders also attention weights, hidden tokens of ColBERT and capped answer
     logits.
     """
-    if spec.disentangled is not None:
-        return False
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
     size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
@@ -81,7 +89,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
     if embedding.is_scaled:
         _scale(table_VE, info.dtype)
     tables = {name: kind.rope.table(info.max_model_len) for name, kind in spec.kinds.items() if kind.rope is not None}
-    bias = _relative_bias(spec, base, info.max_model_len)
+    bias, distances = _relative_bias(spec, base, info.max_model_len), _Distances.read(spec, base, info.max_model_len)
     return library.EncoderWeights(
         num_heads=spec.attention.num_heads,
         num_kv_heads=spec.attention.num_kv_heads,
@@ -91,7 +99,7 @@ def read_encoder(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights) -> lib
         position_embeddings=_position_table(spec, base),
         embedding_norm=_norm(base, embedding.norm),
         projection=None if embedding.projection is None else _linear(base, embedding.projection),
-        layers=(_layer(spec, layer, base, tables.get(layer.kind), bias) for layer in spec.layers),
+        layers=(_layer(spec, layer, base, tables.get(layer.kind), bias, distances) for layer in spec.layers),
         final_norm=_norm(base, spec.final_norm),
     )
 
@@ -129,12 +137,72 @@ def read_vocabulary_head(spec: ModelSpec, info: ModelInfo, weights: ArrayWeights
     return (_linear(weights, head.dense), norm, decoder)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Distances:
+    """The embeddings of distances, which all layers project.
+
+    Attributes:
+        spec: Names of the projections.
+        num_heads: H.
+        scale: Factor of the scores.
+        embeddings: [R, D] float32, after their norm.
+        rows: Row of each distance, -L .. L.
+    """
+
+    spec: DisentangledSpec
+    num_heads: int
+    scale: np.float32
+    embeddings: Floats
+    rows: NDArray[np.int32]
+
+    @classmethod
+    def read(cls, spec: ModelSpec, base: ArrayWeights, max_len: int) -> _Distances | None:
+        """Reads the embeddings; None in a model without them."""
+        distances, attention = spec.disentangled, spec.attention
+        if distances is None:
+            return None
+        assert attention is not None
+        rows_RD = base.floats(distances.distances, distances.num_distances, spec.hidden_size)
+        if (norm := _norm(base, distances.norm)) is not None:
+            centred_RD = rows_RD - rows_RD.mean(1, keepdims=True)
+            rows_RD = centred_RD / np.sqrt((centred_RD**2).mean(1, keepdims=True) + np.float32(norm.eps)) * norm.weight
+            rows_RD = rows_RD if norm.bias is None else rows_RD + norm.bias
+        rows = distances.row_of(np.arange(-max_len, max_len + 1)).astype(np.int32)
+        return cls(distances, attention.num_heads, np.float32(attention.scale), rows_RD, rows)
+
+    def of_layer(self, scope: ArrayWeights) -> library.DistanceWeights:
+        """Returns the projected embeddings of one layer."""
+        keys, queries = self._project(self.spec.key, scope), self._project(self.spec.query, scope)
+        return library.DistanceWeights(
+            keys=keys,
+            queries=None if queries is None else queries * self.scale,
+            rows=self.rows,
+            num_distances=self.spec.num_distances,
+        )
+
+    def _project(self, spec: LinearSpec | None, scope: ArrayWeights) -> Floats | None:
+        """Returns [H, R, K]."""
+        if spec is None:
+            return None
+        linear = _linear(scope, spec)
+        projected_RC = self.embeddings @ linear.weight.T
+        if linear.bias is not None:
+            projected_RC = projected_RC + linear.bias
+        num_distances = len(projected_RC)
+        return np.ascontiguousarray(projected_RC.reshape(num_distances, self.num_heads, -1).swapaxes(0, 1))
+
+
 def _base(spec: ModelSpec, weights: ArrayWeights) -> ArrayWeights:
     return weights.scope_of(spec.embedding.word_embeddings, spec.prefixes)
 
 
 def _layer(
-    spec: ModelSpec, layer: LayerSpec, base: ArrayWeights, rotary: Floats | None, bias: Floats | None
+    spec: ModelSpec,
+    layer: LayerSpec,
+    base: ArrayWeights,
+    rotary: Floats | None,
+    bias: Floats | None,
+    distances: _Distances | None,
 ) -> library.LayerWeights:
     attention, scope = spec.attention, base.scope(layer.prefix)
     assert attention is not None
@@ -164,6 +232,7 @@ def _layer(
         window=window or ((-1, 0) if attention.is_causal else None),
         rotary=rotary,
         bias=bias,
+        distances=None if distances is None else distances.of_layer(scope),
         query_norm=query_norm,
         key_norm=_norm(scope, layer.key_norm),
         after_attention=_norm(scope, layer.after_attention),

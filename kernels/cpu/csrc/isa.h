@@ -16,7 +16,7 @@ typedef struct {
     void (*convert_rows)(int, const float *, long, long, void *, float *);
     void (*run_product)(const Product *, const void *, const float *, long, long, long, const Target *, float *);
     void (*run_norm)(const Norm *, const float *, long, long, float *);
-    long (*attention_bytes)(long, long);
+    long (*attention_bytes)(long, long, long);
     void (*run_attention)(const AttentionCall *, long, long, long, long, void *);
     void (*prepare_row)(const AttentionCall *, long, long, int64_t);
     long (*blocks_bytes)(long, long, long);

@@ -229,7 +229,7 @@ void run_part(Team *team) {
 long lane_bytes(const Isa *isa, const Encoder *encoder, long longest) {
     long heads = encoder->is_decoder
                      ? isa->blocks_bytes(encoder->num_heads, encoder->num_kv_heads, encoder->head_size)
-                     : isa->attention_bytes(longest, encoder->head_size);
+                     : isa->attention_bytes(longest, encoder->head_size, encoder->layers->num_distances);
     long widest = encoder->projection.in;
     for (long i = 0; i < encoder->num_layers; i++) {
         const Layer *layer = encoder->layers + i;

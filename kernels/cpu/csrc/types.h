@@ -64,6 +64,12 @@ typedef struct {
     const float *rotary;   /* [positions, head size]: cosines, then sines; NULL: none */
     const float *bias;     /* [H, 2 * bias_reach + 1] added to the scores by distance; NULL: none */
     int64_t bias_reach;
+    /* Terms of the scores with embeddings of distances (DeBERTa), encoders only. The score of query i and key j gets
+     * q_i distance_keys[d] + k_j distance_queries[d] with d = distance_rows[distance_reach + i - j]. */
+    const float *distance_keys;    /* [H, num_distances, head size]; NULL: no such term */
+    const float *distance_queries; /* the same shape, with the scale of the scores; NULL: no such term */
+    const int32_t *distance_rows;  /* [2 * distance_reach + 1], ascending; NULL: no terms */
+    int64_t distance_reach, num_distances; /* num_distances is the same in all layers */
     Norm query_norm, key_norm; /* before the rotary embedding; decoders: [head size] of every head, encoders: [width of
                                 * all heads] of all heads together */
     Norm after_attention;      /* pre-norm: of the output of attention, before the residual sum */

@@ -210,7 +210,8 @@ def on_executors(cases, not_on_cpu=()):
 
 def boundaries_of(family, config, sequences):
     """First token of type 1 of each sequence; 0 for models without token types."""
-    has_types = family in ("Bert", "Electra", "NomicBert", "DebertaV2") and config.get("type_vocab_size", 0 if family == "DebertaV2" else 2) > 1
+    default = {"Bert": 2, "Electra": 2, "NomicBert": 2, "DebertaV2": 0}.get(family)
+    has_types = default is not None and config.get("type_vocab_size", default) > 1
     return [len(s) // 2 if has_types else 0 for s in sequences]
 
 

@@ -84,6 +84,13 @@ def _attend(
         scores_LL = q[:, head] @ k[:, kv_head].T
         if layer.softcap:
             scores_LL = layer.softcap * torch.tanh(scores_LL / layer.softcap)
+        if layer.distances is not None:
+            row_LL = torch.from_numpy(layer.distances.rows).long()[len(layer.distances.rows) // 2 - distance_LL]
+            if layer.distances.keys is not None:
+                scores_LL = scores_LL + (q[:, head] @ _doubles(layer.distances.keys)[head].T).gather(1, row_LL)
+            if layer.distances.queries is not None:
+                terms_JR = k[:, kv_head] @ _doubles(layer.distances.queries)[head].T
+                scores_LL = scores_LL + terms_JR.gather(1, row_LL.T).T
         if layer.bias is not None:
             reach = layer.bias.shape[1] // 2
             scores_LL = scores_LL + _doubles(layer.bias)[head][distance_LL + reach]

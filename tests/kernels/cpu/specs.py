@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu import (
     ActivationCode,
+    DistanceWeights,
     EncoderWeights,
     Format,
     LayerWeights,
@@ -47,6 +48,7 @@ class Shape:
     window: tuple[int, int] | None = None
     rotary: bool = False
     distance_bias: bool = False
+    distance_terms: str = ""
     positions: bool = True
     num_layers: int = 1
     num_kv_heads: int | None = None
@@ -76,6 +78,9 @@ SHAPES = (
     Shape(name="causal", window=(-1, 0), rms=True, activation=ActivationCode.SILU),
     Shape(name="nomic_gated", gated=True, activation=ActivationCode.SILU, rotary=True, has_bias=False, inner=50),
     Shape(name="jina_code_alibi", head_norms=True, after_norms=True, distance_bias=True, gated=True, positions=False),
+    Shape(name="deberta_64", head_size=64, distance_terms="kq", positions=False),
+    Shape(name="deberta_keys_24", head_size=24, num_heads=3, distance_terms="k"),
+    Shape(name="deberta_queries_rotary", head_size=8, distance_terms="q", rotary=True, num_layers=2),
     Shape(name="two_layers_windows", num_layers=2, window=(64, 64), rotary=True, activation=ActivationCode.TANH),
 )
 
@@ -129,6 +134,11 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderWeights:
         bias = normal(num_out) * np.float32(0.1) if shape.has_bias else None
         return LinearWeights(weight=weight, bias=bias, activation=activation, gated=gated)
 
+    def distances(heads: int, size: int) -> DistanceWeights:
+        rows = (np.arange(-LONGEST, LONGEST + 1) + 37).clip(0, 74).astype(np.int32)
+        tables = [normal(heads, 75, size) * np.float32(0.3) if term in shape.distance_terms else None for term in "kq"]
+        return DistanceWeights(keys=tables[0], queries=tables[1], rows=rows, num_distances=75)
+
     def layer() -> LayerWeights:
         heads, kv_heads, size = shape.num_heads, shape.num_kv_heads or shape.num_heads, shape.head_size
         qkv = linear(width, (heads + 2 * kv_heads) * size)
@@ -145,6 +155,7 @@ def make_spec(shape: Shape, seed: int = 0) -> EncoderWeights:
             window=shape.window,
             rotary=rotary,
             bias=normal(shape.num_heads, 2 * LONGEST + 1) if shape.distance_bias else None,
+            distances=distances(heads, size) if shape.distance_terms else None,
             query_norm=norm(size if shape.is_decoder else heads * size, size**-0.5) if shape.head_norms else None,
             key_norm=norm(size if shape.is_decoder else kv_heads * size) if shape.head_norms else None,
             after_attention=norm(width) if shape.after_norms else None,

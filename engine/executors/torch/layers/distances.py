@@ -70,7 +70,7 @@ class DistanceTerms:
     def __call__(self, q_BHLK: Tensor, k_BHLK: Tensor) -> Tensor:
         """Returns the scaled terms [B, H, L, L] of sequences of one length, in the type of q."""
         rows_LL = self._distances.rows(q_BHLK.shape[2]).expand(*q_BHLK.shape[:2], -1, -1)
-        terms = []
+        terms: list[Tensor] = []
         if self._keys_HKR is not None:
             terms.append((q_BHLK @ self._keys_HKR).gather(3, rows_LL))
         if self._queries_HKR is not None:

@@ -14,11 +14,23 @@
 
 INLINE long round_to(long n, long step) { return (n + step - 1) / step * step; }
 
-/* Bytes of scratch per lane for sequences of up to `length` tokens. */
-static long attention_bytes(long length, long head_size) {
+/* Terms of the scores of one head of one sequence with embeddings of distances. A distance is the position of the query
+ * minus that of the key. */
+typedef struct {
+    const int32_t *row_of; /* row of each distance, from 0 in both directions */
+    long first, end;       /* rows that the sequence needs, rounded to panels */
+    long stride;           /* all rows, rounded to panels */
+    void *packed;          /* distance_keys as weights */
+    float *of_keys;        /* [L, stride] products of keys with distance_queries */
+    float *of_queries;     /* [MOST_ROWS, stride] products of queries with distance_keys */
+} Terms;
+
+/* Bytes of scratch per lane for sequences of up to `length` tokens; `distances`: rows of distance embeddings. */
+static long attention_bytes(long length, long head_size, long distances) {
+    long columns = round_to(distances, PANEL), terms = columns * (head_size + length + MOST_ROWS);
     long keys = round_to(length, PANEL), values = round_to(head_size, PANEL);
     long row = 2 * keys + round_to(head_size, WIDTH); /* scores, rounded scores, query */
-    return 4 * (keys * head_size + keys * values + MOST_ROWS * row) + 8 * 64;
+    return 4 * (keys * head_size + keys * values + MOST_ROWS * row + terms) + 8 * 64;
 }
 
 /* Copies one head of one token as floats, with the rotary embedding if the layer has one. */
@@ -158,9 +170,82 @@ INLINE float softmax(float *scores, long begin, long end, long low, long high, c
     return exponentiate(scores, begin, end, low, high, shift, rounded);
 }
 
+/* Packs rows `first` to `end` of a table of distances [R, size] as weights, like keys. */
+static void pack_distances(const AttentionCall *call, const float *table, long first, long end, void *to) {
+    long size = call->head_size, words = call->dot ? size / 2 : size;
+    int32_t rows[WIDTH][words];
+    for (long c = first; c < end; c += WIDTH) {
+        for (long r = 0; r < WIDTH && c + r < call->layer->num_distances; r++) {
+            const float *from = table + (c + r) * size;
+            if (call->dot)
+                for (long d = 0; d < size; d++) ((uint16_t *)rows[r])[d] = to_bf16(from[d]);
+            else
+                memcpy(rows[r], from, (size_t)size * 4);
+        }
+        pack_vector(rows[0], words, c, to);
+    }
+}
+
+/* Products of up to MOST_ROWS rows of q or k with the packed distances of a sequence. */
+static void multiply_distances(const AttentionCall *call, const Terms *terms, int rows, const void *x, long x_stride,
+                               float *out) {
+    long size = call->head_size;
+    for (long c = terms->first; c < terms->end; c += PANEL) {
+#if HAS_DOT
+        if (call->dot)
+            tile_dot(rows, x, x_stride, (const uint16_t *)terms->packed + c * size, size, out + c, terms->stride);
+        else
+#endif
+            tile_f32(rows, x, x_stride, (const float *)terms->packed + c * size, size, out + c, terms->stride);
+    }
+}
+
+/* Computes the products of all keys of one head, then packs distance_keys. `row` holds MOST_ROWS keys. */
+static void prepare_terms(const AttentionCall *call, Terms *terms, long start, long length, long head, long kv_head,
+                          float *row) {
+    const Layer *layer = call->layer;
+    long size = call->head_size, width = (call->heads + 2 * call->kv_heads) * size;
+    long table = head * layer->num_distances * size;
+    int in_place = call->is_bf16 == call->dot && !layer->rotary;
+    terms->row_of = layer->distance_rows + layer->distance_reach;
+    terms->first = terms->row_of[1 - length] / PANEL * PANEL;
+    terms->end = round_to(terms->row_of[length - 1] + 1, PANEL);
+    if (layer->distance_queries) {
+        pack_distances(call, layer->distance_queries + table, terms->first, terms->end, terms->packed);
+        for (long j = 0; j < length;) {
+            int rows = product_rows(call->dot ? FORMAT_DOT : FORMAT_F32, length - j);
+            const void *keys = row;
+            if (in_place)
+                keys = (const char *)call->qkv
+                       + ((start + j) * width + (call->heads + kv_head) * size) * (call->dot ? 2 : 4);
+            for (int r = 0; r < rows && !in_place; r++)
+                take_head(call, start + j + r, call->heads + kv_head, j + r,
+                          call->dot ? (void *)((uint16_t *)row + r * size) : row + r * size);
+            multiply_distances(call, terms, rows, keys, in_place ? width : size, terms->of_keys + j * terms->stride);
+            j += rows;
+        }
+    }
+    if (layer->distance_keys)
+        pack_distances(call, layer->distance_keys + table, terms->first, terms->end, terms->packed);
+}
+
+/* Adds the terms of `rows` queries from `first` on to their scores [rows, stride] of keys `begin` to `end`. Queries are
+ * in the inner loop because neighbours read the same cache lines of a key. */
+static void add_terms(const Layer *layer, const Terms *terms, int rows, long first, long begin, long end,
+                      float *scores, long stride) {
+    for (long j = begin; j < end; j++) {
+        const int32_t *row_of = terms->row_of + first - j;
+        const float *of_key = terms->of_keys + j * terms->stride;
+        if (layer->distance_keys)
+            for (int r = 0; r < rows; r++) scores[r * stride + j] += terms->of_queries[r * terms->stride + row_of[r]];
+        if (layer->distance_queries)
+            for (int r = 0; r < rows; r++) scores[r * stride + j] += of_key[row_of[r]];
+    }
+}
+
 /* Attention of all queries of one head over the packed keys and values. */
 static void attend_head(const AttentionCall *call, long start, long length, long visible, long head, const void *keys,
-                        const void *values, float *scores, uint16_t *rounded, float *turned) {
+                        const void *values, const Terms *terms, float *scores, uint16_t *rounded, float *turned) {
     const Layer *layer = call->layer;
     long size = call->head_size, stride = round_to(length, PANEL), width = (call->heads + 2 * call->kv_heads) * size;
     int in_place = call->is_bf16 == call->dot && !layer->rotary;
@@ -194,6 +279,8 @@ static void attend_head(const AttentionCall *call, long start, long length, long
 #endif
                 tile_f32(rows, queries, query_stride, (const float *)keys + j * size, size, scores + j, stride);
         }
+        if (layer->distance_keys) multiply_distances(call, terms, rows, queries, query_stride, terms->of_queries);
+        if (layer->distance_rows) add_terms(layer, terms, rows, first, begin, end, scores, stride);
         /* The product with the values needs whole pairs; an odd last value is paired with 0. */
         end = call->dot ? round_to(end, 2) : end;
         float inverse[MOST_ROWS];
@@ -235,12 +322,18 @@ static void run_attention(const AttentionCall *call, long start, long length, lo
     long size = call->head_size, keys = round_to(length, PANEL), wide = round_to(size, PANEL);
     float *packed_keys = scratch, *packed_values = packed_keys + keys * size, *scores = packed_values + keys * wide;
     float *rounded = scores + MOST_ROWS * keys, *queries = rounded + MOST_ROWS * keys;
+    Terms terms = {.stride = round_to(call->layer->num_distances, PANEL)};
+    terms.packed = queries + MOST_ROWS * round_to(size, WIDTH);
+    terms.of_queries = (float *)terms.packed + terms.stride * size;
+    terms.of_keys = terms.of_queries + MOST_ROWS * terms.stride;
     pack_keys(call, start, length, kv_head, packed_keys);
     pack_values(call, start, length, kv_head, packed_values);
     long group = call->heads / call->kv_heads;
-    for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
-        attend_head(call, start, length, visible, head, packed_keys, packed_values, scores, (uint16_t *)rounded,
-                    queries);
+    for (long head = kv_head * group; head < (kv_head + 1) * group; head++) {
+        if (call->layer->distance_rows) prepare_terms(call, &terms, start, length, head, kv_head, queries);
+        attend_head(call, start, length, visible, head, packed_keys, packed_values, &terms, scores,
+                    (uint16_t *)rounded, queries);
+    }
 }
 
 #endif

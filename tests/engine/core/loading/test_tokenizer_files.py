@@ -74,6 +74,14 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
+def unigram_of_deberta() -> Tokenizer:
+    pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁", *LETTERS, "▁the", "▁cat", "s", "é", "中", "!", "[MASK]"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(max(i - 3, 0))) for i, piece in enumerate(pieces)], 3, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(BERT)
+    return tokenizer
+
+
 # A vocabulary, and the model types that use it with the class that their files declare.
 FILES: dict[str, tuple[list[tuple[str, str | None]], Callable[[], Tokenizer]]] = {
     "word pieces": (
@@ -101,6 +109,10 @@ FILES: dict[str, tuple[list[tuple[str, str | None]], Callable[[], Tokenizer]]] =
     ),
     "sentence pairs of gemma": ([("gemma3_text", "GemmaTokenizerFast")], lambda: sentence_pairs(GEMMA)),
     "unigram": ([("xlm-roberta", "XLMRobertaTokenizer"), ("bert", "XLMRobertaTokenizerFast")], unigram),
+    "unigram of deberta": (
+        [("deberta-v2", "DebertaV2Tokenizer"), ("deberta-v2", "DebertaV2TokenizerFast")],
+        unigram_of_deberta,
+    ),
 }
 READERS = [(name, *reader) for name, (readers, _) in FILES.items() for reader in readers]
 BASE = {"model_max_length": 64, "clean_up_tokenization_spaces": True}
@@ -110,6 +122,7 @@ SETTINGS: list[Json] = [
     {"do_lower_case": False},
     {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
     {"add_prefix_space": True, "trim_offsets": False},
+    {"do_lower_case": True, "split_by_punct": True},
     {"add_prefix_space": None, "legacy": True},
     {"add_prefix_space": False, "legacy": False},
     {"add_prefix_space": "yes"},

@@ -1,0 +1,92 @@
+"""DeBERTa with the config.json of the hub equals transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+from penstock.engine.executors.cpu.array_encoder import read_spec
+from penstock.engine.executors.torch.packed_batch import PackedBatch
+from penstock.engine.families.deberta import distance_buckets
+from penstock.engine.protocol.errors import ModelLoadError
+from penstock.engine.protocol.model_info import ModelKind
+from penstock.engine.protocol.request import TokenizedInput
+
+from .families import DEBERTA, ENCODER_SIZES, arguments, assert_close, relative_error, rows_of
+
+EXECUTORS = pytest.mark.parametrize("executor", ["torch", "cpu"])
+# Values of mixedbread-ai/mxbai-rerank-base-v1, in small.
+HUB = ENCODER_SIZES | DEBERTA
+HUB |= {
+    "hidden_size": 128,
+    "pooler_hidden_size": 128,
+    "num_attention_heads": 2,
+    "position_buckets": 64,
+    "max_relative_positions": -1,
+}
+HUB |= {"max_position_embeddings": 512, "vocab_size": 300, "layer_norm_eps": 1e-7, "num_labels": 1}
+
+
+@EXECUTORS
+def test_reranker_with_long_texts_equals_transformers(executor, load, save_model, resolve, pack):
+    folder, reference = save_model("DebertaV2ForSequenceClassification", **HUB)
+    numbers = np.random.default_rng(0)
+    sequences = [numbers.integers(3, 300, length).tolist() for length in (1, 33, 34, 65, 301, 512)]
+    info = resolve(folder)
+    assert (info.packed, info.kind, info.max_model_len) == (True, ModelKind.CROSS_ENCODER, 512)
+    model = load(info)
+    hidden = model.forward(pack(sequences)).hidden_states
+    assert_close(hidden, rows_of(reference, sequences))
+    alone = torch.cat([model.forward(pack([sequence])).hidden_states for sequence in sequences])
+    assert relative_error(hidden, alone) <= (0 if executor == "cpu" else 1e-6)
+    logits = model.classify(torch.stack([rows[0] for rows in hidden.split([len(s) for s in sequences])]))
+    assert_close(logits, torch.cat([reference(**arguments(s)).logits for s in sequences]))
+
+
+@EXECUTORS
+def test_sequences_of_one_length_equal_each_alone(executor, load, save_model, resolve, pack):
+    folder, reference = save_model("DebertaV2Model", **HUB)
+    numbers = np.random.default_rng(1)
+    sequences = [numbers.integers(3, 300, length).tolist() for length in (7, 7, 200, 200, 200, 7)]
+    hidden = load(resolve(folder)).forward(pack(sequences)).hidden_states
+    assert_close(hidden, rows_of(reference, sequences))
+
+
+@EXECUTORS
+def test_hidden_tokens_do_not_change_others(executor, load, save_model, resolve, pack):
+    folder, reference = save_model("DebertaV2Model", **HUB)
+    tokens = np.arange(3, 33, dtype=np.int32)
+    batch = PackedBatch.build([TokenizedInput(tokens, num_hidden=10)], torch.device("cpu"))
+    hidden = load(resolve(folder)).forward(batch).hidden_states
+    assert_close(hidden[:20], rows_of(reference, [tokens[:20].tolist()]))
+
+
+@pytest.mark.parametrize(("num_buckets", "reach"), [(256, 512), (64, 512), (16, 160), (32, 20)])
+def test_buckets_are_those_of_transformers(num_buckets, reach):
+    expected = build_relative_position(torch.empty(600, 1), torch.empty(600, 1), num_buckets, reach)[0]
+    distances = np.arange(600)[:, None] - np.arange(600)
+    assert np.array_equal(distance_buckets(distances, num_buckets, reach), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"relative_attention": False},
+        {"conv_kernel_size": 3},
+        {"embedding_size": 24},
+        {"attention_head_size": 8},
+    ],
+    ids=str,
+)
+def test_other_variant_runs_on_transformers(change, resolve, tmp_path):
+    config = HUB | {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not resolve(tmp_path).packed
+
+
+def test_unknown_term_is_rejected(save_config, resolve):
+    folder = save_config("DebertaV2Model", **(HUB | {"pos_att_type": ["c2p", "p2p"]}))
+    with pytest.raises(ModelLoadError, match="pos_att_type"):
+        read_spec(resolve(folder))
