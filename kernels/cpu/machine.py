@@ -192,7 +192,7 @@ class Machine:
         result = np.empty((rows, packed.width), np.float32)
         if add is not None and (add.shape != result.shape or add.dtype != np.float32 or not add.flags.c_contiguous):
             raise ValueError(f"add must be contiguous float32 {list(result.shape)}, got {list(add.shape)}")
-        inputs, scales = aligned(rows * width * 2, np.uint8), aligned(rows, np.float32)
+        inputs, scales = aligned(rows * width * 2, np.uint8), aligned(2 * rows, np.float32)
         scratch = aligned(width * 64, np.float32)
         self._library.penstock_product(
             self._opened, packed.struct, at(x_RD), at(add), rows, *map(at, (result, inputs, scales, scratch))
@@ -324,7 +324,7 @@ def has_exact_products(machine: Machine) -> bool:
             packed = machine.pack(weight_ND.astype(np.float32), None, form)
             for num_rows in (1, 16, 17, 45):
                 x_RD = random.integers(-127, 128, (num_rows, num_in))
-                x_RD[:, -1] = -127
+                x_RD[:, 0], x_RD[:, -1] = 127, -127
                 if not np.array_equal(machine.product(packed, x_RD.astype(np.float32)), x_RD @ weight_ND.T):
                     return False
     return True

@@ -78,7 +78,7 @@ EXPORT int penstock_end(Forward *forward) { return forward_end(forward); }
 
 /* y = product of float32 rows, on the calling thread. `input`, `scales` and `scratch` are scratch memory. */
 EXPORT void penstock_product(const Machine *machine, const Product *product, const float *x, const float *add,
-                             long rows, float *y, void *input, float *scales, float *scratch) {
+                             long rows, float *y, void *input, RowScale *scales, float *scratch) {
     const void *in = x;
     enter_isa(machine->isa);
     if (product->format == FORMAT_DOT || product->format == FORMAT_INT8) {

@@ -13,8 +13,8 @@ typedef struct {
     long (*panels)(const Product *);
     long (*packed_bytes)(const Product *);
     void (*pack)(const Product *, const float *, const float *, void *, float *, float *, int32_t *);
-    void (*convert_rows)(int, const float *, long, long, void *, float *);
-    void (*run_product)(const Product *, const void *, const float *, long, long, long, const Target *, float *);
+    void (*convert_rows)(int, const float *, long, long, void *, RowScale *);
+    void (*run_product)(const Product *, const void *, const RowScale *, long, long, long, const Target *, float *);
     void (*run_norm)(const Norm *, const float *, long, long, float *);
     long (*attention_bytes)(long, long, long);
     void (*run_attention)(const AttentionCall *, long, long, long, long, void *);

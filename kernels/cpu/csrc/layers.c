@@ -21,7 +21,7 @@ long assign_buffers(const Encoder *encoder, long rows, char *at, Rows *out) {
     widest = inner > widest ? inner : widest;
     widest = E > widest ? E : widest;
     inner = E > inner ? E : inner;
-    long sizes[] = {rows * D * 4, rows * D * 4, rows * widest * 4, rows * 4, rows * qkv * 4, rows * heads * 4,
+    long sizes[] = {rows * D * 4, rows * D * 4, rows * widest * 4, rows * (long)sizeof(RowScale), rows * qkv * 4, rows * heads * 4,
                     rows * inner * 4};
     void **buffers[] = {(void **)&out->hidden, (void **)&out->sums, &out->input, (void **)&out->scales, &out->qkv,
                        &out->attended, &out->inner};

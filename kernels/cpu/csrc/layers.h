@@ -17,7 +17,7 @@ typedef struct {
     float *hidden;     /* [R, D] */
     float *sums;       /* [R, D] */
     void *input;       /* [R, widest] inputs of a product in its format */
-    float *scales;     /* [R] of `input` */
+    RowScale *scales;  /* [R] of `input` */
     void *qkv;         /* [R, (H + 2 Hkv) K] */
     void *attended;    /* [R, H K] */
     void *inner;       /* [R, I] */

@@ -13,7 +13,7 @@ enum Format {
     FORMAT_F32 = 0,  /* float32 weights, float32 arithmetic */
     FORMAT_BF16 = 1, /* bfloat16 weights, float32 inputs and arithmetic */
     FORMAT_DOT = 2,  /* bfloat16 weights and inputs, pairs of products summed in float32 */
-    FORMAT_INT8 = 3, /* int8 weights per column, int8 inputs per row, sums in int32 */
+    FORMAT_INT8 = 3, /* int8 weights with a scale per column, int8 inputs with a RowScale per row, sums in int32 */
     NUM_FORMATS = 4
 };
 
@@ -27,6 +27,11 @@ enum Activation {
     ACT_TANH = 6,
     NUM_ACTIVATIONS = 7
 };
+
+/* Values of an int8 input row: x = scale * (byte - 128) + middle. */
+typedef struct {
+    float scale, middle;
+} RowScale;
 
 /* y = x W^T + bias, with W packed by `pack`. All pointers belong to the caller. */
 typedef struct {

@@ -1,7 +1,5 @@
 """Rounding of the formats of kernels/cpu in numpy."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -27,7 +25,7 @@ def product_in_doubles(x_RD: Floats, weight_ND: Floats, bias_N: Floats | None, f
     """
     rows, weights = x_RD, weight_ND
     if form is Format.INT8:
-        rows, weights = _int8(x_RD, np.rint), _int8(weight_ND, _half_away)
+        rows, weights = _int8_rows(x_RD), _int8_columns(weight_ND)
     elif form is not Format.F32:
         weights = to_bfloat16(weight_ND)
         rows = to_bfloat16(x_RD) if form is Format.DOT else x_RD
@@ -36,14 +34,17 @@ def product_in_doubles(x_RD: Floats, weight_ND: Floats, bias_N: Floats | None, f
     return x @ w.T + bias, np.abs(x) @ np.abs(w).T + np.abs(bias)
 
 
-def _int8(values: Floats, to_whole: Any) -> Doubles:
-    """Each row as whole multiples of a 127th of its largest value."""
+def _int8_rows(values: Floats) -> Doubles:
+    """Each row as its middle plus whole multiples of a 127th of half its range."""
+    high, low = (values.max(1, keepdims=True) / 2, values.min(1, keepdims=True) / 2)
+    spread, middle = high - low, high + low
+    whole = np.rint((values - middle) * (np.float32(127) / spread)).astype(np.float64)
+    return whole * (spread / np.float32(127)).astype(np.float64) + middle
+
+
+def _int8_columns(values: Floats) -> Doubles:
+    """Each column, a row of `values`, as whole multiples of a 127th of its largest value."""
     largest = np.abs(values).max(1, keepdims=True)
-    scaled = values * (np.float32(127) / largest) if to_whole is np.rint else values / largest * np.float32(127)
-    whole: Doubles = to_whole(scaled).astype(np.float64)
+    scaled = values / largest * np.float32(127)
+    whole = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.float64)
     return whole * (largest / np.float32(127)).astype(np.float64)
-
-
-def _half_away(values: Floats) -> Floats:
-    away: Floats = np.trunc(values + np.copysign(np.float32(0.5), values))
-    return away

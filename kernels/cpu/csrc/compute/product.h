@@ -1,7 +1,7 @@
 /* Products with packed weights: y = epilogue(x W^T + bias).
  *
  * Inputs are float32 rows. For FORMAT_DOT and FORMAT_INT8 `convert_rows` converts them to bfloat16, or to int8 with a
- * scale per row. The caller passes a range of panels, so that several cores can share a product.
+ * scale and a middle per row (RowScale): asymmetric rows, as after GELU, use all 8 bits. The caller passes a range of panels, so that several cores can share a product.
  */
 #ifndef PENSTOCK_PRODUCT_H
 #define PENSTOCK_PRODUCT_H
@@ -82,7 +82,7 @@ static void pack(const Product *product, const float *w, const float *b, void *w
 }
 
 /* Converts float32 rows [R, K] to inputs of a format; scales [R] for FORMAT_INT8. A row with NaN has the scale NaN. */
-static void convert_rows(int format, const float *x, long rows, long width, void *out, float *scales) {
+static void convert_rows(int format, const float *x, long rows, long width, void *out, RowScale *scales) {
     for (long r = 0; r < rows; r++, x += width) {
         if (format == FORMAT_DOT) {
             uint16_t *to = (uint16_t *)out + r * width;
@@ -91,22 +91,29 @@ static void convert_rows(int format, const float *x, long rows, long width, void
             for (; d < width; d++) to[d] = to_bf16(x[d]);
         } else if (format == FORMAT_INT8) {
             uint8_t *to = (uint8_t *)out + r * width;
-            vf most = v_zero(), more = v_zero();
+            vf most = v_set(x[0]), least = most, bad = v_zero(); /* `bad`: NaN for NaN and inf, else 0 */
             long d = 0;
-            for (; d + 2 * WIDTH <= width; d += 2 * WIDTH) {
-                most = v_max_abs(most, v_load(x + d));
-                more = v_max_abs(more, v_load(x + d + WIDTH));
+            for (; d + WIDTH <= width; d += WIDTH) {
+                vf v = v_load(x + d);
+                most = v_max(most, v);
+                least = v_min(least, v);
+                bad = v_add(bad, v_sub(v, v));
             }
-            for (; d < width; d += WIDTH) most = v_max_abs(most, v_load_part(x + d, width - d));
-            vf all = v_max_abs(most, more), bad = v_sub(all, all); /* NaN for NaN and inf, else 0 */
-            float largest = v_largest(all), wrong = v_sum(bad);
-            /* 127 / largest could overflow for smaller values. */
-            float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
-            scales[r] = wrong == 0 ? largest / 127.0f : wrong;
-            if (wrong != 0) inverse = 0.0f;
-            vf scale = v_set(inverse);
+            float high = v_largest(most), low = -v_largest(v_sub(v_zero(), least)), wrong = v_sum(bad);
+            for (; d < width; d++) {
+                high = x[d] > high ? x[d] : high;
+                low = x[d] < low ? x[d] : low;
+                wrong += x[d] - x[d];
+            }
+            /* Halves, because the difference could overflow; 127 / spread could overflow for smaller values. */
+            float spread = 0.5f * high - 0.5f * low, middle = 0.5f * high + 0.5f * low;
+            float inverse = spread > 1e-36f ? 127.0f / spread : 0.0f;
+            scales[r] = wrong == 0 ? (RowScale){spread / 127.0f, middle} : (RowScale){wrong, wrong};
+            if (wrong != 0) inverse = middle = 0.0f;
+            vf scale = v_set(inverse), shift = v_set(middle);
             for (d = 0; d < width; d += WIDTH) {
-                vf whole = v_add(v_round(v_mul(v_load_part(x + d, width - d), scale)), v_set(128.0f));
+                vf away = v_sub(v_load_part(x + d, width - d), shift);
+                vf whole = v_add(v_round(v_mul(away, scale)), v_set(128.0f));
                 uint8_t bytes[WIDTH];
                 v_to_bytes(d + WIDTH <= width ? to + d : bytes, whole);
                 if (d + WIDTH > width) memcpy(to + d, bytes, (size_t)(width - d));
@@ -129,24 +136,39 @@ INLINE void store_result(const Target *to, long at, vf y, long count) {
     }
 }
 
+/* Sums of the weights of WIDTH columns, from `sums`, which are 128 times the sums of the int8 weights. */
+INLINE vf column_sum(const Product *product, vf scales, long index) {
+#if HAS_INT8
+    return v_mul(vi_difference(vi_load(product->sums + index), vi_zero()), v_mul(scales, v_set(1.0f / 128.0f)));
+#else
+    (void)product, (void)index;
+    return scales;
+#endif
+}
+
 /* Epilogue of a tile's sums [rows, PANEL] for one activation: bias, activation, gate, residual, rounding. Full panels are
  * stored from registers; a narrower last panel is stored vector by vector. */
 INLINE void finish_as(const Product *product, int activation, int is_gated, int is_rough, const float *sums, int rows,
-                      long panel, long first_row, const float *row_scales, const Target *to) {
+                      long panel, long first_row, const RowScale *row_scales, const Target *to) {
     const int vecs = is_gated ? VECS / 2 : VECS, is_bf16 = to->out_is_bf16;
     const long column = panel * vecs * WIDTH, width = to->width, left = width - column;
     const float *add = to->add ? to->add + first_row * width + column : NULL;
-    vf bias[VECS], scales[VECS];
+    vf bias[VECS], scales[VECS], column_sums[VECS]; /* sums of the columns of W, times the middle of a row */
     UNROLL for (int v = 0; v < VECS; v++) {
         bias[v] = v_load(product->bias + panel * PANEL + v * WIDTH);
         scales[v] = row_scales ? v_load(product->scales + panel * PANEL + v * WIDTH) : v_zero();
+        column_sums[v] = row_scales ? column_sum(product, scales[v], panel * PANEL + v * WIDTH) : v_zero();
     }
     for (int r = 0; r < rows; r++, sums += PANEL) {
         const long at = (first_row + r) * width + column;
         vf y[VECS];
         UNROLL for (int v = 0; v < VECS; v++) {
             vf x = v_load(sums + v * WIDTH);
-            y[v] = row_scales ? v_fma(v_mul(x, v_set(row_scales[r])), scales[v], bias[v]) : v_add(x, bias[v]);
+            if (row_scales)
+                y[v] = v_fma(v_mul(x, v_set(row_scales[r].scale)), scales[v],
+                             v_fma(v_set(row_scales[r].middle), column_sums[v], bias[v]));
+            else
+                y[v] = v_add(x, bias[v]);
         }
         UNROLL for (int v = 0; v < vecs; v++) {
             y[v] = activate(y[v], activation, is_rough);
@@ -167,7 +189,7 @@ INLINE void finish_as(const Product *product, int activation, int is_gated, int 
 }
 
 static void finish(const Product *product, const float *sums, int rows, long panel, long first_row,
-                   const float *row_scales, const Target *to) {
+                   const RowScale *row_scales, const Target *to) {
     /* The error of bfloat16 and int8 inputs is larger than that of a rough function. */
     const int is_rough = product->format == FORMAT_DOT || product->format == FORMAT_INT8;
 #define FINISH(activation, is_gated, is_rough) \
@@ -200,7 +222,7 @@ static void finish(const Product *product, const float *sums, int rows, long pan
  *
  * `scratch`: PANEL * K floats for FORMAT_BF16, 64-byte aligned. `row_scales` [R] for FORMAT_INT8.
  */
-static void run_product(const Product *product, const void *x, const float *row_scales, long rows, long first,
+static void run_product(const Product *product, const void *x, const RowScale *row_scales, long rows, long first,
                         long last, const Target *to, float *scratch) {
     long num_in = product->in;
     int is_scaled = product->format == FORMAT_INT8;

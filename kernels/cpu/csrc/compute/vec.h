@@ -44,9 +44,6 @@ INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
 /* The larger of a >= 0 and |b|; NaN counts as larger than inf. */
-INLINE vf v_max_abs(vf a, vf b) {
-    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(v_abs(b))));
-}
 INLINE vf v_round(vf a) { return _mm512_roundscale_ps(a, 8); }
 /* Returns x - floor(x); `whole` is the argument of v_scale2 for floor(x). */
 INLINE vf v_split(vf x, vf *whole) {
@@ -120,9 +117,6 @@ INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf v_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-INLINE vf v_max_abs(vf a, vf b) {
-    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(v_abs(b))));
-}
 INLINE vf v_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vf v_split(vf x, vf *whole) { return _mm256_sub_ps(x, *whole = _mm256_floor_ps(x)); }
 INLINE vf v_copysign(vf magnitude, vf sign) {
@@ -207,7 +201,6 @@ INLINE vf v_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & 
 INLINE vf v_max(vf a, vf b) { return v_select(a > b, a, b); }
 INLINE vf v_min(vf a, vf b) { return v_select(a < b, a, b); }
 INLINE vf v_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
-INLINE vf v_max_abs(vf a, vf b) { return v_select((vi)a > (vi)v_abs(b), a, v_abs(b)); }
 INLINE vf v_round(vf a) {
     const vf big = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds |a| < 2^22 to an integer */
     return (a + big) - big;
