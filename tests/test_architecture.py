@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("server", "engine", "kernels")
+KERNELS_MAY_IMPORT = {"numpy", "torch", "triton"}
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 PLAIN_MODULES = next(c["source_modules"] for c in CONTRACTS if c["id"] == "plain-engine-without-torch")
 
@@ -53,6 +54,11 @@ def test_imports_are_relative_inside_a_layer_and_absolute_across(layer: str) -> 
         if is_own_layer_by_full_name or leaves_the_layer or (root_name(found.name) in LAYERS and not found.level):
             wrong.append(str(found))
     assert not wrong
+
+
+def test_kernels_import_only_torch_triton_and_numpy() -> None:
+    allowed = KERNELS_MAY_IMPORT | sys.stdlib_module_names
+    assert not [str(i) for i in imports_of("kernels") if not i.level and root_name(i.name) not in allowed]
 
 
 def test_plain_modules_load_no_torch() -> None:
