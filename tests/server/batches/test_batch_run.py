@@ -3,7 +3,6 @@
 import errno
 import gc
 import logging
-import threading
 import weakref
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ from penstock.server.batches.store import Store
 
 from ...waiting import until
 from .helpers import (
-    TIMEOUT_S,
     Routes,
     begin,
     create,
@@ -263,51 +261,3 @@ async def test_line_that_ran_alone_in_two_kills_fails(running, tmp_path: Path) -
         assert numbers(output) == [number for number in range(40) if number != 7]
         assert (error["custom_id"], error["error"]["code"]) == ("7", "server_crashed")
         assert not routes.received[7]
-
-
-async def test_suspect_lines_run_one_at_a_time_after_a_kill(running, tmp_path: Path) -> None:
-    routes = Routes()
-    routes.holds = lambda number: number % 100 in (30, 31)
-    routes.gate.clear()
-    async with running(routes) as batches:
-        created = [await begin(batches, lines(range(i, i + 60))) for i in (0, 100)]
-        await until(lambda: {30, 31, 130, 131} <= routes.received.keys())
-        folder = killed(tmp_path / "data", tmp_path / "killed")
-    routes.gate.set()
-    routes.most_at_once = 0
-    async with running(routes, folder) as batches:
-        for batch in created:
-            batch = await until_status(batches, batch, BatchStatus.COMPLETED)
-            assert (batch.num_completed, batch.num_failed) == (60, 0)
-    assert routes.most_at_once == 1
-
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Two events: a check of an input file has begun; checks may end."""
-    begun, may_end, check = threading.Event(), threading.Event(), BatchInput.check
-
-    def check_behind_gate(file: BatchInput) -> object:
-        begun.set()
-        may_end.wait(TIMEOUT_S)
-        return check(file)
-
-    monkeypatch.setattr(BatchInput, "check", check_behind_gate)
-    return begun, may_end
-
-
-async def test_file_whose_check_kills_the_server_fails(running, checks, tmp_path: Path) -> None:
-    folder, (begun, may_end) = tmp_path / "data", checks
-    for num_kills in range(1, 3):
-        async with running(Routes(), folder) as batches:
-            if num_kills == 1:
-                batch = await begin(batches, lines(range(3)))
-            await until(begun.is_set)
-            folder = killed(folder, tmp_path / f"kill {num_kills}")
-            may_end.set()
-        begun.clear()
-        may_end.clear()
-    async with running(Routes(), folder) as batches:
-        batch = await until_status(batches, batch, BatchStatus.FAILED)
-        assert [error.code for error in batch.errors] == ["server_crashed"]
-        assert not begun.is_set()

@@ -32,15 +32,6 @@ def test_sent_requests_count_until_the_next_report() -> None:
     assert loads.order(reports)[0] == "a"
 
 
-def test_removed_replica_is_forgotten() -> None:
-    loads = ReplicaLoads()
-    loads.order({"a": LoadReport(), "b": LoadReport()})
-    loads.send("a")
-    assert loads.order({"b": LoadReport()}) == ["b"]
-    loads.send("a")  # the report came late
-    assert loads.order({"a": LoadReport(), "b": LoadReport()}) == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("queue_s", "busy", "current", "wanted"),
     [
@@ -63,14 +54,3 @@ def test_policy_reads_metrics_of_replicas() -> None:
     metrics = {QUEUE_S: {"a": 2.0, "b": 1.0}, BUSY: {"a": 1.0, "b": 1.0}}
     context = SimpleNamespace(target_num_replicas=2, policy_state={"a": 1}, aggregated_metrics=metrics)
     assert QueuePolicy(0.5)(context) == (6, {"a": 1})
-
-
-@pytest.mark.parametrize("metrics", [None, {}, {QUEUE_S: {}}])
-def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, float]] | None) -> None:
-    context = SimpleNamespace(target_num_replicas=3, policy_state={}, aggregated_metrics=metrics)
-    assert QueuePolicy(1.0)(context) == (3, {})
-
-
-def test_report_is_read_from_routing_stats() -> None:
-    report = LoadReport(3.0, 7.0, 2.0)
-    assert LoadReport.of({**report._asdict(), "of_others": "x"}) == report

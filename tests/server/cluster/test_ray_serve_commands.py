@@ -26,11 +26,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Serve:
-    """Ray Serve. The application `broken` cannot be deployed, and `stuck` is never ready."""
+    """Ray Serve. The application `broken` cannot be deployed."""
 
     def __init__(self) -> None:
         self.applications: dict[str, SimpleNamespace] = {}
-        self.broken = self.stuck = ""
+        self.broken = ""
         self.is_running = False
         self.start, self.ingress, self.deployment = self._start, MagicMock(), MagicMock()
 
@@ -44,10 +44,6 @@ class Serve:
         self.applications[name] = SimpleNamespace(deployments={}, route_prefix=route_prefix)
         if name == self.broken:
             raise RuntimeError("DEPLOY_FAILED")
-        deadline = time.monotonic() + 5
-        while name == self.stuck:
-            assert time.monotonic() < deadline, "no signal ends the wait"
-            time.sleep(0.01)
 
     def delete(self, name: str) -> None:
         self.applications.pop(name, None)
@@ -135,24 +131,3 @@ def test_signal_takes_down_the_models_of_the_command(serve_models, ray_serve: Se
     signal_soon(number, ray_serve, "penstock-b")
     serve_models("a", "b")
     assert set(ray_serve.applications) == {"penstock-a", "penstock-x"}
-
-
-@pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize("detach", [True, False])
-def test_signal_ends_the_wait_for_a_stuck_model(serve_models, ray_serve: Serve, number: int, detach: bool) -> None:
-    ray_serve.stuck = "penstock-b"
-    signal_soon(number, ray_serve, "penstock-b")
-    serve_models("a", "b", detach=detach)
-    assert not ray_serve.applications
-    assert not ray_serve.is_running
-
-
-def test_second_signal_does_not_interrupt_take_down(serve_models, ray_serve: Serve, monkeypatch) -> None:
-    def delete(name: str) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        del ray_serve.applications[name]
-
-    monkeypatch.setattr(ray_serve, "delete", delete)
-    signal_soon(signal.SIGTERM, ray_serve, "penstock-b")
-    serve_models("a", "b")
-    assert not ray_serve.applications

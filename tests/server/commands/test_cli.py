@@ -75,40 +75,6 @@ def test_no_form_of_a_flag_overrides_its_variable(monkeypatch: pytest.MonkeyPatc
     assert [settings.engine.auto_truncate for settings in served] == [False, True]
 
 
-@pytest.mark.usefixtures("no_engine_process")
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("serve some/model", "penstock: interrupted\n"),
-        ("embed x.txt --output out.npy", "penstock: interrupted; run the same command again to continue\n"),
-    ],
-)
-def test_interruption_names_the_next_step(arguments: str, line: str, monkeypatch, capsys) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("penstock.server.commands.serve.serve", interrupt)
-    monkeypatch.setattr("penstock.server.embed_jobs.run.embed_file", interrupt)
-    assert cli.main(arguments.split()) == cli.INTERRUPTED
-    assert capsys.readouterr().err == line
-
-
-def test_closed_output_pipe_is_no_error() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([*COMMAND, "models"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (cli.CUT_SHORT, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no disk that is always full")
-def test_output_to_a_full_disk_is_one_line() -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "penstock: error: the output cannot be written: No space left on device\n"
-
-
 def test_link_to_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
     (tmp_path / "models--of--owner").mkdir()
     (tmp_path / "short").symlink_to(tmp_path / "models--of--owner")

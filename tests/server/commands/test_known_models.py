@@ -1,6 +1,5 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -34,12 +33,6 @@ def test_facts_of_a_model_are_complete(model) -> None:
     assert (find_recipe(model.family, [model.name]) is not None) == has_recipe
 
 
-def test_models_with_a_main_task_come_first() -> None:
-    names = [model.name for model in models_for("multi_vector")]
-    assert names == ["lightonai/GTE-ModernColBERT-v1", "BAAI/bge-m3"]
-    assert models_for(None) == list(KNOWN_MODELS)
-
-
 def test_command_lists_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,13 +43,3 @@ def test_command_lists_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out)
     assert [model["name"] for model in answer] == [model.name for model in models_for("rerank")]
     assert answer[0]["command"] == f"penstock serve {answer[0]['name']}"
-
-
-def test_readme_lists_five_models() -> None:
-    text = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
-    table = re.findall(r"^\| `penstock serve ([\w./-]+)` \|(.*)\|$", text, re.MULTILINE)
-    known = {model.name: model for model in KNOWN_MODELS}
-    assert len(table) == 5
-    for name, cells in table:
-        task, _, languages, licence = (cell.strip() for cell in cells.split("|"))
-        assert (known[name].tasks[0], known[name].languages, known[name].licence) == (task, languages, licence)

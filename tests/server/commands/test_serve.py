@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import math
 import shutil
@@ -157,20 +156,6 @@ def test_model_above_the_memory_limit_names_both_sizes(tmp_path: Path) -> None:
         served_models([plan(big, "big")], ServerSettings(model_memory=2**19), 1)
 
 
-async def test_first_start_takes_the_running_engine_process(tmp_path: Path, monkeypatch) -> None:
-    processes = []
-
-    async def start(*_: object, process: object, **__: object) -> None:
-        processes.append(process)
-
-    monkeypatch.setattr(AsyncEngine, "start", start)
-    process, plans = Mock(), [plan(model(tmp_path / name), name) for name in ("a", "b")]
-    first, second = served_models(plans, ServerSettings(), 2, process)
-    for served in (first, first, second):
-        await served.start()
-    assert processes == [process, None, None]
-
-
 def tiers(settings: ServerSettings) -> list[str]:
     cache = serve.open_cache(settings)
     if cache is None:
@@ -192,9 +177,3 @@ def test_cache_of_several_http_processes_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--api-workers: the cache needs a single process"):
             serve.open_cache(ServerSettings(api_workers=2, **given))
     assert serve.open_cache(ServerSettings(api_workers=2)) is None
-
-
-def test_cache_dir_without_lmdb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--cache-dir: needs lmdb; .*penstock\[cache\]"):
-        serve.open_cache(ServerSettings(cache_dir=tmp_path))

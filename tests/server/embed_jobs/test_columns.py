@@ -2,15 +2,12 @@
 
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.server.embed_jobs import output_file as output_module
-from penstock.server.embed_jobs.input_file import InputFile, JsonLines
 from penstock.server.settings import CommandError, UsageError
 
 ROWS = [
@@ -125,25 +122,4 @@ def test_column_named_embedding_is_rejected(run, suffix: str, fake, tmp_path: Pa
         run(tmp_path / "in.txt", tmp_path / f"out{suffix}", field="embedding")
     assert not fake.calls
     run(source, tmp_path / "out.npy")  # has no columns
-    assert len(np.load(tmp_path / "out.npy")) == 2
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_unwritable_columns_keep_the_embeddings(run, fake, suffix: str, tmp_path: Path, monkeypatch) -> None:
-    reject = Mock(side_effect=pa.ArrowNotImplementedError("no such type"))
-    source, message = tmp_path / "in.parquet", r"rename the folder out\.parquet\.partial to out\.npy\.partial"
-    parquet.write_table(pa.table({"text": ["a", "b"]}), source)
-    monkeypatch.setattr(output_module, "_parquet_schema", reject)
-    if suffix == ".jsonl":
-        deep = '{"text": "b", "deep": ' + "[" * 500 + "]" * 500 + "}"
-        source = write_jsonl(tmp_path / "in.jsonl", {"text": "a"}, deep)
-        message = r"in\.jsonl, line 2: its fields cannot be written as JSON"
-        monkeypatch.setattr(JsonLines, "json_object", InputFile.json_object)  # as for values of Parquet
-    with pytest.raises(CommandError, match=message):
-        run(source, tmp_path / f"out{suffix}")
-    assert not (tmp_path / f"out{suffix}").exists()
-    (tmp_path / f"out{suffix}.partial").rename(tmp_path / "out.npy.partial")
-    fake.calls.clear()
-    run(source, tmp_path / "out.npy")
-    assert not fake.calls
     assert len(np.load(tmp_path / "out.npy")) == 2

@@ -1,7 +1,6 @@
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -76,23 +75,6 @@ def test_unusable_parquet_inputs_are_rejected(tmp_path: Path) -> None:
     parquet.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(UsageError, match="two columns are named 'text'; rename one"):
         parquet_inputs(str(tmp_path / "twice.parquet"), "text")
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "damaged rows", "not UTF-8"])
-def test_damaged_parquet_is_named(damage: str, tmp_path: Path) -> None:
-    path, noise = tmp_path / "in.parquet", np.random.default_rng(0).bytes(300)
-    texts = pa.array(["a", "b"] * 2000)
-    if damage == "not UTF-8":
-        offsets = pa.py_buffer(np.array([0, 1, 2], np.int32))
-        texts = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
-    parquet.write_table(pa.table({"text": texts}), path, use_dictionary=False)
-    content = path.read_bytes()
-    contents = {"empty": b"", "cut": content[:-40], "damaged rows": content[:40] + noise + content[340:]}
-    path.write_bytes(contents.get(damage, content))
-    with pytest.raises(CommandError) as error:
-        list(open_input(path, "text").rows())
-    assert str(error.value).startswith(f"{path}: it cannot be read as Parquet (")
-    assert "\n" not in str(error.value)
 
 
 def test_rewritten_input_is_rejected_and_has_another_digest(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.server.embed_jobs.job_folder import MANIFEST, JobFolder, Shard, ShardVectors
-from penstock.server.settings import CommandError, UsageError
+from penstock.server.settings import UsageError
 
 IDENTITY = {"input": "i", "model": "m", "dimensions": None}
 SHARDS = [Shard(number, "a.parquet", 4 * number, 4) for number in range(3)]
@@ -75,23 +75,6 @@ def test_folder_with_other_files_is_left_alone(output: JobFolder, name: str, ove
     with pytest.raises(UsageError, match=f"has {name}, which is not a file of a job of this version: use"):
         output.begin(IDENTITY, overwrite=overwrite)
     assert (output.folder / name).read_bytes() == b"of another program"
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"[]", b'{"identity": 1, "finished": false}', b"{}"])
-def test_damaged_manifest_is_named(output: JobFolder, content: bytes) -> None:
-    output.folder.mkdir()
-    (output.folder / MANIFEST).write_bytes(content)
-    with pytest.raises(UsageError, match=r"^[^\n]*_manifest\.json is damaged \([^\n]*give --overwrite to start over$"):
-        output.begin(IDENTITY)
-    output.begin(IDENTITY, overwrite=True)
-
-
-def test_file_in_place_of_the_folder_is_rejected(job: JobFolder) -> None:
-    job.folder.write_text("a file")
-    with pytest.raises(CommandError, match="cannot be written"):
-        job.begin(IDENTITY)
-    with pytest.raises(UsageError, match=r"is a file, .* move it away"), job.locked():
-        pass
 
 
 def test_shards_are_joined_as_one_array(job: JobFolder) -> None:

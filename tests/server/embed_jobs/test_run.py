@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.engine.protocol.errors import EngineOverloadedError
-from penstock.server.embed_jobs import input_file as input_module, run as run_module
+from penstock.server.embed_jobs import input_file as input_module
 from penstock.server.embed_jobs.input_file import PARQUET_ROWS_AT_ONCE
 from penstock.server.settings import CommandError, UsageError
 
@@ -145,17 +145,6 @@ def test_another_job_does_not_continue_a_run(run, unfinished: Path, lines: Path,
         run(lines, unfinished, **settings)
 
 
-def test_requests_are_bounded_in_rows_and_characters(run, fake, replace_info, tmp_path: Path) -> None:
-    half = run_module.REQUEST_CHARS // 2
-    texts = ["a"] * (run_module.REQUEST_ROWS + 3)
-    texts += ["b" * half, "c" * half, "d" * half, "e" * (run_module.REQUEST_CHARS + 1), "f"]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    replace_info(max_model_len=100_000)
-    run(tmp_path / "in.jsonl", tmp_path / "out.npy", batch_size=1000)
-    assert [len(texts) for _, (texts, _, _) in fake.calls] == [run_module.REQUEST_ROWS, 4, 2, 1, 1]
-    assert embedded_texts(fake) == texts
-
-
 def test_request_is_sent_again_to_a_full_engine(run, lines: Path, fake, tmp_path: Path) -> None:
     rejections = iter(range(3))
 
@@ -212,12 +201,6 @@ def test_option_unsupported_by_the_model_is_rejected(run, option, message, lines
     assert not fake.calls
     assert fake.is_closed
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
-
-
-def test_parquet_without_pyarrow_names_the_package(run, lines: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(UsageError, match=r"pip install penstock\[parquet\]"):
-        run(lines, tmp_path / "out.parquet")
 
 
 @pytest.mark.parametrize(
@@ -287,11 +270,3 @@ def test_bad_rows_are_left_out_of_parquet(run, bad_lines: Path, tmp_path: Path) 
     rows = read_rows(tmp_path / "out.parquet.skipped.jsonl")
     assert [row["row"] for row in rows] == list(range(2, len(texts)))
     assert rows[0]["reason"] == "the column 'text' has no text"
-
-
-@pytest.mark.parametrize("rows", [["{broken"], [json.dumps({"text": LONG})], ["{broken", json.dumps({"text": LONG})]])
-def test_file_without_a_good_row_is_rejected(run, rows: list[str], tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("\n".join(rows))
-    with pytest.raises(CommandError, match=r"line 1: .*no row of the file can be embedded"):
-        run(tmp_path / "in.jsonl", tmp_path / "out.npy", on_bad_row="skip")
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -16,12 +16,12 @@ from fastapi import HTTPException
 
 from penstock.server.admission import AdmissionController
 from penstock.server.http import http_server, streams
-from penstock.server.http.connection import MAX_OVERHEAD_BYTES, TransferPart
+from penstock.server.http.connection import MAX_OVERHEAD_BYTES
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.json_reader import JsonReader
 from penstock.server.settings import ServerSettings
 
-from ...waiting import loop_iterations, until
+from ...waiting import until
 from .sockets import exchange, running
 
 
@@ -96,19 +96,6 @@ async def test_offer_of_http_2_is_ignored_with_its_body() -> None:
 
 
 @pytest.mark.parametrize(
-    "connection",
-    [b"Connection: Upgrade, close", b"Connection: close , upgrade", b"Connection: upgrade\r\nConnection: close"],
-)
-async def test_offer_of_http_2_keeps_the_option_close(connection: bytes) -> None:
-    offer = b"GET / HTTP/1.1\r\nHost: x\r\n" + connection + b"\r\nUpgrade: h2c\r\n\r\n"
-    async with running(echo) as (server, port):
-        answer = await exchange(port, offer + b"GET /again HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert answer.count(b"HTTP/1.1 200 ") == 1
-        assert b"\r\nconnection: close\r\n" in answer
-        assert not server.server_state.connections
-
-
-@pytest.mark.parametrize(
     ("head", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"no Host header"),
@@ -143,44 +130,6 @@ async def test_invalid_http_gets_400() -> None:
             answer = await exchange(port, wrong)
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert answer.count(b"HTTP/1.1 ") == 1
-
-
-def pending_parts(server: HttpServer) -> list[TransferPart | None]:
-    pending = [connection.pending_transfer() for connection in server.server_state.connections]
-    return [None if each is None else each.part for each in pending]
-
-
-async def test_pending_transfer_names_the_part_of_the_request() -> None:
-    async with running(echo, timeout_keep_alive=60) as (server, port):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        pieces = (b"", HEAD, b"Content-Length: 4\r\n\r\n", b"bo", b"dy", b"GET /")
-        for piece, part in zip(pieces, ("head", "head", "body", "body", None, "head"), strict=True):
-            writer.write(piece)
-            await loop_iterations()
-            await until(lambda part=part: pending_parts(server) == [part])
-        writer.close()
-        await all_closed(server)
-
-
-async def test_progress_of_a_response_follows_its_client() -> None:
-    async def answer_much(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"z" * 50_000_000})
-
-    async with running(answer_much) as (server, port):
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: pending_parts(server) == ["response"])
-            (connection,) = server.server_state.connections
-            client.setblocking(False)
-            seen = set()
-            while len(seen) < 5:
-                pending = connection.pending_transfer()
-                assert pending is not None, "the client has read all without progress"
-                seen.add(pending.progress)
-                with contextlib.suppress(BlockingIOError):
-                    client.recv(65_536)
-                await asyncio.sleep(0.002)
 
 
 def admission_of(max_body_bytes: int) -> AdmissionController:

@@ -1,4 +1,4 @@
-"""HttpServer: ticks, garbage collection while idle, and shutdown."""
+"""HttpServer: an idle server sleeps and stops at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from penstock.server.http import http_server
 from penstock.server.http.http_server import HttpServer
 
-from ...waiting import until
 from .sockets import exchange, running
 
 
@@ -34,28 +33,3 @@ async def test_idle_server_sleeps_and_stops_at_once(monkeypatch: pytest.MonkeyPa
         assert b"\r\ndate: " in await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.1)
         assert num_ticks == 1, "it woke up before the tick"
-
-
-async def test_idle_server_collects_once_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    collections: list[bool] = []
-    answering = asyncio.Event()
-
-    async def waiting(scope: Any, receive: Any, send: Any) -> None:
-        await answering.wait()
-        await app(scope, receive, send)
-
-    monkeypatch.setattr(http_server, "_TICK_S", 0.01)
-    monkeypatch.setattr(http_server, "_COLLECT_EVERY_S", 0.0)
-    monkeypatch.setattr(http_server.gc, "collect", lambda: collections.append(answering.is_set()))
-    async with running(waiting) as (server, port):
-        server.server_state.total_requests = 1  # as after an answer on another connection
-        client = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
-        await until(lambda: server.server_state.tasks)
-        collections.clear()
-        await asyncio.sleep(0.1)
-        assert collections == []
-        answering.set()
-        await client
-        await until(lambda: collections)
-        await asyncio.sleep(0.1)
-        assert collections == [True]

@@ -77,28 +77,8 @@ def test_each_tick_releases_a_bounded_number_in_order(clock: Clock, number: int,
         assert sizes(ticks) == expected
 
 
-def test_no_rejection_waits_longer_than_the_longest(clock: Clock) -> None:
-    num_ticks = round(MAX_DELAY_S / TICK_S)
-    number = 2 * num_ticks * PER_TICK
-    ticks = sizes(released(RejectionQueue(max_waiting=10_000), clock, number))
-    assert ticks[:-1] == [PER_TICK] * len(ticks[:-1])
-    assert len(ticks) in (num_ticks, num_ticks + 1)  # the sum of the ticks is rounded
-
-
 def test_rejections_above_the_maximum_are_sent_at_once(clock: Clock) -> None:
     assert sizes(released(RejectionQueue(max_waiting=15), clock, 100)) == [85, PER_TICK, 5]
-
-
-def test_failing_rejection_does_not_stop_others(clock: Clock) -> None:
-    pace = RejectionQueue(max_waiting=1000)
-
-    def fail() -> bool:
-        raise ValueError("connection lost")
-
-    pace.add(fail)
-    with pytest.raises(ValueError, match="connection lost"):
-        clock.tick()
-    assert sizes(released(pace, clock, 3)) == [3]
 
 
 async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
@@ -109,14 +89,6 @@ async def test_cancelled_requests_use_no_place(clock: Clock) -> None:
         assert clock.tick()
         assert sum(turn.done() and not turn.cancelled() for turn in turns) == num_done
     assert not clock.due
-
-
-@pytest.mark.parametrize("num_left", [1, PER_TICK - 1, 10 * PER_TICK + 1])
-def test_unsent_rejections_use_no_place(clock: Clock, num_left: int) -> None:
-    pace = RejectionQueue(max_waiting=1000)
-    for _ in range(num_left):
-        pace.add(lambda: False)
-    assert sizes(released(pace, clock, PER_TICK)) == [PER_TICK]
 
 
 def test_rejection_with_the_earliest_limit_goes_first(clock: Clock) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.protocol.errors import EngineUnavailableError, ModelLoadError
 from penstock.server.models import manager as manager_module
-from penstock.server.models.manager import ModelLimits, ModelManager, ModelMetrics
+from penstock.server.models.manager import ModelLimits, ModelManager
 from penstock.server.models.served_model import ModelEntry, ModelStatus, ServedModel
 
 from ...waiting import loop_iterations, until
@@ -188,16 +188,6 @@ async def test_failed_load_is_retried_after_a_pause(engines: Engines, monkeypatc
     assert (entry.state, entry.error) == ("ready", None)
 
 
-async def test_failed_model_is_unloaded_on_request(engines: Engines) -> None:
-    manager = engines.manager("a")
-    (entry,) = manager.entries
-    engines.failures["a"] = ModelLoadError("no weights")
-    await manager.load(entry)
-    assert entry.state == "failed"
-    await manager.unload(entry)
-    assert entry.state == "unloaded"
-
-
 @pytest.mark.parametrize(
     ("requests", "limits", "unloaded"),
     [
@@ -301,25 +291,6 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     await loop_iterations()
     engines.gates["a"].set()
     assert await patient is await request
-
-
-async def test_metrics_show_the_state_of_each_model(engines: Engines) -> None:
-    manager = engines.manager(engines.model("a", num_bytes=MIB), engines.model("b", num_bytes=MIB))
-    engines.gates["b"] = asyncio.Event()
-    loaded, loading = manager.entries
-    await use(manager, loaded)
-    waiting = asyncio.create_task(manager.acquire(loading))
-    await until(lambda: loading.waiters)
-    families = {family.name: family.samples for family in ModelMetrics(manager.entries).collect()}
-    values = {name: [sample.value for sample in samples] for name, samples in families.items()}
-    assert values.pop("penstock_model_load_seconds") == [loaded.load_s, 0]
-    assert values == {
-        "penstock_model_loaded": [1, 0],
-        "penstock_model_loads": [1, 0],
-        "penstock_model_memory_bytes": [MIB, 0],
-        "penstock_model_waiting_requests": [0, 1],
-    }
-    await cancel(waiting)
 
 
 async def test_close_cancels_a_load(engines: Engines) -> None:

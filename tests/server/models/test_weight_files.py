@@ -1,14 +1,9 @@
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
 from penstock.server.models.weight_files import WeightFiles
-
-
-def header(text: bytes) -> bytes:
-    return len(text).to_bytes(8, "little") + text
 
 
 def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
@@ -24,26 +19,3 @@ def test_parameters_in_headers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert WeightFiles.of(str(tmp_path)).num_parameters == 23
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("pytorch_model.bin", b"x" * 1000),
-        ("model.safetensors", b"abc"),
-        ("model.safetensors", header(b"\xff\xfe{")),
-        ("model.safetensors", header(b'{"a": {"dtype": "F32"}}')),
-        ("model.safetensors", header(b'{"a": {"dtype": "F32", "shape": "xy", "data_offsets": [0, 4]}}')),
-        ("model.safetensors", header(b"[" * 100_000)),
-        ("model.safetensors", (1 << 40).to_bytes(8, "little") + b"{}"),
-    ],
-)
-def test_file_without_a_valid_header_counts_no_parameters(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert WeightFiles.of(str(tmp_path))[:2] == (len(content), 0)
-
-
-def test_folders_and_dangling_links_are_no_weight_files(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").mkdir()
-    (tmp_path / "other.safetensors").symlink_to(tmp_path / "nothing")
-    assert WeightFiles.of(str(tmp_path)) == (0, 0, tmp_path.stat().st_mtime)

@@ -1,38 +1,28 @@
-"""Metrics, stage times, access log and traces of requests; rejections by their limit; the vector cache."""
+"""Metrics, stage times, access log and traces of requests; rejections by their limit."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import httpx
-import numpy as np
 import orjson
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
-from prometheus_client import CollectorRegistry, generate_latest
+from opentelemetry.trace import SpanKind
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.client.stats import CacheStats, DispatcherStats
-from penstock.engine.client.vector_cache.cache import VectorCache
+from penstock.engine.client.stats import DispatcherStats
 from penstock.engine.logs import JsonFormatter
 from penstock.engine.protocol.errors import EngineOverloadedError, EngineUnavailableError, RejectionReason
 from penstock.engine.protocol.messages import CacheUse, ChunkMetrics
 from penstock.engine.protocol.request import STAGE_TIMES, Stage
 from penstock.server.admission import REJECTION_REASONS
-from penstock.server.observability.metrics import VectorCacheMetrics
 from penstock.server.observability.tracing import Tracing
-from penstock.server.settings import UsageError
 
 from ..bodies import table
 
@@ -116,13 +106,6 @@ async def test_requests_are_counted_by_model_route_and_status(client: httpx.Asyn
         ("", "other", "404"): 1,
     }
     assert samples(text, "penstock_engine_queue_seconds") == {("fake-model",): 2.5}
-
-
-async def test_stages_of_failed_requests_are_not_counted(client: httpx.AsyncClient, engine) -> None:
-    engine.failure = EngineOverloadedError("full", retry_after_s=1.0, reason="queue_tokens")
-    response = await client.post("/v1/embeddings", json={"input": "a"})
-    assert response.status_code == 429
-    assert not samples((await client.get("/metrics")).text, "penstock_stage_duration_seconds_sum")
 
 
 async def test_stage_times_are_in_headers(client: httpx.AsyncClient) -> None:
@@ -230,44 +213,6 @@ async def test_invalid_traceparent_starts_a_new_trace(serving, engine, collected
         assert spans["POST /v1/embeddings"].parent is None
 
 
-async def test_span_of_a_failure_has_error_status(serving, engine, collected: Collected) -> None:
-    engine.failure = RuntimeError("a bug")
-    async with serving(engine, otlp_traces_endpoint=COLLECTOR) as client:
-        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 500
-        assert (await client.post("/v1/embeddings", json={})).status_code == 400
-        await client.get("/some/path")
-    failed, rejected, unknown = [s for s in collected.exporter.get_finished_spans() if s.kind is SpanKind.SERVER]
-    assert failed.status.status_code is StatusCode.ERROR
-    assert failed.attributes["error.type"] == "500"
-    assert rejected.status.status_code is StatusCode.UNSET
-    assert unknown.name == "GET"
-
-
-async def test_tracing_needs_the_otel_extra(serving, engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "penstock.server.observability.tracing")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(UsageError, match=r"--otlp-traces-endpoint needs the extra `otel`.*penstock\[otel\]"):
-        async with serving(engine, otlp_traces_endpoint=COLLECTOR):
-            pass
-    async with serving(engine) as client:
-        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("given", "sent_to"),
-    [
-        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
-        ("http://localhost:4318/", "http://localhost:4318/v1/traces"),
-        ("https://traces.test/otlp/v1/traces", "https://traces.test/otlp/v1/traces"),
-    ],
-)
-def test_endpoint_without_a_path_gets_the_default_path(monkeypatch, given: str, sent_to: str) -> None:
-    exporter = Mock(return_value=InMemorySpanExporter())
-    monkeypatch.setattr("penstock.server.observability.tracing.OTLPSpanExporter", exporter)
-    Tracing.to(given).close()
-    exporter.assert_called_once_with(sent_to)
-
-
 async def test_statistics_of_the_engine_are_in_metrics(client: httpx.AsyncClient, engine, monkeypatch) -> None:
     assert "penstock_engine_cache_usage{" not in (await client.get("/metrics")).text
     chunks = ChunkMetrics(preemptions=2, completed_chunks=31, completed_tokens=900, num_requests=3, run_s=1.5)
@@ -343,42 +288,3 @@ async def test_body_rejections_are_counted(serving, engine, settings, content: o
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
         assert (await client.post("/nowhere", json={})).status_code == 404
         assert await rejected(client) == {reason: 1}
-
-
-def lines(cache: VectorCache, *stats: CacheStats | None) -> set[str]:
-    registry = CollectorRegistry()
-    all_stats = [DispatcherStats(vectors=vectors) for vectors in stats]
-    named = [(SimpleNamespace(stats=lambda each=each: each), f"m{i}") for i, each in enumerate(all_stats)]
-    registry.register(VectorCacheMetrics(cache, lambda: named))
-    return set(generate_latest(registry).decode().splitlines())
-
-
-def test_hits_of_models_and_sizes_of_tiers_are_counted(tmp_path: Path) -> None:
-    cache = VectorCache(2**20, tmp_path, 2**20)
-    row = {"embedding": np.zeros(100, np.float32)}
-
-    async def use() -> None:
-        cache.store(bytes(32), row)
-        await cache.find([bytes(32), bytes([1] * 32)])
-
-    asyncio.run(use())
-    cache.close()
-    cache = VectorCache(2**20, tmp_path, 2**20)
-    cache.store(bytes(32), row)
-    shown = lines(cache, CacheStats(True, 3, 2, 5), None)
-    assert {
-        'penstock_vector_cache_open{model="m0"} 1.0',
-        'penstock_vector_cache_memory_hits_total{model="m0"} 3.0',
-        'penstock_vector_cache_disk_hits_total{model="m0"} 2.0',
-        'penstock_vector_cache_misses_total{model="m0"} 5.0',
-        'penstock_vector_cache_working{tier="memory"} 1.0',
-        'penstock_vector_cache_working{tier="disk"} 1.0',
-        'penstock_vector_cache_evictions_total{tier="memory"} 0.0',
-        'penstock_vector_cache_damaged_total{tier="disk"} 0.0',
-        'penstock_vector_cache_dropped_total{tier="disk"} 0.0',
-    } <= shown
-    sizes = {line.split(" ")[0]: float(line.split(" ")[1]) for line in shown if "_bytes{" in line}
-    assert sizes['penstock_vector_cache_bytes{tier="memory"}'] > 400
-    assert sizes['penstock_vector_cache_bytes{tier="disk"}'] >= 4096
-    assert not any("m1" in line for line in shown)
-    cache.close()

@@ -297,23 +297,6 @@ async def test_wrong_batch_is_rejected_with_the_field(client) -> None:
         assert message == f"completion_window must be 1h to 168h, such as 24h, not {window!r}."
 
 
-async def test_metrics_count_batches_and_lines(client) -> None:
-    await finished(client, await start(client, [embedding(1), embedding(2), embedding(3, bad=1)]))
-    await finished(client, await start(client, []))
-    # Metrics count an ended batch after it is stored.
-    await until(lambda: not client._transport.app.state.batches.num_unfinished())
-    lines = (await client.get("/metrics")).text.splitlines()
-    for line in (
-        'penstock_batches_ended_total{status="completed"} 1.0',
-        'penstock_batches_ended_total{status="failed"} 1.0',
-        'penstock_batch_lines_total{outcome="completed"} 2.0',
-        'penstock_batch_lines_total{outcome="failed"} 1.0',
-        'penstock_inputs_total{model="fake-model",task="embed"} 2.0',
-    ):
-        assert line in lines
-    assert not any(line.startswith("penstock_http_requests_total") and "embeddings" in line for line in lines)
-
-
 async def test_without_a_data_folder_errors_name_the_flag(serving, engine) -> None:
     async with serving(engine) as client:
         for method, path in (

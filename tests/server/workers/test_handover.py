@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.server.workers import handover
 from penstock.server.workers.handover import COUNT_BYTES, Acceptor, ConnectionSender
 
 from ...waiting import until
@@ -100,21 +99,3 @@ async def test_ended_and_full_processes_get_no_connections(server: Server, resou
     await until(lambda: good.sender.num_open == 6)
     (connection,) = good.receive()
     assert connection.recv(100) == b"hello"
-
-
-async def test_accepting_is_retried_without_free_files(server: Server, resources, monkeypatch, caplog) -> None:
-    class ListenerWithoutFiles:
-        fileno = server.acceptor._listener.fileno
-
-        def accept(self) -> None:
-            server.acceptor._listener = listener
-            raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(handover, "_RETRY_S", 0.01)
-    listener, server.acceptor._listener = server.acceptor._listener, ListenerWithoutFiles()
-    process = Process(resources)
-    server.acceptor.add(process.sender)
-    server.connect()
-    await until(lambda: process.sender.num_open == 1)
-    assert "cannot be accepted now: Too many open files" in caplog.text
-    assert len(process.receive()) == 1

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from penstock.server.workers import http_process
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import GetMetrics
 
-from ...waiting import loop_iterations, until
+from ...waiting import until
 
 
 @pytest.fixture
@@ -59,52 +57,3 @@ async def test_process_that_cannot_start_is_tried_again(worker, pauses: list[flo
     assert worker.has_failed
     assert caplog.text.count("could not serve: it ended with the error [Errno 2]") == len(pauses)
     assert worker._on_end.call_count >= 3
-
-
-async def test_pause_ends_when_the_server_stops(worker: HttpProcess) -> None:
-    pause = asyncio.create_task(worker._pause(600.0))
-    await loop_iterations()
-    assert not pause.done()
-    worker.stop(15)
-    await asyncio.wait_for(pause, 120)
-
-
-async def test_process_without_answer_keeps_its_last_metrics(worker: HttpProcess) -> None:
-    worker._channel = channel = Mock()
-    worker.metrics = before = [Mock()]
-    await worker.update_metrics(0.01)
-    channel.send.assert_called_once()
-    assert worker.metrics is before
-    worker._channel = None
-    await asyncio.wait_for(worker.update_metrics(600), 120)  # no process: returns at once
-
-
-async def test_end_of_a_process_ends_the_wait_for_its_metrics(worker: HttpProcess, monkeypatch, tmp_path: Path) -> None:
-    silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
-    monkeypatch.setattr(http_process.sys, "executable", str(silent))
-    running = asyncio.create_task(worker._run_process())
-    await until(lambda: worker._channel is not None)
-    updating = asyncio.create_task(worker.update_metrics(600))
-    await loop_iterations()
-    worker.kill()
-    await asyncio.wait_for(running, 120)
-    await asyncio.wait_for(updating, 120)
-
-
-async def test_answer_is_not_sent_to_a_successor(worker: HttpProcess) -> None:
-    worker._channel = first = Mock()
-    send = worker.sender()
-    worker._channel = second = Mock()
-    send(GetMetrics(1))
-    first.send.assert_called_once_with(GetMetrics(1))
-    second.send.assert_not_called()
-
-
-async def test_connections_are_passed_to_a_running_process(worker: HttpProcess) -> None:
-    worker.open()
-    worker._acceptor.add.assert_not_called()
-    worker._connection_sender = Mock()
-    worker.open()
-    worker._acceptor.add.assert_called_once_with(worker._connection_sender)

@@ -8,10 +8,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from penstock.server.observability.metrics import Metrics
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.http_process import HttpProcess
-from penstock.server.workers.messages import WorkerListening, WorkerReady, to_families, to_metrics
+from penstock.server.workers.messages import WorkerListening, to_families, to_metrics
 from penstock.server.workers.supervisor import (
     NothingServedError,
     WorkerSupervisor,
@@ -73,23 +72,6 @@ async def test_server_continues_while_one_process_serves(deaths: list[int]) -> N
     supervisor._handle_signal(15)
     await asyncio.wait_for(running, 120)
     assert supervisor.failures == []
-
-
-async def test_ready_server_is_announced_once() -> None:
-    supervisor = make_supervisor()
-    first, second = supervisor._workers = [Mock(slot=0), Mock(slot=1)]
-    announce = supervisor._announce
-    supervisor._handle(first, WorkerListening())
-    first.open.assert_called_once()  # answers 503 until the models are loaded
-    supervisor._handle(first, WorkerReady())
-    supervisor._models_ready()
-    announce.assert_not_called()
-    supervisor._handle(second, WorkerListening())
-    second.open.assert_not_called()  # the first process serves
-    supervisor._handle(second, WorkerReady())
-    second.open.assert_called_once()
-    supervisor._handle(second, WorkerReady())
-    announce.assert_called_once()
 
 
 def counter(name: str, **values: float) -> Metric:
@@ -159,13 +141,3 @@ def test_engine_metrics_are_those_of_the_supervisor() -> None:
 def test_counts_of_ended_processes_remain() -> None:
     families = to_families([counter("penstock_answers", a=3), gauge("penstock_open", 4), histogram(1, 2, total=1.5)])
     assert [family.kind for family in cumulative(families)] == ["counter", "histogram"]
-
-
-async def test_scrape_shows_the_gathered_metrics() -> None:
-    async def gather() -> list[Metric]:
-        return [counter("penstock_answers", a=7)]
-
-    assert b'penstock_answers_total{route="a"} 7.0' in await Metrics(list, gather).scrape()
-    alone = await Metrics(list).scrape()
-    assert b"process_cpu_seconds_total" in alone
-    assert b"penstock_answers" not in alone

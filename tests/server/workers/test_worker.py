@@ -2,23 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import socket
 from typing import Any
-from unittest.mock import Mock
 
-import pytest
-
-from penstock.engine import EngineConfig
-from penstock.engine.protocol.errors import ModelLoadError
-from penstock.engine.protocol.message_connection import MessageConnection
 from penstock.server.http.http_server import uvicorn_config
 from penstock.server.settings import ServerSettings
 from penstock.server.workers.handover import ConnectionSender
-from penstock.server.workers.messages import ModelNotLoaded, WorkerModel, WorkerPlan, encode
-from penstock.server.workers.worker import PassedConnectionServer, SupervisorLink
+from penstock.server.workers.worker import PassedConnectionServer
 
-from ...waiting import loop_iterations, until
+from ...waiting import until
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -58,22 +50,3 @@ async def test_ending_server_serves_its_passed_connections() -> None:
         server.should_exit = True
         await serving
     sender.close()
-
-
-async def test_model_that_the_supervisor_cannot_load_is_an_error() -> None:
-    model, on_end = WorkerModel(("a",), EngineConfig(model="/models/a")), Mock()
-    link = SupervisorLink(WorkerPlan(ServerSettings(), (model,), 2, 1, b"salt", 0), list, on_end)
-    ours, theirs = socket.socketpair()
-    link.open(theirs)
-    supervisor, message = MessageConnection(ours), encode(ModelNotLoaded(0, "ModelLoadError", "There are no weights."))
-    supervisor.send(message)  # ignored: no request for the model is pending
-    await until(lambda: not select.select([theirs], [], [], 0)[0])
-    await loop_iterations()
-    loading = asyncio.create_task(link.engine(0))
-    await loop_iterations()
-    supervisor.send(message)
-    with pytest.raises(ModelLoadError, match="no weights"):
-        await asyncio.wait_for(loading, 120)
-    on_end.assert_not_called()
-    supervisor.close()
-    await until(lambda: on_end.called)
