@@ -17,6 +17,7 @@ from . import (
     jina_bert,
     llama,
     mamba,
+    ministral,
     modernbert,
     mpnet,
     nomic_bert,
@@ -27,7 +28,7 @@ from .spec import Family
 logger = logging.getLogger("penstock.engine")
 
 _MODULES: Final = (
-    *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, modernbert, mpnet, nomic_bert),
+    *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, ministral, modernbert, mpnet, nomic_bert),
     xlm_roberta_flash,
 )
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)

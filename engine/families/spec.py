@@ -138,6 +138,7 @@ class AttentionSpec:
         scale: Factor of the scores.
         is_causal: Whether a token attends only to itself and earlier tokens.
         softcap: c: scaled scores s become c * tanh(s / c); None: no cap.
+        query_growth: (b, n): the query at position p is multiplied with 1 + b * log(1 + p // n); None: no growth.
     """
 
     num_heads: int
@@ -146,6 +147,7 @@ class AttentionSpec:
     scale: float
     is_causal: bool = False
     softcap: float | None = None
+    query_growth: tuple[float, int] | None = None
 
     @property
     def kv_layer(self) -> KvLayerSpec:

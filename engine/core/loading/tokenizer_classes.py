@@ -308,6 +308,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "mpnet": "MPNetTokenizer",
     "modernbert": "TokenizersBackend",
     "mistral": "TokenizersBackend",
+    "ministral3": "TokenizersBackend",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
     "gemma": "GemmaTokenizer",
@@ -322,5 +323,7 @@ _REGISTERED: Final[dict[str, str | None]] = {
     "llama": None,
     "bamba": None,
     "new": None,
+    "ministral3_bidirec": None,
+    "lfm2": None,
 }
 """Maps a model_type to its tokenizer class in transformers."""

@@ -136,7 +136,7 @@ def read_tokenizer(info: ModelInfo) -> LoadedTokenizer:
     folder = Path(info.path)
     if info.pair_chat is not None:
         raise NotBuiltHereError("its chat template makes the prompt of pairs")
-    if info.model_type == "mistral" and find_spec("mistral_common") is not None:
+    if info.model_type in ("mistral", "ministral3") and find_spec("mistral_common") is not None:
         raise NotBuiltHereError("mistral_common is installed, and transformers would use it")
     try:
         data = (folder / "tokenizer.json").read_bytes()

@@ -51,13 +51,13 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     """Whether the C library supports a model.
 
     It does not support recurrent layers, experts, partly rotated heads, odd head sizes, and rotary positions that
-    depend on the length of the text; in decoders also attention weights, hidden tokens of ColBERT and capped answer
+    depend on the length of the text, queries that grow with their position; in decoders also attention weights, hidden tokens of ColBERT and capped answer
     logits.
     """
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False
     size, ropes = spec.attention.head_size, [kind.rope for kind in spec.kinds.values() if kind.rope is not None]
-    if not 1 <= size <= _MAX_HEAD_SIZE:
+    if not 1 <= size <= _MAX_HEAD_SIZE or spec.attention.query_growth is not None:
         return False
     if any(rope.size != size or size % 2 or rope.depends_on_length for rope in ropes):
         return False

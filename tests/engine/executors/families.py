@@ -88,6 +88,7 @@ ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
 YARN_OPTIONS = {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0, "truncate": False}
+GROWTH = {"llama_4_scaling_beta": 0.3}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
@@ -120,6 +121,8 @@ CAUSAL = [
     pytest.param("Llama", rope(LONGROPE | ORIGINAL), id="rope-longrope"),
     pytest.param("Mistral", DECODER_SIZES | {"sliding_window": 8}, id="mistral-window"),
     pytest.param("Mistral", DECODER_SIZES | {"sliding_window": None}, id="mistral"),
+    pytest.param("Ministral3", rope(YARN | {"original_max_position_embeddings": 256} | GROWTH, WIDE), id="ministral3"),
+    pytest.param("Ministral3", rope(YARN | ORIGINAL | YARN_OPTIONS | GROWTH, WIDE), id="ministral3-long"),
     pytest.param("Qwen2", DECODER_SIZES, id="qwen2"),
     pytest.param("Qwen2", QWEN_WINDOW, id="qwen2-window"),
     pytest.param("Qwen3", WIDE, id="qwen3"),
@@ -139,6 +142,9 @@ TWO_WAY = [
     pytest.param("Llama", DECODER_SIZES | {"is_causal": False}, id="llama-two-way"),
     pytest.param("Mistral", DECODER_SIZES | {"is_causal": False, "sliding_window": 8}, id="mistral-two-way-window"),
     pytest.param("Qwen2", QWEN_WINDOW | {"is_causal": False}, id="qwen2-two-way-window"),
+    pytest.param(
+        "Ministral3", rope(YARN | ORIGINAL | GROWTH, WIDE | {"is_causal": False}), id="ministral3-two-way-long"
+    ),
     # transformers reads one key in the mask and the other in attention.
     pytest.param("Gemma", WIDE | {"use_bidirectional_attention": True, "is_causal": False}, id="gemma-two-way"),
     pytest.param("Gemma3Text", GEMMA3 | {"use_bidirectional_attention": True}, id="gemma3-two-way"),
@@ -193,7 +199,7 @@ def chosen(*names):
     return [models[name] for name in names]
 
 
-PLAIN = chosen("llama", "mistral-window", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+PLAIN = chosen("llama", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 """One config of each family of decoders."""
 
 

@@ -36,7 +36,8 @@ from .families import (
 )
 
 NOT_ON_CPU = {"rope-dynamic", "rope-longrope", "phi3-partial", "phi3-longrope-partial"}
-"""The length of the text changes their rotary positions, or a part of each head is rotated."""
+NOT_ON_CPU |= {"ministral3-long", "ministral3-two-way-long"}
+"""The length of the text changes their rotary positions or queries, or a part of each head is rotated."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 TRAINED = "minimind2"
 TEXTS = ["Hi", "The quick brown fox jumps over the lazy dog.", "A penstock leads water to a turbine. " * 12]
@@ -179,10 +180,12 @@ def test_unknown_option_is_named(override, message, load_on_torch, save_model, r
         load_on_torch(resolve(folder, hf_overrides=override))
 
 
-def test_two_way_llama_needs_no_code_of_its_repository(load_on_torch, save_model, resolve, pack, sequences):
-    folder, reference = save_model("LlamaModel", **SIZES | {"is_causal": False})
-    code = {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}
-    override = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "auto_map": code}
+@pytest.mark.parametrize("name", ["Llama", "Ministral3"])
+def test_two_way_model_needs_no_code_of_its_repository(name, load_on_torch, save_model, resolve, pack, sequences):
+    folder, reference = save_model(f"{name}Model", **WIDE | {"is_causal": False})
+    code = {"AutoModel": f"{name.lower()}_bidirectional_model.{name}BidirectionalModel"}
+    override = {"architectures": [f"{name}BidirectionalModel"], "model_type": f"{name.lower()}_bidirec"}
+    override |= {"auto_map": code}
     info = resolve(folder, hf_overrides={**override, "is_causal": None})
     assert (info.packed, info.is_causal) == (True, False)
     assert_close(load_on_torch(info).forward(pack(sequences)).hidden_states, rows_of(reference, sequences))

@@ -169,7 +169,7 @@ class Attention:
         store = None
         if rotation is not None and plan.slots is not None and cache is not None and cache.kv is not None:
             store = KvSlots(cache.kv.k[self.kv_index], cache.kv.v[self.kv_index], plan.slots)
-        q_THK, k_TGK, v_TGK = self._project(hidden_TD, rotation, store)
+        q_THK, k_TGK, v_TGK = self._project(hidden_TD, batch.positions, rotation, store)
         parts = []
         if cache is not None and store is None:
             self._store(k_TGK, v_TGK, cache)
@@ -213,7 +213,7 @@ class Attention:
         again, because only ATTENTION pooling needs the weights, and only those of the last layer.
         """
         spec = self.spec
-        q_THK, k_TGK, _ = self._project(hidden_TD, rotation)
+        q_THK, k_TGK, _ = self._project(hidden_TD, batch.positions, rotation)
         if batch.cache is None:
             lengths_N, positions_T = batch.cu_seqlens.diff().long(), batch.positions
         else:
@@ -293,7 +293,7 @@ class Attention:
         return attended_THK
 
     def _project(
-        self, hidden_TD: Tensor, rotation: Rotation | None, store: KvSlots | None = None
+        self, hidden_TD: Tensor, positions_T: Tensor, rotation: Rotation | None, store: KvSlots | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [T, H, K], k and v [T, G, K]. With a rotation, also stores k and v in the slots of `store`."""
         spec = self.spec
@@ -308,6 +308,10 @@ class Attention:
             rotary(qkv_TUK, *rotation, num_qk, norm=self._head_norm, store=store, backend=self._backend)
         else:
             assert self._head_norm is None, "norms of heads come with rotary positions"
+        if spec.query_growth is not None:
+            growth, length = spec.query_growth
+            factor_T = 1 + growth * torch.log1p(positions_T // length)
+            qkv_TUK[:, : spec.num_heads] *= factor_T[:, None, None].to(qkv_TUK.dtype)
         return qkv_TUK[:, : spec.num_heads], qkv_TUK[:, spec.num_heads : num_qk], qkv_TUK[:, num_qk:]
 
     def _store(self, k_TGK: Tensor, v_TGK: Tensor, cache: BatchCache) -> None:
