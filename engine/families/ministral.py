@@ -1,6 +1,7 @@
 """Ministral 3: Mistral whose queries grow with their position beyond the length of the training.
 
-Source: Mistral AI, Ministral 3 (2025); the growth is that of Llama 4 (Meta, 2025). Defaults are those of transformers 5.23.
+Source: Mistral AI, Ministral 3 (2025); the growth is that of Llama 4 (Meta, 2025). Defaults are those of transformers
+5.23.
 """
 
 from __future__ import annotations

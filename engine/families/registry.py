@@ -15,6 +15,7 @@ from . import (
     gte,
     hybrid,
     jina_bert,
+    lfm2,
     llama,
     mamba,
     ministral,
@@ -28,8 +29,8 @@ from .spec import Family
 logger = logging.getLogger("penstock.engine")
 
 _MODULES: Final = (
-    *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, llama, mamba, ministral, modernbert, mpnet, nomic_bert),
-    xlm_roberta_flash,
+    *(bert, deberta, eurobert, gemma, gte, hybrid, jina_bert, lfm2, llama, mamba, ministral, modernbert, mpnet),
+    *(nomic_bert, xlm_roberta_flash),
 )
 _ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
 FAMILIES: Final[Mapping[str, Family]] = {f.model_type: f for f in _ALL if not f.is_chosen_by_class}

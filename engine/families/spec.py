@@ -246,7 +246,24 @@ class Mamba2Spec:
         return SsmLayerSpec((self.conv_size, self.conv_width - 1), (self.num_heads, self.head_size, self.state_size))
 
 
-MixerSpec = MambaSpec | Mamba2Spec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """A gated convolution over the token and its neighbours on both sides: out(c * conv(b * x)).
+
+    b, c and x [D] are the thirds of one projection of the token, and out projects from D to D.
+
+    Attributes:
+        prefix: Prefix of the mixer within its layer.
+        width: W, tokens that the convolution reads.
+        bias: Whether the projections and the convolution have biases.
+    """
+
+    prefix: str
+    width: int
+    bias: bool
+
+
+MixerSpec = MambaSpec | Mamba2Spec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +507,7 @@ class ModelSpec:
         ropes = [kind.rope for kind in self.kinds.values() if kind.rope is not None]
         return CacheSpec(
             kv_layers=() if self.attention is None else (self.attention.kv_layer,) * (len(self.layers) - len(mixers)),
-            ssm_layers=tuple(mixer.ssm_layer for mixer in mixers),
+            ssm_layers=tuple(mixer.ssm_layer for mixer in mixers if not isinstance(mixer, ShortConvSpec)),
             shares_prefixes=not any(rope.depends_on_length for rope in ropes),
         )
 

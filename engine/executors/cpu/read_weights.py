@@ -51,8 +51,8 @@ def has_kernels(spec: ModelSpec, info: ModelInfo) -> bool:
     """Whether the C library supports a model.
 
     It does not support recurrent layers, experts, partly rotated heads, odd head sizes, and rotary positions that
-    depend on the length of the text, queries that grow with their position; in decoders also attention weights, hidden tokens of ColBERT and capped answer
-    logits.
+    depend on the length of the text, queries that grow with their position; in decoders also attention weights, hidden
+    tokens of ColBERT and capped answer logits.
     """
     if spec.attention is None or any(layer.mixer is not None or layer.experts is not None for layer in spec.layers):
         return False

@@ -1,4 +1,4 @@
-"""Mixers of Mamba and Mamba-2: a convolution, a recurrence (step and matrices depend on the token), and a gate.
+"""Mixers: Mamba and Mamba-2 (convolution, recurrence with step and matrices of the token, gate); LFM2's convolution.
 
 `LayerStates` reads and writes the states of sequences that are computed in chunks.
 
@@ -23,7 +23,7 @@ from penstock.kernels.gated import MAX_GROUP_WIDTH, Backend, gated_norm
 from penstock.kernels.selective_scan import selective_scan
 from penstock.kernels.ssd import ssd
 
-from ....families.spec import Mamba2Spec, MambaSpec, MixerSpec, linear
+from ....families.spec import Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec, linear
 from ..packed_batch import BatchCache, PackedBatch
 from .linear import ActivationFunction, Linear, find_activation
 from .norm import RmsNorm
@@ -262,7 +262,44 @@ class Mamba2Mixer:
         return steps_TH if low <= 0 and math.isinf(high) else steps_TH.clamp_(low, high)
 
 
-Mixer = MambaMixer | Mamba2Mixer
+class ShortConvMixer:
+    """out(c * conv(b * x)), with b, c and x from one product. The convolution is centred and summed in float32.
+
+    Args:
+        weights: Weights of the mixer.
+        spec: Width and biases.
+        hidden_size: D.
+    """
+
+    def __init__(self, weights: Weights, spec: ShortConvSpec, hidden_size: int) -> None:
+        D, scope = hidden_size, weights.scope("conv")
+        self.in_proj = Linear.load(weights, linear("in_proj", D, D, D, D, bias=spec.bias))
+        self._weight_WD = scope.tensor("weight", D, 1, spec.width, dtype=torch.float32)[:, 0].t().contiguous()
+        self._bias_D = scope.tensor("bias", D, dtype=torch.float32) if spec.bias else None
+        self.out_proj = Linear.load(weights, linear("out_proj", D, D, bias=spec.bias))
+
+    def __call__(self, x_TD: Tensor, batch: PackedBatch, *, add: Tensor | None = None) -> Tensor:
+        """Returns [T, D]; see MambaMixer. Hidden tokens count as zeros, like padding in transformers."""
+        for hidden in batch.hidden:
+            x_TD = x_TD.index_fill(0, hidden.rows[~hidden.is_visible], 0.0)
+        b_TD, c_TD, x_TD = self.in_proj(x_TD).chunk(3, dim=1)
+        return self.out_proj(c_TD * self._convolve(b_TD * x_TD, batch), add=add)
+
+    def _convolve(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
+        """Returns [T, D] in the type of x. Rows of other sequences count as zeros."""
+        num_tokens, positions_T = len(x_TD), batch.positions
+        lengths_T = torch.repeat_interleave(batch.cu_seqlens.diff(), batch.cu_seqlens.diff(), output_size=num_tokens)
+        rows_T = torch.arange(num_tokens, device=x_TD.device)
+        sum_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+        for column, weight_D in enumerate(self._weight_WD):
+            ahead = column - len(self._weight_WD) // 2
+            is_inside_T = (positions_T + ahead >= 0) & (positions_T + ahead < lengths_T)
+            shifted_TD = x_TD.index_select(0, (rows_T + ahead).clamp(0, num_tokens - 1)).float()
+            sum_TD += torch.where(is_inside_T[:, None], shifted_TD, 0.0) * weight_D
+        return (sum_TD if self._bias_D is None else sum_TD + self._bias_D).to(x_TD.dtype)
+
+
+Mixer = MambaMixer | Mamba2Mixer | ShortConvMixer
 
 
 def load_mixer(weights: Weights, spec: MixerSpec, hidden_size: int, index: int) -> Mixer:
@@ -270,4 +307,6 @@ def load_mixer(weights: Weights, spec: MixerSpec, hidden_size: int, index: int) 
     scope = weights.scope(spec.prefix)
     if isinstance(spec, MambaSpec):
         return MambaMixer(scope, spec, hidden_size, index)
+    if isinstance(spec, ShortConvSpec):
+        return ShortConvMixer(scope, spec, hidden_size)
     return Mamba2Mixer(scope, spec, hidden_size, index)
