@@ -89,7 +89,7 @@ class CpuEncoder:
     Args:
         machine: The machine that runs it.
         spec: The model. Its weights are copied, except `word_embeddings`, which are read in place.
-        form: Format of the products.
+        form: Format of the products. With INT8 and `attention` DOT, the product of q, k and v is DOT, too.
         attention: Format of attention, DOT or F32. DOT becomes F32 if the head size is odd. None: DOT if `form` is DOT,
             else F32.
 
@@ -105,7 +105,13 @@ class CpuEncoder:
         self, machine: Machine, spec: EncoderWeights, form: Format, *, attention: Format | None = None
     ) -> None:
         self._machine = machine
+        if attention is None:
+            attention = Format.DOT if form is Format.DOT else Format.F32
+        if attention is Format.DOT and Format.DOT not in machine.formats:
+            raise CpuKernelError(f"{machine.isa} does not support attention in {Format.DOT.name}")
         self._form = form
+        # Rounding the product of q, k and v to int8 causes half of the error of all products.
+        self._qkv_form = Format.DOT if form is Format.INT8 and attention is Format.DOT else form
         self._memory = _Memory()
         self._vocab_size = len(spec.word_embeddings)
         self._num_positions = None if spec.position_embeddings is None else len(spec.position_embeddings)
@@ -116,10 +122,7 @@ class CpuEncoder:
         self._layers = (_abi.Layer * len(layers))(*layers)
         self.hidden_size = int(layers[0].attention_out.outputs)
         head_size = int(layers[0].attention_out.inputs) // spec.num_heads
-        uses_dot = (form if attention is None else attention) is Format.DOT
-        if uses_dot and Format.DOT not in machine.formats:
-            raise CpuKernelError(f"{machine.isa} does not support attention in {Format.DOT.name}")
-        uses_dot = uses_dot and head_size % 2 == 0
+        uses_dot = attention is Format.DOT and head_size % 2 == 0
         self.page_itemsize = 2 if uses_dot else 4
         self._struct = _abi.Encoder(
             width=self.hidden_size,
@@ -218,7 +221,7 @@ class CpuEncoder:
         return _abi.Layer(
             attention_norm=self._norm(spec.attention_norm),
             mlp_norm=self._norm(spec.mlp_norm),
-            qkv=self._product(spec.qkv),
+            qkv=self._product(spec.qkv, self._qkv_form),
             attention_out=self._product(spec.attention_out),
             mlp_in=self._product(spec.mlp_in),
             mlp_out=self._product(spec.mlp_out),
@@ -246,11 +249,11 @@ class CpuEncoder:
             raise ValueError("the pages do not fit this model")
         past.check(num_seqs, num_tokens)
 
-    def _product(self, spec: LinearWeights | None) -> _abi.Product:
+    def _product(self, spec: LinearWeights | None, form: Format | None = None) -> _abi.Product:
         if spec is None:
             return _abi.Product()
         packed: PackedProduct = self._machine.pack(
-            spec.weight, spec.bias, self._form, activation=spec.activation, gated=spec.gated
+            spec.weight, spec.bias, self._form if form is None else form, activation=spec.activation, gated=spec.gated
         )
         self._memory.arrays.append(packed)
         return packed.struct
