@@ -201,17 +201,6 @@ def test_is_full_agrees_with_check() -> None:
     assert all(seen[state] > 50 for state in ((True, False), (True, True), (False, True)))
 
 
-def test_work_limit_is_updated_when_the_rate_changes() -> None:
-    admission = make(1_000_000, max_queue_s=10.0, rate=1_000)
-    for _ in range(20):
-        admission.enter(200)
-    assert (admission.is_full, admission._largest) == (False, 625)
-    admission._rates[0].record(1_000, 9.0)  # 183 tokens a second
-    assert (admission._work.limit, admission._largest, admission._work.used) == (1_837, 115, 20 * 115)
-    admission._sizes = {}  # a rejected request must not cost a pass over the queue
-    assert admission.is_full
-
-
 def test_lookups_are_limited_to_150_a_second() -> None:
     clock = Clock()
     limit = LookupRateLimit(clock)

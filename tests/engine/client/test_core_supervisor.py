@@ -14,7 +14,6 @@ from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig
 
 from ...waiting import loop_iterations
-from .fake_core import run
 from .fake_running_core import FakeRunningCore
 
 Cores = list[FakeRunningCore]
@@ -32,24 +31,6 @@ async def started(dispatcher: Dispatcher, cores: Cores) -> ReplicaGroup:
     cores[0].ready()
     await starting
     return group
-
-
-async def test_core_that_ends_right_after_its_start_is_replaced(dispatcher: Dispatcher, running_cores: Cores) -> None:
-    group = make_group(dispatcher)
-    starting = asyncio.create_task(group.start())
-    await loop_iterations()
-    running_cores[0].ready()
-    running_cores[0].end("it ended")  # before `start` continues
-    await starting
-    assert group.state is EngineState.STARTING
-    with pytest.raises(errors.EngineUnavailableError):
-        await run(dispatcher, 3)
-    await loop_iterations()
-    assert running_cores[0].is_closed
-    running_cores[1].ready()
-    await loop_iterations()
-    assert (group.state, group.num_restarts) == (EngineState.READY, 1)
-    await group.close()
 
 
 async def test_replacement_loads_the_same_files_and_arithmetic(dispatcher: Dispatcher, running_cores: Cores) -> None:

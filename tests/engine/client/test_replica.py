@@ -6,10 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from penstock.engine.client.dispatcher import Dispatcher
-from penstock.engine.client.replica import even_shares
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.messages import (
     ClientMessage,
@@ -68,18 +66,6 @@ async def test_rows_of_tokens_are_copied(dispatcher: Dispatcher, core: FakeCore,
     assert result.base is None
     assert not np.shares_memory(result, np.frombuffer(frames[0], np.float32))
     task.cancel()
-
-
-async def test_only_full_forwards_measure_the_drain_rate(dispatcher: Dispatcher, core: FakeCore) -> None:
-    await begin(dispatcher, 60)
-    await begin(dispatcher, 50)
-    for num_tokens, num_left, step_s in ((10, 1, 0.1), (10, 0, 10.0), (0, 1, 0.0)):
-        load = StepLoad(1, 100, 5, 5, num_left)
-        core.replica.receive(StepResults([], num_tokens, step_s, load=load), [])
-    with pytest.raises(errors.EngineOverloadedError) as rejected:
-        dispatcher.admission.check()
-    assert rejected.value.retry_after_s == pytest.approx(0.11)  # 100 tokens a second
-    assert (dispatcher.stats.num_steps_total, dispatcher.stats.num_waiting) == (2, 5)
 
 
 async def test_requests_of_one_loop_iteration_are_sent_together(dispatcher: Dispatcher, core: FakeCore) -> None:
@@ -285,18 +271,3 @@ async def test_stats_and_rates_of_all_replicas_are_summed(two: Dispatcher, cores
     await loop_iterations()
     assert two.admission.queue_s == 50 / 100
     assert (two.replicas[1].stats.num_waiting, two.replicas[1].stats.num_tokens) == (0, 0)
-
-
-@given(st.lists(st.integers(0, 5000), min_size=2, max_size=5), st.integers(1, 20_000), st.integers(1, 2000))
-def test_shares_even_out_the_queued_tokens(queued: list[int], num_tokens: int, least: int) -> None:
-    shares = even_shares(queued, num_tokens, least)
-    assert sum(shares) == pytest.approx(num_tokens)
-    takers = [place for place, share in enumerate(shares) if share]
-    assert min(range(len(queued)), key=queued.__getitem__) in takers
-    after = [queued[place] + shares[place] for place in takers]
-    assert after == pytest.approx([after[0]] * len(after))
-    assert len(takers) == 1 or min(shares[place] for place in takers) >= least - 1e-6
-    for place, own in enumerate(queued):  # a replica without a share would get less than `least`
-        if place not in takers:
-            together = (sum(queued[taker] for taker in takers) + own + num_tokens) / (len(takers) + 1)
-            assert together - max(own, *(queued[taker] for taker in takers)) < least

@@ -71,16 +71,6 @@ def test_replicas_have_their_own_cores_and_equal_threads(set_machine: SetMachine
     assert {config.num_engines for config in made} == {3}
 
 
-def test_processor_quota_is_divided(set_machine: SetMachine) -> None:
-    set_machine({0: FOUR_PAIRS}, quota=5)
-    made = configs(data_parallel=2)
-    assert cores_of(made) == [(0, 4, 1, 5), (2, 6, 3, 7)]
-    assert [config.num_threads for config in made] == [2, 2]
-    assert len(configs(data_parallel=5)) == 5
-    with pytest.raises(ModelLoadError, match="6 replicas need 6 cores; this process may use 5"):
-        configs(data_parallel=6)
-
-
 def test_replicas_do_not_share_numa_nodes_needlessly(set_machine: SetMachine) -> None:
     set_machine({0: [(0,), (1,)], 1: [(2,), (3,)]})
     assert cores_of(configs(data_parallel=2)) == [(0, 1), (2, 3)]
@@ -101,14 +91,6 @@ def test_each_cuda_device_has_a_replica(set_machine: SetMachine, fields: dict[st
     assert [config.num_engines for config in made] == [1, 1]
     shared = configs(devices=("cuda:0", "cuda:1", "cuda:0"))
     assert [config.num_engines for config in shared] == [2, 1, 2]
-
-
-def test_replicas_leave_a_share_to_other_models(set_machine: SetMachine) -> None:
-    set_machine({0: FOUR_PAIRS})
-    for num_engines, num_threads in ((2, 2), (3, 1), (8, 1)):
-        made = configs(data_parallel=2, num_engines=num_engines)
-        assert [config.num_threads for config in made] == [num_threads] * 2
-        assert [config.num_engines for config in made] == [2 * num_engines] * 2
 
 
 @pytest.mark.parametrize(

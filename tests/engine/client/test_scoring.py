@@ -14,7 +14,7 @@ from penstock.engine.client.scoring import (
     zero_shot_scores,
 )
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
+from penstock.engine.protocol.errors import InvalidRequestError
 from penstock.engine.protocol.model_info import ModelInfo, ModelKind
 from penstock.engine.protocol.multi_vector import MultiVector, SparseKind, SparsePooling
 from penstock.engine.protocol.params import PoolingParams
@@ -147,15 +147,6 @@ async def test_dense_vectors_are_preferred_to_sparse_ones() -> None:
     tasks = (PoolingTask.EMBED, PoolingTask.SPARSE_EMBED, PoolingTask.SCORE)
     _, core = await score(["a"], ["b"], model=info(**{**SPARSE, "tasks": tasks}))
     assert core.sent[0][0].params.task is PoolingTask.EMBED
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("changes", [{}, LATE, SPARSE, CROSS_ENCODER], ids=["dense", "late", "sparse", "jointly"])
-async def test_error_for_a_too_long_text_names_no_field(changes: dict[str, Any], side: str) -> None:
-    texts = {"left": ["a"], "right": ["b"], side: ["a " * 30]}
-    with pytest.raises(RequestTooLongError) as caught:
-        await score(**texts, model=info(**changes))
-    assert caught.value.param is None  # the caller has other field names
 
 
 # Similarity of embeddings

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from penstock.engine.client.stats import DispatcherStats, DrainRate, StepHistogram, total_rate
 from penstock.engine.protocol.messages import CacheUse, StepLoad, StepResults
 
@@ -26,12 +24,6 @@ def test_step_is_counted() -> None:
     stats.count(StepResults([], 8, 0.125))  # without a load
     assert (stats.num_steps_total, stats.token_budget, stats.num_waiting) == (3, 64, 6)
     assert [histogram.cumulative()[-1][1] for histogram in histograms] == [3, 2, 3, 2]
-
-
-def test_late_step_reports_no_waiting_sequences() -> None:
-    stats = DispatcherStats()
-    stats.count(StepResults([], 8, 0.1, load=StepLoad(1, 64, 5, 400, 0)))
-    assert (stats.num_waiting, stats.num_waiting_tokens, stats.token_budget) == (0, 0, 64)
 
 
 def test_histogram_bounds_are_inclusive() -> None:
@@ -69,9 +61,3 @@ def test_unmeasured_replica_counts_as_the_mean_of_the_others() -> None:
     assert math.isnan(total_rate(make_rates(None, None)))
     assert math.isnan(total_rate(make_rates(None)))
     assert total_rate(make_rates(100, None, 300)) == 600
-
-
-def test_slow_forwards_weigh_by_their_time() -> None:
-    (rate,) = make_rates(100)
-    rate.record(200, 3.0)
-    assert rate.tokens_per_s == pytest.approx((0.8 * 200 + 200) / (0.8 * 2 + 3))

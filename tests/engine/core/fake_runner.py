@@ -91,8 +91,6 @@ class FakeRunner(Runner):
         batches: Every started batch, also failed ones: request, input, first token and end of each chunk.
         hook: Called with the chunks before a forward ends. Its error becomes the error of the forward.
         result: Maps a sequence and its sum to the value of its embedding.
-        free: Returned by `free_tokens`.
-        times: Returned once by `take_times`.
         preempted: Sequences that lost their memory.
     """
 
@@ -105,9 +103,6 @@ class FakeRunner(Runner):
         self.batches: list[list[tuple[int, int, int, int]]] = []
         self.hook: Callable[[Sequence[PrefillChunk]], object] = lambda chunks: None
         self.result: Callable[[InputSequence, float], float] = lambda sequence, total: total
-        self.free: int | None = None
-        self.num_free_calls = 0
-        self.times: list[ForwardTime] = []
         self.preempted: list[tuple[int, int]] = []
         self.on_preempt: Callable[[InputSequence], object] = lambda sequence: None
         self.is_warm = False
@@ -167,12 +162,10 @@ class FakeRunner(Runner):
         self.on_preempt(sequence)
 
     def free_tokens(self) -> int | None:
-        self.num_free_calls += 1
-        return self.free
+        return None
 
     def take_times(self) -> list[ForwardTime]:
-        times, self.times = self.times, []
-        return times
+        return []
 
 
 class QueuedForward:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.core import EngineCore, RequestBuilder
-from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError, ForwardTime
+from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
 from penstock.engine.protocol.errors import InvalidRequestError, ModelLoadError
 from penstock.engine.protocol.messages import (
     ClientMessageBuilder,
@@ -233,45 +233,6 @@ def test_step_reports_the_pool_and_the_chunks() -> None:
     driver.run_all()
     use = driver.cache_use
     assert (use.usage, use.chunk_tokens, use.chunks.cancelled_requests) == (0.0, 0, 1)
-
-
-def test_memory_of_a_cancelled_request_is_reported_at_once() -> None:
-    driver = CoreDriver(FakeRunner(pool(20)), chunk_size=16)
-    driver.submit(1, 160)
-    driver.run()
-    driver.cancel(1)
-    driver.run()  # sleeps forever if there is nothing to report
-    assert driver.cache_use.usage == 0.0
-    assert driver.steps[-1].num_tokens == 0
-    assert driver.runner.batches == [[(1, 0, 0, 16)]]
-    assert not driver.core._has_freed_memory
-    driver.cancel(1)
-    assert not driver.core._has_freed_memory
-
-
-def test_free_memory_is_read_only_for_chunks() -> None:
-    runner = FakeRunner(pool())
-    driver = CoreDriver(runner, budget=128)
-    driver.submit(1, 5)
-    driver.run_all()
-    assert runner.num_free_calls == 0
-    runner.free = 32
-    driver.submit(2, 500)
-    driver.run()
-    assert runner.num_free_calls == 1
-    assert driver.cache_use.memory_pressure == 0.75
-    assert driver.cache_use.chunk_tokens == 32
-
-
-def test_chunk_size_follows_forward_times() -> None:
-    runner = FakeRunner(pool(1000), max_model_len=10_000)
-    driver = CoreDriver(runner, budget=2048)
-    driver.submit(1, 8000)
-    driver.run()
-    assert driver.cache_use.chunk_tokens == 512
-    runner.times = [ForwardTime(512, 0, 0.256)]
-    driver.run(2)
-    assert [batch[0][3] - batch[0][2] for batch in runner.batches] == [512, 512, 1_000_000 // 500 // 16 * 16]
 
 
 def test_deadline_ends_waiting_and_running_requests(loop_clock: Clock) -> None:

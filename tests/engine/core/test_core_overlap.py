@@ -8,12 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.core.runner import DeviceLostError, DeviceMemoryError
-from penstock.engine.core.step_watch import Step
+from penstock.engine.core.runner import DeviceLostError
 from penstock.engine.scheduling import PrefillChunk
 
-from ...clock import Clock
-from .fake_runner import PARAMS, ROWS, CoreDriver, FakeRunner, QueueRunner, fail_above, fail_on, id_of, pool
+from .fake_runner import PARAMS, ROWS, CoreDriver, QueueRunner, fail_above, fail_on, id_of, pool
 
 
 class QueueDriver(CoreDriver):
@@ -126,20 +124,6 @@ def test_preemption_waits_for_running_chunks(num_blocks: int, num_slots: int) ->
     assert driver.results == {1: {0: [1.0] * 150}, 2: {0: [360.0]}}
 
 
-def test_queued_forward_is_timed_from_the_end_of_the_first(loop_clock: Clock) -> None:
-    driver = QueueDriver(chunk_size=64)
-    driver.submit(1, 128)
-    driver.run(2)
-    watch = driver.core._watch
-    for step in watch.in_flight:
-        step.num_checks = 1000
-    loop_clock.now_s += 100.0
-    driver.end()
-    loop_clock.now_s += 50.0  # the second forward started 150 s ago
-    driver.end()
-    assert watch.limit_s(Step(1, 64)) == 1000
-
-
 # One queue: when a batch starts
 
 
@@ -163,26 +147,6 @@ def test_large_batch_starts_behind_the_running_one(lengths: tuple[int, ...]) -> 
     driver.submit(2, *lengths)
     driver.run()
     assert len(driver.runner.queue) == 2
-
-
-def test_loop_sleeps_while_no_request_fits_into_memory() -> None:
-    driver = QueueDriver(num_blocks=10, chunk_size=64)
-    driver.submit(1, 150)
-    driver.run(2)
-    driver.runner.end()
-    driver.end()
-    assert driver.runner.batches[2:] == [[(1, 0, 128, 150)]]
-    driver.submit(2, 150)
-    driver.run()
-    assert driver.would_sleep()
-    num_messages = len(driver.messages)
-    driver.submit(3, 150)  # a new request causes one more attempt
-    assert not driver.would_sleep()
-    driver.run()
-    assert driver.would_sleep()
-    assert len(driver.messages) == num_messages + 1
-    driver.run_all()
-    assert set(driver.results) == {1, 2, 3}
 
 
 # One queue: errors
@@ -227,26 +191,6 @@ def test_chunk_without_memory_runs_again_at_half_size() -> None:
     assert driver.core._scheduler.token_budget == 32
     driver.run_all()
     assert driver.results == {1: {0: [200.0]}}
-    assert not driver.failures
-
-
-@pytest.mark.parametrize(("first", "second", "limits"), [(60, 60, {}), (90, 9, {"chunk_size": 32})])
-def test_batch_without_memory_beside_another_runs_alone(first: int, second: int, limits: dict[str, int]) -> None:
-    driver = QueueDriver(**limits)
-    driver.submit(1, first)
-    driver.run()
-
-    def fail_beside_another(chunks: Sequence[PrefillChunk]) -> None:
-        if driver.runner.queue:
-            raise DeviceMemoryError("the other batch has it")
-
-    driver.runner.hook = fail_beside_another
-    driver.submit(2, second)
-    driver.run()
-    assert driver.runner.batches[1] == driver.runner.batches[2]
-    driver.run_all()
-    assert driver.results == {1: {0: [float(first)]}, 2: {0: [float(second)]}}
-    assert driver.core._scheduler.token_budget == 64
     assert not driver.failures
 
 
@@ -351,48 +295,6 @@ def test_results_are_sent_in_the_order_batches_end(lanes: LaneDriver) -> None:
     lanes.end(0)
     assert lanes.results == {1: {0: [40.0]}, 2: {0: [80.0]}}
     assert not lanes.core._scheduler.requests
-
-
-def test_batch_is_a_share_of_the_queue_for_each_lane(lanes: LaneDriver) -> None:
-    lanes.submit(1, *[50] * 16)
-    lanes.run(2)
-    assert [len(batch) for batch in lanes.started] == [4, 3]  # a quarter of 800 tokens, then of 600
-
-
-def test_running_tokens_are_at_most_two_budgets() -> None:
-    lanes = LaneDriver(budget=64)
-    lanes.start(1, 2, length=64)
-    lanes.runner.num_lanes = 3
-    lanes.submit(3, 8)
-    assert lanes.runner.has_capacity
-    assert not lanes.core._should_begin()
-    lanes.end(0)
-    assert lanes.started == [[1], [2], [3]]
-
-
-def test_ended_forward_raises_the_time_limit(lanes: LaneDriver, loop_clock: Clock) -> None:
-    watch = lanes.core._watch
-    assert (watch.in_order, watch.num_lanes) == (False, 2)
-    assert CoreDriver(FakeRunner()).core._watch.num_lanes == 1
-    lanes.start(1, 2)
-    first, second = watch.in_flight
-    first.num_checks = 30  # 180 s
-    loop_clock.now_s = 200.0
-    lanes.end(0)
-    assert watch.in_flight == [second]
-    assert watch.limit_s(Step(1, 40)) == 2_000
-
-
-def test_time_of_overlapping_batches_is_counted_once(lanes: LaneDriver, loop_clock: Clock) -> None:
-    lanes.start(1, 2)
-    for seconds in (3.0, 1.0):
-        loop_clock.now_s += seconds
-        lanes.end(0)
-    loop_clock.now_s += 7.0  # nothing runs
-    lanes.start(3)
-    loop_clock.now_s += 2.0
-    lanes.end(0)
-    assert [step.step_s for step in lanes.steps] == [3.0, 1.0, 2.0]
 
 
 def test_stop_sends_results_of_running_batches(lanes: LaneDriver) -> None:

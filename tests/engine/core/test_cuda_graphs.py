@@ -38,23 +38,6 @@ from .conftest import SaveFolder
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "max_model_len", "max_num_seqs"),
-    [(64, 16, 1), (1000, 128, 100), (4096, 512, 2048)],
-)
-def test_buckets_can_be_filled_and_the_largest_is_first(max_tokens: int, max_model_len: int, max_num_seqs: int) -> None:
-    found = Buckets(max_tokens, max_model_len, max_num_seqs).all()
-    assert len(found) == len(set(found)) <= 32
-    assert [b.num_tokens for b in found] == sorted((b.num_tokens for b in found), reverse=True)
-    for bucket in found:
-        lengths = bucket.seq_lens()
-        assert bucket.num_tokens <= max_tokens
-        assert len(lengths) == bucket.num_seqs
-        assert sum(lengths) == bucket.num_tokens
-        assert max(lengths) == lengths[0] == bucket.max_seqlen <= max_model_len
-        assert min(lengths) >= 0
-
-
-@pytest.mark.parametrize(
     ("max_model_len", "size", "bucket"),
     [
         (512, (64, 10, 6), Bucket(128, 32, 128)),

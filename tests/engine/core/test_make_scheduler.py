@@ -61,24 +61,6 @@ def test_default_budget_follows_the_device(device: str, memory: int | None, toke
         assert (scheduler.token_budget, config.seqs(device)) == expected
 
 
-def test_default_chunk_is_a_batch_and_adapts() -> None:
-    scheduler, info = make(pool(1000))
-    config = scheduler.prefill.config
-    assert scheduler.token_budget == 1024
-    assert (config.chunk_size, config.min_chunk_size, config.is_dynamic) == (1024, 16, True)
-    assert [n for n in (1023, 1024, 1025) if scheduler.prefill.should_chunk(n)] == [1025]
-    assert config.max_retries == 8
-    assert info == model()
-
-
-@pytest.mark.parametrize(("budget", "least"), [(1024, 16), (320, 10), (64, 2), (32, 1), (16, 1)])
-def test_smallest_chunk_fits_into_the_smallest_budget(budget: int, least: int) -> None:
-    scheduler, _ = make(pool(1000), budget=budget)
-    assert scheduler.prefill.config.min_chunk_size == least
-    scheduler.lower_budget(1)
-    assert scheduler.token_budget >= least
-
-
 def test_chunk_size_of_the_operator_is_at_most_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     config = make(pool(1000), chunk_size=100)[0].prefill.config
     assert (config.chunk_size, config.is_dynamic) == (100, False)

@@ -31,7 +31,6 @@ from .fake_stream import FakeEvent, FakeStream
 
 INFO = replace(model(), device="cpu", dtype="float32", hidden_size=2, embedding_size=2)
 SPEC = CacheSpec(kv_layers=(KvLayerSpec(1, 8),))
-MIB = 1 << 20
 
 
 class CountingModel(PackedModel):
@@ -103,21 +102,6 @@ def test_without_memory_for_a_sequence_none_runs_in_chunks(caplog: pytest.LogCap
         make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=1))
     assert make(cache_spec=SPEC, cache=CacheConfig(cache_memory_fraction=1e-15)).sequence_pool.is_empty
     assert "inputs do not run in chunks" in caplog.text
-
-
-def test_memory_is_measured_for_forwards_with_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    runner = make(cache_spec=SPEC, cache=CacheConfig(kv_cache_memory=MIB))
-    monkeypatch.setattr(runner._meter, "begin", lambda: calls.append("begin"))
-    monkeypatch.setattr(runner._meter, "end", calls.append)
-    runner.begin([chunk_of(7, 8)])
-    assert calls == []
-    long = chunk_of(1, 2, 3)
-    long.sequence.is_long = True
-    long.sequence.allocation = runner.sequence_pool.allocate((1, 0), 3)
-    runner.begin([chunk_of(7, 8), long])
-    assert calls == ["begin", 5]
-    assert [(time.chunk_tokens, time.whole_tokens) for time in runner.take_times()] == [(0, 2), (3, 2)]
 
 
 # Forwards in flight

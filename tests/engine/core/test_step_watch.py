@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.engine import AsyncEngine
 from penstock.engine.client.core_supervisor import EngineState
-from penstock.engine.core.runner import ForwardTime
 from penstock.engine.core.step_watch import Step, StepWatch
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
 
 from ...hanging import HANGING_TEXT, write_hanging_forwards
-from .fake_runner import CoreDriver, FakeRunner
 
 PARAMS = PoolingParams()
 
@@ -49,19 +46,6 @@ def test_idle_thread_exceeds_no_limit(watch: StepWatch) -> None:
                 assert [watch.check() for _ in range(20)] == [None] * 20
 
 
-def test_innermost_call_is_watched(watch: StepWatch) -> None:
-    outer = Step(1, 1)
-    with watch.during(outer):
-        for _ in range(5):
-            with watch.during(Step(2, 2)):
-                assert [watch.check() for _ in range(8)] == [None] * 8
-        assert not outer.num_checks
-        with watch.during(Step(3, 30)):
-            for _ in range(10):
-                watch.check()
-            assert "30 tokens in 3 sequences" in (watch.check() or "")
-
-
 @pytest.mark.parametrize(("in_order", "expected"), [(True, 10), (False, 2)])
 def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, in_order: bool, expected: int) -> None:
     watch.in_order = in_order
@@ -70,22 +54,6 @@ def test_only_the_first_forward_of_a_queue_is_watched(watch: StepWatch, in_order
         assert watch.check() is None
     del watch.in_flight[0]
     assert num_checks(watch) == expected
-
-
-def test_hanging_call_is_reported_before_forwards_in_flight(watch: StepWatch) -> None:
-    watch.in_flight.append(Step(1, 1))
-    assert watch.check() is None
-    with watch.during(Step(7, 70)):
-        assert num_checks(watch) == 10
-        assert "70 tokens in 7 sequences" in (watch.check() or "")
-
-
-def test_forward_is_watched_during_short_calls(watch: StepWatch) -> None:
-    watch.in_flight.append(Step(1, 1))
-    for _ in range(10):
-        with watch.during(Step(2, 2)):
-            assert watch.check() is None
-    assert watch.check() is not None
 
 
 def test_limit_follows_the_longest_forward(watch: StepWatch) -> None:
@@ -97,15 +65,6 @@ def test_limit_follows_the_longest_forward(watch: StepWatch) -> None:
     assert watch.limit_s(Step(1, 400)) == 1200
     with watch.during(Step(1, 100)):
         assert num_checks(watch) == 300
-
-
-def test_limit_grows_with_the_number_of_lanes(watch: StepWatch) -> None:
-    watch.num_lanes = 16
-    watch.record(Step(1, 100), 0.05)
-    assert watch.limit_s(Step(1, 100)) == 10
-    watch.record(Step(1, 100, num_checks=3), 3.0)
-    assert watch.limit_s(Step(1, 100)) == 480
-    assert watch.limit_s(Step(1, 200)) == 960
 
 
 def test_time_of_a_stopped_process_does_not_count(watch: StepWatch) -> None:
@@ -125,27 +84,6 @@ def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) ->
     threads = threading.active_count()
     with StepWatch(0, lambda reason: None).running():
         assert threading.active_count() == threads
-
-
-def test_core_without_requests_exceeds_no_limit() -> None:
-    core, found = CoreDriver(FakeRunner()).core, []
-
-    def wait() -> list[Callable[[], None]]:
-        found.extend(core._watch.check() for _ in range(100))
-        core.stop()
-        return []
-
-    core._waker.wait = wait  # type: ignore[method-assign]
-    assert not core.step()
-    assert found == [None] * 100
-
-
-def test_warm_up_sets_the_first_limit() -> None:
-    runner = FakeRunner()
-    runner.times = [ForwardTime(0, 50, 2.0), ForwardTime(30, 0, 1.0)]
-    watch = CoreDriver(runner).core._watch
-    assert watch.limit_s(Step(1, 50)) == 60
-    assert watch.limit_s(Step(1, 5_000)) == 2_000
 
 
 @pytest.mark.usefixtures("three_lane_machine")

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.core import model_runner
 from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.core.loading.weights_loader import load_model
 from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.core.runner import DeviceMemoryError
-from penstock.engine.core.warm_up import GpuWarmUp, LargestBatch, SampleBatches, largest_batch, run_all_kinds, warm_up
+from penstock.engine.core.warm_up import LargestBatch, SampleBatches, largest_batch, run_all_kinds
 from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.protocol.batch_outputs import BatchOutputs
 from penstock.engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.protocol.tasks import PoolingTask
 from penstock.engine.scheduling import PrefillChunk, SequencePool
@@ -119,16 +117,6 @@ def test_every_kind_of_batch_runs_once() -> None:
     assert any(batch[0].start == 0 for batch in with_past)  # beside a whole sequence
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 5])
-def test_warm_up_batches_keep_the_limit_of_sequences(max_num_seqs: int) -> None:
-    sequence_pool = pool(100)
-    runner = FakeRunner(sequence_pool)
-    samples = SampleBatches(model(), TOKENIZER)
-    run_all_kinds(samples, runner.execute, sequence_pool, token_budget=2048, longest=600, max_num_seqs=max_num_seqs)
-    assert max(map(len, runner.batches)) == max_num_seqs
-    assert max(sum(end - start for *_, start, end in batch) for batch in runner.batches) <= 2048
-
-
 def test_warm_up_skips_batches_without_memory(caplog: pytest.LogCaptureFixture) -> None:
     def run(chunks: Sequence[PrefillChunk]) -> None:
         if sum(chunk.num_tokens for chunk in chunks) == 1024:
@@ -138,38 +126,6 @@ def test_warm_up_skips_batches_without_memory(caplog: pytest.LogCaptureFixture) 
     num_run = run_all_kinds(samples, run, SequencePool(), token_budget=1024, longest=600, max_num_seqs=200)
     assert num_run > 20
     assert "out of memory while warming up with 1024 tokens: none is left" in caplog.text
-
-
-@pytest.mark.parametrize(("uses_token_types", "include_prompt"), [(True, True), (False, False)])
-def test_sample_batches_have_token_types_and_prompts(uses_token_types: bool, include_prompt: bool) -> None:
-    tokenizer = replace(TOKENIZER, sample_ids=(5, 6, 7), uses_token_types=uses_token_types)
-    samples = SampleBatches(replace(model(), include_prompt=include_prompt), tokenizer)
-    chunks = samples.batch([4, 2, 3], samples.default_params())
-    assert [chunk.num_tokens for chunk in chunks] == [2, 3, 4]
-    tasks = [PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.EMBED]
-    assert [chunk.sequence.request.params.task for chunk in chunks] == tasks
-    prompt = chunks[2].sequence.prompt
-    assert prompt.token_ids.tolist() == [5, 6, 7, 5]
-    assert prompt.token_ids.dtype == np.int32
-    assert prompt.type_boundary == (2 if uses_token_types else 0)
-    assert prompt.num_prompt_tokens == (0 if include_prompt else 1)
-
-
-def test_warm_up_runs_every_task_without_activation() -> None:
-    tasks = (PoolingTask.CLASSIFY, PoolingTask.EMBED, PoolingTask.SCORE)
-    ran: list[tuple[PoolingTask | None, bool | None, int]] = []
-
-    def execute(chunks: Sequence[PrefillChunk]) -> BatchOutputs:
-        for chunk in chunks:
-            params = chunk.sequence.request.params
-            ran.append((params.task, params.use_activation, chunk.num_tokens))
-        return BatchOutputs.of(len(chunks), [])
-
-    info = replace(model(max_model_len=4), tasks=tasks, labels=("a", "b"))
-    warm_up(info, replace(TOKENIZER, sample_ids=(5, 6, 7, 8, 9)), execute)
-    assert [(task, length) for task, _, length in ran] == [(tasks[0], 4), (tasks[0], 4), (tasks[1], 4)]
-    assert [use_activation for _, use_activation, _ in ran][:2] == [False, False]
-    assert ran[2][1] is not False
 
 
 # Runners
@@ -250,36 +206,6 @@ def test_memory_limits_the_largest_forward(save_folder: SaveFolder) -> None:
     assert make_runner(save_folder, Gauge(most=299)).limits.max_tokens == 150
     with pytest.raises(DeviceMemoryError):
         make_runner(save_folder, Gauge(most=5))
-
-
-@pytest.mark.parametrize(("class_name", "graphs"), [("BertModel", True), ("BertModel", False), ("Qwen2Model", True)])
-def test_memory_is_refilled_after_graphs_are_recorded(
-    class_name: str,
-    graphs: bool,
-    save_folder: SaveFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gauge, recorded_at = Gauge(), []
-    runner = make_runner(save_folder, gauge, class_name, positions=100, cuda_graphs=graphs)
-
-    def record(*args: object) -> None:
-        recorded_at.append(len(gauge.batches))
-        gauge.most = 299  # the graphs have the rest
-
-    monkeypatch.setattr(model_runner, "record_forwards", record)
-    monkeypatch.setattr(GpuWarmUp, "compile", lambda *args: None)
-    runner.warm_up()
-    assert len(recorded_at) == graphs
-    after = gauge.batches[recorded_at[0] :] if graphs else []
-    if graphs and class_name == "BertModel":
-        assert [100, 100, 100] in after
-        assert max(map(len, after)) == 16
-        assert "out of memory beside CUDA graphs with 300 tokens" in caplog.text
-        assert after[-2:] == [[64]] * 2
-    else:
-        assert after == []  # a decoder is not recorded
-    assert runner.take_times() == []
 
 
 @pytest.mark.gpu

@@ -93,19 +93,6 @@ async def test_worker_and_its_socket_end_with_the_parent(minilm_folder: Path, tm
     assert not list(folder.iterdir())
 
 
-async def test_process_that_survives_its_kill_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("_STOP_TIMEOUT_S", "_KILL_TIMEOUT_S"):
-        monkeypatch.setattr(running_core, name, 0.01)
-    process = Mock(pid=7, returncode=None, wait=asyncio.Event().wait)
-    core = running_core.ProcessCore(Start(EngineConfig(model="any")), Mock(), Mock(), Mock())
-    core._process, core._link = process, Mock()
-    await asyncio.wait_for(core.close(), 120)
-    process.kill.assert_called_once()
-    assert "7 was killed and does not end" in caplog.text
-
-
 async def test_no_thread_with_tensors_outlives_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that frees tensors while the interpreter ends aborts the process."""
     script = textwrap.dedent("""

@@ -7,8 +7,6 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from penstock.engine.executors.torch.layers.rotary import prompt_lens
-from penstock.engine.executors.torch.packed_batch import BatchCache
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import ClassifierMethod, ModelKind
 from penstock.engine.scheduling import CacheSpec, KvLayerSpec
@@ -112,14 +110,6 @@ def test_attention_weights_equal_transformers(family, config, load_on_torch, sav
     maps = [reference(torch.tensor(s)[None], output_attentions=True).attentions[-1][0] for s in sequences]
     assert output.attention_weights.dtype == torch.float32
     assert_close(output.attention_weights, torch.cat([m[:, row].t() for m in maps]))
-
-
-def test_prompt_lengths_default_to_the_end_of_chunks(pack, sequences):
-    batch = pack(sequences)
-    assert prompt_lens(batch) == (1, 2, 7, 63, 130)
-    cache = BatchCache(num_new_seqs=3, num_new_tokens=10, context_lens=(0, 0, 0, 4, 9))
-    assert list(prompt_lens(replace(batch, cache=cache))) == [1, 2, 7, 67, 139]
-    assert prompt_lens(replace(batch, cache=replace(cache, prompt_lens=(1, 2, 7, 90, 200)))) == (1, 2, 7, 90, 200)
 
 
 GEMMA3_ROPE = {

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from penstock.engine.executors.cpu.array_encoder import read_spec
-from penstock.engine.families.spec import AlibiSpec
 from penstock.engine.protocol.errors import ModelLoadError
 
 from .families import assert_close, relative_error
@@ -191,12 +190,3 @@ def test_other_variant_is_rejected(changes, message, save, resolve):
     folder, _ = save(False, changes)
     with pytest.raises(ModelLoadError, match=message):
         read_spec(resolve(folder))
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "exponents"), [(1, [8]), (2, [4, 8]), (8, range(1, 9)), (12, [*range(1, 9), 0.5, 1.5, 2.5, 3.5])]
-)
-def test_slopes_are_those_of_the_paper(num_heads, exponents):
-    table = AlibiSpec(num_heads=num_heads).table(torch.tensor([-2, 0, 1]).numpy())
-    slopes = torch.tensor([2.0**-exponent for exponent in exponents])
-    assert torch.equal(torch.from_numpy(table), torch.stack([-2 * slopes, 0 * slopes, -slopes], 1))

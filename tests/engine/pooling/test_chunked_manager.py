@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from penstock.engine.pooling import ChunkedPoolingManager, PoolerFactory, PoolingStates
-from penstock.engine.pooling.tensor_ops import TensorOps
 from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES, describe
@@ -182,33 +181,6 @@ def test_prefetched_chunks_are_pooled(strategy: str, device: str, form: str) -> 
         pooled = manager.finalize(name)
         assert pooled.device.type == device
         assert_close(pooled.cpu(), whole(PoolingType(strategy), hidden, torch.ones(len(hidden))))
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with the address of each chunk that is copied to the device."""
-    addresses: list[int] = []
-    real = TensorOps.rows_of
-
-    def counted(self: TensorOps, values: Any) -> Tensor:
-        if isinstance(values, np.ndarray):
-            addresses.append(id(values))
-        return real(self, values)
-
-    monkeypatch.setattr(TensorOps, "rows_of", counted)
-    return addresses
-
-
-def test_third_prefetched_chunk_replaces_the_oldest(copied: list[int]) -> None:
-    chunks = [part.numpy() for part in rows(40).split(10)]
-    manager = manager_with(40)
-    for chunk in (*chunks[:3], chunks[2]):
-        manager.prefetch("a", chunk)
-    del copied[:]
-    for chunk in chunks:
-        manager.process_chunk("a", chunk)
-    assert copied == [id(chunks[0]), id(chunks[3])]
-    assert_close(manager.finalize("a"), rows(40).mean(0))
 
 
 def test_prefetched_chunk_that_is_not_processed_is_ignored() -> None:

@@ -17,8 +17,6 @@ from penstock.engine.protocol.tasks import PoolingType
 
 from .conftest import SEQUENCE_TYPES, describe
 
-TOKEN_TYPES = [t for t in PoolingType if t.is_token_level]
-
 
 def rows(num_rows: int = 65, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
@@ -82,17 +80,6 @@ def test_repeated_rows_are_pooled_once(pooling_type: PoolingType, skip_tokens: i
         states.update(hidden[start:end], weights[:end], chunk_start=start, skip_tokens=skip_tokens)
         assert states.num_tokens == max(end, 20)
     assert_close(states.finalize(), pool_whole(pooling_type, hidden, weights, skip_tokens))
-
-
-@pytest.mark.parametrize("pooling_type", TOKEN_TYPES)
-def test_token_level_states_count_tokens_and_keep_no_row(pooling_type: PoolingType) -> None:
-    states = PoolingStates.initialize(12, [pooling_type])
-    for part in rows()[0].split(30):
-        states.update(part)
-    assert states.is_token_level
-    assert (states.num_tokens, states.running, states.rows) == (65, {}, [])
-    with pytest.raises(ValueError, match=f"{pooling_type} pooling returns the rows of each chunk"):
-        states.finalize()
 
 
 def test_attention_copies_its_rows_in_their_dtype() -> None:

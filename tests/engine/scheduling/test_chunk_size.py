@@ -41,14 +41,6 @@ def test_chunk_size_has_bounds() -> None:
     assert settle(ChunkSizeController(5), 1e-7, others_wait=False) == 5
 
 
-def test_slow_forward_counts_for_half() -> None:
-    sizes = ChunkSizeController(MAX_TOKENS)
-    sizes.record(1000, 0, 0.2)
-    assert chunk_tokens(sizes, others_wait=True) == 736  # of 750, in steps of 16
-    sizes.record(1000, 0, 0.4)
-    assert chunk_tokens(sizes, others_wait=True) == 496  # 0.15 s at 0.3 ms
-
-
 def test_time_of_whole_sequences_is_subtracted() -> None:
     sizes = ChunkSizeController(MAX_TOKENS)
     sizes.record(0, 1, 0.1)
@@ -79,17 +71,3 @@ def test_forward_takes_a_second_at_most(rate: float, budget: int) -> None:
     assert sizes.forward_tokens(MAX_TOKENS) == pytest.approx(budget, rel=0.01)
     assert sizes.forward_tokens(100) == 100
     assert fixed.forward_tokens(MAX_TOKENS) == MAX_TOKENS
-
-
-def test_only_forwards_at_least_half_full_measure_the_speed() -> None:
-    sizes = ChunkSizeController(MAX_TOKENS)
-    assert sizes.forward_tokens(MAX_TOKENS) == 512
-    sizes.record(0, 255, 10.0)
-    assert sizes.token_s is None
-    sizes.record(0, 256, 0.016)
-    assert sizes.token_s == pytest.approx(0.016 / 256)
-    assert sizes.forward_tokens(MAX_TOKENS) == MAX_TOKENS
-    sizes.record(0, 1023, 10.0)
-    assert sizes.token_s == pytest.approx(0.016 / 256)
-    sizes.record(24, 1000, 0.192)
-    assert sizes.token_s == pytest.approx((0.016 / 256 + 0.192 / 1024) / 2)

@@ -139,14 +139,6 @@ def test_outputs_are_merged_after_the_last_chunk(manager: ChunkedPrefillManager)
     assert manager.merge_chunks("b") == []
 
 
-@pytest.mark.parametrize("first", ["x", np.ones(2)], ids=["text", "array"])
-def test_outputs_of_mixed_types_come_as_a_list(manager: ChunkedPrefillManager, first: object) -> None:
-    manager.create_chunks("a", 12)
-    run(manager, output=first)
-    run(manager, output=[1])
-    assert manager.merge_chunks("a") == [first, [1]]
-
-
 # One prompt at a time
 
 
@@ -379,16 +371,3 @@ def test_removed_prompt_is_cancelled(manager: ChunkedPrefillManager) -> None:
     assert schedule(manager).sequence_id == "b"
     manager.create_chunks("a", 9)  # the id is free again
     assert bounds([run(manager), run(manager)]) == [(0, 8), (8, 9)]
-
-
-def test_statistics_count_chunks_and_their_time(manager: ChunkedPrefillManager, clock: Clock) -> None:
-    manager.create_chunks("a", 12)
-    manager.create_chunks("b", 30)
-    chunk = manager.start_chunk(schedule(manager).chunk_id)
-    clock.now_s += 0.5
-    manager.complete_chunk(chunk.chunk_id)
-    run(manager)
-    schedule(manager)
-    statistics = manager.statistics()
-    assert (statistics.num_requests, statistics.num_running_chunks, statistics.completed_requests) == (2, 1, 1)
-    assert (statistics.completed_chunks, statistics.completed_tokens, statistics.run_s) == (2, 12, 0.5)

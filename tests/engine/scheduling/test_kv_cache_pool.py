@@ -92,10 +92,3 @@ def test_block_is_free_after_its_last_reference(events: list[tuple[str, int]]) -
         assert [pool.ref_count(block) for block in range(16)] == [counts[block] for block in range(16)]
         assert pool.num_used == len(counts) == 16 - pool.num_free
         assert pool._free.num_ranges == num_ranges([block for block in range(16) if not counts[block]])
-
-
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
-def test_pool_needs_a_block_and_a_token_per_block(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="it must be at least 1"):
-        KvCachePool(num_blocks, block_size)
-    assert KvCachePool(1, 1).num_blocks_for(2) == 2

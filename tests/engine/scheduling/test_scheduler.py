@@ -38,15 +38,6 @@ def ended(batches: list[Batch]) -> list[int]:
 # Short sequences
 
 
-def test_batch_counts_the_sequences_that_still_wait() -> None:
-    scheduler = make(budget=128)
-    scheduler.add(make_request(0, [64, 64, 64]))
-    first = scheduler.schedule(0.0)
-    scheduler.add(make_request(1, [1]))
-    second = scheduler.schedule(0.0)
-    assert [(len(batch.chunks), batch.num_left) for batch in (first, second)] == [(2, 1), (2, 0)]
-
-
 def test_similar_lengths_run_together() -> None:
     scheduler = make(budget=64)
     scheduler.add(make_request(1, [10, 60, 11, 59, 12, 58]))
@@ -336,13 +327,6 @@ def test_short_sequence_starts_after_its_cached_prefix() -> None:
     checked.add(12, last_row=True)
     batches = checked.run_all()
     assert (spans(batches, 2), spans(batches, 3)) == ([(0, 14)], [(8, 12)])
-
-
-def test_sequences_of_one_block_do_not_use_the_prefix_cache() -> None:
-    checked = CheckedScheduler(Setup(num_blocks=100))
-    for num_tokens, starts in ((7, [0]), (7, [0]), (8, [0]), (8, [4]), (7, [0])):
-        checked.add(num_tokens, last_row=True)
-        assert [chunk.start for chunk in checked.step().chunks] == starts
 
 
 def test_only_uncached_tokens_count_in_the_budget() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -162,25 +160,6 @@ def test_truncated_file_is_rejected(filled: Path, num_bytes: int) -> None:
         DiskTier(filled, 4 * MIB)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_damage_gives_an_error_or_misses(filled: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    file = filled / "vectors-1" / "data.mdb"
-    content = bytearray(file.read_bytes())
-    used = 2 * MIB
-    if seed % 2:
-        for _ in range(2_000):
-            content[chance.randrange(used)] = chance.randrange(256)
-    else:
-        first = chance.randrange(0 if seed else 1, used // 4096) * 4096
-        content[first : first + 100 * 4096] = os.urandom(100 * 4096)
-    file.write_bytes(content)
-    command = [sys.executable, "-P", SHARING, str(filled), "1", "20", str(4 * MIB)]
-    reader = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    if reader.returncode:
-        assert "DiskError" in reader.stderr, (reader.returncode, reader.stderr)
-
-
 def test_damaged_row_is_replaced(filled: Path) -> None:
     file = filled / "vectors-1" / "data.mdb"
     row = row_of(7)
@@ -209,24 +188,6 @@ async def test_queued_rows_are_written_before_the_end(tmp_path: Path) -> None:
     assert await again.find([]) == []
     assert again.num_bytes() == again.tier.num_bytes() > 500 * 1_500
     again.close()
-
-
-async def test_rows_above_the_queue_limit_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_writing, gate = threading.Event(), threading.Event()
-
-    def write(*_: object) -> None:
-        is_writing.set()
-        gate.wait(280)
-
-    monkeypatch.setattr(DiskTier, "write", write)
-    shared = SharedTier(tmp_path, MIB)
-    shared.put(key_of(100), b"row")
-    assert is_writing.wait(120)
-    for number in range(100):
-        shared.put(key_of(number), bytes(MIB))
-    assert shared.num_dropped == 36
-    gate.set()
-    shared.close()
 
 
 async def test_full_disk_is_written_again_after_a_pause(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.engine.core.device import memory as device_memory
 from penstock.engine.core.device.memory import HostMemory, MemoryMeter
 
 MIB = 1 << 20
@@ -67,23 +66,6 @@ def test_next_chunk_is_at_most_twice_a_measured_one() -> None:
     assert meter.free_tokens() == 1000
 
 
-def test_next_chunk_is_below_one_that_did_not_fit() -> None:
-    gauge = Gauge(1000)
-    meter = MemoryMeter(gauge, 1)
-    measure(meter, gauge, 100, 1400)
-    assert meter.free_tokens() == 50  # in proportion
-    measure(meter, gauge, 60, 400)
-    assert meter.free_tokens() == 60  # twice as many would not fit
-    measure(meter, gauge, 30, 100)
-    assert meter.free_tokens() == 60
-    gauge.free = 500  # 350 are usable: 60 tokens do not fit any more
-    assert meter.free_tokens() == 59
-    gauge.free = 100
-    assert meter.free_tokens() == 30 * 70 // 100
-    gauge.free = 0
-    assert meter.free_tokens() == 0
-
-
 @given(
     free=st.integers(0, 10_000),
     sizes=st.lists(st.integers(1, 500), min_size=1, max_size=20),
@@ -120,10 +102,3 @@ def test_host_reports_the_peak_after_memory_was_freed() -> None:
     taken = memory.peak_bytes()
     assert taken is not None
     assert taken < 32 * MIB
-
-
-def test_host_without_peak_reports_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_memory, "_CLEAR_REFS", tmp_path / "no folder" / "none")
-    memory = HostMemory()
-    memory.reset_peak()
-    assert memory.peak_bytes() is None

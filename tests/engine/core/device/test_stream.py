@@ -84,20 +84,6 @@ def test_thread_makes_the_device_of_the_events_current(
     watcher.set_wakeup_fd(None)
 
 
-def test_thread_survives_an_unusable_device(stream: FakeStream, waker: Waker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(index: int) -> None:
-        raise AssertionError("gone")
-
-    monkeypatch.setattr(torch.cuda, "set_device", fail)
-    watcher = EventWatcher(torch.device("cuda"))
-    watcher.set_wakeup_fd(waker.fd)
-    watcher.add(stream.record_event())
-    waker.wait()
-    with pytest.raises(DeviceLostError, match="gone"):
-        watcher.check()
-    watcher.set_wakeup_fd(None)
-
-
 class FailingEvent(HostEvent):
     def wait(self) -> None:
         raise ValueError("made up")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
-from penstock.engine.checkpoint.views import Floats
 from penstock.engine.core.device.device import resolve_device
 from penstock.engine.core.load_runner import load_runner
 from penstock.engine.core.loading import cpu_kernels
-from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, bfloat16_gain, choose_kernels
+from penstock.engine.core.loading.cpu_kernels import Bfloat16Gain, choose_kernels
 from penstock.engine.core.model_runner import ModelRunner
 from penstock.engine.executors.cpu.array_encoder import Arithmetic
 from penstock.engine.model_files.resolve import resolve_model, with_device
@@ -188,15 +185,6 @@ def test_processor_without_bfloat16_computes_in_float32(
     assert Arithmetic.of(info) == (Format.F32, Format.F32)
 
 
-@pytest.mark.parametrize(("arithmetic", "measured"), [("float32", 9.0), ("bfloat16", 0.1)])
-def test_given_arithmetic_is_not_measured_again(
-    arithmetic: str, measured: float, save_folder: SaveFolder, gain: list[float]
-) -> None:
-    gain[:] = measured, measured
-    info, _ = choose(save_folder(), dtype="bfloat16", arithmetic=arithmetic)
-    assert (info.arithmetic, info.sources["arithmetic"]) == (arithmetic, "measured at the first start")
-
-
 @pytest.mark.parametrize(
     ("isa", "has_int8"), [("avx512vnni", True), ("avx2vnni", True), ("avx512", False), ("plain", False)]
 )
@@ -217,23 +205,3 @@ def test_int8_needs_products_of_the_processor(
 def test_int8_is_rejected_on_torch(save_folder: SaveFolder) -> None:
     with pytest.raises(ModelLoadError, match="only torch runs BertModel here"):
         choose(save_folder(), dtype="int8", cpu_kernels="torch")
-
-
-# Measurement
-
-
-def test_gain_compares_times_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    seconds = {Format.F32: 6.0, Format.BF16: 3.0, Format.DOT: 1.0}
-    calls: list[tuple[Format, int]] = []
-
-    def multiply(form: Format, rows: Floats) -> None:
-        nonlocal now_s
-        calls.append((form, len(rows)))
-        now_s += seconds[form] * len(rows)
-
-    machine = Mock(formats=tuple(Format), pack=lambda weights, bias, form: form, product=multiply)
-    monkeypatch.setattr(cpu_kernels, "time", SimpleNamespace(thread_time=lambda: now_s))
-    gain = bfloat16_gain(machine, 64)
-    assert gain == pytest.approx((6.0, 3.0))
-    assert {rows for _, rows in calls} == {8, 96}

@@ -87,23 +87,6 @@ def test_impossible_config_value_is_named(
     assert repr(value) in message
 
 
-@pytest.mark.parametrize(
-    ("class_name", "values"),
-    [
-        ("BertModel", {"num_attention_heads": 3}),
-        ("AlbertModel", {"num_attention_heads": 0}),
-        ("AlbertModel", {"hidden_act": "unheard-of"}),
-        ("BertModel", {"model_type": "unheard-of"}),
-    ],
-)
-def test_error_of_transformers_is_one_line(
-    class_name: str, values: dict[str, Any], load: Load, save_folder: SaveFolder
-) -> None:
-    folder = save_folder(class_name)
-    change_config(folder, **values)
-    assert str(folder) in error_of(load, folder)
-
-
 DAMAGED = (b"", b"[" * 100_000, b"\xff\xfe", b'{"version": 5, "model": {}}')
 
 

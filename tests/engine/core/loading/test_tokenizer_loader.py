@@ -13,7 +13,7 @@ from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import UnsupportedModelError
-from penstock.engine.protocol.model_info import ModelKind, RecipeTokens, TokenizerSpec
+from penstock.engine.protocol.model_info import RecipeTokens, TokenizerSpec
 from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 
 WORDS = ["One", "short", "text", "to", "begin", "with", "."]
@@ -81,16 +81,6 @@ def test_known_marker_becomes_a_single_token(tmp_path: Path) -> None:
     for markers, expected in (((), [1, 0, 0, 0, 5]), (("[Q] of a query", "[none]"), [1, 2, 5])):
         spec = load_tokenizer(replace(info, multi_vector=MultiVector(markers=markers)))
         assert Tokenizer.from_str(spec.json).encode("[Q] text").ids == expected
-
-
-@pytest.mark.parametrize(("tokens", "is_warned"), [((), False), ((5, 6), True)])
-def test_reranker_without_a_prompt_logs_a_warning(
-    tokens: tuple[int, ...], is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load(tmp_path, word_level(3), 10)
-    info = resolve_model(EngineConfig(model=str(tmp_path)))
-    load_tokenizer(replace(info, kind=ModelKind.CROSS_ENCODER, classifier_tokens=tokens))
-    assert ("without a prompt for pairs" in caplog.text) is is_warned
 
 
 def test_recipe_tokens_are_found_in_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

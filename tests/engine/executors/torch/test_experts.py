@@ -48,10 +48,3 @@ def test_sorted_experts_equal_loop_over_experts(routing: str, dtype: torch.dtype
     expected = sum_of(one_by_one, routing, dtype)
     assert expected.abs().amin(dim=1).max() > 0
     assert (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
-
-
-@pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
-def test_wrong_number_of_experts_is_rejected(num_experts: int) -> None:
-    pairs = [(torch.ones(2 * INNER, SIZE), torch.ones(SIZE, INNER))] * num_experts
-    with pytest.raises(ValueError, match="zip"):
-        ExpertStack.of(pairs, NUM_EXPERTS)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.core.loading.weights_loader import load_dense, load_model
 from penstock.engine.protocol.errors import UnsupportedModelError, WeightError
 from penstock.engine.protocol.model_info import DenseSpec
-from penstock.engine.protocol.multi_vector import SparseKind, SparsePooling
 
 from ..families import assert_close, rows_of
 
@@ -145,17 +144,6 @@ def test_missing_shard_is_named(saved, resolve):
         load_model(resolve(folder))
 
 
-def test_tensor_missing_in_its_shard_is_named(saved, resolve):
-    folder, tensors, _ = saved
-    write_shards(folder, tensors)
-    index = json.loads((folder / INDEX).read_text())
-    name = next(n for n, file in index["weight_map"].items() if "00002" in file and n.startswith("bert.encoder"))
-    index["weight_map"][name] = "model-00001-of-00003.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightError, match=f"model-00001-of-00003.safetensors.*{name}"):
-        load_model(resolve(folder))
-
-
 @pytest.mark.parametrize("file", ["../elsewhere/part", "/etc/part", "a/../../part", "", 7])
 def test_index_with_a_path_outside_is_rejected(file, saved, resolve):
     folder, tensors, _ = saved
@@ -244,20 +232,3 @@ def test_dense_modules_equal_torch(activation, form, saved, resolve):
     assert first(rows.bfloat16()).dtype == torch.float32
     expected = narrow(getattr(torch.nn, activation)()(wide(rows)))
     torch.testing.assert_close(second(first(rows)), expected, rtol=0, atol=1e-5)
-
-
-def test_unknown_dense_activation_is_named(saved, resolve):
-    folder = saved[0]
-    (folder / "2_Dense").mkdir()
-    save_file({"linear.weight": torch.zeros(4, 32)}, folder / "2_Dense" / "model.safetensors")
-    spec = DenseSpec(folder="2_Dense", in_features=32, out_features=4, bias=False, activation="Bilinear")
-    with pytest.raises(UnsupportedModelError, match="'Bilinear'"):
-        load_dense(replace(resolve(folder), dense=(spec,)))
-
-
-def test_vocabulary_head_is_float32_on_a_cpu(save_model, resolve):
-    folder, _ = save_model("BertForMaskedLM", **(SIZES | {"vocab_size": 301}))
-    recipe = SparsePooling(kind=SparseKind.VOCABULARY_LOGITS)
-    head = load_model(replace(resolve(folder), dtype="bfloat16", sparse=recipe)).vocabulary_head
-    assert head is not None
-    assert head(torch.ones(1, SIZES["hidden_size"])).dtype == torch.float32

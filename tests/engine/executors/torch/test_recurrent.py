@@ -109,10 +109,3 @@ def test_invalid_config_value_is_named(class_name, config, overrides, error_type
     folder, _ = save_recurrent(class_name, **config)
     with pytest.raises(error_type, match=message):
         load_model(resolve(folder, hf_overrides=overrides))
-
-
-def test_length_without_positions_has_a_default(save_config, resolve):
-    folder = save_config("MambaModel", **MAMBA)
-    assert resolve(folder).max_model_len == 8192
-    assert resolve(folder).sources["max_model_len"] == "default of models without positions"
-    assert resolve(folder, max_model_len=100_000).max_model_len == 100_000

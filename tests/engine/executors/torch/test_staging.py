@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.torch.staging import copy_to_device, packed, views
+from penstock.engine.executors.torch.staging import packed, views
 
 CPU = torch.device("cpu")
 
@@ -39,23 +39,3 @@ def test_views_of_packed_buffer_equal_tensors(seed: int) -> None:
         assert bits(view) == bits(tensor)
         assert not tensor.numel() or (view.data_ptr() - buffer.data_ptr()) % 256 == 0
     assert packed([]).shape == (0,)
-
-
-def test_tensors_on_other_devices_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = []
-    to = Tensor.to
-
-    def spy(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        copies.append((self.dtype, self.dim()))
-        return to(self, *args, **kwargs)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Tensor, "to", spy)
-    there = torch.empty(2, device="meta")
-    put = copy_to_device({"a": torch.arange(3), 1: there, "none": None, "b": torch.ones(2, 2)}, torch.device("meta"))
-    assert copies == [(torch.uint8, 1)]
-    assert put[1] is there
-    assert put["none"] is None
-    for name, dtype, shape in (("a", torch.int64, (3,)), ("b", torch.float32, (2, 2))):
-        tensor = put[name]
-        assert tensor is not None
-        assert (tensor.device.type, tensor.dtype, tuple(tensor.shape)) == ("meta", dtype, shape)
