@@ -105,7 +105,7 @@ def test_wrong_frame_size_is_rejected() -> None:
     driver = CoreDriver(FakeRunner())
     message, frame = ClientMessageBuilder([SubmitRequest(1, PARAMS, [SEVENS])]).pack()
     for wrong in (b"", bytes(frame) * 2):
-        with pytest.raises(ValueError, match=f"a frame of {len(wrong) // 4} values does not hold the"):
+        with pytest.raises(ValueError, match=f"a frame of {len(wrong) // 4} values does not contain the"):
             driver.core.receive(message, wrong)
     assert not driver.core._scheduler.requests
 
