@@ -1,4 +1,4 @@
-"""The socket of an engine process, in folders of any path."""
+"""The path of the socket of an engine process."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.engine.protocol.errors import EngineUnavailableError
 from penstock.engine.protocol.params import PoolingParams
 
 from ...hanging import HANGING_TEXT, write_hanging_forwards
+from .fake_runner import CoreDriver, FakeRunner
 
 PARAMS = PoolingParams()
 
@@ -84,6 +86,19 @@ def test_thread_reports_a_hanging_step_once(caplog: pytest.LogCaptureFixture) ->
     threads = threading.active_count()
     with StepWatch(0, lambda reason: None).running():
         assert threading.active_count() == threads
+
+
+def test_core_without_requests_exceeds_no_limit() -> None:
+    core, found = CoreDriver(FakeRunner()).core, []
+
+    def wait() -> list[Callable[[], None]]:
+        found.extend(core._watch.check() for _ in range(100))
+        core.stop()
+        return []
+
+    core._waker.wait = wait  # type: ignore[method-assign]
+    assert not core.step()
+    assert found == [None] * 100
 
 
 @pytest.mark.usefixtures("three_lane_machine")
