@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from penstock.engine.client.core_supervisor import EngineState
 from penstock.engine.protocol import errors
 from penstock.engine.protocol.config import EngineConfig, SchedulerConfig
 from penstock.engine.protocol.params import PoolingParams
-from penstock.engine.protocol.request import STAGE_TIMES, Stage, StageTimes
 
 from ..waiting import until
 
@@ -68,18 +66,6 @@ async def test_vectors_do_not_depend_on_the_batch(engine: AsyncEngine) -> None:
     assert np.abs(alone - together).max() < 1e-6
     assert np.abs(as_ids - together).max() < 1e-6
     assert np.abs(crowded - together).max() < 1e-6
-
-
-async def test_labels_and_examples_classify_texts(engine: AsyncEngine) -> None:
-    inputs = ["I love this film", "My card was declined", "The match ended two to one"]
-    labels = ["banking", "cinema", "sport"]
-    zero = await engine.zero_shot(inputs, labels, PARAMS)
-    assert [labels[i] for i in zero.scores.argmax(axis=1)] == ["cinema", "banking", "sport"]
-    examples = [("a great movie", "film"), ("transfer failed", "bank"), ("goal in extra time", "sport")]
-    few = await engine.few_shot(inputs, examples, PARAMS)
-    assert [few.labels[i] for i in few.scores.argmax(axis=1)] == ["film", "bank", "sport"]
-    with pytest.raises(errors.InvalidRequestError, match=r"^examples must name at least two different labels\.$"):
-        await engine.few_shot(inputs, examples[:1], PARAMS)
 
 
 async def test_too_long_input_is_rejected_or_cut(engine: AsyncEngine, minilm_folder: Path) -> None:
@@ -167,28 +153,3 @@ async def test_token_without_an_embedding_is_rejected(save_bert: Callable[..., P
         assert (await engine.embed(["the"], PARAMS)).embeddings.shape == (1, 32)
     finally:
         await engine.close()
-
-
-async def test_stage_times_sum_to_less_than_the_total(engine: AsyncEngine) -> None:
-    alone, crowded = StageTimes(), StageTimes()
-    token = STAGE_TIMES.set(alone)
-    began_s = time.perf_counter()
-    await engine.embed(TEXTS, PARAMS)
-    total_s = time.perf_counter() - began_s
-    STAGE_TIMES.set(None)
-    work = asyncio.gather(*(engine.embed(["word " * 200], PARAMS) for _ in range(8)))
-    await asyncio.sleep(0)
-    STAGE_TIMES.set(crowded)
-    await engine.embed(["word " * 200], PARAMS)
-    STAGE_TIMES.reset(token)
-    await work
-    seconds = alone.seconds()
-    assert list(seconds) == [Stage.TOKENIZATION, Stage.QUEUE, Stage.INFERENCE]
-    assert all(spent >= 0 for spent in seconds.values())
-    assert seconds[Stage.INFERENCE] > 0
-    assert sum(seconds.values()) <= total_s
-    assert set(crowded.seconds()) == set(seconds)
-    stats = engine.stats()
-    assert stats.step_tokens.total == stats.num_batched_tokens_total
-    assert stats.step_seconds.cumulative()[-1][1] == stats.num_steps_total
-    assert (stats.num_waiting, stats.token_budget) == (0, 512)

@@ -96,27 +96,6 @@ def test_lines_above_the_limit_are_dropped_and_counted(piped: Piped) -> None:
     assert piped.read() == ["on"]
 
 
-def test_lines_that_cannot_be_written_are_counted(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-
-    def full(descriptor: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    piped.logger.info("lost")
-    assert piped.handler.wait_written()
-    monkeypatch.setattr(os, "write", write)
-    piped.logger.info("written")
-    line, notice = piped.read()
-    assert line == "written"
-    assert notice.startswith("1 log lines before this one are lost")
-
-
-def test_line_that_cannot_be_formatted_is_reported(piped: Piped, capsys: pytest.CaptureFixture[str]) -> None:
-    piped.logger.info("%d", "no number")
-    assert "no number" in capsys.readouterr().err
-
-
 @pytest.fixture
 def script() -> str:
     return textwrap.dedent("""

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.kernels import attention as module, backends
-from penstock.kernels.attention import _reach, _torch, attention, attention_paged
+from penstock.kernels.attention import _torch, attention, attention_paged
 from penstock.kernels.attention._torch import has_flash_operator
-from penstock.kernels.backends import capability_of
 
-from ..interpreter import IS_INTERPRETED, needs_triton
+from ..interpreter import IS_INTERPRETED
 from .assertions import assert_close
 from .attention_reference import attention_paged_reference, attention_reference
 from .cases import (
@@ -30,7 +28,7 @@ from .cases import (
     make_cu_seqlens,
     make_paged_inputs,
 )
-from .parameters import FLOAT_DTYPES, Place, every_pair, interpreted_only, places
+from .parameters import FLOAT_DTYPES, Place, every_pair, places
 
 # Shares of the largest absolute value of v.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -122,27 +120,6 @@ def test_window_as_wide_as_a_block_equals_reference(length: int, side: str) -> N
         options = {"window": (reach, 0) if side == "left" else (0, reach)}
         actual = attend(case, inputs, "sdpa", **options)
         assert_close(str(reach), expect(case, inputs, **options), actual, TOLERANCE[torch.float32], largest(inputs))
-
-
-@interpreted_only
-@pytest.mark.parametrize(
-    ("tile", "mask"), [((16, 16, 4, 2), "left"), ((16, 32, 4, 2), "causal_local"), ((32, 16, 4, 2), "full")], ids=str
-)
-def test_every_tile_of_triton_equals_reference(tile: tuple[int, int, int, int], mask: str) -> None:
-    from penstock.kernels.attention._triton import Tile, attention_triton
-
-    case = AttentionCase("", (1, 0, 47, 48, 97), 1, 1, 16)
-    inputs = make_attention_inputs(case)
-    options = {"relative_bias": inputs.relative_bias, "softcap": 5.0}
-    expected = expect(case, inputs, **options, **MASKS[mask])
-    window, is_causal = MASKS[mask].get("window"), MASKS[mask].get("is_causal", False)
-    actual = attention_triton(
-        *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, 97, 0.25, _reach(window, is_causal, 97)),
-        softcap=5.0,
-        relative_bias=inputs.relative_bias,
-        tile=Tile(*tile),
-    )
-    assert_close("attended", expected, actual, 1e-5, largest(inputs))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -315,31 +292,6 @@ def test_nan_stays_in_its_blocks(place: Place, mask: str, dtype: torch.dtype, po
     for rows in (first, last):
         assert_close("other sequences", clean[rows], actual[rows], TOLERANCE[dtype], largest(inputs))
     assert not actual[inputs.cu_seqlens[1] : inputs.cu_seqlens[2]].isfinite().any()
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("head_size", "capability", "expected"),
-    [(64, (8, 0), "triton"), (256, (9, 0), "triton"), (257, (9, 0), "sdpa"), (64, (7, 5), "sdpa")],
-)
-def test_wide_heads_and_old_devices_use_sdpa(
-    head_size: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from penstock.kernels.attention import _triton
-
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("penstock.kernels.attention.attention_paged_sdpa", lambda *_: called.append("sdpa"))
-    monkeypatch.setattr(_triton, "attention_triton", lambda *_, **__: called.append("triton"))
-    capability_of.cache_clear()
-    with FakeTensorMode():
-        q = torch.empty(3, 4, head_size, device="cuda")
-        cache = torch.empty(5, 4, 2, head_size, device="cuda")
-        table = torch.zeros(1, 1, dtype=torch.int32)
-        cu_seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
-        attention_paged(q, cache, cache, table, cu_seqlens, (3,), (0,), scale=1.0)
-    capability_of.cache_clear()
-    assert called == [expected]
 
 
 def test_triton_rejects_wide_heads(device: torch.device) -> None:

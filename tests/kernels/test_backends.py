@@ -58,36 +58,3 @@ def test_kernel_with_products_runs_in_torch_before_ampere(kernel: str, monkeypat
     with pretend_cuda():
         found = run(DEVICE).cpu()
     torch.testing.assert_close(found, run(torch.device("cpu")), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "width", "expected"),
-    [
-        ((9, 0), torch.bfloat16, 16, "torch"),
-        ((9, 0), torch.bfloat16, 12, "triton"),
-        ((9, 0), torch.float32, 16, "triton"),
-        ((8, 0), torch.bfloat16, 16, "triton"),
-        ((7, 5), torch.float16, 16, "torch"),
-        ((7, 5), torch.float16, 12, "reference"),
-    ],
-    ids=str,
-)
-def test_grouped_linear_uses_torch_if_it_does_not_wait(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    width: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in (backends, grouped_linear):
-        monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    monkeypatch.setattr(backends, "has_triton", lambda: True)
-    with pretend_cuda():
-        x = torch.zeros(3, 32, dtype=dtype, device=DEVICE)
-        weight = torch.zeros(2, width, 32, dtype=dtype, device=DEVICE)
-        assert grouped_linear._choose(x, weight) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_linear_on_a_cpu_uses_torch(dtype: torch.dtype) -> None:
-    assert grouped_linear._choose(torch.zeros(3, 5, dtype=dtype), torch.zeros(2, 7, 5, dtype=dtype)) == "torch"

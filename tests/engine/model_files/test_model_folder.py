@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files.model_folder import as_load_error, is_local, locate_model, read_json, read_object
+from penstock.engine.model_files.model_folder import locate_model, read_json, read_object
 from penstock.engine.model_files.resolve import resolve_model
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.errors import ModelLoadError, WeightError
-from penstock.engine.protocol.setting import json_object
+from penstock.engine.protocol.errors import ModelLoadError
 
 from .folders import BERT, MEAN, TRANSFORMER, resolve, write
 
@@ -86,28 +85,6 @@ def test_setting_of_the_wrong_type_is_named(key: str, value: object, tmp_path: P
     assert repr(value) in caught.value.message
 
 
-def test_json_of_the_command_line_has_the_same_bounds() -> None:
-    for text in ("[" * 100_000, "{"):
-        with pytest.raises(ValueError, match=r"nested more than|not valid JSON"):
-            json_object(text)
-
-
-@as_load_error("The files of /m cannot be used")
-def fail() -> None:
-    raise KeyError("a\nb" * 300)
-
-
-def test_unexpected_error_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "penstock.engine"), pytest.raises(ModelLoadError) as caught:
-        fail()
-    assert caught.value.message.startswith("The files of /m cannot be used (KeyError: ")
-    assert "\n" not in caught.value.message
-    assert len(caught.value.message) < 700
-    assert caplog.records[0].exc_info is not None
-    with pytest.raises(WeightError), as_load_error("anything"):
-        raise WeightError("as it is")
-
-
 # Places of models ----------------------------------------------------------------------------------------------------
 
 
@@ -131,17 +108,6 @@ def hub_cache(cache: Path, name: str, files: dict[str, Any]) -> Path:
     repo = cache / f"models--{name.replace('/', '--')}"
     write(repo, {"refs/main": commit, **{f"snapshots/{commit}/{path}": content for path, content in files.items()}})
     return repo / "snapshots" / commit
-
-
-def test_name_below_a_local_folder_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not is_local("mods/nosuch")
-    (tmp_path / "mods").mkdir()
-    assert is_local("mods/nosuch")
-    assert not is_local("mods/nosuch", "main")
-    assert not is_local("mods-nosuch")
-    with pytest.raises(ModelLoadError, match=r"no folder 'nosuch' in the folder 'mods'.*--revision main"):
-        locate_model("mods/nosuch")
 
 
 def test_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.engine.model_files.reranker import QWEN3_RERANKER, RECIPES
 from penstock.engine.model_files.resolve import resolved_table
 from penstock.engine.protocol.errors import ModelLoadError, UnsupportedModelError
-from penstock.engine.protocol.messages import ModelReady, decode_from_core, encode
 from penstock.engine.protocol.model_info import (
     Activation,
     ClassifierMethod,
     ModelInfo,
     ModelKind,
-    PairChat,
-    TokenizerSpec,
 )
 from penstock.engine.protocol.tasks import PoolingTask, PoolingType
 from penstock.engine.protocol.templates import ScoreTemplate
@@ -173,29 +170,6 @@ def test_answer_words_need_a_tokenizer(tmp_path: Path) -> None:
     assert resolve(folder, classifier_from_token=[0, 1]).classifier_tokens == (0, 1)
 
 
-@pytest.mark.parametrize(("false", "method"), [(0, "from_2_way_softmax"), (None, "no_post_processing")])
-def test_sentence_transformers_files_override_the_name(false: int | None, method: str, tmp_path: Path) -> None:
-    chat = {"modality_config": {"message": {"format": "structured"}}, "max_seq_length": 40}
-    chat["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True, "restore_suffix": True}}
-    files = {
-        "modules.json": [TRANSFORMER, LOGIT_SCORE],
-        "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": false},
-        "sentence_bert_config.json": chat,
-        "config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.linear.Identity"},
-    }
-    info = resolve(write(tmp_path / "Qwen3-Reranker", QWEN3, files))
-    assert (info.kind, info.labels) == (ModelKind.CROSS_ENCODER, ("LABEL_0",))
-    assert info.classifier_tokens == ((9,) if false is None else (0, 9))
-    assert (info.classifier_method, info.activation) == (ClassifierMethod(method), Activation.IDENTITY)
-    assert info.sources["classifier_tokens"] == "1_LogitScore/config.json"
-    assert info.score_template is None
-    assert info.pair_chat == PairChat(is_structured=True, arguments={"add_generation_prompt": True})
-    assert info.max_model_len == 40
-    overridden = resolve(tmp_path / "Qwen3-Reranker", score_template=PARTS)
-    assert overridden.pair_chat is None
-    assert overridden.score_template is not None
-
-
 @pytest.mark.parametrize(
     ("modules", "config", "message"),
     [
@@ -210,10 +184,3 @@ def test_broken_sentence_transformers_files_are_rejected(
     files = {"modules.json": modules, "1_LogitScore/config.json": config}
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
         resolve(write(tmp_path / "model", QWEN3, files))
-
-
-def test_score_template_survives_the_message_to_the_client(tmp_path: Path) -> None:
-    info = resolve(write(tmp_path / "mxbai-rerank-base-v2", QWEN2))
-    spec = TokenizerSpec(json="{}", truncation_side="right", uses_token_types=False, score_template=info.score_template)
-    message = ModelReady(info, spec)
-    assert decode_from_core(encode(message)) == message

@@ -142,15 +142,6 @@ def test_close_with_linger_sends_all_messages(ends: Ends) -> None:
     assert one.fileno() == -1
 
 
-def test_close_with_unread_messages_ends_the_peer() -> None:
-    one, other = map(MessageConnection, socket.socketpair())
-    one.send(b"unread")
-    other.close()
-    with pytest.raises(EOFError):
-        one.receive()
-    one.close()
-
-
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"no message here.", b"\x00" * 8])
 def test_bytes_that_are_no_message_raise_an_error(data: bytes) -> None:
     writer, reader = socket.socketpair()

@@ -106,20 +106,12 @@ def test_task_that_the_model_lacks_is_rejected(info: ModelInfo, task: PoolingTas
     assert all(supported.value in caught.value.message for supported in info.tasks)
 
 
-@pytest.mark.parametrize(
-    ("fields", "default", "expected"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"use_activation": True}, False, True),
-    ],
-)
-def test_normalize_defaults_to_the_model(fields: dict[str, Any], default: bool, expected: bool) -> None:
-    params = PoolingParams(**fields).resolved(EMBED, model(normalize=default))
-    assert (params.normalize, params.use_activation) == (expected, expected)
-
-
 def test_missing_params_default_to_the_model() -> None:
+    for default in (True, False):
+        params = PoolingParams().resolved(EMBED, model(normalize=default))
+        assert (params.normalize, params.use_activation) == (default, default)
+    params = PoolingParams(use_activation=True).resolved(EMBED, model(normalize=False))
+    assert params.normalize is True
     info = model(dimensions=32)
     assert PoolingParams().resolved(EMBED, info).dimensions == 32
     assert PoolingParams(dimensions=64).resolved(EMBED, info).dimensions == 64

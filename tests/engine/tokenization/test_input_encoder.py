@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from penstock.engine.core.make_scheduler import _limit_model_len
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import ModelInfo, TokenizerSpec
-from penstock.engine.protocol.multi_vector import MultiVector, QueryExpansion
 from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import RequestOptions
 from penstock.engine.protocol.tasks import PoolingTask
@@ -118,22 +116,6 @@ async def test_request_overrides_auto_truncate(
     encoder = encoder_of(pool, auto_truncate=auto_truncate)
     assert encoder._truncation(params, param="input").cut is cut
     assert encoder.late_chunking(params.clone(task=PoolingTask.TOKEN_EMBED)).truncation.cut is cut
-
-
-@pytest.mark.parametrize(
-    ("params", "auto_truncate", "cut"),
-    [
-        (PoolingParams(is_query=True), False, True),
-        (PoolingParams(is_query=True, reject_too_long=True), True, False),
-        (PoolingParams(is_query=False), False, False),
-    ],
-)
-async def test_queries_of_a_fixed_length_are_cut(
-    pool: TokenizerPool, params: PoolingParams, auto_truncate: bool, cut: bool
-) -> None:
-    recipe = MultiVector(expansion=QueryExpansion(length=32))
-    encoder = encoder_of(pool, replace(INFO, multi_vector=recipe), auto_truncate=auto_truncate)
-    assert encoder._truncation(params, param="input").cut is cut
 
 
 async def test_limit_of_the_kv_cache_is_named_in_errors(pool: TokenizerPool) -> None:

@@ -20,7 +20,7 @@ from penstock.engine.protocol.params import PoolingParams
 from penstock.engine.protocol.request import TokenizedInput
 from penstock.engine.protocol.tasks import ChunkedProcessingMode
 from penstock.engine.tokenization.long_text import LongText, Windows
-from penstock.engine.tokenization.model_tokenizer import SpecialTokens, count_prompt
+from penstock.engine.tokenization.model_tokenizer import SpecialTokens
 
 PARAMS = PoolingParams()
 SIZE = 16
@@ -51,12 +51,6 @@ def test_windows_weigh_by_their_text_tokens() -> None:
     assert windows.weights == pytest.approx([1, 3 / 7, 3 / 7, 1 / 7, 1])
     assert windows.num_tokens == [3, 9, 3]
     assert windows.sequences[0] is short
-
-
-def test_overlap_token_counts_half_for_each_window() -> None:
-    windows = cutter(6, overlap=2).cut([tokens(CLS, *range(1, 8), SEP)], [True])
-    assert ids_of(windows) == [[CLS, 1, 2, 3, 4, SEP], [CLS, 3, 4, 5, 6, SEP], [CLS, 5, 6, 7, SEP]]
-    assert windows.weights == pytest.approx([3 / 7, 2 / 7, 2 / 7])
 
 
 @pytest.mark.parametrize(("length", "overlap"), [(9, 0), (40, 0), (10, 1), (41, 3), (11, 6), (40, 6)])
@@ -117,12 +111,6 @@ def test_join_keeps_vectors_of_short_inputs() -> None:
     assert windows.join(vectors, normalized=False)[1] == pytest.approx(mean, abs=1e-6)
     assert np.array_equal(Windows.whole([tokens(1)]).join(vectors[:1], normalized=True), vectors[:1])
     assert not windows.join(np.zeros_like(vectors), normalized=True).any()
-
-
-def test_prompt_is_counted_up_to_the_first_other_token() -> None:
-    assert count_prompt(np.array([5, 6, 8, 9], np.int32), [5, 6, 7]) == 2
-    assert count_prompt(np.array([5], np.int32), [5, 6]) == 1
-    assert count_prompt(np.array([5], np.int32), []) == 0
 
 
 # An engine ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,12 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from penstock.engine.core.loading.tokenizer_loader import load_tokenizer
-from penstock.engine.model_files.resolve import resolve_model
-from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.errors import EngineOverloadedError, InvalidRequestError, RequestTooLongError
 from penstock.engine.protocol.model_info import TokenizerSpec
-from penstock.engine.tokenization.model_tokenizer import SpecialTokens, Truncation, cut_chars
+from penstock.engine.tokenization.model_tokenizer import Truncation, cut_chars
 from penstock.engine.tokenization.tokenizer import TokenizerPool
 
 TEXTS = ["", "a", "The quick brown fox.", "naïve café — 東京 🚀", "word " * 40, "\x00 odd \u200b input"]
@@ -135,20 +130,6 @@ async def test_token_ids_outside_the_vocabulary_are_rejected(pool: TokenizerPool
         await pool.encode([ids], UNCUT)
 
 
-async def test_text_with_a_token_outside_the_vocabulary_is_rejected(reference: Any) -> None:
-    spec = TokenizerSpec(json=reference.backend_tokenizer.to_str(), truncation_side="right", uses_token_types=True)
-    for vocab_size, fits in ((4420, True), (4419, False)):  # the id of "fox" is 4419
-        pool = TokenizerPool(spec, vocab_size=vocab_size, do_lower_case=False, num_workers=1)
-        try:
-            if fits:
-                assert len(await pool.encode(["fox"], UNCUT)) == 1
-            else:
-                with pytest.raises(InvalidRequestError, match="has the token id 4419"):
-                    await pool.encode(["fox"], UNCUT)
-        finally:
-            pool.close()
-
-
 async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPool) -> None:
     inputs = ["fox", [101, 4419, 102]]
     text, ids = await pool.encode(inputs, UNCUT, prompt="search query: ", skip_prompt=True)
@@ -159,28 +140,6 @@ async def test_prompt_tokens_include_the_leading_special_token(pool: TokenizerPo
     assert cut.num_prompt_tokens == 0
     (plain,) = await pool.encode(["fox"], UNCUT, prompt="search query: ")
     assert plain.num_prompt_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("[CLS] $A [SEP]", ([101], [102])),
-        ("$A [SEP]", ([], [102])),
-        ("[CLS] [SEP] $A", ([101, 102], [])),
-        ("$A", ([], [])),
-        ("$A [SEP] $A", None),
-    ],
-)
-def test_special_tokens_of_a_template_are_found(
-    reference: Any, template: str, expected: tuple[Any, Any] | None
-) -> None:
-    special = SpecialTokens.of(with_template(reference, template))
-    if expected is None:
-        assert special is None
-        return
-    assert special is not None
-    assert (special.leading.tolist(), special.trailing.tolist()) == expected
-    assert len(special) == sum(map(len, expected))
 
 
 async def test_parts_are_tokenized_without_special_tokens(pool: TokenizerPool, reference: Any) -> None:
@@ -282,14 +241,9 @@ async def test_pair_of_few_tokens_may_have_many_characters(pool: TokenizerPool) 
     [
         ("one two\nthree", 9, False, "one two"),
         ("one two\nthree", 9, True, "\nthree"),
-        ("one two a\nb c", 9, True, " a\nb c"),
-        ("one\ntwo three", 9, False, "one\ntwo"),
-        (" onetwothree", 9, False, ""),
         ("onetwothreefour", 9, False, "onetwothr"),
         ("onetwothreefour", 9, True, "threefour"),
         (f"word {'a' * 999}bbb", 1004, False, "word"),
-        (f"word {'a' * 1000}bbb", 1005, False, f"word {'a' * 1000}"),
-        (f"bbb{'a' * 999} word", 1004, True, " word"),
         (f"bbb{'a' * 1000} word", 1005, True, f"{'a' * 1000} word"),
     ],
 )
@@ -319,18 +273,3 @@ async def test_truncated_text_keeps_its_special_tokens(
     finally:
         pool.close()
     assert cut.token_ids.tolist() == expected
-
-
-@pytest.mark.parametrize(("template", "is_missing"), [("[CLS] $A", True), ("[CLS] $A [SEP]", False)])
-def test_missing_end_token_is_logged(
-    template: str, is_missing: bool, reference: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with_template(reference, template).save(str(tmp_path / "tokenizer.json"))
-    special = {"eos_token": "[SEP]", "bos_token": "[CLS]"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_eos_token": True, **special}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    sizes = {"architectures": ["LlamaModel"], "hidden_size": 8, "vocab_size": 30_522, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama"}))
-    with caplog.at_level(logging.WARNING, "penstock.engine"):
-        load_tokenizer(resolve_model(EngineConfig(model=str(tmp_path))))
-    assert ("add_eos_token" in caplog.text) is is_missing

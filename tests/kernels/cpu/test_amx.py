@@ -1,7 +1,5 @@
 """AMX products and attention, emulated in C if the processor has no AMX."""
 
-import ctypes
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 
 from penstock.kernels.cpu import CpuEncoder, CpuKernelError, Format, Machine, has_exact_products
 
-from .specs import DECODERS, SHAPES, Shape, make_spec, make_texts
+from .specs import SHAPES, make_spec, make_texts
 
 Opener = Callable[[int], Machine]
 
@@ -45,22 +43,6 @@ def test_bits_do_not_depend_on_batch_and_lanes(amx: Opener, shape, form: Format)
             )
             longest = texts[7]  # all lanes go together
             assert np.array_equal(encoder.begin(longest.ids, longest.positions, longest.starts).result()[0], alone[7])
-
-
-@pytest.mark.parametrize("shape", [SHAPES[0], DECODERS[7]], ids=lambda shape: shape.name)
-def test_attention_fills_the_tiles(shape: Shape, amx_model: Path) -> None:
-    """Each product of two tiles takes 16 rows; the last ones of 33 and of 49 queries take fewer."""
-    count = ctypes.c_long.in_dll(ctypes.CDLL(str(amx_model)), "amx_model_products")
-    with Machine(1, isa="amx", library=amx_model) as machine:
-        encoder = CpuEncoder(machine, make_spec(shape), Format.F32, attention=Format.DOT)
-        for length in (1, 16, 17, 32, 33, 49, 128, 200):
-            texts, before = make_texts([length]), count.value
-            encoder.begin(texts.ids, texts.positions, texts.starts).result()
-            # 16 queries with 16 keys by 32 places of a head; with 32 values by 16 places.
-            queries, size = math.ceil(length / 16), math.ceil(shape.head_size / 32)
-            keys = 2 * math.ceil(length / 32)
-            per_head = queries * keys * size + queries * math.ceil(length / 32) * 2 * size
-            assert count.value - before == per_head * shape.num_heads * shape.num_layers, f"{length} tokens"
 
 
 def test_every_thread_may_run_forwards(amx: Opener) -> None:

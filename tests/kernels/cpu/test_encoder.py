@@ -1,6 +1,5 @@
 """CpuEncoder equals float64 for every option, and gives the same bits in any batch, in chunks and on any lanes."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import BatchPages, CpuEncoder, CpuKernelError, Format, Machine, PagedKvCache
+from penstock.kernels.cpu import BatchPages, CpuEncoder, Format, Machine, PagedKvCache
 
 from ...conftest import ISAS
 from ..assertions import assert_close
@@ -144,46 +143,6 @@ def test_nan_stays_in_its_text(machine: Machine, shape: Shape) -> None:
             assert weights is None or weights[31:38].isnan().all()
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_infinite_scores_equal_torch(machine: Machine, value: float) -> None:
-    """-inf hides a key unless all keys are hidden; inf and NaN make the query's row NaN."""
-    spec = make_spec(MPNET)
-    layer = next(iter(spec.layers))
-    assert layer.bias is not None
-    layer.bias[1, LONGEST + 2 :: 3] = value
-    texts = make_texts([40, 2, 3, 1])
-    for form in machine.formats - {Format.INT8}:
-        rows, weights = run(CpuEncoder(machine, spec, form), texts)
-        expected_rows, expected_weights = encode(spec, texts, form)
-        tolerance = 0.05 if form is Format.DOT else TOLERANCE
-        assert_close("rows", expected_rows, rows, tolerance)
-        assert_close("weights", expected_weights, weights, tolerance)
-    layer.bias[:] = -np.inf
-    rows, weights = run(CpuEncoder(machine, spec, Format.F32), make_texts([40, 3]))
-    assert rows.isnan().all()
-    assert weights.isnan().all()
-
-
-def test_norms_of_rows_of_any_size_equal_torch(machine: Machine) -> None:
-    for rms, size in itertools.product((False, True), (1e-30, 1e-3, 1e3, 1e15)):
-        spec = make_spec(replace(SHAPES[0], positions=False, rms=rms))
-        spec.word_embeddings[3] *= np.float32(size)
-        texts = make_texts([1])
-        texts.ids[:] = 3
-        norm = spec.embedding_norm
-        rows, weight = torch.from_numpy(spec.word_embeddings[texts.ids]), torch.from_numpy(norm.weight)
-        if rms:
-            scaled = torch.nn.functional.rms_norm(rows, rows.shape[1:], weight, norm.eps)
-        else:
-            bias = torch.from_numpy(norm.bias)
-            scaled = torch.nn.functional.layer_norm(rows, rows.shape[1:], weight, bias, norm.eps)
-        # The same encoder without the norm, over a table with the normalised row.
-        without_norm = replace(spec, word_embeddings=spec.word_embeddings.copy(), embedding_norm=None)
-        without_norm.word_embeddings[3] = scaled[0].numpy()
-        actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (spec, without_norm))
-        assert_close(f"rows of {size}", expected, actual, TOLERANCE)
-
-
 def test_tables_may_be_bfloat16(machine: Machine) -> None:
     spec, texts = make_spec(SHAPES[0]), make_texts([12, 40])
     words = torch.from_numpy(spec.word_embeddings).bfloat16()
@@ -191,21 +150,6 @@ def test_tables_may_be_bfloat16(machine: Machine) -> None:
     in_bfloat16 = replace(spec, word_embeddings=words.view(torch.int16).numpy().view(np.uint16))
     actual, expected = (run(CpuEncoder(machine, each, Format.F32), texts)[0] for each in (in_bfloat16, rounded))
     assert torch.equal(actual, expected)
-
-
-def test_attention_in_bfloat16_differs_from_float32(three_lane_machine: Machine) -> None:
-    spec, texts = make_spec(SHAPES[0]), make_texts([20])
-    if Format.DOT in three_lane_machine.formats:
-        exact, rounded = (
-            run(CpuEncoder(three_lane_machine, spec, Format.F32, attention=attention), texts)[0]
-            for attention in (Format.F32, Format.DOT)
-        )
-        assert 1e-6 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
-    with (
-        Machine(1, isa="plain") as plain,
-        pytest.raises(CpuKernelError, match="plain does not support attention in DOT"),
-    ):
-        CpuEncoder(plain, spec, Format.F32, attention=Format.DOT)
 
 
 LONG = make_texts([3, LONGEST + 2])

@@ -3,7 +3,6 @@
 import gc
 import os
 import select
-import threading
 import time
 from pathlib import Path
 
@@ -66,26 +65,6 @@ def test_parallel_forwards_equal_single_forwards(num_lanes: int) -> None:
                 assert np.array_equal(unfinished.result()[0], alone[number])
 
 
-def test_machines_in_threads_give_equal_rows() -> None:
-    texts = [make_texts([150, 3, 20], seed) for seed in range(3)]
-    with Machine(1) as machine:
-        expected = [forward(open_encoder(machine), batch) for batch in texts]
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        with Machine(3) as machine:
-            encoder = open_encoder(machine)
-            results = [forward(encoder, texts[number]) for _ in range(30)]
-            wrong.extend(number for rows in results if not np.array_equal(rows, expected[number]))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_wakeup_follows_end_of_forward_and_free_lane() -> None:
     waiting, fd = os.pipe()
     with Machine(2) as machine:
@@ -130,18 +109,6 @@ def test_deleted_forward_ends_before_its_memory_is_freed(collects: bool) -> None
         if collects:
             gc.collect()
         del running, encoder, machine
-
-
-def test_machine_without_lanes_starts_no_thread() -> None:
-    before = num_threads()
-    with Machine(0) as machine:
-        assert num_threads() == before
-        weights = np.eye(8, dtype=np.float32)
-        assert np.array_equal(machine.product(machine.pack(weights, None, Format.F32), weights), weights)
-        with pytest.raises(CpuKernelError, match="opened with 0 lanes, and a forward needs at least 1"):
-            forward(open_encoder(machine), make_texts([3]))
-        with pytest.raises(CpuKernelError, match="0 lanes"):
-            machine.set_wakeup_fd(None)
 
 
 def status_of(thread: Path) -> dict[str, str]:
