@@ -43,13 +43,13 @@ def every_place(values: Sequence[Place]) -> list[Any]:
 def every_pair(
     is_possible: Callable[..., bool] = lambda **_: True, *, indirect: Sequence[str] = (), **values: Sequence[Any]
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with cases in which every pair of values of two parameters occurs.
+    """Parametrizes a test with cases that cover every pair of values of two parameters.
 
     Args:
         is_possible: Whether a combination is tested, by parameter names.
         indirect: Parameters that are fixtures.
-        values: Values of each parameter. Each `place` gets all pairs of the other parameters, so that a machine
-            without a GPU tests all of them. Places in a list share the pairs.
+        values: Values of each parameter. Each `place` gets all pairs of the other parameters, so a run without a
+            GPU covers all pairs. Places in a list share the pairs.
     """
     names = list(values)
     if "place" in values:

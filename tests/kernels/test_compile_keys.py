@@ -39,7 +39,7 @@ INDICES = (
 
 
 def kernels() -> list[Any]:
-    """The Triton functions whose names end with `_kernel`: these are launched."""
+    """Triton functions with the suffix `_kernel`. Only these are launched."""
     from triton.runtime.jit import JITFunction
 
     return [

@@ -26,7 +26,7 @@ def make_norm(kind: NormKind, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Tensor:
-    """Rows whose mean is not 0, part of a wider tensor."""
+    """Rows with a mean other than 0, as a view of a wider tensor."""
     generator = torch.Generator().manual_seed(num_rows * 10_000 + width + seed)
     wide = torch.randn(num_rows, width + 16, generator=generator) + 3 * torch.randn(num_rows, 1, generator=generator)
     return wide.to(dtype).to(device)[:, :width]

@@ -1,4 +1,4 @@
-"""Kernels read lengths from the device, as recorded CUDA graphs need: the host has the lengths of another batch."""
+"""Kernels read lengths from the device. When a CUDA graph is replayed, the host has the lengths of another batch."""
 
 from typing import Any
 
