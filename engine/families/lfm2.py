@@ -1,7 +1,7 @@
-"""LFM2 as an encoder (LFM2.5-Embedding, LFM2.5-Encoder): attention in both directions in some layers, short convolutions
-in the others.
+"""LFM2 as an encoder (LFM2.5-Embedding, LFM2.5-Encoder).
 
-The convolution reads tokens on both sides. Causal LFM2 runs through transformers.
+A layer has attention in both directions, or a short convolution that reads tokens on both sides. Causal LFM2 runs
+through transformers.
 
 Source: Liquid AI, LFM2 Technical Report (arXiv 2511.23404). Defaults are those of transformers 5.23.
 """
