@@ -21,7 +21,7 @@ _ATTENTION: Final = "attention.self"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebertaConfig(BertConfig):
+class DebertaV2Config(BertConfig):
     """Values of config.json."""
 
     base_prefix: ClassVar[str] = "deberta"
@@ -84,7 +84,7 @@ def distance_buckets(distances: NDArray[np.int64], num_buckets: int, reach: int)
 
 
 def _spec(info: ModelInfo) -> ModelSpec:
-    config = DebertaConfig.read(info.config)
+    config = DebertaV2Config.read(info.config)
     D, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
     if not set(config.terms) <= {"c2p", "p2c"} or not 2 <= config.num_distances <= 2**20:
         raise UnsupportedModelError(

@@ -33,7 +33,7 @@ HELIUM = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
 T5 = {"vocab_size": 200, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
 CONVBERT = SIZES | {"embedding_size": 48, "head_ratio": 2, "conv_kernel_size": 5}
 EMBEDDERS = [
-    pytest.param("DebertaV2Model", DEBERTA, False, id="deberta-own-attention"),
+    pytest.param("DebertaModel", DEBERTA, False, id="deberta-own-attention"),
     pytest.param("GPT2Model", GPT2, True, id="gpt2"),
     pytest.param("Starcoder2Model", HELIUM | {"sliding_window": 8}, True, id="starcoder2-window"),
     pytest.param("VaultGemmaModel", HELIUM, False, id="vaultgemma-softcap"),
@@ -125,7 +125,7 @@ def test_score_head_runs_after_pooling(class_name, config, save_model, resolve, 
     assert_close(model.classify(last), torch.cat([reference(torch.tensor(s)[None]).logits for s in sequences]))
 
 
-@pytest.mark.parametrize(("family", "config"), [("Albert", ALBERT), ("DebertaV2", DEBERTA)], ids=["packed", "padded"])
+@pytest.mark.parametrize(("family", "config"), [("Albert", ALBERT), ("Deberta", DEBERTA)], ids=["packed", "padded"])
 def test_logits_equal_transformers(family, config, save_model, resolve, pack, sequences):
     folder, reference = save_model(f"{family}ForSequenceClassification", **config)
     model = load_model(resolve(folder))
