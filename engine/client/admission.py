@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..protocol.errors import EngineOverloadedError, EngineUnavailableError, InvalidRequestError, RejectionReason
-from ..protocol.shared_resource import Rejection, SharedResource
+from ..protocol.shared_resource import LimitExceeded, SharedResource
 from .stats import DispatcherStats, DrainRate, total_rate
 
 _LARGE_SHARE: Final = 1 / 16
@@ -189,8 +189,8 @@ class Admission:
             reason=rejection.reason,
         )
 
-    def _large_rejection(self, client: str, num_new: int) -> Rejection | None:
-        """Returns the Rejection of a request of `num_new` tokens because of other large requests, or None."""
+    def _large_rejection(self, client: str, num_new: int) -> LimitExceeded | None:
+        """Returns a LimitExceeded for a request of `num_new` tokens because of other large requests, or None."""
         rejection = self._large.rejection(client)
         if rejection is None:
             return None

@@ -1,6 +1,6 @@
 """A bounded resource that clients share: tokens in the queue, characters to tokenize, memory of bodies and responses.
 
-A SharedResource counts the amount that each client holds. The caller raises an error for a Rejection.
+A SharedResource counts the amount that each client holds. The caller raises an error for LimitExceeded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Rejection(NamedTuple):
+class LimitExceeded(NamedTuple):
     """Reason why a request does not fit.
 
     Attributes:
@@ -87,8 +87,8 @@ class SharedResource:
         else:
             self._by_client.pop(client, None)
 
-    def rejection(self, client: str, amount: int = 0, held: int = 0) -> Rejection | None:
-        """Returns the Rejection of a request, or None if it fits.
+    def rejection(self, client: str, amount: int = 0, held: int = 0) -> LimitExceeded | None:
+        """Returns a LimitExceeded for the request, or None if it fits.
 
         Args:
             client: The client of the request; "" means all clients together.
@@ -111,7 +111,7 @@ class SharedResource:
                 f"Your other requests hold {self._shown(own)} {self._unit} of {self._name}{self._takes(amount)}; one "
                 f"client may hold {self._shown(self._max_own)} ({self._flag})."
             )
-            return Rejection(self._share, message, min(own + needed - self._max_own, own))
+            return LimitExceeded(self._share, message, min(own + needed - self._max_own, own))
         num_clients = len(self._by_client) + (client not in self._by_client)
         share = max(self.limit // num_clients, 1)
         if client and own + needed <= share:
@@ -123,14 +123,14 @@ class SharedResource:
             f"{rejection.message} {num_clients} API keys use it, so each may hold {self._shown(share)} while it is "
             f"full; yours holds {self._shown(own)}."
         )
-        return Rejection(self._share, message, min(rejection.excess, own + needed - share))
+        return LimitExceeded(self._share, message, min(rejection.excess, own + needed - share))
 
-    def _full_rejection(self, amount: int, others: int, excess: int) -> Rejection:
+    def _full_rejection(self, amount: int, others: int, excess: int) -> LimitExceeded:
         message = (
             f"{self._name.capitalize()} is full: other requests hold {self._shown(others)} {self._unit}"
             f"{self._takes(amount)}; the limit is {self._shown(self.limit)} ({self._flag})."
         )
-        return Rejection(self._full, message, min(excess, others))
+        return LimitExceeded(self._full, message, min(excess, others))
 
     def _takes(self, amount: int) -> str:
         return f", and this one takes {self._shown(amount)}" if amount else ""
@@ -154,8 +154,8 @@ class Reservation:
         self._client = client
         self.amount = 0
 
-    def resize(self, amount: int) -> Rejection | None:
-        """Changes the amount to `amount` if it fits. Otherwise returns the Rejection and changes nothing."""
+    def resize(self, amount: int) -> LimitExceeded | None:
+        """Changes the amount to `amount` if it fits. Otherwise returns a LimitExceeded and changes nothing."""
         rejection = self._resource.rejection(self._client, amount, self.amount)
         if rejection is None:
             self._resource.add(self._client, amount - self.amount)

@@ -75,7 +75,7 @@ _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-le
 
 
 class RejectedRequest(Protocol):
-    """A request that was rejected after its head; see Rejection in middleware/load_shedding.py."""
+    """A request that was rejected after its head; see ShedRequest in middleware/load_shedding.py."""
 
     def find_dialect(self, body: bytes) -> None:
         """Searches a part of the body for a key of a dialect."""

@@ -107,7 +107,7 @@ def max_delay_s(scope: Scope) -> float:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Rejection:
+class ShedRequest:
     """A rejected request. Its response is sent once.
 
     Responses are built when they are sent, several at a time, which uses the processor's caches well.
@@ -211,7 +211,7 @@ class LoadShedder:
         engine = self._models.only_engine
         return engine is not None and engine.is_full
 
-    def reject(self, target: bytes, scope: Scope, send_response: SendResponse) -> Rejection | None:
+    def reject(self, target: bytes, scope: Scope, send_response: SendResponse) -> ShedRequest | None:
         """Rejects a POST after its head was read. Returns None if the application must handle the request.
 
         Args:
@@ -235,7 +235,7 @@ class LoadShedder:
         try:
             engine.check_queue(client)
         except EngineError as error:
-            rejection = Rejection(
+            rejection = ShedRequest(
                 error=error.with_traceback(None),  # a traceback refers to this frame: a reference cycle
                 model=self._models.entries[0].name,
                 route=route,

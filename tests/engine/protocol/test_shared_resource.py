@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.protocol.shared_resource import Rejection, Reservation, SharedResource
+from penstock.engine.protocol.shared_resource import LimitExceeded, Reservation, SharedResource
 
 
 def resource(max_share: float | None = None, limit: int = 100) -> SharedResource:
     return SharedResource(limit, "the queue", "tokens", "--flag", full="full", share="share", max_share=max_share)
 
 
-def rejected(rejection: Rejection | None) -> Rejection:
+def rejected(rejection: LimitExceeded | None) -> LimitExceeded:
     assert rejection is not None, "it fits"
     return rejection
 
@@ -20,7 +20,7 @@ def test_amounts_fit_up_to_the_limit() -> None:
     queue = resource()
     queue.add("", 60)
     assert queue.rejection("", 40) is None
-    assert rejected(queue.rejection("", 41)) == Rejection(
+    assert rejected(queue.rejection("", 41)) == LimitExceeded(
         "full", "The queue is full: other requests hold 60 tokens, and this one takes 41; the limit is 100 (--flag).", 1
     )
     assert queue.rejection("") is None
@@ -40,7 +40,7 @@ def test_new_client_fits_beside_borrowed_amounts() -> None:
     )
     assert queue.rejection("b", 50) is None
     queue.add("b", 50)
-    assert rejected(queue.rejection("b", 1)) == Rejection(
+    assert rejected(queue.rejection("b", 1)) == LimitExceeded(
         "share",
         "The queue is full: other requests hold 150 tokens, and this one takes 1; the limit is 100 (--flag). "
         "2 API keys use it, so each may hold 50 while it is full; yours holds 50.",
@@ -72,7 +72,7 @@ def test_client_holds_no_more_than_its_share() -> None:
     memory = resource(max_share=0.5)
     memory.add("a", 30)
     assert memory.rejection("a", 20) is None
-    assert rejected(memory.rejection("a", 22)) == Rejection(
+    assert rejected(memory.rejection("a", 22)) == LimitExceeded(
         "share",
         "Your other requests hold 30 tokens of the queue, and this one takes 22; one client may hold 50 (--flag).",
         2,
