@@ -8,7 +8,7 @@ builds the response:
     call.reserve(size_of_numbers(...), param="inputs")
     result = await call.engine.embed(body.inputs, params, call.options())
     call.count(PoolingTask.EMBED, result)
-    return call.respond({**call.head("embd"), "data": ...})
+    return call.respond({**call.response_fields("embd"), "data": ...})
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class Call:
         """Counts the tokens of an engine result under the name of the task in the metrics."""
         self.num_tokens = self.context.metrics.count(task, result.num_tokens)
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """Returns the fields of an OpenAI response except `data`. The id starts with `kind`."""
+    def response_fields(self, id_prefix: str) -> dict[str, Any]:
+        """Returns the fields of an OpenAI response except `data`. The id starts with `id_prefix`."""
         return {
-            "id": f"{kind}-{self.request.scope['request_id']}",
+            "id": f"{id_prefix}-{self.request.scope['request_id']}",
             "object": "list",
             "created": int(time.time()),
             "model": self.name,

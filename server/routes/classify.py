@@ -256,16 +256,16 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     texts, options = await engine_inputs(call, body, options)
     result = await _classes(call.engine, body, texts, options)
     call.count(PoolingTask.CLASSIFY, result)
-    head = call.head("classify")
+    fields = call.response_fields("classify")
     if body.inputs is not None:
         is_multi_label = info.activation is Activation.SIGMOID and len(result.labels) > 1
-        rows = _cohere_rows(head["id"], body.inputs, result, is_multi_label=is_multi_label)
+        rows = _cohere_rows(fields["id"], body.inputs, result, is_multi_label=is_multi_label)
         meta = {"api_version": {"version": "1"}, "billed_units": {"classifications": len(body.inputs)}}
-        return call.respond({"id": head["id"], "classifications": rows, "meta": meta})
+        return call.respond({"id": fields["id"], "classifications": rows, "meta": meta})
     if body.is_infinity():
         infinity_rows = prediction_rows(result.scores, result.labels)
-        return call.respond({**head, "object": "classify", "data": infinity_rows})
-    return call.respond({**head, "data": _vllm_rows(result)})
+        return call.respond({**fields, "object": "classify", "data": infinity_rows})
+    return call.respond({**fields, "data": _vllm_rows(result)})
 
 
 def _check_model(model: ModelInfo, body: ClassifyRequest) -> None:
@@ -319,7 +319,7 @@ async def _classify_tokens(call: Call, body: ClassifyRequest) -> Response:
     ids = sorted({token_id for own in result.token_ids for token_id in own})
     words = await call.engine.detokenize([[token_id] for token_id in ids], skip_special_tokens=False)
     rows = _token_rows(result, dict(zip(ids, words, strict=True)))
-    return call.respond({**call.head("classify"), "labels": result.labels, "data": rows})
+    return call.respond({**call.response_fields("classify"), "labels": result.labels, "data": rows})
 
 
 def _vllm_rows(result: ClassResult) -> Iterator[dict[str, Any]]:

@@ -169,4 +169,4 @@ async def encode(body: EncodeRequest, request: Request) -> Response:
         {"object": "encoding", "index": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(len(result.num_tokens))
     ]
-    return call.respond({**call.head("encode"), "data": data})
+    return call.respond({**call.response_fields("encode"), "data": data})

@@ -194,7 +194,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     embed = call.engine.embed_late if body.late_chunking else call.engine.embed
     result = await embed(texts, params, options)
     call.count(PoolingTask.EMBED, result)
-    return vectors_response(request, call.head("embd"), result.embeddings, encodings)
+    return vectors_response(request, call.response_fields("embd"), result.embeddings, encodings)
 
 
 @router.task(
@@ -215,7 +215,7 @@ async def create_multi_vectors(body: EmbeddingRequest, request: Request) -> Resp
     texts, options = await engine_inputs(call, body, call.reserve_rows(options))
     result = await call.engine.token_embed(texts, params, options)
     call.count(PoolingTask.TOKEN_EMBED, result)
-    return vectors_response(request, call.head("embd"), result.rows, encodings, name="embeddings")
+    return vectors_response(request, call.response_fields("embd"), result.rows, encodings, name="embeddings")
 
 
 def _checked(call: Call, body: EmbeddingRequest) -> tuple[PoolingParams, Mapping[str, Encoding], RequestOptions]:

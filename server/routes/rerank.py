@@ -303,9 +303,9 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     scores: list[np.float32] = list(result.scores)
     version = "2" if path.startswith("/v2") else "1"
     units = math.ceil(len(body.documents) / DOCUMENTS_PER_SEARCH_UNIT)
-    head = call.head("rerank")
+    fields = call.response_fields("rerank")
     answer: dict[str, Any] = {
-        **{key: head[key] for key in ("id", "model", "usage")},
+        **{key: fields[key] for key in ("id", "model", "usage")},
         "results": (_row(body, texts, i, scores[i], with_document=with_documents) for i in best),
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": units}},
     }
@@ -329,7 +329,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     result = await call.engine.score(queries, documents, body.pooling_params(), options)
     call.count(PoolingTask.SCORE, result)
     rows = ({"index": i, "object": "score", "score": value} for i, value in enumerate(result.scores))
-    return call.respond({**call.head("score"), "data": rows})
+    return call.respond({**call.response_fields("score"), "data": rows})
 
 
 def _row(

@@ -238,7 +238,7 @@ async def pooling(body: PoolingRequest, request: Request) -> Response:
     texts, options = await engine_inputs(call, body, options)
     result = await _calls(call.engine)[task](texts, params, options)
     call.count(task, result)
-    return vectors_response(request, call.head("pooling"), _rows(result), {"data": encoding}, name="pooling")
+    return vectors_response(request, call.response_fields("pooling"), _rows(result), {"data": encoding}, name="pooling")
 
 
 @router.get("/load", response_model=Load)
