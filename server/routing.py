@@ -222,7 +222,7 @@ class RouteTable:
                 return route
         return next((route for route in self._matching(path) if method in (route.methods or ())), None)
 
-    def enter(self, scope: Scope) -> None:
+    def match(self, scope: Scope) -> None:
         """Stores the route of a request, its dialect and its Access in the scope.
 
         An unknown path needs an API key. If all methods of a path are open, all other methods are open too.

@@ -114,7 +114,7 @@ class InternalClient:
             BODY_IN_MEMORY: True,
             CONNECTION_LOST: asyncio.get_running_loop().create_future(),  # there is no connection
         }
-        self._routes.enter(scope)
+        self._routes.match(scope)
         status, headers, pieces = 500, dict[bytes, bytes](), list[bytes]()
 
         async def receive() -> Message:

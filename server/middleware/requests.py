@@ -61,7 +61,7 @@ class RequestMiddleware:
         """Calls the application with a RequestRecord for the request."""
         record = RequestRecord(scope, time.perf_counter(), time.time_ns())
         scope["path"] = canonical_path(scope["path"])
-        self.routes.enter(scope)
+        self.routes.match(scope)
         scope["request_id"] = self._ids.of(scope["headers"]).decode("ascii")
         request_token, stages_token = REQUEST.set(record), STAGE_TIMES.set(record.stages)
         delayed: list[Message] = []

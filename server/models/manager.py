@@ -80,7 +80,7 @@ class ModelManager:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def acquire(self, entry: ModelEntry, *, is_background: bool = False) -> AsyncEngine:
-        """Returns the engine of a model, after loading the model if necessary. Call `entry.leave` after use.
+        """Returns the engine of a model, after loading the model if necessary. Call `entry.release` after use.
 
         Args:
             entry: The model.
@@ -111,7 +111,7 @@ class ModelManager:
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)
             elif not waiter.cancelled() and waiter.result() is not None:
-                entry.leave(time.monotonic())  # the engine came after the timeout or disconnect
+                entry.release(time.monotonic())  # the engine came after the timeout or disconnect
             if isinstance(error, TimeoutError):
                 raise EngineUnavailableError(
                     f"The model {entry.name} is being loaded, which has taken more than {self._limits.wait_s:g} s. "

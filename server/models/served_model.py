@@ -139,11 +139,11 @@ class ModelEntry:
         """Whether it is loaded and no request uses it or waits for it."""
         return self.status is ModelStatus.LOADED and not self.num_in_use and not self.waiters
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         """Counts a request that uses its engine."""
         self.num_in_use += 1
 
-    def leave(self, now_s: float) -> None:
+    def release(self, now_s: float) -> None:
         """Stops counting a request."""
         self.num_in_use -= 1
         self.last_used_s = now_s
@@ -161,7 +161,7 @@ class ModelEntry:
         """Records that its engine can be used (again), and gives it to waiting requests."""
         self.status, self.loaded_s = ModelStatus.LOADED, now_s
         for waiter in self._take_waiters():
-            self.enter()
+            self.acquire()
             waiter.set_result(self.engine)
 
     def failed(self, error: Exception, now_s: float) -> None:

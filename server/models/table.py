@@ -105,7 +105,7 @@ class ModelTable:
         if entry.status is not ModelStatus.LOADED:
             self._check_started(entry)
             return None
-        entry.enter()
+        entry.acquire()
         return self._target(entry, name, scope)
 
     async def load(self, name: str | None, scope: Scope, kinds: Collection[ModelKind] = ()) -> Target:
@@ -117,7 +117,7 @@ class ModelTable:
     def release(self, scope: Scope) -> None:
         """Releases the engines of a request."""
         for entry in scope.pop(_USED, ()):
-            entry.leave(time.monotonic())
+            entry.release(time.monotonic())
 
     async def load_now(self, name: str) -> None:
         """Loads a model. Raises ModelNotFoundError, and EngineUnavailableError if the load fails."""

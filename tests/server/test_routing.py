@@ -85,7 +85,7 @@ async def test_admin_routes_accept_the_admin_key_only(full_app: Application) -> 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1", "/metrics/x", "/docs/x", "/health\n", "/HEALTH", "//health"])
 async def test_unknown_paths_need_a_key(full_app: Application, path: str) -> None:
     scope: dict[str, Any] = {"method": "GET", "path": path}
-    full_app.state.routes.enter(scope)
+    full_app.state.routes.match(scope)
     assert scope[ACCESS] is Access.API_KEY
     assert "route" not in scope
 
@@ -109,7 +109,7 @@ def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
         ("POST", "/v1/completions", OPENAI),
     ):
         scope: dict[str, Any] = {"method": method, "path": path}
-        table.enter(scope)
+        table.match(scope)
         assert scope[DIALECT] is dialect, path
 
 
@@ -117,7 +117,7 @@ def test_unknown_path_has_the_dialect_of_its_prefix() -> None:
 async def test_other_methods_and_paths_are_forwarded(method: str, path: str) -> None:
     behind, ended = AsyncMock(), []
     scope = {"type": "http", "method": method, "path": path}
-    make_app().state.routes.enter(scope)
+    make_app().state.routes.match(scope)
     await JsonDispatcher(behind, {}, ended.append)(scope, AsyncMock(), AsyncMock())
     behind.assert_awaited_once()
     assert ended == [scope]  # the request is released
@@ -130,7 +130,7 @@ async def test_error_gets_a_response_and_releases_the_request(error: Exception, 
     handler = AsyncMock(return_value=Response(status_code=418))
     dispatcher = JsonDispatcher(AsyncMock(), {StarletteHTTPException: handler}, ended.append)
     scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [], "app": app, "request_id": "a"}
-    app.state.routes.enter(scope)
+    app.state.routes.match(scope)
     await dispatcher(scope, AsyncMock(side_effect=error), send)
     assert send.await_args_list[0].args[0]["status"] == status
     assert ended == [scope]

@@ -75,10 +75,10 @@ async def engines(make_engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 async def use(manager: ModelManager, entry: ModelEntry) -> None:
     """Begin and end a request."""
     if entry.status is ModelStatus.LOADED:
-        entry.enter()
+        entry.acquire()
     else:
         await manager.acquire(entry)
-    entry.leave(time.monotonic())
+    entry.release(time.monotonic())
 
 
 async def cancel(*tasks: asyncio.Task) -> None:
@@ -227,10 +227,10 @@ async def test_model_in_use_is_unloaded_after_its_requests(engines: Engines) -> 
     await loop_iterations()
     assert not for_b.done()
     assert engines.closed == []
-    a.leave(0.0)
+    a.release(0.0)
     await for_b
     assert not for_a.done()
-    b.leave(time.monotonic())
+    b.release(time.monotonic())
     await for_a
     assert states(manager) == ["ready", "unloaded"]
 
@@ -242,11 +242,11 @@ async def test_idle_model_is_unloaded_after_its_ttl(engines: Engines) -> None:
     await use(manager, b)
     await asyncio.sleep(0.2)
     assert a.state == "ready", "a request uses it"
-    a.leave(0.0)
-    a.enter()
+    a.release(0.0)
+    a.acquire()
     await asyncio.sleep(0.15)
     assert a.state == "ready", "another request uses it"
-    a.leave(time.monotonic())
+    a.release(time.monotonic())
     await until(lambda: a.state == "unloaded")
     assert b.state == "ready"
     await use(manager, a)
@@ -272,14 +272,14 @@ async def test_patient_request_unloads_no_recently_used_model(engines: Engines, 
     await manager.acquire(first)
     for is_in_use in (True, False):
         if not is_in_use:
-            first.leave(time.monotonic())
+            first.release(time.monotonic())
         with pytest.raises(EngineUnavailableError, match="no memory for b while other models are in use"):
             await manager.acquire(second, is_background=True)
         assert (engines.closed, first.is_idle, second.status) == ([], not is_in_use, ModelStatus.UNLOADED)
     monkeypatch.setattr(manager_module, "RECENT_USE_S", 0.01)
     await asyncio.sleep(0.02)
     await manager.acquire(second, is_background=True)
-    second.leave(time.monotonic())
+    second.release(time.monotonic())
     assert engines.closed == ["a"]
     # A loading model may need the space. A patient request may wait for the load of its own model.
     engines.gates["a"] = asyncio.Event()
