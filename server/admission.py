@@ -153,9 +153,9 @@ class AdmissionController:
             share=reasons.BODY_MEMORY_SHARE,
         )
         self.responses = _shared_memory(
-            settings.answer_memory // num_processes,
+            settings.response_memory // num_processes,
             "the response memory",
-            "--answer-memory",
+            "--response-memory",
             full=reasons.RESPONSE_MEMORY,
             share=reasons.RESPONSE_MEMORY_SHARE,
         )

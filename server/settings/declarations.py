@@ -300,7 +300,7 @@ class ServerSettings(CommandSettings):
         "SECONDS",
         least=1,
     )
-    answer_memory: int = setting(
+    response_memory: int = setting(
         512 * 1024 * 1024,
         "Memory for all responses that are computed or sent. While it is full, requests with large responses are "
         "rejected with 429. One client may use half of it.",

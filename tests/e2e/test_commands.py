@@ -60,7 +60,7 @@ def test_settings_of_flags_file_and_environment_work_together(launch, tmp_path: 
     config.write_text('max_inputs_per_request = 7\nlog_format = "json"\n')
     flags = ["--config", str(config), "--cache", "1MiB", "--cache-dir", str(tmp_path / "cache"), "--operator-routes"]
     flags += ["--data-dir", str(tmp_path / "data"), "--dtype", "float32", "--num-threads", "1"]
-    flags += ["--request-timeout-s", "60", "--answer-memory", "64MiB"]
+    flags += ["--request-timeout-s", "60", "--response-memory", "64MiB"]
     variables = {"PENSTOCK_SERVED_MODEL_NAME": "one,two", "PENSTOCK_API_KEY": "secret-key", "PENSTOCK_PROT": "1"}
     server = launch(*flags, **variables)
     headers = {"Authorization": "Bearer secret-key"}

@@ -73,7 +73,7 @@ def test_large_response_does_not_block_the_event_loop(
 
 def test_slow_readers_of_token_vectors_share_a_limit(launch: Launch, small_bert: object) -> None:
     """Some clients that read only a status line get 200, the others 429; a later request succeeds."""
-    server = launch("--answer-memory", "200MB", "--min-transfer-rate", "0", model=small_bert)
+    server = launch("--response-memory", "200MB", "--min-transfer-rate", "0", model=small_bert)
     body = {"inputs": ["a " * 500] * 600}  # 77 MB of numbers, 230 MB of JSON
     with ExitStack() as stack:
         stack.enter_context(watching(server, "embeddings beside slow readers", "a"))

@@ -13,8 +13,8 @@ from penstock.server.settings import ServerSettings
 MIB = 2**20
 
 
-def controller(max_body_bytes: int = 100, answer_memory: int = 100) -> AdmissionController:
-    return AdmissionController(ServerSettings(max_body_bytes=max_body_bytes, answer_memory=answer_memory))
+def controller(max_body_bytes: int = 100, response_memory: int = 100) -> AdmissionController:
+    return AdmissionController(ServerSettings(max_body_bytes=max_body_bytes, response_memory=response_memory))
 
 
 def scope(address: str = "10.0.0.1", key: str = "") -> dict[str, Any]:
@@ -116,5 +116,5 @@ def test_one_large_response_may_take_more_than_half() -> None:
 
 
 def test_each_process_has_its_part_of_the_memory() -> None:
-    admission = AdmissionController(ServerSettings(max_body_bytes=100, answer_memory=100), num_processes=4)
+    admission = AdmissionController(ServerSettings(max_body_bytes=100, response_memory=100), num_processes=4)
     assert (admission._bodies.limit, admission.responses.limit) == (800, 25)

@@ -128,7 +128,7 @@ async def test_disconnect_ends_the_response() -> None:
 async def test_memory_is_held_until_the_response_has_gone(serving, engine) -> None:
     engine.gate = asyncio.Event()
     texts = {"inputs": ["word " * 60] * 1_000}
-    async with serving(engine, answer_memory=3_000_000) as client:
+    async with serving(engine, response_memory=3_000_000) as client:
         admission = client._transport.app.state.context.admission
         first = asyncio.create_task(client.post("/embed_all", json=texts))
         await engine.entered.wait()

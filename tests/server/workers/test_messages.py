@@ -62,7 +62,7 @@ def plan(**settings: object) -> WorkerPlan:
 
 def test_plan_is_received_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = plan(
-        api_key="one,two", api_key_file=Path("/keys"), answer_memory="1GiB", pooler_config='{"normalize":false}'
+        api_key="one,two", api_key_file=Path("/keys"), response_memory="1GiB", pooler_config='{"normalize":false}'
     )
     monkeypatch.setenv("PENSTOCK_PORT", "1234")  # the receiver reads no variables
     ours, theirs = socket.socketpair()
